@@ -1,0 +1,121 @@
+"""What the benchmarks share: worker processes with fixed thread counts, tables, and a line about the machine.
+
+Every script in this folder imports it; nothing in `deft` does. Run the scripts from anywhere, in an environment where
+`deft` is installed (`pip install -e .`, with `.[bench]` for the other libraries).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """The environment of a worker process: `threads` for every numerical library, and this checkout importable."""
+    environment = dict(os.environ)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = str(threads)
+    paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+def start_worker(script: str, arguments: Sequence[object], threads: int = 1) -> subprocess.Popen[str]:
+    """Start `script` of this folder in a fresh Python process."""
+    command = [sys.executable, str(Path(__file__).parent / script), *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=worker_environment(threads), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish_worker(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for a worker and read the JSON object on the last line of its output; a failed worker raises."""
+    output, errors = process.communicate()
+    if process.returncode != 0:
+        command = " ".join(map(str, process.args))
+        raise RuntimeError(f"failed ({process.returncode}): {command}\n{errors[-4000:]}")
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return result
+
+
+def run_worker(script: str, arguments: Sequence[object], threads: int = 1) -> dict[str, Any]:
+    """Start a worker and wait for its result."""
+    return finish_worker(start_worker(script, arguments, threads))
+
+
+def run_deft(arguments: Sequence[object], threads: int = 1) -> str:
+    """Run the `deft` command in a fresh process and return its standard output; a failure raises."""
+    command = [sys.executable, "-m", "deft", *map(str, arguments)]
+    done = subprocess.run(command, env=worker_environment(threads), capture_output=True, text=True)
+    if done.returncode != 0:
+        output = done.stdout[-2000:] + done.stderr[-2000:]
+        raise RuntimeError(f"failed ({done.returncode}): {' '.join(command)}\n{output}")
+    return done.stdout
+
+
+def evaluate_run(path: Path, episodes: int, seed: int, threads: int = 1) -> dict[str, Any]:
+    """`deft evaluate` on a run or checkpoint: fresh environments, the policy's most likely actions."""
+    output = run_deft(["evaluate", path, "--episodes", episodes, "--seed", seed, "--device", "cpu", "--json"], threads)
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return result
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """The checkpoint of the most env steps in a run folder."""
+    return max(run_dir.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one type (`update`, `episode` or `evaluation`) of a run's `episode_metrics.jsonl`."""
+    lines = map(json.loads, (run_dir / "episode_metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["type"] == kind]
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a Markdown table with aligned columns."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    lines = [f"| {' | '.join(row)} |" for row in padded]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    print("\n".join(lines), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores and the versions that a figure depends on."""
+    cpu = platform.processor() or platform.machine()
+    if shutil.which("lscpu"):
+        report = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+        names = [line.split(":", 1)[1].strip() for line in report.splitlines() if line.startswith("Model name")]
+        cpu = " ".join([*names[:1], platform.machine()])
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "tensordict", "gymnasium", "mujoco", "stable-baselines3", "torchrl"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "versions": versions}
+
+
+def print_machine() -> None:
+    """One line to stand above a table of figures."""
+    facts = machine()
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    print(f"{facts['cpu']}, {facts['cores']} cores; {versions}", flush=True)
+
+
+def write_json(path: str | None, result: dict[str, Any]) -> None:
+    """Write the figures with the machine they were measured on, where a path was given."""
+    if path is not None:
+        Path(path).write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n")
+        print(f"written: {path}", flush=True)

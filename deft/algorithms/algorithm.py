@@ -1,0 +1,40 @@
+"""What an algorithm is to the trainer: losses, optimizers and target networks behind one method, `update`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from deft.config.settings import AlgorithmSettings
+from deft.models.policy import Policy
+
+Metrics: TypeAlias = dict[str, Tensor]
+
+
+class Algorithm:
+    """One algorithm. The trainer calls `update` after every collection and never asks which algorithm it is."""
+
+    name: str
+    policy: Policy
+    settings: AlgorithmSettings
+    on_policy: bool = True
+    """Whether `update` takes whole rollouts with values in them (True) or any transitions with next observations."""
+    version: int = 0
+    """How many updates the policy's weights have seen; transitions carry it as `schema.POLICY_VERSION`."""
+    progress: float = 0.0
+    """How much of training is done, 0 to 1; set by the trainer, read by schedules."""
+
+    def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
+        """Learn from as many batches as it needs; the metrics stay tensors until they are logged."""
+        raise TypeError(f"{type(self).__name__} does not define update")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the policy's weights: optimizers, targets, schedules, carried state."""
+        raise TypeError(f"{type(self).__name__} does not define state_dict")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        raise TypeError(f"{type(self).__name__} does not define load_state_dict")

@@ -1,0 +1,283 @@
+"""Proximal policy optimization (Schulman et al., 2017), for feed-forward, recurrent, chunked and VLA policies.
+
+Rollouts that an older policy acted are handled by decoupled clipping (Hilton et al., 2022): the ratio is clipped around
+a proximal policy, the weights at the start of the update, and each transition is weighted by how likely that policy
+was to act as the older one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from deft import schema
+from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.returns import generalized_advantage, returns_so_far
+from deft.config.settings import PPOSettings
+from deft.errors import InputError, RunError
+from deft.models.policy import Policy
+
+BEHAVIOR_WEIGHT = "behavior_weight"
+# Rollouts up to this size are shuffled whole, once an epoch; larger ones (images) minibatch by minibatch.
+SHUFFLE_WHOLE_BYTES = 64 * 2**20
+
+
+class PPO(Algorithm):
+    """L = E[ w · max(−r A, −clip(r, 1−ε, 1+ε) A) ] + c_v · ½(V − R)² − c_e · H.
+
+    r = π_θ / π_proximal, w = min(π_proximal / π_behaviour, cap); on fresh data w = 1 and π_proximal is the policy that
+    acted. R = A + V_old, A by GAE(λ).
+    """
+
+    name = "ppo"
+    settings: PPOSettings
+
+    def __init__(self, policy: Policy, settings: PPOSettings | None = None, seed: int = 0) -> None:
+        self.policy = policy
+        self.settings = settings or PPOSettings()
+        self.device = next(policy.parameters()).device
+        self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
+        self._losses = torch.compile(self._minibatch_losses) if self.settings.compile else self._minibatch_losses
+
+    def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
+        """One rollout [T, N], several epochs of minibatches."""
+        rollout = next(batches)
+        schema.check_scalars(rollout)
+        self._schedule_learning_rate()
+        rollout = self._with_advantages(rollout)
+        if bool((rollout[schema.POLICY_VERSION] != self.version).any()):
+            self._weigh_behavior(rollout)
+        losses: list[Metrics] = []
+        first_of_last_epoch = 0
+        stopped = False
+        for _ in range(self.settings.n_epochs):
+            first_of_last_epoch = len(losses)
+            for minibatch in self._minibatches(rollout):
+                losses.append(self._step(minibatch))
+            if self._kl_too_large(losses[first_of_last_epoch:]):
+                stopped = True
+                break
+        self.version += 1
+        metrics = self._metrics(losses, first_of_last_epoch, rollout, stopped)
+        self._adapt_learning_rate(metrics["approx_kl"])
+        with torch.no_grad():
+            self.policy.observe(rollout)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, generator, version and the carried returns."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "version": self.version,
+            "running_return": self.running_return,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.settings.learning_rate_schedule != "adaptive":  # the settings' rate holds, also where they changed
+            self.optimizer.learning_rate = self.settings.learning_rate
+        self.generator.set_state(state["generator"])
+        self.version = state["version"]
+        self.running_return = state["running_return"]
+
+    # -- before the epochs ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _with_advantages(self, rollout: TensorDictBase) -> TensorDict:
+        """The rollout with `advantage` and `value_target`."""
+        reward = rollout[schema.NEXT_REWARD].float()
+        value = rollout[schema.VALUE].float()
+        terminated, truncated = rollout[schema.NEXT_TERMINATED], rollout[schema.NEXT_TRUNCATED]
+        done = terminated | truncated
+        discount: Tensor | float = self.settings.gamma
+        if schema.NEXT_NUM_STEPS in rollout.keys(True):
+            discount = self.settings.gamma ** rollout[schema.NEXT_NUM_STEPS]
+        reward = self._normalize_reward(reward, done, discount)
+        next_value = self._next_value(rollout, value, done)
+        advantage = generalized_advantage(
+            reward, value, next_value, terminated, done, discount, self.settings.gae_lambda
+        )
+        result = TensorDict(dict(rollout.items()), batch_size=rollout.batch_size)
+        result[schema.ADVANTAGE] = advantage
+        result[schema.VALUE_TARGET] = advantage + value
+        return result
+
+    def _next_value(self, rollout: TensorDictBase, value: Tensor, done: Tensor) -> Tensor:
+        """V(s_{t+1}): the next row's value, and the stored bootstrap where no row follows (truncation, last step)."""
+        if schema.NEXT_VALUE in rollout.keys(True):
+            bootstrap = rollout[schema.NEXT_VALUE].float()
+            following = torch.cat([value[1:], bootstrap[-1:]])
+            return torch.where(done, bootstrap, following)
+        following_td = rollout[schema.NEXT].flatten(0, 1).to(self.device)
+        return self.policy.get_value(following_td).float().cpu().reshape(value.shape)
+
+    def _normalize_reward(self, reward: Tensor, done: Tensor, discount: Tensor | float) -> Tensor:
+        normalizer = self.policy.reward_normalizer
+        if normalizer is None:
+            return reward
+        if self.running_return is None or self.running_return.shape != reward.shape[1:]:
+            self.running_return = torch.zeros_like(reward[0])
+        returns, self.running_return = returns_so_far(reward, done, discount, self.running_return)
+        normalizer.observe(returns.to(self.device))
+        return normalizer(reward.to(self.device)).to(reward.device)
+
+    @torch.no_grad()
+    def _weigh_behavior(self, rollout: TensorDict) -> None:
+        """Stale data: put the proximal policy's log-probs in place of the behaviour's, and the weight between them."""
+        behavior = rollout[schema.LOG_PROB]
+        parts = self._parts(rollout, torch.arange(self._num_items(rollout)))
+        log_probs = [self.policy.evaluate_actions(part)["log_prob"].to(behavior) for part in parts]
+        proximal = torch.cat(log_probs, -1)
+        if self.policy.recurrent:  # [length, chunks · N] → [T, N]
+            proximal = proximal.unflatten(1, (-1, behavior.shape[1])).transpose(0, 1)
+        proximal = proximal.reshape(behavior.shape)
+        rollout[BEHAVIOR_WEIGHT] = (proximal - behavior).exp().clamp(max=self.settings.behavior_weight_cap)
+        rollout[schema.LOG_PROB] = proximal
+
+    # -- minibatches ---------------------------------------------------------------------------------------------------
+
+    def _length(self, rollout: TensorDictBase) -> int:
+        """Steps of a training sequence: the longest divisor of T up to `sequence_length`."""
+        steps = rollout.batch_size[0]
+        return max(n for n in range(1, min(self.settings.sequence_length, steps) + 1) if steps % n == 0)
+
+    def _num_items(self, rollout: TensorDictBase) -> int:
+        """Things that are shuffled: transitions, or sequences for a policy with memory."""
+        return rollout.numel() // (self._length(rollout) if self.policy.recurrent else 1)
+
+    def _minibatches(self, rollout: TensorDict) -> Iterator[TensorDictBase]:
+        return self._parts(rollout, torch.randperm(self._num_items(rollout), generator=self.generator))
+
+    def _parts(self, rollout: TensorDict, order: Tensor) -> Iterator[TensorDictBase]:
+        """The rollout in minibatches by `order`, the last one smaller where it does not come out even."""
+        keys = set(rollout.keys()) - {schema.POLICY_VERSION, schema.NEXT}
+        size = self.settings.batch_size
+        if self.policy.recurrent:
+            length = self._length(rollout)
+            size = max(1, size // length)
+            selected = rollout.select(*keys, schema.NEXT_TERMINATED, schema.NEXT_TRUNCATED)
+            items = TensorDict(
+                {key: _sequences(selected[key], length) for key in selected.keys(True, True)},
+                batch_size=[length, self._num_items(rollout)],
+            )
+            yield from (items[:, index].to(self.device) for index in order.split(size))
+            return
+        flat = rollout.select(*keys).flatten(0, 1)
+        if flat.bytes() <= SHUFFLE_WHOLE_BYTES:
+            yield from flat[order].to(self.device).split(size)
+        else:
+            yield from (flat[index].to(self.device) for index in order.split(size))
+
+    # -- one gradient step ---------------------------------------------------------------------------------------------
+
+    def _minibatch_losses(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
+        """Loss and its parts for one minibatch: the compile boundary."""
+        settings = self.settings
+        scored = self.policy.evaluate_actions(minibatch)
+        advantage = minibatch[schema.ADVANTAGE]
+        if settings.normalize_advantage and advantage.numel() > 1:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        log_ratio = scored["log_prob"] - minibatch[schema.LOG_PROB]
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range)
+        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
+        weight = minibatch.get(BEHAVIOR_WEIGHT, None)
+        policy_loss = -(surrogate if weight is None else surrogate * weight).mean()
+        value_loss = self._value_loss(scored["value"], minibatch)
+        entropy = scored["entropy"].mean()
+        return {
+            "loss": policy_loss + settings.value_coef * value_loss - settings.entropy_coef * entropy,
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "log_ratio": log_ratio.detach(),
+        }
+
+    def _value_loss(self, value: Tensor, minibatch: TensorDictBase) -> Tensor:
+        """½ (V − R)², or the larger of that and the same with V clipped around its old estimate."""
+        target = minibatch[schema.VALUE_TARGET]
+        error = (value - target).square()
+        if self.settings.clip_range_vf is not None:
+            old = minibatch[schema.VALUE]
+            limit = self.settings.clip_range_vf
+            error = torch.maximum(error, (old + (value - old).clamp(-limit, limit) - target).square())
+        return 0.5 * error.mean()
+
+    def _step(self, minibatch: TensorDictBase) -> Metrics:
+        losses = self._losses(minibatch)
+        self.optimizer.zero_gradients()
+        losses["loss"].backward()
+        losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
+        losses["loss"] = losses["loss"].detach()
+        return losses
+
+    # -- schedules and metrics -----------------------------------------------------------------------------------------
+
+    def _schedule_learning_rate(self) -> None:
+        if self.settings.learning_rate_schedule == "linear":
+            self.optimizer.learning_rate = self.settings.learning_rate * max(0.0, 1.0 - self.progress)
+
+    def _adapt_learning_rate(self, approx_kl: Tensor) -> None:
+        """Halfway between constant and hand-tuned: ×1.5 or ÷1.5 when an update moved half or twice the wanted KL."""
+        if self.settings.learning_rate_schedule != "adaptive":
+            return
+        kl = float(approx_kl)
+        if kl > 2.0 * self.settings.desired_kl:
+            self.optimizer.learning_rate = max(1e-6, self.optimizer.learning_rate / 1.5)
+        elif kl < 0.5 * self.settings.desired_kl:
+            self.optimizer.learning_rate = min(1e-2, self.optimizer.learning_rate * 1.5)
+
+    def _kl_too_large(self, epoch: list[Metrics]) -> bool:
+        if self.settings.target_kl is None:
+            return False
+        return float(_approximate_kl(epoch)) > 1.5 * self.settings.target_kl
+
+    def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
+        """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
+        last = losses[first_of_last_epoch:]
+        metrics = {
+            name: torch.stack([loss[name] for loss in losses]).mean()
+            for name in ("loss", "policy_loss", "value_loss", "entropy", "grad_norm")
+        }
+        if not bool(torch.isfinite(metrics["loss"])):
+            raise RunError(
+                f"the loss became {float(metrics['loss'])} in update {self.version}: lower learning_rate, or look at "
+                "the rewards and observations; the checkpoints already saved are good"
+            )
+        log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in last])
+        target, value = rollout[schema.VALUE_TARGET], rollout[schema.VALUE]
+        metrics["approx_kl"] = _approximate_kl(last)
+        metrics["clip_fraction"] = ((log_ratio.exp() - 1).abs() > self.settings.clip_range).float().mean()
+        # 1 − Var(R − V) / Var(R): 1 is a perfect critic, 0 no better than a constant
+        variance = target.var(correction=0)
+        metrics["explained_variance"] = torch.where(
+            variance > 0, 1 - (target - value).var(correction=0) / variance, torch.zeros_like(variance)
+        )
+        metrics["learning_rate"] = torch.tensor(self.optimizer.learning_rate)
+        metrics["staleness"] = (self.version - 1 - rollout[schema.POLICY_VERSION]).float().mean()
+        metrics["epochs_stopped_early"] = torch.tensor(float(stopped))
+        return metrics
+
+
+def _approximate_kl(losses: list[Metrics]) -> Tensor:
+    """E[(r − 1) − log r], low in variance and never negative (Schulman, 2020)."""
+    log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in losses])
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def _sequences(column: Tensor, length: int) -> Tensor:
+    """[T, N, …] → [length, (T / length) · N, …]: consecutive steps of one environment stay together."""
+    steps, num_envs = column.shape[:2]
+    if steps % length:
+        raise InputError(f"a rollout of {steps} steps does not divide into sequences of {length}")
+    chunks = column.reshape(steps // length, length, num_envs, *column.shape[2:]).transpose(0, 1)
+    return chunks.reshape(length, -1, *column.shape[2:])

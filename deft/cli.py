@@ -1,0 +1,223 @@
+"""The command `deft`: it parses and calls, nothing else.
+
+Errors are one line on stderr. Exit status: 0 done, 1 failed, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM.
+What a command needs is imported when it runs, so that `deft --help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deft.errors import DeftError, InputError
+
+if TYPE_CHECKING:
+    from deft.config.settings import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except SystemExit as stop:  # the end of --help, or of a run that SIGTERM stopped
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        _complain("stopped by Ctrl-C")
+        return 128 + signal.SIGINT
+    except DeftError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        _complain(str(error))
+        return error.exit_status
+    except Exception as error:
+        _complain(f"{type(error).__name__}: {error} ({_keep_traceback('--debug' in arguments)})")
+        return 1
+
+
+def train(arguments: list[str]) -> int:
+    """`deft train [ALGORITHM] [--config FILE] [flags]`."""
+    config, as_json = parse_train(arguments)
+
+    from deft.training.run import train as run
+
+    return _report(run(config), as_json)
+
+
+def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
+    """The run that `deft train` is asked for (defaults, then the file, then the flags), and whether to print JSON."""
+    from deft.config.flags import CONFIG_FLAG, OUTPUT_FLAGS, FlagGroup, parse_flags, run_flags
+    from deft.config.loading import resolve, set_path, to_dict, value_at
+
+    has_algorithm = bool(arguments) and not arguments[0].startswith("-")
+    flags = arguments[1:] if has_algorithm else arguments
+    base = _base_config(arguments[0] if has_algorithm else None, flags)
+    name, settings = base.algorithm.name, to_dict(base)
+    groups = run_flags(name)
+    defaults = {flag.path: value_at(settings, flag.path) for group in groups for flag in group.flags}
+    given = parse_flags(
+        [FlagGroup("command", "The command itself.", (CONFIG_FLAG, *OUTPUT_FLAGS)), *groups],
+        {**defaults, "config": _peek(flags, "config"), "json": False, "debug": False},
+        flags,
+        usage=f"deft train {name}",
+        description=f"Train with {name}. Settings: defaults, then --config, then flags (- and _ alike).",
+    )
+    if given.words:
+        raise InputError(
+            f"train: unexpected '{given.words[0]}'; a value follows its flag, and the algorithm comes first"
+        )
+    for path in defaults:
+        if path in given.values:
+            set_path(settings, path, given.values[path])
+    if "trainer.total_timesteps" in given.values:
+        if "trainer.iterations" in given.values:
+            raise InputError("--iterations: says how long to train, as --total-timesteps does; give one of them")
+        settings["trainer"]["iterations"] = None  # a flag comes before the file
+    return resolve(settings, written=given.written), given.values.get("json", False)
+
+
+def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
+    """What the flags are put on: the file of `--config`, the run of `--resume`, or the defaults."""
+    from deft.config.loading import find_config, read_mapping, resolve
+    from deft.config.settings import ALGORITHM_SETTINGS
+
+    known = ", ".join(ALGORITHM_SETTINGS)
+    if algorithm is not None and algorithm not in ALGORITHM_SETTINGS:
+        raise InputError(f"train {algorithm}: no such algorithm; one of {known}")
+    config_file, resume = _peek(flags, "config"), _peek(flags, "resume")
+    source = find_config(config_file) if config_file else _config_of_run(Path(resume)) if resume else None
+    if source is None and algorithm is None:
+        if {"-h", "--help"} & set(flags):
+            print(
+                f"{TRAIN_HELP}\n\nAlgorithms: {known}. `deft train {next(iter(ALGORITHM_SETTINGS))} --help`: its flags."
+            )
+            raise SystemExit(0)
+        if resume:
+            raise InputError(f"--resume {resume}: no run: there is no config.yaml in it, nor in the folder above")
+        raise InputError(f"train: give an algorithm ({known}), or --config FILE")
+    mapping = read_mapping(source) if source else {}
+    if algorithm is not None and "algorithm" not in mapping:
+        mapping["algorithm"] = algorithm
+    base = resolve(mapping)
+    if algorithm not in (None, base.algorithm.name):
+        raise InputError(f"train {algorithm}: {source} says algorithm.name '{base.algorithm.name}'; give one of them")
+    return base
+
+
+def evaluate(arguments: list[str]) -> int:
+    """`deft evaluate RUN|CHECKPOINT [flags]`."""
+    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, parse_flags
+    from deft.config.settings import EvaluateConfig
+    from deft.config.validation import checked
+
+    flags = [flag for flag in class_flags(EvaluateConfig) if flag.path != "path"]
+    given = parse_flags(
+        [FlagGroup("evaluation", EvaluateConfig.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
+        {**{flag.path: getattr(EvaluateConfig, flag.path) for flag in flags}, "json": False, "debug": False},
+        arguments,
+        usage="deft evaluate RUN|CHECKPOINT",
+        description="Play episodes with a trained policy, without exploring, and measure them.",
+    )
+    if len(given.words) != 1:
+        found = "got " + (" ".join(given.words) or "none")
+        raise InputError(f"evaluate: give one run folder or checkpoint; {found}")
+    settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
+    config = checked(EvaluateConfig, {"path": given.words[0], **settings}, written=given.written)
+
+    from deft.evaluation.evaluate import evaluate_run
+
+    results = evaluate_run(
+        config.path, episodes=config.episodes, video=config.video, seed=config.seed, device=config.device
+    )
+    return _report(results, given.values.get("json", False))
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (train, "train a policy:      deft train [ALGORITHM] [--config FILE] [flags]"),
+    "evaluate": (evaluate, "evaluate a policy:   deft evaluate RUN|CHECKPOINT [--episodes N] [flags]"),
+}
+TRAIN_HELP = """usage: deft train [ALGORITHM] [--config FILE] [flags]
+
+Train a policy. The settings come from the defaults, then the file, then the flags.
+FILE is JSON or YAML, or the name of a preset; the config.yaml of a run repeats it."""
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: deft COMMAND ...\n\nTrain vision-language-action robot policies with reinforcement learning.\n")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:10}{summary}")
+        print("\n  deft COMMAND --help shows its flags; deft --version the version.")
+        return 0
+    if arguments[0] == "--version":
+        from deft import __version__
+
+        print(f"deft {__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        from deft.config.validation import suggestion
+
+        raise InputError(f"{arguments[0]}: no such command; {suggestion(arguments[0], COMMANDS)}")
+    command, _ = COMMANDS[arguments[0]]
+    return command(arguments[1:])
+
+
+def _peek(flags: Sequence[str], name: str) -> str | None:
+    """The value of a flag that decides which flags there are; None where it is not given, or has no value."""
+    for flag, following in zip(flags, [*flags[1:], "--"], strict=False):
+        if flag.startswith(f"--{name}="):
+            return flag.partition("=")[2]
+        if flag == f"--{name}" and not following.startswith("--"):
+            return following
+    return None
+
+
+def _config_of_run(path: Path) -> Path | None:
+    """The settings of the run that a run folder, or a checkpoint in one, belongs to."""
+    places = (path / "config.yaml", path.parent / "config.yaml")
+    return next((place for place in places if place.is_file()), None)
+
+
+def _report(results: Mapping[str, Any], as_json: bool) -> int:
+    """Print the results, for a person or as one line of JSON; the exit status is that of a command that is done."""
+    plain = _plain(results)
+    if as_json:
+        print(json.dumps(plain, allow_nan=False), flush=True)
+    else:
+        for name, value in plain.items():
+            print(f"{name}: {value}", flush=True)
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """Results as JSON has them: NumPy's and torch's scalars as numbers, paths as text, NaN and infinity as null."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(nested) for name, nested in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(nested) for nested in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _complain(message: str) -> None:
+    print(f"deft: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _keep_traceback(show: bool) -> str:
+    """Where the traceback of an unexpected error is: above, or in a file."""
+    if show:
+        traceback.print_exc()
+        return "traceback above"
+    with tempfile.NamedTemporaryFile("w", prefix="deft-", suffix=".log", delete=False, encoding="utf-8") as file:
+        traceback.print_exc(file=file)
+    return f"traceback in {file.name}; --debug shows it"

@@ -1,0 +1,288 @@
+"""Every setting as a flat flag, made from the settings classes: names, help, and parsing by tyro.
+
+`deft.cli` parses with it; `deft.config.rl_config` uses the flat names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from deft.config.loading import canonical_path, parse_yaml
+from deft.config.settings import ALGORITHM_SETTINGS, MOVED_SETTINGS, AlgorithmSettings, RunConfig
+from deft.config.validation import nested_class, setting_names, shown, suggestion
+from deft.errors import InputError
+
+# Flags whose name is not the last part of their path.
+_NAMES = {
+    "env.id": "env",
+    "env.kwargs": "env_kwargs",
+    "env.timeout": "env_timeout",
+    "policy.name": "policy",
+    "policy.vla_config.model_class": "vla_model_class",
+    "policy.vla_config.model_path": "vla_model_path",
+    "policy.vla_config.model_config": "vla_model_config",
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting as a flag: where its value goes, what it is called, which type it has."""
+
+    path: str
+    name: str
+    aliases: tuple[str, ...]
+    annotation: Any
+    help: str
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is given without a value: `--compile`, `--no-compile`."""
+        return self.annotation is bool
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether several values may follow it: `--hidden-sizes 64 64`."""
+        return get_origin(self.annotation) in (tuple, dict)
+
+
+@dataclass(frozen=True)
+class FlagGroup:
+    """The flags of one settings class."""
+
+    title: str
+    help: str
+    flags: tuple[Flag, ...]
+
+
+CONFIG_FLAG = Flag("config", "config", (), str | None, "A JSON or YAML file, or the name of a preset.")
+OUTPUT_FLAGS = (
+    Flag("json", "json", (), bool, "End the output with one line that is a JSON object."),
+    Flag("debug", "debug", (), bool, "Show the traceback of an error."),
+)
+
+
+def run_flags(algorithm: str) -> list[FlagGroup]:
+    """Every setting of a run of this algorithm. Where two have one name, the algorithm's own gets it."""
+    algorithm_class = ALGORITHM_SETTINGS[algorithm]
+    aliases: dict[str, list[str]] = {}
+    for place in [*(f"algorithm.cfg.{alias}" for alias in algorithm_class.ALIASES), *MOVED_SETTINGS]:
+        aliases.setdefault(canonical_path(place, algorithm_class), []).append(place.rpartition(".")[2])
+    sections = sorted(_sections(RunConfig, algorithm_class), key=lambda section: section[0] != "algorithm.cfg")
+    taken: set[str] = set()
+    groups = []
+    for prefix, cls in sections:
+        flags = []
+        for flag in class_flags(cls, prefix):
+            if flag.path == "algorithm.name":  # the command's first word
+                continue
+            name = flag.name if flag.name not in taken else f"{prefix}_{flag.name}".replace(".", "_")
+            others = tuple(dict.fromkeys(alias for alias in aliases.get(flag.path, []) if alias not in {name, *taken}))
+            taken |= {name, *others}
+            flags.append(dataclasses.replace(flag, name=name, aliases=others))
+        title = {"": "run", "algorithm.cfg": algorithm}.get(prefix, prefix.rpartition(".")[2])
+        groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
+    order = ("env", algorithm, "policy", "vla_config", "trainer", "logging", "run")
+    return sorted((group for group in groups if group.flags), key=lambda group: order.index(group.title))
+
+
+def class_flags(cls: type, prefix: str = "") -> Iterator[Flag]:
+    """The settings of one class as flags; sections nested in it are left out."""
+    for name in setting_names(cls):
+        if nested_class(cls, name) is None:
+            field = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
+            path = f"{prefix}.{name}" if prefix else name
+            yield Flag(path, _NAMES.get(path, name), (), field.annotation, _description(cls, name))
+
+
+def _description(cls: type, name: str) -> str:
+    """The docstring under a setting; pydantic keeps it in the class that defines the setting, not in its children."""
+    fields = (getattr(base, "__pydantic_fields__", {}).get(name) for base in cls.__mro__)
+    return next((field.description for field in fields if field is not None and field.description), "")
+
+
+def _sections(cls: type, algorithm_class: type[AlgorithmSettings], prefix: str = "") -> Iterator[tuple[str, type]]:
+    yield prefix, cls
+    for name in setting_names(cls):
+        nested = nested_class(cls, name)
+        if nested is not None:
+            nested = algorithm_class if nested is AlgorithmSettings else nested
+            yield from _sections(nested, algorithm_class, f"{prefix}.{name}" if prefix else name)
+
+
+@dataclass(frozen=True)
+class ParsedFlags:
+    """What the command line said: values by path, how each flag was written, and words that belong to no flag."""
+
+    values: dict[str, Any]
+    written: dict[str, str]
+    words: list[str]
+
+
+def parse_flags(
+    groups: Sequence[FlagGroup], defaults: Mapping[str, Any], arguments: Sequence[str], *, usage: str, description: str
+) -> ParsedFlags:
+    """The flags that were given. `--help` prints them all, with `defaults`, and raises SystemExit."""
+    flags = [flag for group in groups for flag in group.flags]
+    help_wanted = bool({"-h", "--help"} & set(arguments))
+    written = {} if help_wanted else _scan(flags, arguments)
+    parsed, words = _parse_with_tyro(groups, defaults, ["--help"] if help_wanted else arguments, usage, description)
+    values = {
+        flag.path: parsed[flag.name] if flag.is_switch else _value(flag, parsed[flag.name], written[flag.path])
+        for flag in flags
+        if flag.path in written
+    }
+    return ParsedFlags(values, written, words)
+
+
+def _scan(flags: Sequence[Flag], arguments: Sequence[str]) -> dict[str, str]:
+    """How each given flag was written, by path; refuses unknown ones, missing values and two names of one setting."""
+    known = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
+    known |= {f"no_{flag.name}": flag for flag in flags if flag.is_switch}
+    written: dict[str, str] = {}
+    for index, argument in enumerate(arguments):
+        if not re.match(r"--?[A-Za-z]", argument):
+            continue
+        spelled, equals, _ = argument.partition("=")
+        name = spelled[2:].replace("-", "_") if spelled.startswith("--") else spelled
+        if name not in known:
+            near = suggestion(spelled, (_dashed(other) for other in known))
+            raise InputError(f"{spelled}: unknown flag; {near if near.startswith('did you') else 'see --help'}")
+        flag = known[name]
+        following = arguments[index + 1] if index + 1 < len(arguments) else "--"
+        if flag.is_switch and equals:
+            raise InputError(f"{spelled}: takes no value; write {_dashed(flag.name)} or {_dashed(f'no_{flag.name}')}")
+        if not flag.is_switch and not equals and following.startswith("--"):
+            raise InputError(f"{spelled}: needs a value ({_metavar(flag.annotation)})")
+        previous = written.setdefault(flag.path, _dashed(name))
+        if previous != _dashed(name):
+            raise InputError(f"{spelled}: the same setting as {previous}; give one of them")
+    return written
+
+
+def _parse_with_tyro(
+    groups: Sequence[FlagGroup], defaults: Mapping[str, Any], arguments: Sequence[str], usage: str, description: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Values by flag name (words as they were written; switches as bool), and the words that belong to no flag."""
+    import tyro  # only where a command line is parsed
+
+    def field(flag: Flag) -> tuple[str, Any, Any]:
+        argument = tyro.conf.arg(name=flag.name, aliases=[_dashed(alias) for alias in flag.aliases], help=flag.help)
+        if flag.is_switch:
+            return flag.name, Annotated[bool, argument], dataclasses.field(default=defaults[flag.path])
+        words = tyro.constructors.PrimitiveConstructorSpec(
+            nargs="*" if flag.takes_several else 1,
+            metavar=_metavar(flag.annotation),
+            instance_from_str=list,
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: _words(defaults[flag.path]),
+        )
+        return flag.name, Annotated[Any, words, argument], dataclasses.field(default=None)
+
+    fields: list[tuple[str, Any, Any]] = []
+    for group in groups:
+        section: Any = dataclasses.make_dataclass(group.title, [field(flag) for flag in group.flags])
+        section.__doc__ = group.help
+        fields.append((group.title, section, dataclasses.field(default_factory=section)))
+    root: Any = dataclasses.make_dataclass("Flags", fields)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parsed, words = tyro.cli(
+                root,
+                prog=usage,
+                description=description,
+                args=arguments,
+                config=(tyro.conf.OmitArgPrefixes,),
+                return_unknown_args=True,
+            )
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        raise InputError(" ".join(re.sub("[─│╭╮╰╯]", " ", complaint.getvalue()).split())) from None
+    sections = (getattr(parsed, group.title) for group in groups)
+    return {name: value for section in sections for name, value in vars(section).items()}, words
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _words(value: Any) -> list[str]:
+    """A default as the words that would give it."""
+    if isinstance(value, list | tuple):
+        return [str(element) for element in value]
+    return [json.dumps(value) if isinstance(value, dict) else "none" if value is None else str(value)]
+
+
+def _alternatives(annotation: Any) -> tuple[Any, bool]:
+    """The type of a setting without None, and whether it may be None."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner = [member for member in get_args(annotation) if member is not type(None)]
+        return _bare(inner[0]), len(inner) < len(get_args(annotation))
+    return _bare(annotation), False
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _metavar(annotation: Any) -> str:
+    bare, may_be_none = _alternatives(annotation)
+    if get_origin(bare) is Literal:
+        name = "{" + ",".join(str(choice) for choice in get_args(bare)) + "}"
+    elif get_origin(bare) is tuple:
+        name = f"{_metavar(get_args(bare)[0])} ..."
+    elif get_origin(bare) is dict:
+        name = "JSON|KEY=VALUE ..."
+    else:
+        name = {int: "INT", float: "FLOAT"}.get(bare, "TEXT")
+    return f"{name}|none" if may_be_none else name
+
+
+def _value(flag: Flag, words: list[str], written: str) -> Any:
+    """The words after a flag as a value. What cannot be read as its type stays text, for the validation to refuse."""
+    bare, _ = _alternatives(flag.annotation)
+    if get_origin(bare) is dict:
+        return _mapping(words, written)
+    if get_origin(bare) is tuple:
+        return [_scalar(word, get_args(bare)[0]) for word in words]
+    return _scalar(words[0], flag.annotation)
+
+
+def _scalar(word: str, annotation: Any) -> Any:
+    bare, may_be_none = _alternatives(annotation)
+    if may_be_none and word.lower() in ("none", "null"):
+        return None
+    for convert in {int: (int, float), float: (float,)}.get(bare, ()):
+        with contextlib.suppress(ValueError):
+            return convert(word)
+    return word
+
+
+def _mapping(words: list[str], written: str) -> dict[str, Any]:
+    """A mapping written as one JSON object, or as KEY=VALUE words with values as in YAML."""
+    if words and words[0].startswith("{"):
+        try:
+            return json.loads(" ".join(words))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{written}: not valid JSON: {error.msg} (column {error.colno})") from None
+    mapping: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise InputError(f"{written}: {shown(word)} is not KEY=VALUE, nor a JSON object")
+        try:
+            mapping[key] = parse_yaml(text)
+        except yaml.YAMLError:
+            mapping[key] = text
+    return mapping

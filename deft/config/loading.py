@@ -1,0 +1,286 @@
+"""Config files and mappings to `RunConfig` and back: read, resolve, change, write.
+
+`deft.cli` and the trainers read settings through here; whatever is wrong is refused as one line (`InputError`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from deft.config.settings import ALGORITHM_SETTINGS, MOVED_SETTINGS, SHORTHANDS, AlgorithmSettings, RunConfig
+from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
+from deft.errors import InputError
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """The settings in a JSON or YAML file, or of a preset by its bare name."""
+    return resolve(read_mapping(find_config(path)))
+
+
+def find_config(path: str | Path) -> Path:
+    """The file behind `--config`: a path, or the name of a preset that ships with Deft."""
+    path = Path(path)
+    if path.exists():
+        return path
+    presets = {preset.stem: preset for preset in sorted(PRESETS.glob("*.yaml"))}
+    if path.name != str(path) or path.suffix in _READERS:
+        raise InputError(f"{path}: no such config file")
+    if str(path) not in presets:
+        advice = suggestion(str(path), presets)
+        raise InputError(f"{path}: no such config file or preset" + (f"; {advice}" if advice else ""))
+    return presets[str(path)]
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """A config file as it stands there: JSON (comments and trailing commas allowed) or YAML, by the file's ending."""
+    path = Path(path)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise InputError(f"{path}: the ending '{path.suffix}' is not one of {', '.join(_READERS)}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text: {error}") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip().rstrip(",") == "...":
+            raise InputError(f"{path}, line {number}: '...' stands for what was left out; write it, or remove the line")
+    try:
+        mapping = reader(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line_number = mark.line + 1 if mark else 1
+        raise InputError(f"{path}, line {line_number}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())}") from None
+    if mapping is None:
+        raise InputError(f"{path}: the file is empty")
+    if not isinstance(mapping, dict):
+        raise InputError(f"{path}: {shown(mapping)} is not a mapping of settings")
+    return mapping
+
+
+def resolve(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None) -> RunConfig:
+    """The run that a mapping describes; defaults where it says nothing.
+
+    Aliases and shorthands of the documents are understood. `written` tells how the user spelled a path, for messages.
+    """
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{shown(mapping)} is not a mapping of settings")
+    canonical, spelled = _canonical(mapping)
+    algorithm_class = _algorithm_class(canonical)
+    try:
+        return _run_adapter().validate_python(canonical)
+    except ValidationError as error:
+        raise InputError(
+            explain(
+                error,
+                RunConfig,
+                concrete={AlgorithmSettings: algorithm_class},
+                written={**spelled, **(written or {})},
+                elsewhere={path.rpartition(".")[2]: path for path in setting_paths(algorithm_class)},
+            )
+        ) from None
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A settings object as plain dicts, lists and scalars: what the file of it says."""
+    return {name: _plain(getattr(config, name)) for name in setting_names(type(config))}
+
+
+def write_config(config: RunConfig, path: str | Path) -> None:
+    """Write the resolved settings, with the command that repeats the run; reading them back gives an equal config."""
+    path = Path(path)
+    try:
+        body = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: the settings cannot be written: {' '.join(str(error).split())}") from None
+    command = f"deft train --config {shlex.quote(str(path))}"
+    if config.output_dir is not None:  # that folder holds this run already
+        command += " --output-dir ANOTHER_FOLDER"
+    header = f"# The settings of this run. To repeat it:\n#   {command}\n"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(header + body, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def replace(config: RunConfig, **settings: Any) -> RunConfig:
+    """A copy with some settings changed, by dotted path: `replace(config, **{"env.num_envs": 8, "seed": 1})`."""
+    mapping = to_dict(config)
+    for path, value in settings.items():
+        set_path(mapping, canonical_path(path, type(config.algorithm.cfg)), value)
+    return resolve(mapping)
+
+
+def set_path(mapping: dict[str, Any], path: str, value: Any) -> None:
+    """Set one value in a nested mapping; sections that are not there (or None) are made."""
+    *sections, name = path.split(".")
+    for depth, section in enumerate(sections, start=1):
+        if mapping.get(section) is None:
+            mapping[section] = {}
+        if not isinstance(mapping[section], dict):
+            raise InputError(f"{'.'.join(sections[:depth])}: {shown(mapping[section])} is not a mapping of settings")
+        mapping = mapping[section]
+    mapping[name] = value
+
+
+def value_at(mapping: Mapping[str, Any], path: str) -> Any:
+    """One value of a nested mapping; None where a section or the value is not there."""
+    value: Any = mapping
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def canonical_path(path: str, algorithm_class: type[AlgorithmSettings]) -> str:
+    """Where a setting belongs that was written under another name or in another place."""
+    section, _, name = path.rpartition(".")
+    if section == "algorithm.cfg" and name in algorithm_class.ALIASES:
+        return f"{section}.{algorithm_class.ALIASES[name]}"
+    return MOVED_SETTINGS.get(path, path)
+
+
+def setting_paths(algorithm_class: type[AlgorithmSettings]) -> Iterator[str]:
+    """The dotted path of every setting of a run, in the order of the classes."""
+
+    def walk(cls: type, prefix: str) -> Iterator[str]:
+        for name in setting_names(cls):
+            nested = nested_class(cls, name)
+            if nested is None:
+                yield prefix + name
+            else:
+                yield from walk(algorithm_class if nested is AlgorithmSettings else nested, f"{prefix}{name}.")
+
+    return walk(RunConfig, "")
+
+
+@functools.cache
+def _run_adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
+
+
+def _algorithm_class(mapping: Mapping[str, Any]) -> type[AlgorithmSettings]:
+    """The settings class of the algorithm that a mapping names; the default's where that name is missing or wrong."""
+    section = mapping.get("algorithm")
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return ALGORITHM_SETTINGS.get(str(name), ALGORITHM_SETTINGS["ppo"])
+
+
+def _canonical(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The mapping with every setting under its own name, and how each that moved was written."""
+    canonical = {
+        name: {SHORTHANDS[name]: value} if name in SHORTHANDS and isinstance(value, str) else _plain(value)
+        for name, value in mapping.items()
+    }
+    algorithm_class = _algorithm_class(canonical)
+    own_paths = set(setting_paths(algorithm_class))
+    written: dict[str, str] = {}
+    for place in [*MOVED_SETTINGS, *(f"algorithm.cfg.{alias}" for alias in algorithm_class.ALIASES)]:
+        section, name = _section_of(canonical, place)
+        if place in own_paths or name not in section:
+            continue
+        target = canonical_path(place, algorithm_class)
+        target_section, target_name = _section_of(canonical, target)
+        if target_name in target_section:
+            raise InputError(f"{place}: the same setting as '{written.get(target, target)}'; give one of them")
+        set_path(canonical, target, section.pop(name))
+        written[target] = place
+    return canonical, written
+
+
+def _section_of(mapping: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """The mapping that a path's last name stands in (an empty one where there is none), and that name."""
+    *sections, name = path.split(".")
+    for section in sections:
+        nested = mapping.get(section)
+        mapping = nested if isinstance(nested, dict) else {}
+    return mapping, name
+
+
+def _plain(value: Any) -> Any:
+    """Settings objects and mappings as new dicts, tuples as lists; anything else as it is."""
+    if hasattr(value, "__pydantic_fields__"):
+        return to_dict(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(nested) for key, nested in value.items()}
+    return [_plain(nested) for nested in value] if isinstance(value, list | tuple) else value
+
+
+def _without_comments(text: str) -> str:
+    """JSON without `//` and `/* */` comments and trailing commas; strings and line numbers stay as they are."""
+    text = _COMMENT_OR_STRING.sub(lambda match: match[0] if match[0][0] == '"' else _blank(match[0]), text)
+    return _TRAILING_COMMA_OR_STRING.sub(lambda match: match[0] if match[0][0] == '"' else f" {match[0][1:]}", text)
+
+
+def _blank(comment: str) -> str:
+    return " " + "\n" * comment.count("\n")
+
+
+_STRING = r'"(?:\\.|[^"\\\n])*"'
+_COMMENT_OR_STRING = re.compile(_STRING + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA_OR_STRING = re.compile(_STRING + r"|,\s*(?=[}\]])")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"'{name}' is given twice in one section")
+    return dict(pairs)
+
+
+def _read_json(text: str) -> Any:
+    text = _without_comments(text)
+    return json.loads(text, object_pairs_hook=_without_doubles) if text.strip() else None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 3e-4 is a number (YAML 1.1 reads it as text), and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, with its keys checked."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                problem = f"'{key.value}' is given twice in one section"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back equal: the text "3e-4" gets quotes."""
+
+
+_EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML text as plain data, with 3e-4 a number."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain data alone
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".json": _read_json,
+    ".jsonc": _read_json,
+    ".yaml": parse_yaml,
+    ".yml": parse_yaml,
+}

@@ -1,0 +1,148 @@
+"""`RLConfig`: the settings of an online run as one flat class, for Python users of `PPOTrainer` and its siblings.
+
+Every field is a setting of `deft.config.settings` under its flat name (the name of its flag, or an alias of it), and
+takes its default from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from deft.config.flags import run_flags
+from deft.config.loading import resolve, set_path
+from deft.config.settings import (
+    ALGORITHM_SETTINGS,
+    EnvConfig,
+    LoggingConfig,
+    PolicyConfig,
+    PPOSettings,
+    RunConfig,
+    TrainerConfig,
+)
+from deft.config.validation import (
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Number,
+    Positive,
+    Switch,
+    setting_names,
+    settings,
+    shown,
+)
+from deft.errors import InputError
+
+
+@settings
+class RLConfig:
+    """Online reinforcement learning: the algorithm, its settings, and the run's."""
+
+    algorithm: Literal["ppo", "sac", "grpo"] = "ppo"
+
+    # Training
+    total_timesteps: Count = TrainerConfig.total_timesteps
+    rollout_steps: Count = TrainerConfig.buffer_size
+    batch_size: Count = PPOSettings.batch_size
+    learning_rate: Positive = PPOSettings.learning_rate
+    discount_gamma: Fraction = PPOSettings.gamma
+
+    # PPO
+    ppo_epochs: Count = PPOSettings.n_epochs
+    ppo_clip_range: Positive = PPOSettings.clip_range
+    ppo_gae_lambda: Fraction = PPOSettings.gae_lambda
+    ppo_value_coef: NonNegative = PPOSettings.value_coef
+    ppo_entropy_coef: NonNegative = PPOSettings.entropy_coef
+    ppo_clip_range_vf: Positive | None = PPOSettings.clip_range_vf
+    max_grad_norm: Positive | None = PPOSettings.max_grad_norm
+    normalize_advantage: Switch = PPOSettings.normalize_advantage
+    target_kl: Positive | None = PPOSettings.target_kl
+    learning_rate_schedule: Literal["constant", "linear", "adaptive"] = PPOSettings.learning_rate_schedule
+    desired_kl: Positive = PPOSettings.desired_kl
+    behavior_weight_cap: Positive = PPOSettings.behavior_weight_cap
+    sequence_length: Count = PPOSettings.sequence_length
+    adam_epsilon: Positive = PPOSettings.adam_epsilon
+    compile: Switch = PPOSettings.compile
+
+    # SAC
+    buffer_size: Count = 1_000_000
+    learning_starts: NonNegativeInt = 10_000
+    tau: Fraction = 0.005
+
+    # Logging
+    log_freq: NonNegativeInt = TrainerConfig.log_freq
+    eval_freq: NonNegativeInt = TrainerConfig.eval_freq
+    save_freq: NonNegativeInt = TrainerConfig.save_freq
+    eval_episodes: Count = TrainerConfig.eval_episodes
+    keep_checkpoints: Count = TrainerConfig.keep_checkpoints
+    video_freq: NonNegativeInt = TrainerConfig.video_freq
+    console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = LoggingConfig.console_level
+    file_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = LoggingConfig.file_level
+    enable_file_logging: Switch = LoggingConfig.enable_file_logging
+    tensorboard: Switch = LoggingConfig.tensorboard
+    use_wandb: Switch = LoggingConfig.use_wandb
+    use_trackio: Switch = LoggingConfig.use_trackio
+    progress_bar: Switch = LoggingConfig.progress_bar
+
+    # Collection
+    iterations: Count | None = TrainerConfig.iterations
+    buffer_type: Literal["standard", "vla"] = TrainerConfig.buffer_type
+    max_staleness: NonNegativeInt = TrainerConfig.max_staleness
+
+    # Environment (its id comes from the environment that the trainer is given)
+    num_envs: Count = EnvConfig.num_envs
+    vector: Literal["sync", "process", "envpool"] = EnvConfig.vector
+    num_workers: Count | None = EnvConfig.num_workers
+    max_episode_steps: Count | None = EnvConfig.max_episode_steps
+    env_kwargs: dict[str, Any] = Field(default_factory=dict)
+    env_timeout: Positive = EnvConfig.timeout
+
+    # Policy
+    hidden_sizes: tuple[Count, ...] = PolicyConfig.hidden_sizes
+    activation: Literal["tanh", "relu", "elu", "gelu", "silu"] = PolicyConfig.activation
+    encoder_dim: Count = PolicyConfig.encoder_dim
+    memory_hidden: NonNegativeInt = PolicyConfig.memory_hidden
+    memory_num_layers: Count = PolicyConfig.memory_num_layers
+    log_std_init: Number = PolicyConfig.log_std_init
+    normalize_observation: Switch = PolicyConfig.normalize_observation
+    normalize_reward: Switch = PolicyConfig.normalize_reward
+    chunk_length: Count = PolicyConfig.chunk_length
+
+    # Run
+    seed: NonNegativeInt = RunConfig.seed
+    device: str = RunConfig.device
+    threads: Count | None = RunConfig.threads
+    model_path: str | None = RunConfig.model_path
+    resume: str | None = RunConfig.resume
+    auto_resume: Switch = RunConfig.auto_resume
+    overwrite: Switch = RunConfig.overwrite
+
+    # Output
+    output_dir: str | None = "./output/online_rl"
+
+    def to_run_config(self, env: str | None = None) -> RunConfig:
+        """The same settings as a `RunConfig`, for the environment with this id (by default the default one)."""
+        mapping: dict[str, Any] = {"algorithm": {"name": self.algorithm}}
+        paths = _paths(self.algorithm) if self.algorithm in ALGORITHM_SETTINGS else {}
+        for name in setting_names(RLConfig)[1:] if paths else ():  # an algorithm that is not there: `resolve` tells
+            value = getattr(self, name)
+            if name in paths:
+                set_path(mapping, paths[name], value)
+            elif value != getattr(RLConfig, name):
+                advice = "a rollout's length is rollout_steps" if name == "buffer_size" else "leave it out"
+                raise InputError(f"{name}: {shown(value)} is given, but {self.algorithm} has no such setting; {advice}")
+        if env is not None:
+            set_path(mapping, "env.id", env)
+        return resolve(mapping)
+
+
+_REPLAY = ("buffer_size", "learning_starts", "tau")
+
+
+def _paths(algorithm: str) -> dict[str, str]:
+    """Where each flat name belongs. `buffer_size` is the replay buffer's here; a rollout has `rollout_steps`."""
+    flags = [flag for group in run_flags(algorithm) for flag in group.flags]
+    paths = {name: flag.path for flag in flags for name in (flag.name, *flag.aliases)}
+    return {name: path for name, path in paths.items() if name not in _REPLAY or path.startswith("algorithm.cfg.")}

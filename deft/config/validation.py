@@ -1,0 +1,192 @@
+"""How settings are checked, and how a wrong one is told to the user: one line with path, value and what is allowed.
+
+`deft.config.settings` makes its classes with `settings` and the number types below; `deft.config.loading` explains
+what it could not resolve with `explain`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
+
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from deft.errors import InputError
+
+Settings = TypeVar("Settings")
+
+STRICT = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def _whole(value: Any) -> Any:
+    """Whole numbers of other types (1e6, NumPy's) as int; anything else stays as it is, to be refused."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Real) and float(value).is_integer() and not isinstance(value, bool):
+        return int(float(value))
+    return value
+
+
+def _real(value: Any) -> Any:
+    """Real numbers of other types (NumPy's) as float; int is taken for float anyway, and anything else refused."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
+
+
+Count = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole)]
+NonNegativeInt = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
+Number = Annotated[float, Strict(), BeforeValidator(_real)]
+Positive = Annotated[float, Strict(), Field(gt=0), BeforeValidator(_real)]
+NonNegative = Annotated[float, Strict(), Field(ge=0), BeforeValidator(_real)]
+Fraction = Annotated[float, Strict(), Field(ge=0, le=1), BeforeValidator(_real)]
+Switch = Annotated[bool, Strict()]
+
+
+@dataclass_transform(field_specifiers=(Field,))
+def settings(cls: type[Settings]) -> type[Settings]:
+    """A validated dataclass whose constructor and assignments refuse a wrong value with one line (`InputError`)."""
+    made: Any = dataclass(config=STRICT)(cls)
+    made.__init__ = _explaining(made, made.__init__)
+    made.__setattr__ = _explaining(made, made.__setattr__)
+    return made
+
+
+def _explaining(cls: type, method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def explained(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except ValidationError as error:
+            raise InputError(explain(error, cls)) from None
+
+    return explained
+
+
+def checked(cls: type[Settings], values: Mapping[str, Any], *, written: Mapping[str, str] | None = None) -> Settings:
+    """Make a settings object of values that the user gave; `written` as in `explain`."""
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        raise InputError(explain(error, cls, written=written)) from None
+
+
+def explain(
+    error: ValidationError,
+    root: type,
+    *,
+    concrete: Mapping[type, type] | None = None,
+    written: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
+) -> str:
+    """The first of the errors in one line, and how many more there are.
+
+    `root` is the class that was validated, `concrete` says which class stands for a base class in it, `written` how
+    the user spelled a path (an alias, a flag), and `elsewhere` the path where a name of this kind belongs.
+    """
+    problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
+    unknown = [problem for problem in problems if problem["type"] == "unexpected_keyword_argument"]
+    problem = (unknown or problems)[0]  # a misspelled name may also be why another one is missing
+    path = dotted(problem["loc"])
+    if unknown:
+        owner = _owner(root, problem["loc"][:-1], concrete or {})
+        advice = suggestion(str(problem["loc"][-1]), setting_names(owner), elsewhere or {})
+        reason = f"unknown setting; {advice}" if advice else "unknown setting"
+    else:
+        reason = _reason(problem)
+    line = f"{(written or {}).get(path, path)}: {reason}" if path else reason
+    return line if len(problems) == 1 else f"{line} (and {len(problems) - 1} more)"
+
+
+def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """What to write in place of an unknown name: where it belongs, else the nearest known one, else all of them."""
+    known = list(known)
+    if elsewhere and name in elsewhere:
+        return f"did you mean '{elsewhere[name]}'?"
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"one of {quoted(known)}" if known else ""
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names for a message: `'standard', 'vla'`."""
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def setting_names(cls: type) -> list[str]:
+    """The names of a class's settings, in order."""
+    return list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
+
+
+def nested_class(cls: type, name: str) -> type | None:
+    """The settings class behind a setting, where it is a section of its own (also where it may be None)."""
+    field = cls.__pydantic_fields__.get(name)  # type: ignore[attr-defined]
+    if field is None:
+        return None
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if hasattr(candidate, "__pydantic_fields__"):
+            return candidate
+    return None
+
+
+def dotted(location: Iterable[int | str]) -> str:
+    """A place in a mapping as the user writes it: `policy.hidden_sizes[1]`."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _owner(root: type, location: Iterable[int | str], concrete: Mapping[type, type]) -> type:
+    owner = root
+    for part in location:
+        found = nested_class(owner, str(part))
+        if found is None:
+            break
+        owner = concrete.get(found, found)
+    return owner
+
+
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping of settings",
+    "invalid_key": "the name of a setting",
+}
+
+
+def _reason(problem: Mapping[str, Any]) -> str:
+    """What is wrong with a value: `1.5 is out of range; must be at most 1`."""
+    kind, value = problem["type"], shown(problem["input"])
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        return f"{value} is out of range; must be {words} {problem['ctx'][key]:g}"
+    if kind in _KINDS:
+        return f"{value} is not {_KINDS[kind]}"
+    if kind == "literal_error":
+        return f"{value} is not allowed; one of {problem['ctx']['expected'].replace(' or ', ', ')}"
+    if kind == "missing":
+        return "missing; it must be given"
+    if kind == "value_error":
+        return str(problem["ctx"]["error"])
+    return f"{value}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def shown(value: Any, width: int = 60) -> str:
+    """A value as it appears in a message: on one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -1,0 +1,111 @@
+"""A user's own `gymnasium.vector.VectorEnv`, behind Deft's contract.
+
+`deft.envs.wrap` makes it when a trainer is given such an environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from deft.envs.batched import BatchedVectorEnv
+from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, one_line
+from deft.errors import DeftError, InputError, RunError
+
+
+class GymnasiumVectorEnv(BatchedVectorEnv):
+    """Passes steps on, and takes the true last observations from `info["final_obs"]`."""
+
+    def __init__(self, env: gymnasium.vector.VectorEnv) -> None:
+        mode = env.metadata.get("autoreset_mode")
+        if mode != AutoresetMode.SAME_STEP:
+            raise InputError(
+                f"the vector environment resets in mode {getattr(mode, 'name', mode)}, which loses the last "
+                "observation of an episode; make it with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP "
+                '(gymnasium.make_vec(..., vector_kwargs={"autoreset_mode": ...})), or pass a list of environments'
+            )
+        super().__init__(
+            env.num_envs, ObservationLayout(env.single_observation_space), ActionLayout(env.single_action_space)
+        )
+        self._env = env
+        self._closed = False
+
+    def reset(self, seed: int | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`."""
+        arrays = self._next_arrays()
+        observation, _ = self._env.reset(seed=seed)
+        self._observation_layout.write_batch(observation, arrays.observation, self._rows)
+        self._forget()
+        self._started = True
+        return arrays.observation
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Step every environment with its row of `actions`."""
+        prepared = self._prepare(actions)
+        arrays = self._next_arrays()
+        try:
+            observation, reward, terminated, truncated, infos = self._env.step(prepared)
+        except DeftError:
+            raise
+        except Exception as error:
+            raise RunError(f"the vector environment raised {one_line(error)}") from error
+        arrays.reward[:], arrays.terminated[:], arrays.truncated[:] = reward, terminated, truncated
+        self._count(reward)
+        self._observation_layout.write_batch(observation, arrays.observation, self._rows)
+        done_index = np.flatnonzero(arrays.terminated | arrays.truncated)
+        running = ~(arrays.terminated | arrays.truncated)
+        self._add_terms(infos, running)  # of an environment that ended, `infos` has what its reset said
+        if not len(done_index):
+            return self._result(arrays, [])
+        if "final_obs" not in infos or not infos["_final_obs"][done_index].all():
+            raise RunError('the vector environment ended an episode without info["final_obs"]')
+        final_infos = infos.get("final_info", {})
+        self._add_terms(final_infos, ~running)
+        episodes = []
+        for index in done_index.tolist():
+            self._observation_layout.write(infos["final_obs"][index], self._final, index)
+            success = _entry(final_infos, "success", index)
+            episodes.append(
+                self._end_episode(index, _entry(final_infos, "is_success", index) if success is None else success)
+            )
+        return self._result(arrays, episodes)
+
+    def _add_terms(self, infos: dict[str, Any], mask: np.ndarray) -> None:
+        if "raw_reward" in infos:
+            raise InputError("deft.envs.ActionChunk does not work inside a gymnasium vector environment; pass a list")
+        terms = infos.get("reward_terms", {})
+        for name, values in terms.items():
+            if not name.startswith("_"):
+                for index in np.flatnonzero(mask & terms[f"_{name}"]).tolist():
+                    sums = self._terms[index]
+                    sums[name] = sums.get(name, 0.0) + float(values[index])
+
+    def state_obstacle(self) -> str:
+        """One line on what keeps the state from being saved."""
+        return "a gymnasium vector environment keeps its state to itself; a list of environments can be saved"
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method on every environment."""
+        try:
+            return list(self._env.call(name, *args))  # type: ignore[attr-defined]
+        except AttributeError as error:
+            raise InputError(f"the vector environment has no method {name!r}") from error
+
+    def render(self, index: int = 0) -> np.ndarray | None:
+        """A picture of one environment; None where it was made without a render mode."""
+        frames: Any = self._env.render() if self._env.render_mode is not None else None
+        return None if frames is None else frames[index]
+
+    def close(self) -> None:
+        """Close the environments. Calling it again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._env.close()
+
+
+def _entry(infos: dict[str, Any], name: str, index: int) -> Any:
+    """One environment's entry in a vector environment's infos; None where it made none."""
+    return infos[name][index] if name in infos and infos[f"_{name}"][index] else None

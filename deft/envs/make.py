@@ -1,0 +1,173 @@
+"""From a config to environments: any Gymnasium id, one of Deft's short names, or a user's own environment object.
+
+The trainers and `deft evaluate` call `make_vector_env`, `make_env` and `wrap`. What a user can get wrong (the id, the
+arguments, a missing package) ends here in one line.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from deft.config.settings import EnvConfig
+from deft.envs.chunk import ActionChunk
+from deft.envs.serial import SerialVectorEnv
+from deft.envs.vector import VectorEnv, one_line
+from deft.errors import DeftError, InputError
+
+SHORT_NAMES = {"reach": "deft/Reach-v0"}
+
+# Packages that environments need, by the module that is missing.
+_EXTRAS = {
+    "jax": "gymnasium[jax]",
+    "pygame": "gymnasium[classic-control]",
+    "Box2D": "gymnasium[box2d]",
+    "ale_py": "gymnasium[atari]",
+    "cv2": "gymnasium[other]",
+}
+# Packages that bring the environments of a namespace, as `module:` in front of the id.
+_NAMESPACES = {"ALE": ("ale_py", "gymnasium[atari]")}
+
+
+def make_env(
+    config: EnvConfig, *, render_mode: str | None = None, chunk_length: int = 1, gamma: float = 1.0
+) -> gymnasium.Env:
+    """One environment; with `chunk_length` above 1, one whose action is a chunk of steps."""
+    return _build(_find_spec(config), config, render_mode, chunk_length, gamma)
+
+
+def make_vector_env(
+    config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None
+) -> VectorEnv:
+    """The copies that a config asks for, independent of each other: copy i is seeded with `seed + i`."""
+    count = config.num_envs if num_envs is None else num_envs
+    if config.vector == "envpool":
+        from deft.envs.envpool_adapter import EnvPoolVectorEnv
+
+        if chunk_length > 1:
+            raise InputError("env.vector: envpool cannot run action chunks; use sync or process, or chunk_length 1")
+        return EnvPoolVectorEnv(
+            SHORT_NAMES.get(config.id, config.id),
+            count,
+            num_threads=config.num_workers,
+            max_episode_steps=config.max_episode_steps,
+            kwargs=config.kwargs,
+        )
+    function = partial(_build, _find_spec(config), config, None, chunk_length, gamma)
+    if config.vector == "process":
+        from deft.envs.process import ProcessVectorEnv
+
+        return ProcessVectorEnv([function] * count, num_workers=config.num_workers, timeout=config.timeout)
+    return SerialVectorEnv([function] * count)
+
+
+def wrap(
+    env: gymnasium.Env | Sequence[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv,
+    *,
+    chunk_length: int = 1,
+    gamma: float = 1.0,
+) -> VectorEnv:
+    """A vector environment from what a user made: an environment, several, or a vector environment."""
+    if isinstance(env, gymnasium.Env):
+        env = [env]
+    if isinstance(env, (list, tuple)):
+        for item in env:
+            if not isinstance(item, gymnasium.Env):
+                raise InputError(f"env: a list of gymnasium.Env is needed, not of {type(item).__name__}")
+        return SerialVectorEnv([_chunked(item, chunk_length, gamma) for item in env])
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+
+        env = GymnasiumVectorEnv(env)
+    if not isinstance(env, VectorEnv):
+        raise InputError(
+            f"env: {type(env).__name__} is no environment; give a gymnasium.Env, a list of them, a "
+            "gymnasium.vector.VectorEnv or a deft.envs.VectorEnv"
+        )
+    if env.chunk_length != chunk_length:
+        raise InputError(
+            f"the vector environment has chunk_length {env.chunk_length}, {chunk_length} is asked for; "
+            "wrap its environments in deft.envs.ActionChunk, or give a list of plain ones"
+        )
+    return env
+
+
+def _chunked(env: gymnasium.Env, chunk_length: int, gamma: float) -> gymnasium.Env:
+    return ActionChunk(env, chunk_length, gamma) if chunk_length > 1 else env
+
+
+def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_length: int, gamma: float) -> gymnasium.Env:
+    """Make one environment from its spec; worker processes call it too, without the registry of the main process."""
+    kwargs: dict[str, Any] = dict(config.kwargs)
+    if render_mode is not None:
+        kwargs["render_mode"] = render_mode
+    try:
+        env = gymnasium.make(spec, max_episode_steps=config.max_episode_steps, disable_env_checker=True, **kwargs)
+    except DeftError:
+        raise
+    except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
+        raise InputError(f"environment {spec.id} cannot be used: {_missing_package(error, spec)}") from error
+    except TypeError as error:
+        message = one_line(error).partition(" was raised from the environment creator")[0]
+        raise InputError(f"env.kwargs {kwargs} do not fit {spec.id}: {message}") from error
+    except Exception as error:
+        raise InputError(f"environment {spec.id} with env.kwargs {kwargs} cannot be made: {one_line(error)}") from error
+    return _chunked(env, chunk_length, gamma)
+
+
+def _find_spec(config: EnvConfig) -> EnvSpec:
+    """The registered spec of an id, without the wrapper that checks the order of calls: the vector environments do."""
+    env_id = SHORT_NAMES.get(config.id, config.id)
+    module, colon, name = env_id.rpartition(":")
+    if colon:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise InputError(f"env.id {env_id!r}: module {module!r} cannot be imported: {one_line(error)}") from error
+    try:
+        spec = copy.deepcopy(gymnasium.spec(name))
+    except gymnasium.error.Error:
+        raise InputError(f"env.id: there is no environment {name!r}; {_suggestion(name)}") from None
+    spec.order_enforce = False
+    if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
+        spec.entry_point = getattr(importlib.import_module("__main__"), spec.entry_point.partition(":")[2])
+    return spec
+
+
+def _versions(env_id: str) -> list[str]:
+    """The registered ids that differ from this one in the version alone, oldest first."""
+    name = re.sub(r"-v\d+$", "", env_id)
+    found = [spec for spec in gymnasium.registry.values() if re.sub(r"-v\d+$", "", spec.id) == name]
+    return [spec.id for spec in sorted(found, key=lambda spec: spec.version or 0)]
+
+
+def _suggestion(env_id: str) -> str:
+    versions = _versions(env_id)
+    if versions:
+        return f"use {versions[-1]}"
+    namespace = env_id.partition("/")[0]
+    if namespace in _NAMESPACES:
+        module, extra = _NAMESPACES[namespace]
+        return f'use {module}:{env_id} after pip install "{extra}"'
+    known = {env_id.lower(): env_id for env_id in [*gymnasium.registry, *SHORT_NAMES]}
+    nearest = difflib.get_close_matches(env_id.lower(), known, n=3, cutoff=0.5)
+    if nearest:
+        return f"the nearest are {', '.join(known[match] for match in nearest)}"
+    return "for one that a package registers write module:id, such as my_package:MyEnv-v0"
+
+
+def _missing_package(error: Exception, spec: EnvSpec) -> str:
+    """What to install, for an environment that lacks a package."""
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f'{error.name} is not installed: pip install "{_EXTRAS[error.name]}"'
+    latest = _versions(spec.id)[-1:]
+    newer = f"; use {latest[0]}" if latest and latest[0] != spec.id else ""
+    return f"{' '.join(str(error).split())}{newer}"

@@ -1,0 +1,483 @@
+"""Environments in worker processes: for environments that are slow to step, one worker a core.
+
+Made by `deft.envs.make`. Arrays travel through shared memory, commands through a socket to each worker. The workers are
+new interpreters, not forks, and do not run the main script: they hold no torch and no copy of the parent's memory, get
+no Ctrl-C, and end by themselves when the parent is gone. The shared memory has no name, so nothing of it can be left.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import cloudpickle
+import gymnasium
+import numpy as np
+
+from deft.envs.state import StateObstacle
+from deft.envs.vector import (
+    ActionLayout,
+    Allocate,
+    EnvSlot,
+    Episode,
+    Observation,
+    ObservationLayout,
+    StepArrays,
+    VectorEnv,
+    VectorStep,
+    allocate_arrays,
+    check_same_spaces,
+    one_line,
+    wrapper_attribute,
+)
+from deft.errors import DeftError, InputError, RunError
+
+EnvFunction = Callable[[], gymnasium.Env]
+
+START_TIMEOUT = 120.0  # seconds to import and construct; a step's own limit may be shorter
+CLOSE_TIMEOUT = 1.0  # seconds for the environments to close before their worker is killed
+PARENT_CHECK_INTERVAL = 1.0  # seconds
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_WORKER_CODE = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "from deft.envs.process import run_worker; run_worker({connection}, {memory}, {parent})"
+)
+
+
+# -------------------------------------------------------------------------------------------------------- shared memory
+
+
+class _Arena:
+    """Hands out arrays from one piece of memory, in the order of the calls; without memory it only counts the bytes."""
+
+    def __init__(self, memory: mmap.mmap | None = None) -> None:
+        self.size = 0
+        self._memory = memory
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The next array, on a cache line of its own."""
+        offset = self.size
+        count = int(np.prod(shape, dtype=np.int64))
+        self.size += -(-count * dtype.itemsize // 64) * 64
+        if self._memory is None:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(self._memory, dtype, count, offset).reshape(shape)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What parent and workers share, besides the arrays of `VectorEnv`."""
+
+    actions: np.ndarray
+    stepping: np.ndarray
+    """int64 [workers]: the environment that each worker is busy with."""
+
+
+def _allocate_shared(action_layout: ActionLayout, num_envs: int, num_workers: int, allocate: Allocate) -> _Shared:
+    return _Shared(
+        actions=allocate((num_envs, *action_layout.shape), action_layout.dtype),
+        stepping=allocate((num_workers,), np.dtype(np.int64)),
+    )
+
+
+def _open_memory() -> int:
+    """A file without a name, in memory: it is gone with the last process that has it open."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("deft-envs")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+# ----------------------------------------------------------------------------------------------------------- the parent
+
+
+class _Worker:
+    """A worker process as the parent sees it."""
+
+    def __init__(self, number: int, first_env: int, num_envs: int, memory_file: int) -> None:
+        self.number = number
+        self.first_env = first_env
+        self.num_envs = num_envs
+        self.connection, theirs = Pipe()
+        code = _WORKER_CODE.format(path=sys.path, connection=theirs.fileno(), memory=memory_file, parent=os.getpid())
+        # Only its own socket is inherited, so that a worker whose parent is gone reads the end of the stream. A process
+        # group of its own: signals from the terminal go to the parent, who decides.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1")},
+            pass_fds=(theirs.fileno(), memory_file),
+            process_group=0,
+        )
+        theirs.close()
+
+
+def _kill(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.wait()
+        worker.connection.close()
+
+
+class ProcessVectorEnv(VectorEnv):
+    """N environments shared out among worker processes; gives what `SerialVectorEnv` gives, bit for bit."""
+
+    def __init__(
+        self, env_functions: Sequence[EnvFunction], *, num_workers: int | None = None, timeout: float = 60.0
+    ) -> None:
+        if os.name != "posix":
+            raise InputError("env.vector: process needs Linux or macOS; use sync")
+        num_envs = len(env_functions)
+        if not num_envs:
+            raise InputError("a vector environment needs at least one environment")
+        num_workers = min(num_workers or count_cores(), num_envs)
+        self._timeout = timeout
+        self._request = 0
+        self._failure: str | None = None
+        self._shared: _Shared | None = None
+        self._workers: list[_Worker] = []
+        self._finalizer = weakref.finalize(self, _kill, self._workers)
+        memory_file = _open_memory()
+        try:
+            bounds = [num_envs * worker // num_workers for worker in range(num_workers + 1)]
+            for number, (first, last) in enumerate(pairwise(bounds)):
+                self._workers.append(_Worker(number, first, last - first, memory_file))
+            self._start(env_functions, memory_file)
+        except BaseException:
+            self._finalizer()
+            raise
+        finally:
+            os.close(memory_file)
+
+    def _start(self, env_functions: Sequence[EnvFunction], memory_file: int) -> None:
+        """Have the workers make their environments, then lay out the memory by their spaces."""
+        functions = []
+        for worker in self._workers:
+            try:
+                own = env_functions[worker.first_env : worker.first_env + worker.num_envs]
+                functions.append((cloudpickle.dumps(list(own)), worker.first_env))
+            except Exception as error:
+                raise InputError(
+                    f"the environments cannot be sent to worker processes ({one_line(error)}); use env.vector: sync"
+                ) from error
+        limit = max(START_TIMEOUT, self._timeout)
+        descriptions = self._ask("make", functions, timeout=limit)
+        for worker, other in zip(self._workers, descriptions, strict=True):
+            for kind in ("observation_space", "action_space"):
+                if other[kind] != descriptions[0][kind]:
+                    raise InputError(
+                        f"environment {worker.first_env} has {kind} {other[kind]}, "
+                        f"but environment 0 has {descriptions[0][kind]}"
+                    )
+        observation_layout = ObservationLayout(descriptions[0]["observation_space"])
+        action_layout = ActionLayout(descriptions[0]["action_space"])
+        num_envs, num_workers = len(env_functions), len(self._workers)
+        count = _Arena()
+        allocate_arrays(observation_layout, num_envs, count.allocate)
+        _allocate_shared(action_layout, num_envs, num_workers, count.allocate)
+        try:
+            os.ftruncate(memory_file, count.size)
+            arena = _Arena(mmap.mmap(memory_file, count.size))
+        except OSError as error:
+            raise RunError(f"no {count.size} bytes of shared memory for the environments: {error}") from error
+        super().__init__(
+            num_envs,
+            observation_layout,
+            action_layout,
+            descriptions[0]["action_mask"],
+            descriptions[0]["chunk_length"],
+            arena.allocate,
+        )
+        self._shared = _allocate_shared(action_layout, num_envs, num_workers, arena.allocate)
+        self._ask("share", [(worker.number, num_envs, num_workers, count.size) for worker in self._workers], limit)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def reset(self, seed: int | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`."""
+        arrays = self._next_arrays()
+        self._ask_all("reset", self._current, seed)
+        self._started = True
+        return arrays.observation
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Step every environment with its row of `actions`."""
+        prepared = self._prepare(actions)
+        arrays = self._next_arrays()
+        assert self._shared is not None
+        self._shared.actions[...] = prepared
+        episodes: list[Episode] = []
+        for ended in self._ask_all("step", self._current):
+            episodes += ended
+        return self._result(arrays, episodes)
+
+    def get_state(self) -> list[dict[str, Any]] | None:
+        """Plain data that `set_state` goes on from; None where `state_obstacle` says why."""
+        replies = self._ask_all("get_state", self._current)
+        if any(reply is None for reply in replies):
+            return None
+        return [state for reply in replies for state in reply]
+
+    def set_state(self, states: list[dict[str, Any]]) -> None:
+        """Go on from saved states."""
+        self._check_states(states)
+        self._next_arrays()
+        self._ask(
+            "set_state",
+            [
+                (self._current, states[worker.first_env : worker.first_env + worker.num_envs])
+                for worker in self._workers
+            ],
+            self._timeout,
+        )
+        self._started = True
+
+    def state_obstacle(self) -> str | None:
+        """One line on what keeps the state from being saved; None if nothing does."""
+        return next((reply for reply in self._ask_all("state_obstacle") if reply is not None), None)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method on every environment."""
+        return [value for reply in self._ask_all("call", name, *args) for value in reply]
+
+    def render(self, index: int = 0) -> np.ndarray | None:
+        """A picture of one environment; None where it was made without a render mode."""
+        return next((reply for reply in self._ask_all("render", index) if reply is not None), None)
+
+    def close(self) -> None:
+        """End the workers, by force where they take longer than a second. Calling it again does nothing."""
+        if not self._finalizer.alive:
+            return
+        self._failure = self._failure or "the environments are closed"
+        for worker in self._workers:
+            try:
+                worker.connection.send((-1, "close", ()))
+            except OSError:  # it is gone already
+                continue
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break
+        self._finalizer()
+
+    def _ask_all(self, command: str, *args: Any) -> list[Any]:
+        return self._ask(command, [args] * len(self._workers), self._timeout)
+
+    def _ask(self, command: str, args: list[tuple[Any, ...]], timeout: float) -> list[Any]:
+        """Send a command to every worker and wait for all answers, in the workers' order."""
+        if self._failure is not None:
+            raise RunError(self._failure)
+        self._request += 1
+        waiting: dict[Any, _Worker] = {}
+        for worker, own in zip(self._workers, args, strict=True):
+            try:
+                worker.connection.send((self._request, command, own))
+            except OSError:
+                self._fail_dead(worker)
+            waiting[worker.connection] = worker
+        answers: list[Any] = [None] * len(self._workers)
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                worker = next(iter(waiting.values()))
+                self._fail(
+                    f"environment {self._busy_env(worker)} gave no answer to {command!r} within {timeout:g} s: it "
+                    "hangs, or env.timeout is too short for it"
+                )
+            for connection in ready:
+                worker = waiting[connection]
+                try:
+                    request, failure, answer = worker.connection.recv()
+                except (EOFError, OSError):
+                    self._fail_dead(worker)
+                if request != self._request:  # the answer to a call that Ctrl-C cut short
+                    continue
+                if failure is not None:
+                    self._raise(answer, *failure)
+                answers[worker.number] = answer
+                del waiting[connection]
+        return answers
+
+    def _busy_env(self, worker: _Worker) -> int:
+        return worker.first_env if self._shared is None else int(self._shared.stepping[worker.number])
+
+    def _fail_dead(self, worker: _Worker) -> NoReturn:
+        try:
+            status = worker.process.wait(1.0)
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        except subprocess.TimeoutExpired:
+            how = "it closed its connection"
+        self._fail(f"the worker process of environment {self._busy_env(worker)} ended: {how}")
+
+    def _raise(self, message: str, kind: type[DeftError], worker_traceback: str) -> NoReturn:
+        """What a worker raised: a call that was wrong leaves the environments as they are, a failure ends them."""
+        error = kind(message)
+        error.add_note(worker_traceback)
+        if kind is InputError:
+            raise error
+        self._failure = message
+        self._finalizer()
+        raise error
+
+    def _fail(self, message: str) -> NoReturn:
+        """Kill every worker and raise; nothing can be asked of them any more."""
+        self._failure = message
+        self._finalizer()
+        raise RunError(message)
+
+
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ----------------------------------------------------------------------------------------------------------- the worker
+
+
+def run_worker(connection_file: int, memory_file: int, parent: int) -> None:
+    """The whole life of a worker process: answer commands until told to close, or until the parent is gone."""
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    connection = Connection(connection_file)
+    worker = _WorkerEnvs(memory_file)
+    while True:
+        try:
+            request, command, args = connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        if command == "close":
+            worker.close()
+            sys.stdout.flush()
+            os._exit(0)  # at once: the environments are closed, and an interpreter's own end takes a while
+        reply: tuple[int, tuple[type[DeftError], str] | None, Any]
+        try:
+            reply = (request, None, getattr(worker, command)(*args))
+        except DeftError as error:
+            kind = InputError if isinstance(error, InputError) else RunError
+            reply = (request, (kind, traceback.format_exc()), str(error))
+        except Exception as error:
+            reply = (request, (RunError, traceback.format_exc()), f"{worker.busy_env()}: {one_line(error)}")
+        try:
+            connection.send(reply)
+        except BrokenPipeError:
+            os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    """End this process when the parent is gone, also while an environment hangs and no command is read."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_INTERVAL)
+    os._exit(1)
+
+
+class _WorkerEnvs:
+    """The environments of one worker; each public method is a command."""
+
+    def __init__(self, memory_file: int) -> None:
+        self._memory_file = memory_file
+        self._first_env = 0
+        self._slots: list[EnvSlot] = []
+        self._layout: ObservationLayout
+        self._action_layout: ActionLayout
+        self._arrays: tuple[StepArrays, StepArrays]
+        self._final: Observation
+        self._actions: np.ndarray
+        self._stepping: np.ndarray = np.zeros(1, np.int64)
+
+    def make(self, functions: bytes, first_env: int) -> dict[str, Any]:
+        """Make the environments; tells the parent what they are like."""
+        envs = [function() for function in pickle.loads(functions)]
+        self._first_env = first_env
+        for index, env in enumerate(envs):
+            check_same_spaces(envs[0], env, first_env + index)
+        self._layout = ObservationLayout(envs[0].observation_space)
+        self._action_layout = ActionLayout(envs[0].action_space)
+        self._slots = [EnvSlot(env, first_env + index, self._layout) for index, env in enumerate(envs)]
+        return {
+            "observation_space": self._layout.space,
+            "action_space": self._action_layout.space,
+            "action_mask": wrapper_attribute(envs[0], "action_mask"),
+            "chunk_length": wrapper_attribute(envs[0], "chunk_length", 1),
+        }
+
+    def share(self, number: int, num_envs: int, num_workers: int, size: int) -> None:
+        """Open the shared memory, with the same arrays in it as the parent's."""
+        arena = _Arena(mmap.mmap(self._memory_file, size))
+        self._arrays, self._final = allocate_arrays(self._layout, num_envs, arena.allocate)
+        shared = _allocate_shared(self._action_layout, num_envs, num_workers, arena.allocate)
+        self._actions = shared.actions[self._first_env : self._first_env + len(self._slots)]
+        self._stepping = shared.stepping[number : number + 1]
+
+    def reset(self, current: int, seed: int | None) -> None:
+        """Reset every environment into the given set of arrays."""
+        for slot in self._slots:
+            self._stepping[0] = slot.index
+            slot.reset(None if seed is None else seed + slot.index, self._arrays[current])
+
+    def step(self, current: int) -> list[Episode]:
+        """Step every environment into the given set of arrays."""
+        rows = self._action_layout.rows(self._action_layout.prepare(self._actions, len(self._slots)))
+        arrays, final, stepping = self._arrays[current], self._final, self._stepping
+        episodes = []
+        for slot, action in zip(self._slots, rows, strict=True):
+            stepping[0] = slot.index
+            episode = slot.step(action, arrays, final)
+            if episode is not None:
+                episodes.append(episode)
+        return episodes
+
+    def get_state(self, current: int) -> list[dict[str, Any]] | None:
+        """The states of the environments; None where one cannot be saved."""
+        try:
+            return [slot.get_state(self._arrays[current]) for slot in self._slots]
+        except StateObstacle:
+            return None
+
+    def set_state(self, current: int, states: list[dict[str, Any]]) -> None:
+        """Go on from saved states."""
+        for slot, state in zip(self._slots, states, strict=True):
+            self._stepping[0] = slot.index
+            slot.set_state(state, self._arrays[current])
+
+    def state_obstacle(self) -> str | None:
+        """The first environment's reason, if one has any."""
+        return next((obstacle for slot in self._slots if (obstacle := slot.state_obstacle()) is not None), None)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method on every environment."""
+        return [slot.call(name, *args) for slot in self._slots]
+
+    def render(self, index: int) -> np.ndarray | None:
+        """A picture, where the environment is one of this worker's."""
+        own = index - self._first_env
+        return self._slots[own].render() if 0 <= own < len(self._slots) else None
+
+    def busy_env(self) -> str:
+        """The environment that was being worked on."""
+        return f"environment {int(self._stepping[0])}"
+
+    def close(self) -> None:
+        """Close the environments."""
+        for slot in self._slots:
+            slot.env.close()

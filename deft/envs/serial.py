@@ -1,0 +1,105 @@
+"""Environments stepped one after another in this process; the default, and the quickest for light environments.
+
+Made by `deft.envs.make`; stepped by the collectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from deft.envs.state import StateObstacle
+from deft.envs.vector import (
+    ActionLayout,
+    EnvSlot,
+    Observation,
+    ObservationLayout,
+    VectorEnv,
+    VectorStep,
+    check_same_spaces,
+    wrapper_attribute,
+)
+from deft.errors import InputError
+
+
+class SerialVectorEnv(VectorEnv):
+    """N environments in a plain loop."""
+
+    def __init__(self, envs: Sequence[gymnasium.Env | Callable[[], gymnasium.Env]]) -> None:
+        made = [env if isinstance(env, gymnasium.Env) else env() for env in envs]
+        if not made:
+            raise InputError("a vector environment needs at least one environment")
+        if len({id(env) for env in made}) < len(made):
+            raise InputError("the same environment object was given twice; make a copy for each")
+        for index, env in enumerate(made[1:], start=1):
+            check_same_spaces(made[0], env, index)
+        super().__init__(
+            len(made),
+            ObservationLayout(made[0].observation_space),
+            ActionLayout(made[0].action_space),
+            wrapper_attribute(made[0], "action_mask"),
+            wrapper_attribute(made[0], "chunk_length", 1),
+        )
+        self._slots = [EnvSlot(env, index, self._observation_layout) for index, env in enumerate(made)]
+        self._closed = False
+
+    @property
+    def envs(self) -> list[gymnasium.Env]:
+        """The environments themselves."""
+        return [slot.env for slot in self._slots]
+
+    def reset(self, seed: int | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`."""
+        arrays = self._next_arrays()
+        for slot in self._slots:
+            slot.reset(None if seed is None else seed + slot.index, arrays)
+        self._started = True
+        return arrays.observation
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Step every environment with its row of `actions`."""
+        rows = self._action_layout.rows(self._prepare(actions))
+        arrays, final = self._next_arrays(), self._final
+        episodes = []
+        for slot, action in zip(self._slots, rows, strict=True):
+            episode = slot.step(action, arrays, final)
+            if episode is not None:
+                episodes.append(episode)
+        return self._result(arrays, episodes)
+
+    def get_state(self) -> list[dict[str, Any]] | None:
+        """Plain data that `set_state` goes on from; None where `state_obstacle` says why."""
+        try:
+            return [slot.get_state(self._arrays[self._current]) for slot in self._slots]
+        except StateObstacle:
+            return None
+
+    def set_state(self, states: list[dict[str, Any]]) -> None:
+        """Go on from saved states."""
+        self._check_states(states)
+        arrays = self._next_arrays()
+        for slot, state in zip(self._slots, states, strict=True):
+            slot.set_state(state, arrays)
+        self._started = True
+
+    def state_obstacle(self) -> str | None:
+        """One line on what keeps the state from being saved; None if nothing does."""
+        return next((obstacle for slot in self._slots if (obstacle := slot.state_obstacle()) is not None), None)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method on every environment."""
+        return [slot.call(name, *args) for slot in self._slots]
+
+    def render(self, index: int = 0) -> np.ndarray | None:
+        """A picture of one environment; None where it was made without a render mode."""
+        return self._slots[index].render()
+
+    def close(self) -> None:
+        """Close the environments. Calling it again does nothing."""
+        if not self._closed:
+            self._closed = True
+            for slot in self._slots:
+                slot.env.close()

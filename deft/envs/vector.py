@@ -1,0 +1,521 @@
+"""What a vector environment is: the contract between environments and collectors, and the parts its kinds share.
+
+`SerialVectorEnv`, `ProcessVectorEnv` and the two adapters implement `VectorEnv`; the collectors in `deft.training` step
+it. Observations become rows of arrays (`ObservationLayout`), actions what one environment takes (`ActionLayout`), and
+`EnvSlot` steps one environment: the same code in this process and in workers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from deft.envs.state import decode, encode, restore_state, save_state, state_obstacle
+from deft.errors import DeftError, InputError, RunError
+from deft.schema import encode_text
+
+Observation = np.ndarray | dict[str, np.ndarray]
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+_NOTHING_DONE = np.empty(0, np.int64)
+_NOTHING_DONE.flags.writeable = False
+
+
+@dataclass(slots=True)
+class Episode:
+    """One finished episode, in the environment's own units."""
+
+    env_index: int
+    episode_return: float
+    """Sum of the raw rewards: no discount, no scaling."""
+    length: int
+    """Env steps."""
+    success: bool | None
+    """`success` or `is_success` in the last step's info; None where the environment does not say."""
+    terms: dict[str, float]
+    """Sums over the episode of what the environment put into info["reward_terms"]."""
+
+
+@dataclass(slots=True)
+class VectorStep:
+    """What one step of N environments gave. Arrays stay valid until the call after next."""
+
+    observation: Observation
+    """[N, …], after auto-reset: what the policy acts on next."""
+    reward: np.ndarray
+    """float32 [N]."""
+    terminated: np.ndarray
+    """bool [N]."""
+    truncated: np.ndarray
+    """bool [N]."""
+    num_steps: np.ndarray
+    """int64 [N]: env steps that this step took."""
+    done_index: np.ndarray
+    """int64 [K]: the environments that ended in this step, ascending."""
+    final_observation: Observation | None
+    """[K, …] in the order of `done_index`: the true last observation of each; None when K is 0."""
+    episodes: list[Episode]
+    """One for each of `done_index`."""
+
+
+@dataclass(slots=True)
+class StepArrays:
+    """The arrays that one step is written into; a vector environment has two, used in turn."""
+
+    observation: Observation
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    num_steps: np.ndarray
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def allocate_step_arrays(layout: ObservationLayout, num_envs: int, allocate: Allocate = _zeros) -> StepArrays:
+    """New arrays for one step of `num_envs` environments, from `allocate` (in shared memory, for worker processes)."""
+    arrays = StepArrays(
+        observation=layout.allocate(num_envs, allocate),
+        reward=allocate((num_envs,), np.dtype(np.float32)),
+        terminated=allocate((num_envs,), np.dtype(np.bool_)),
+        truncated=allocate((num_envs,), np.dtype(np.bool_)),
+        num_steps=allocate((num_envs,), np.dtype(np.int64)),
+    )
+    arrays.num_steps.fill(1)  # only chunks write it again
+    return arrays
+
+
+def allocate_arrays(
+    layout: ObservationLayout, num_envs: int, allocate: Allocate = _zeros
+) -> tuple[tuple[StepArrays, StepArrays], Observation]:
+    """The two sets of step arrays, and rows for final observations."""
+    arrays = (allocate_step_arrays(layout, num_envs, allocate), allocate_step_arrays(layout, num_envs, allocate))
+    return arrays, layout.allocate(num_envs, allocate)
+
+
+# ---------------------------------------------------------------------------------------------------- observations
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """One array of an observation: where it is found, and how a value becomes a row of it."""
+
+    name: str
+    path: tuple[str, ...]
+    space: spaces.Space
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    encode: Callable[[Any], Any] | None
+
+
+def _leaf(name: str, path: tuple[str, ...], space: spaces.Space) -> _Leaf:
+    """The array form of a space that is no Dict. Floats become float32; counting starts at 0."""
+    if isinstance(space, spaces.Box):
+        dtype = np.dtype(np.float32) if space.dtype.kind == "f" else np.dtype(space.dtype)
+        if dtype != space.dtype:
+            with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite
+                space = spaces.Box(space.low.astype(dtype), space.high.astype(dtype), dtype=dtype.type)
+        return _Leaf(name, path, space, space.shape, dtype, None)
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        shift = (lambda value: value - start) if start else None
+        return _Leaf(name, path, spaces.Discrete(int(space.n)), (), np.dtype(np.int64), shift)
+    if isinstance(space, spaces.MultiDiscrete):
+        starts = np.asarray(space.start)
+        shift = (lambda value: value - starts) if starts.any() else None
+        return _Leaf(name, path, spaces.MultiDiscrete(space.nvec), space.shape, np.dtype(np.int64), shift)
+    if isinstance(space, spaces.MultiBinary):
+        return _Leaf(name, path, spaces.Box(0, 1, space.shape, np.float32), space.shape, np.dtype(np.float32), None)
+    if isinstance(space, spaces.Text):
+        length = space.max_length * max(len(character.encode()) for character in space.character_set)
+        as_bytes = spaces.Box(0, 255, (length,), np.uint8)
+        return _Leaf(name, path, as_bytes, (length,), np.dtype(np.uint8), lambda text: encode_text(text, length))
+    where = f"observation {name!r}" if name else "the observation"
+    raise InputError(
+        f"{where} has a {type(space).__name__} space; Deft takes Box, Discrete, MultiDiscrete, MultiBinary, Text and "
+        "Dict of these: wrap the environment in one that gives named streams (a Dict)"
+    )
+
+
+def _leaves(space: spaces.Space, path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            yield from _leaves(part, (*path, name))
+    else:
+        yield _leaf("/".join(path), path, space)
+
+
+class ObservationLayout:
+    """How one environment's observations become rows of arrays; nested names are joined with a slash."""
+
+    def __init__(self, space: spaces.Space) -> None:
+        self._leaves = list(_leaves(space))
+        self._is_single = not isinstance(space, spaces.Dict)
+        self._is_direct = self._is_single and self._leaves[0].encode is None
+        names = [leaf.name for leaf in self._leaves]
+        if not names or len(set(names)) < len(names):
+            raise InputError(f"the observation space needs at least one stream, and different names for all: {names}")
+        self.space: spaces.Space = (
+            self._leaves[0].space if self._is_single else spaces.Dict({leaf.name: leaf.space for leaf in self._leaves})
+        )
+
+    def allocate(self, num_rows: int, allocate: Allocate = _zeros) -> Observation:
+        """Zeroed arrays for `num_rows` observations."""
+        arrays = {leaf.name: allocate((num_rows, *leaf.shape), leaf.dtype) for leaf in self._leaves}
+        return arrays[""] if self._is_single else arrays
+
+    def write(self, observation: Any, arrays: Observation, row: int) -> None:
+        """Put one environment's observation into its row."""
+        if self._is_direct:
+            arrays[row] = observation  # type: ignore[index]
+            return
+        for leaf in self._leaves:
+            value, target = observation, arrays if isinstance(arrays, np.ndarray) else arrays[leaf.name]
+            for name in leaf.path:
+                value = value[name]
+            target[row] = value if leaf.encode is None else leaf.encode(value)
+
+    def write_batch(self, observations: Any, arrays: Observation, rows: np.ndarray) -> None:
+        """Put a batch of observations, as a vector environment gives them, into the given rows."""
+        for leaf in self._leaves:
+            values, target = observations, arrays if isinstance(arrays, np.ndarray) else arrays[leaf.name]
+            for name in leaf.path:
+                values = values[name]
+            if leaf.encode is None:
+                target[rows] = np.asarray(values).reshape(len(rows), *leaf.shape)
+            else:
+                for row, value in zip(rows, values, strict=True):
+                    target[row] = leaf.encode(value)
+
+    def check(self, observation: Any, owner: str) -> None:
+        """Refuse an observation that its space does not describe: assigning it could broadcast or cut it in silence."""
+        for leaf in self._leaves:
+            value = observation
+            for name in leaf.path:
+                if not isinstance(value, Mapping) or name not in value:
+                    raise InputError(f"{owner}: the observation has no {leaf.name!r}, its observation_space has")
+                value = value[name]
+            row = np.asarray(value if leaf.encode is None else leaf.encode(value))
+            if row.shape != leaf.shape or not np.can_cast(row.dtype, leaf.dtype, "same_kind"):
+                raise InputError(
+                    f"{owner}: observation {leaf.name!r} is {row.dtype} {row.shape}, "
+                    f"its observation_space says {leaf.dtype} {leaf.shape}"
+                )
+
+    def encode_row(self, arrays: Observation, row: int) -> dict[str, Any]:
+        """One row as plain data, for a checkpoint."""
+        streams = {"": arrays} if isinstance(arrays, np.ndarray) else arrays
+        return {name: encode(np.array(stream[row])) for name, stream in streams.items()}
+
+    def decode_row(self, state: dict[str, Any], arrays: Observation, row: int) -> None:
+        """The inverse of `encode_row`, written into its row."""
+        streams = {"": arrays} if isinstance(arrays, np.ndarray) else arrays
+        for name, stream in streams.items():
+            stream[row] = decode(state[name])
+
+
+def take_rows(observation: Observation, index: np.ndarray) -> Observation:
+    """A copy of the chosen rows."""
+    if isinstance(observation, np.ndarray):
+        return observation[index]
+    return {name: stream[index] for name, stream in observation.items()}
+
+
+# --------------------------------------------------------------------------------------------------------- actions
+
+
+class ActionLayout:
+    """How a batch of actions becomes what each environment takes: offsets added, Box actions clipped to their bounds.
+
+    `space` is what a policy sees: Discrete and MultiDiscrete count from 0, MultiBinary is a MultiDiscrete of twos.
+    """
+
+    def __init__(self, space: spaces.Space) -> None:
+        self._start: np.ndarray | None = None
+        self._low: np.ndarray | None = None
+        self._high: np.ndarray | None = None
+        self._is_scalar = isinstance(space, spaces.Discrete)
+        self.space: spaces.Space
+        if isinstance(space, spaces.Box) and space.dtype.kind == "f":
+            self.space = space
+            self._low = space.low if np.isfinite(space.low).any() else None
+            self._high = space.high if np.isfinite(space.high).any() else None
+        elif isinstance(space, spaces.Discrete):
+            self.space = spaces.Discrete(int(space.n))
+            self._start = np.asarray(space.start) if space.start else None
+        elif isinstance(space, spaces.MultiDiscrete) and len(space.shape) == 1:
+            self.space = spaces.MultiDiscrete(space.nvec)
+            self._start = space.start if np.any(space.start) else None
+        elif isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
+            self.space = spaces.MultiDiscrete(np.full(space.shape, 2))
+        else:
+            raise InputError(
+                f"the action space {space} is not supported; Deft takes Box of floats, Discrete, MultiDiscrete and "
+                "MultiBinary with one dimension: wrap the environment in one that takes such actions"
+            )
+        self.shape: tuple[int, ...] = () if self._is_scalar else tuple(self.space.shape or ())
+        self.dtype = np.dtype(self.space.dtype)
+
+    def prepare(self, actions: np.ndarray, num_envs: int) -> np.ndarray:
+        """A policy's actions [N, …] as the environments' own, in a new array."""
+        if actions.shape != (num_envs, *self.shape):
+            raise InputError(
+                f"actions have shape {actions.shape}; {num_envs} environments with {self.space} take "
+                f"{(num_envs, *self.shape)}"
+            )
+        prepared = actions.astype(self.dtype)
+        if self._start is not None:
+            prepared += self._start
+        if self._low is not None:
+            np.maximum(prepared, self._low, out=prepared)
+        if self._high is not None:
+            np.minimum(prepared, self._high, out=prepared)
+        return prepared
+
+    def rows(self, prepared: np.ndarray) -> list[Any]:
+        """One action for each environment: an int for Discrete, otherwise an array."""
+        return prepared.tolist() if self._is_scalar else list(prepared)
+
+
+# --------------------------------------------------------------------------------------------------- one environment
+
+
+def wrapper_attribute(env: gymnasium.Env, name: str, default: Any = None) -> Any:
+    """An attribute of the environment or of any of its wrappers."""
+    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
+
+
+def describe_env(env: gymnasium.Env, index: int) -> str:
+    """Which environment, for error messages."""
+    return f"environment {index} ({env.spec.id if env.spec is not None else type(env.unwrapped).__name__})"
+
+
+class EnvSlot:
+    """One environment in its row of the arrays: steps it, resets it when an episode ends, and counts the episode."""
+
+    def __init__(self, env: gymnasium.Env, index: int, layout: ObservationLayout) -> None:
+        self.env = env
+        self.index = index
+        self.name = describe_env(env, index)
+        self._layout = layout
+        self._is_chunked = wrapper_attribute(env, "chunk_length", 1) > 1
+        self._episode_return = 0.0
+        self._length = 0
+        self._terms: dict[str, float] = {}
+
+    def reset(self, seed: int | None, arrays: StepArrays) -> None:
+        """Start an episode, and see that the environment keeps to its observation space."""
+        self._begin(arrays, seed, is_checked=True)
+
+    def step(self, action: Any, arrays: StepArrays, final: Observation) -> Episode | None:
+        """One step into this row; where the episode ends, its last observation goes to `final` before the reset."""
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+        except DeftError:
+            raise
+        except Exception as error:
+            raise RunError(f"{self.name} raised {one_line(error)}") from error
+        row = self.index
+        arrays.reward[row] = reward = float(reward)
+        arrays.terminated[row] = terminated
+        arrays.truncated[row] = truncated
+        if self._is_chunked:
+            arrays.num_steps[row] = info["num_steps"]
+            self._length += info["num_steps"]
+            self._episode_return += info["raw_reward"]
+        else:
+            self._length += 1
+            self._episode_return += reward
+        if "reward_terms" in info:
+            for name, value in info["reward_terms"].items():
+                self._terms[name] = self._terms.get(name, 0.0) + float(value)
+        if not (terminated or truncated):
+            self._layout.write(observation, arrays.observation, row)
+            return None
+        self._layout.write(observation, final, row)
+        success = info.get("success", info.get("is_success"))
+        episode = Episode(
+            row,
+            self._episode_return,
+            self._length,
+            None if success is None else bool(success),
+            self._terms,
+        )
+        self._begin(arrays)
+        return episode
+
+    def get_state(self, arrays: StepArrays) -> dict[str, Any]:
+        """All that this environment's future depends on, as plain data."""
+        return {
+            "env": save_state(self.env),
+            "episode_return": self._episode_return,
+            "length": self._length,
+            "terms": dict(self._terms),
+            "observation": self._layout.encode_row(arrays.observation, self.index),
+        }
+
+    def set_state(self, state: dict[str, Any], arrays: StepArrays) -> None:
+        """Go on from a saved state."""
+        restore_state(self.env, state["env"])
+        self._episode_return = state["episode_return"]
+        self._length = state["length"]
+        self._terms = dict(state["terms"])
+        self._layout.decode_row(state["observation"], arrays.observation, self.index)
+
+    def state_obstacle(self) -> str | None:
+        """Why the state cannot be saved, or None."""
+        obstacle = state_obstacle(self.env)
+        return None if obstacle is None else f"{self.name}: {obstacle}"
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of the environment or of one of its wrappers."""
+        if not self.env.has_wrapper_attr(name):
+            raise InputError(f"{self.name} has no method {name!r}")
+        return self.env.get_wrapper_attr(name)(*args)
+
+    def render(self) -> np.ndarray | None:
+        """A picture; None where the environment was made without a render mode."""
+        if self.env.render_mode is None:
+            return None
+        frame: Any = self.env.render()
+        return frame[-1] if isinstance(frame, list) else frame
+
+    def _begin(self, arrays: StepArrays, seed: int | None = None, is_checked: bool = False) -> None:
+        self._episode_return = 0.0
+        self._length = 0
+        self._terms = {}
+        try:
+            observation, _ = self.env.reset(seed=seed)
+        except DeftError:
+            raise
+        except Exception as error:
+            raise RunError(f"{self.name} raised {one_line(error)} while resetting") from error
+        if is_checked:
+            self._layout.check(observation, self.name)
+        self._layout.write(observation, arrays.observation, self.index)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and message without line breaks."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+# ------------------------------------------------------------------------------------------------------ the contract
+
+
+class VectorEnv(ABC):
+    """N environments of one kind, stepped together, each reset within the step in which its episode ends."""
+
+    num_envs: int
+    observation_space: spaces.Space
+    """Of one environment: nested Dict flattened, Text as uint8, floats as float32."""
+    action_space: spaces.Space
+    """Of one environment, as a policy sees it."""
+    action_mask: np.ndarray | None
+    """bool [A]: which of the padded action dims are real; from the environment's attribute of that name."""
+    chunk_length: int
+    """Env steps that one action decides at most."""
+
+    def __init__(
+        self,
+        num_envs: int,
+        observation_layout: ObservationLayout,
+        action_layout: ActionLayout,
+        action_mask: np.ndarray | None = None,
+        chunk_length: int = 1,
+        allocate: Allocate = _zeros,
+    ) -> None:
+        self.num_envs = num_envs
+        self.observation_space = observation_layout.space
+        self.action_space = action_layout.space
+        self.action_mask = None if action_mask is None else np.asarray(action_mask, bool)
+        self.chunk_length = chunk_length
+        self._observation_layout = observation_layout
+        self._action_layout = action_layout
+        self._current = 0
+        self._started = False
+        self._arrays, self._final = allocate_arrays(observation_layout, num_envs, allocate)
+
+    def _next_arrays(self) -> StepArrays:
+        """The set of arrays that is not in the caller's latest result."""
+        self._current ^= 1
+        return self._arrays[self._current]
+
+    def _prepare(self, actions: np.ndarray) -> np.ndarray:
+        if not self._started:
+            raise InputError("step() was called before reset()")
+        return self._action_layout.prepare(np.asarray(actions), self.num_envs)
+
+    def _result(self, arrays: StepArrays, episodes: list[Episode]) -> VectorStep:
+        """What a step hands out. `episodes` ascend by environment."""
+        if episodes:
+            done_index = np.array([episode.env_index for episode in episodes], np.int64)
+            final_observation: Observation | None = take_rows(self._final, done_index)
+        else:
+            done_index, final_observation = _NOTHING_DONE, None
+        return VectorStep(
+            arrays.observation,
+            arrays.reward,
+            arrays.terminated,
+            arrays.truncated,
+            arrays.num_steps,
+            done_index,
+            final_observation,
+            episodes,
+        )
+
+    @property
+    def observation(self) -> Observation:
+        """The latest observation: of the last reset or step, or of the state that was set."""
+        return self._arrays[self._current].observation
+
+    @abstractmethod
+    def reset(self, seed: int | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`."""
+
+    @abstractmethod
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Step every environment with its row of `actions`."""
+
+    @abstractmethod
+    def get_state(self) -> list[dict[str, Any]] | None:
+        """Plain data that `set_state` goes on from, one dict an environment; None where `state_obstacle` says why."""
+
+    @abstractmethod
+    def set_state(self, states: list[dict[str, Any]]) -> None:
+        """Go on from saved states; `observation` is then the one that the next action belongs to."""
+
+    @abstractmethod
+    def state_obstacle(self) -> str | None:
+        """One line on what keeps the state from being saved; None if nothing does."""
+
+    @abstractmethod
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method on every environment."""
+
+    @abstractmethod
+    def render(self, index: int = 0) -> np.ndarray | None:
+        """A picture of one environment; None where it was made without a render mode."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the environments hold. Calling it again does nothing."""
+
+    def _check_states(self, states: list[dict[str, Any]]) -> None:
+        if len(states) != self.num_envs:
+            raise InputError(f"{len(states)} saved environment states do not fit {self.num_envs} environments")
+
+
+def check_same_spaces(first: gymnasium.Env, other: gymnasium.Env, index: int) -> None:
+    """Refuse environments that differ in their spaces: one policy acts in all of them."""
+    for kind in ("observation_space", "action_space"):
+        expected, found = getattr(first, kind), getattr(other, kind)
+        if expected != found:
+            raise InputError(f"environment {index} has {kind} {found}, but environment 0 has {expected}")

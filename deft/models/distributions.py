@@ -1,0 +1,147 @@
+"""Action distributions as plain functions of a network's output: Gaussian, categorical and several categoricals.
+
+A head knows how many outputs it needs, draws an action, and scores one. Written without torch.distributions, whose
+checks and broadcasting cost more than the arithmetic in the collection loop.
+"""
+
+from __future__ import annotations
+
+import math
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from deft.errors import InputError
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class ActionHead(nn.Module):
+    """A distribution over the actions of one space, given `num_outputs` numbers of a network."""
+
+    num_outputs: int
+
+    def sample(self, output: Tensor, mask: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """An action and its log-prob."""
+        raise TypeError(type(self).__name__)
+
+    def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log-prob of `action`, and the entropy."""
+        raise TypeError(type(self).__name__)
+
+
+class GaussianHead(ActionHead):
+    """A diagonal Gaussian with one learned deviation a dim, in units of the space's half width.
+
+    log p(a) = Σ_i [ −½ ((u_i − μ_i) / σ_i)² − log σ_i − ½ log 2π − log w_i ],  u = (a − centre) / w. A chunk of K
+    actions is K·A dims. Padded dims (mask False) are left out of every sum.
+    """
+
+    log_std: Tensor
+    center: Tensor
+    width: Tensor
+
+    def __init__(self, space: spaces.Box, log_std_init: float) -> None:
+        super().__init__()
+        self.action_shape = tuple(space.shape)
+        self.num_outputs = int(np.prod(space.shape))
+        low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
+        bounded = np.isfinite(low) & np.isfinite(high) & (high > low)
+        with np.errstate(invalid="ignore", over="ignore"):
+            center = np.where(bounded, (low + high) / 2, 0.0)
+            width = np.where(bounded, (high - low) / 2, 1.0)
+        self.register_buffer("center", torch.as_tensor(center, dtype=torch.float32))
+        self.register_buffer("width", torch.as_tensor(width, dtype=torch.float32))
+        self.unit = bool(np.all(center == 0) and np.all(width == 1))
+        self.log_std = nn.Parameter(torch.full((self.num_outputs,), float(log_std_init)))
+
+    def _shape(self, flat: Tensor) -> Tensor:
+        return flat if len(self.action_shape) == 1 else flat.reshape(*flat.shape[:-1], *self.action_shape)
+
+    def _dims(self, mask: Tensor | None) -> Tensor | None:
+        """The mask over all dims of a chunk, as numbers."""
+        if mask is None:
+            return None
+        return mask.tile(self.num_outputs // mask.shape[-1]).to(self.log_std.dtype)
+
+    def _sum(self, per_dim: Tensor, dims: Tensor | None) -> Tensor:
+        return per_dim.sum(-1) if dims is None else (per_dim * dims).sum(-1)
+
+    def sample(self, output: Tensor, mask: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """Mean plus deviation times noise; the mean itself when deterministic."""
+        noise = torch.zeros_like(output) if deterministic else torch.randn_like(output)
+        dims = self._dims(mask)
+        unit = torch.addcmul(output, noise, self.log_std.exp())
+        constant = self.log_std + HALF_LOG_2PI if self.unit else self.log_std + HALF_LOG_2PI + self.width.log()
+        log_prob = self._sum(torch.addcmul(-constant, noise, noise, value=-0.5), dims)
+        if dims is not None:
+            unit = unit * dims
+        return self._shape(unit if self.unit else torch.addcmul(self.center, unit, self.width)), log_prob
+
+    def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy ½ + ½ log 2π + log σ + log w, summed over the real dims."""
+        flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
+        dims = self._dims(mask)
+        unit = flat if self.unit else (flat - self.center) / self.width
+        noise = (unit - output) * torch.exp(-self.log_std)
+        constant = self.log_std + HALF_LOG_2PI if self.unit else self.log_std + HALF_LOG_2PI + self.width.log()
+        log_prob = self._sum(torch.addcmul(-constant, noise, noise, value=-0.5), dims)
+        entropy = self._sum(constant + 0.5, dims)
+        return log_prob, entropy.expand_as(log_prob)
+
+
+class CategoricalHead(ActionHead):
+    """One or several independent categoricals over concatenated logits (Discrete, MultiDiscrete).
+
+    Choices count from 0; a space's own start is the vector environment's business.
+    """
+
+    def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
+        super().__init__()
+        self.scalar = isinstance(space, spaces.Discrete)
+        if isinstance(space, spaces.Discrete):
+            self.sizes = [int(space.n)]
+        else:
+            self.sizes = [int(n) for n in space.nvec.reshape(-1)]
+        self.action_shape = () if self.scalar else tuple(space.shape)  # type: ignore[arg-type]
+        self.num_outputs = sum(self.sizes)
+
+    def _log_probs(self, output: Tensor) -> list[Tensor]:
+        parts = [output] if len(self.sizes) == 1 else output.split(self.sizes, -1)
+        return [part.log_softmax(-1) for part in parts]
+
+    def sample(self, output: Tensor, mask: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """Gumbel-max: argmax(log p − log(−log u)); the mode when deterministic."""
+        choices, log_prob = [], torch.zeros((), device=output.device)
+        for log_p in self._log_probs(output):
+            scores = log_p if deterministic else log_p - torch.empty_like(log_p).exponential_().log_()
+            choice = scores.argmax(-1)
+            log_prob = log_prob + log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+            choices.append(choice)
+        action = choices[0] if self.scalar else torch.stack(choices, -1)
+        return action if len(self.action_shape) < 2 else action.reshape(
+            *output.shape[:-1], *self.action_shape
+        ), log_prob
+
+    def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Σ over the categoricals of log p(choice) and of −Σ p log p."""
+        if len(self.action_shape) > 1:
+            action = action.flatten(-len(self.action_shape))
+        choices = [action] if self.scalar else action.unbind(-1)
+        log_prob = entropy = torch.zeros((), device=output.device)
+        for log_p, choice in zip(self._log_probs(output), choices, strict=True):
+            log_prob = log_prob + log_p.gather(-1, choice.long().unsqueeze(-1)).squeeze(-1)
+            entropy = entropy - (log_p.exp() * log_p).sum(-1)
+        return log_prob, entropy
+
+
+def action_head(space: gymnasium.Space, log_std_init: float) -> ActionHead:
+    """The distribution for an action space."""
+    if isinstance(space, spaces.Box):
+        return GaussianHead(space, log_std_init)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return CategoricalHead(space)
+    raise InputError(f"actions of type {type(space).__name__} are not supported; use Box, Discrete or MultiDiscrete")

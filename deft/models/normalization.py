@@ -1,0 +1,67 @@
+"""Running statistics that are part of a policy: saved with it, applied wherever it acts or is evaluated.
+
+They change only between updates (`Policy.observe`), so that acting and scoring see the same normalisation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningNormalizer(nn.Module):
+    """x ↦ clip((x − mean) / √(var + ε)), with mean and variance over all that was observed."""
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, shape: tuple[int, ...], clip: float = 10.0, epsilon: float = 1e-8) -> None:
+        super().__init__()
+        self.clip, self.epsilon = clip, epsilon
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        # The affine map in use, kept apart so that a forward pass is one multiply-add.
+        self.register_buffer("scale", torch.ones(shape))
+        self.register_buffer("shift", torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise; the identity until something was observed."""
+        return torch.addcmul(self.shift, x, self.scale).clamp(-self.clip, self.clip)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Merge a batch [..., *shape] into the statistics (Chan's parallel update)."""
+        rows = x.reshape(-1, *self.mean.shape).to(self.mean.dtype)
+        batch_count = rows.shape[0]
+        total = self.count + batch_count
+        delta = rows.mean(0) - self.mean
+        # M2 = Σ(x − mean)² of both parts, plus the distance between their means
+        m2 = self.variance * self.count + rows.var(0, correction=0) * batch_count
+        m2 += delta.square() * self.count * batch_count / total
+        self.mean += delta * (batch_count / total)
+        self.variance.copy_(m2 / total)
+        self.count.copy_(total)
+        scale = (self.variance + self.epsilon).rsqrt()
+        self.scale.copy_(scale)
+        self.shift.copy_(-self.mean * scale)
+
+
+class RewardNormalizer(nn.Module):
+    """r ↦ clip(r / √(var of the discounted return + ε)): rewards of unit scale, their sign kept."""
+
+    def __init__(self, clip: float = 10.0, epsilon: float = 1e-8) -> None:
+        super().__init__()
+        self.clip = clip
+        self.statistics = RunningNormalizer((), epsilon=epsilon)
+
+    def forward(self, reward: Tensor) -> Tensor:
+        """Scale; the identity until something was observed."""
+        return (reward * self.statistics.scale).clamp(-self.clip, self.clip)
+
+    def observe(self, discounted_return: Tensor) -> None:
+        """Take discounted returns-so-far, as `returns_so_far` in `deft.algorithms.returns` gives them."""
+        self.statistics.observe(discounted_return)

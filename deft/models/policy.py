@@ -1,0 +1,50 @@
+"""What a policy is to the rest of Deft: the base class of every trainable actor.
+
+Collectors call `act`, algorithms call `evaluate_actions` and `get_value`; both hand over TensorDicts in the schema.
+"""
+
+from __future__ import annotations
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from deft.models.normalization import RewardNormalizer
+
+
+class Policy(nn.Module):
+    """An actor with a value estimate.
+
+    `act` followed by `evaluate_actions` on the same weights gives the same log-prob: whatever was random while acting
+    and is needed to score the action again goes into `schema.SAMPLE` and is stored with the transition. Padded action
+    dims (`schema.ACTION_MASK`) never enter a log-prob or an entropy.
+    """
+
+    recurrent: bool = False
+    """Whether `act` reads `schema.MEMORY` and writes `schema.NEXT_MEMORY`; `evaluate_actions` then takes [T, B]."""
+    chunk_length: int = 1
+    """Env steps that one call of `act` decides."""
+    reward_normalizer: RewardNormalizer | None
+    """Scales rewards for the algorithm; a submodule, so that it is saved with the policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward_normalizer = None
+
+    def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
+        """Add `action`, `sample_log_prob` and `value` (and the next memory) to `td` and return it."""
+        raise TypeError(f"{type(self).__name__} does not define act")
+
+    def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
+        """`log_prob`, `entropy` and `value` of the stored actions, each [B] (or [T, B]) and differentiable."""
+        raise TypeError(f"{type(self).__name__} does not define evaluate_actions")
+
+    def get_value(self, td: TensorDictBase) -> Tensor:
+        """V(observation), [B]."""
+        raise TypeError(f"{type(self).__name__} does not define get_value")
+
+    def initial_memory(self, num_envs: int) -> Tensor | None:
+        """The memory at an episode's first step, [num_envs, layers, hidden] of zeros; None without memory."""
+        return None
+
+    def observe(self, td: TensorDictBase) -> None:
+        """Take a rollout's observations into the running statistics. Called after the update, never during it."""

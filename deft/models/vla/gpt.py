@@ -1,0 +1,420 @@
+"""A small vision-language-action model: images, proprioception and an instruction in, a chunk of actions out.
+
+The entry point `gpt-vla` of the group `deft.vla_models`; loaded by `load_vla_model`, trained behind `VLAPolicy`.
+The instruction runs through a causal byte-level GPT. Visual tokens, a proprioception token, one query per action step
+and a value query run through the same layers, attending to the instruction and to one another, so that one forward pass
+gives actions, log-probs and value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft.errors import InputError
+
+BYTE_VALUES = 256
+PADDING_BYTE = 0  # never part of UTF-8 text, except for the character NUL
+CHANNELS_PER_GROUP = 16  # of a GroupNorm
+HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """Shape of a residual network: `stem_stride` pixels to a cell, then stages of blocks."""
+
+    stem_kernel: int
+    stem_stride: int
+    stem_pool: bool
+    stem_channels: int
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+    strides: tuple[int, ...]
+    bottleneck: bool
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Side of the square of pixels that one visual token stands on."""
+        return self.stem_stride * (2 if self.stem_pool else 1) * math.prod(self.strides)
+
+
+@dataclass(frozen=True)
+class LanguageSpec:
+    """Shape of the transformer."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+VISION_ENCODERS = {
+    "resnet-tiny": VisionSpec(4, 4, False, 24, (32, 80), (1, 1), (2, 2), False),
+    "resnet18": VisionSpec(7, 2, True, 64, (64, 128, 256, 512), (2, 2, 2, 2), (1, 2, 2, 2), False),
+    "resnet50": VisionSpec(7, 2, True, 64, (256, 512, 1024, 2048), (3, 4, 6, 3), (1, 2, 2, 2), True),
+}
+LANGUAGE_MODELS = {
+    "gpt-tiny": LanguageSpec(2, 96, 4),
+    "gpt2": LanguageSpec(12, 768, 12),
+    "gpt2-medium": LanguageSpec(24, 1024, 16),
+}
+
+
+class ConvNorm(nn.Sequential):
+    """Convolution and GroupNorm: independent of the batch, so acting and training see the same function."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
+        padding = 0 if kernel == stride else kernel // 2
+        super().__init__(
+            nn.Conv2d(in_channels, out_channels, kernel, stride, padding, bias=False),
+            nn.GroupNorm(max(1, out_channels // CHANNELS_PER_GROUP), out_channels),
+        )
+
+
+class ResidualBlock(nn.Module):
+    """relu(skip(x) + F(x)), where F is two 3×3 convolutions, or 1×1, 3×3, 1×1 in a bottleneck."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        if bottleneck:
+            inner = out_channels // 4
+            layers = [
+                ConvNorm(in_channels, inner, 1),
+                nn.ReLU(),
+                ConvNorm(inner, inner, 3, stride),
+                nn.ReLU(),
+                ConvNorm(inner, out_channels, 1),
+            ]
+        else:
+            layers = [
+                ConvNorm(in_channels, out_channels, 3, stride),
+                nn.ReLU(),
+                ConvNorm(out_channels, out_channels, 3),
+            ]
+        self.body = nn.Sequential(*layers)
+        same_shape = stride == 1 and in_channels == out_channels
+        self.skip = nn.Identity() if same_shape else ConvNorm(in_channels, out_channels, 1, stride)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[N, C, h, w] to [N, C', h / stride, w / stride]."""
+        return functional.relu(self.skip(features) + self.body(features))
+
+
+class VisionEncoder(nn.Module):
+    """A residual network whose last feature map is a grid of visual tokens."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.stem = ConvNorm(3, spec.stem_channels, spec.stem_kernel, spec.stem_stride)
+        self.pool = nn.MaxPool2d(3, 2, 1) if spec.stem_pool else nn.Identity()
+        blocks: list[nn.Module] = []
+        channels = spec.stem_channels
+        for width, depth, stride in zip(spec.widths, spec.depths, spec.strides, strict=True):
+            for index in range(depth):
+                blocks.append(ResidualBlock(channels, width, stride if index == 0 else 1, spec.bottleneck))
+                channels = width
+        self.stages = nn.Sequential(*blocks)
+        self.width = channels
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scaled images [N, 3, h, w] to tokens [N, cells, width], row by row."""
+        features = self.stages(self.pool(functional.relu(self.stem(images))))
+        return features.flatten(2).transpose(1, 2)
+
+
+class TransformerBlock(nn.Module):
+    """A pre-norm GPT-2 block in two halves, so that some tokens can lend their keys and values to others.
+
+    ReLU in place of GELU: the gradient costs a tenth on a CPU.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each token: [B, heads, length, width / heads]."""
+        batch, length, width = tokens.shape
+        projected = self.query_key_value(self.attention_norm(tokens))
+        query, key, value = projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        return query, key, value
+
+    def attend(
+        self,
+        tokens: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """The tokens of `query` after attention and MLP; `mask` is True where a key may be seen."""
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+        tokens = tokens + self.dropout(self.attention_out(attended.transpose(1, 2).flatten(2)))
+        hidden = functional.relu(self.mlp_in(self.mlp_norm(tokens)))
+        return tokens + self.dropout(self.mlp_out(hidden))
+
+
+@dataclass(frozen=True)
+class InstructionMemory:
+    """What the scene's tokens attend to: each layer's keys and values of the instruction, and who may see what."""
+
+    keys: list[Tensor]  # a layer each: [B, heads, length, width / heads]
+    values: list[Tensor]
+    mask: Tensor  # bool [B, 1, 1, length + scene tokens]: False at padding
+
+
+class GPTVLAModel(nn.Module):
+    """A Gaussian policy over action chunks and a value, from images, proprioception and an instruction.
+
+    `vision_encoder` and `language_model` name a shape (`VISION_ENCODERS`, `LANGUAGE_MODELS`), not pretrained weights:
+    those come from `load_vla_model`. `proprio_key` and `instruction_key` may be None for environments without them.
+    """
+
+    def __init__(
+        self,
+        vision_encoder: str = "resnet-tiny",
+        language_model: str = "gpt-tiny",
+        freeze_vision_encoder: bool = False,
+        action_dim: int = 7,
+        chunk_length: int = 1,
+        image_keys: Sequence[str] = ("rgb",),
+        image_size: int = 64,
+        proprio_key: str | None = "proprio",
+        proprio_dim: int = 7,
+        instruction_key: str | None = "instruction",
+        max_instruction_length: int = 64,
+        log_std_init: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if vision_encoder not in VISION_ENCODERS:
+            raise InputError(f"vision_encoder {vision_encoder!r} is none of {', '.join(VISION_ENCODERS)}")
+        if language_model not in LANGUAGE_MODELS:
+            raise InputError(f"language_model {language_model!r} is none of {', '.join(LANGUAGE_MODELS)}")
+        vision, language = VISION_ENCODERS[vision_encoder], LANGUAGE_MODELS[language_model]
+        if image_size < 1 or image_size % vision.pixels_per_token:
+            raise InputError(f"image_size {image_size} is no multiple of {vision.pixels_per_token} ({vision_encoder})")
+        if isinstance(image_keys, str) or not image_keys:
+            raise InputError(f"image_keys {image_keys!r} must be a list of one or more observation keys")
+        sizes = {
+            "action_dim": action_dim,
+            "chunk_length": chunk_length,
+            "proprio_dim": proprio_dim,
+            "max_instruction_length": max_instruction_length,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise InputError(f"{name} {size} must be 1 or more")
+        self.freeze_vision_encoder = freeze_vision_encoder
+        self.action_dim = action_dim
+        self.chunk_length = chunk_length
+        self.image_keys = tuple(image_keys)
+        self.image_size = image_size
+        self.proprio_key = proprio_key
+        self.proprio_dim = proprio_dim
+        self.instruction_key = instruction_key
+        self.max_instruction_length = max_instruction_length
+
+        width = language.width
+        cells = (image_size // vision.pixels_per_token) ** 2
+        self.vision = VisionEncoder(vision)
+        self.vision_projection = nn.Linear(self.vision.width, width)
+        self.visual_position = nn.Parameter(torch.empty(len(self.image_keys) * cells, width))
+        if proprio_key is not None:
+            self.proprio_projection = nn.Linear(proprio_dim, width)
+        if instruction_key is not None:
+            self.byte_embedding = nn.Embedding(BYTE_VALUES, width)
+            self.instruction_position = nn.Parameter(torch.empty(max_instruction_length, width))
+        self.queries = nn.Parameter(torch.empty(chunk_length + 1, width))  # one an action step, then the value's
+        # Any: a ModuleList forgets that these are TransformerBlocks.
+        self.blocks: Any = nn.ModuleList(
+            TransformerBlock(width, language.heads, dropout) for _ in range(language.layers)
+        )
+        self.final_norm = nn.LayerNorm(width)
+        self.action_head = nn.Linear(width, action_dim)
+        self.value_head = nn.Linear(width, 1)
+        self.log_std = nn.Parameter(torch.full((chunk_length, action_dim), float(log_std_init)))
+        self.dropout = nn.Dropout(dropout)
+        self._initialise()
+        if freeze_vision_encoder:
+            self.vision.requires_grad_(False)
+
+    def _initialise(self) -> None:
+        """Unit-variance layers, embeddings weaker than what they mark, and a mean action near 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=1.0 / math.sqrt(module.in_features))
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for name, parameter in self.named_parameters():
+            if name.endswith(("position", "queries", "byte_embedding.weight")):
+                nn.init.normal_(parameter, std=0.3)
+            elif name.endswith(("attention_out.weight", "mlp_out.weight")):
+                with torch.no_grad():
+                    parameter.div_(math.sqrt(2 * len(self.blocks)))  # two residual sums a block, as in GPT-2
+        nn.init.normal_(self.action_head.weight, std=0.002)
+
+    # The interface of a VLA model ------------------------------------------------------------------------------------
+
+    def forward(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> Tensor:
+        """Actions [B, A], or [B, K, A] with chunks of K > 1 steps; padded dims are 0."""
+        mean, _ = self._distribution_and_value(observations)
+        return self._draw(mean, deterministic, action_mask)
+
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+        return self._distribution_and_value(observations)[1]
+
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
+        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
+        return log_prob, entropy
+
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Actions, their log-prob [B], and the value [B, 1], in one forward pass."""
+        mean, value = self._distribution_and_value(observations)
+        action = self._draw(mean, deterministic, action_mask)
+        return action, self._log_prob(mean, action, action_mask), value
+
+    def evaluate(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B] and entropy [B] of given actions, and the value [B, 1], in one forward pass."""
+        mean, value = self._distribution_and_value(observations)
+        # Entropy of a Gaussian dim: 1/2 + log sqrt(2 pi) + log sigma
+        entropy = (0.5 + HALF_LOG_TWO_PI + self.log_std).expand_as(mean)
+        return self._log_prob(mean, actions, action_mask), _sum_real_dims(entropy, action_mask), value
+
+    # How it is computed ----------------------------------------------------------------------------------------------
+
+    def _draw(self, mean: Tensor, deterministic: bool, action_mask: Tensor | None) -> Tensor:
+        action = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
+        if action_mask is not None:
+            action = action.masked_fill(~action_mask.unsqueeze(1), 0.0)
+        return action.squeeze(1) if self.chunk_length == 1 else action
+
+    def _log_prob(self, mean: Tensor, actions: Tensor, action_mask: Tensor | None) -> Tensor:
+        actions = actions.reshape(mean.shape)
+        if action_mask is not None:  # whatever stands in a padded dim must not reach the gradient either
+            actions = actions.masked_fill(~action_mask.unsqueeze(1), 0.0)
+        # log N(a; mu, sigma) = -((a - mu) / sigma)^2 / 2 - log sigma - log sqrt(2 pi)
+        standardised = (actions - mean) * (-self.log_std).exp()
+        return _sum_real_dims(-0.5 * standardised.square() - self.log_std - HALF_LOG_TWO_PI, action_mask)
+
+    def _distribution_and_value(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """One pass through the trunk: mean actions [B, K, A] and value [B, 1]."""
+        tokens = self._scene_tokens(observations)
+        instruction = self._read_instruction(observations, tokens.shape[1])
+        num_queries = self.chunk_length + 1
+        for index, block in enumerate(self.blocks):
+            query, key, value = block.project(tokens)
+            if instruction is not None:
+                key = torch.cat((instruction.keys[index], key), 2)
+                value = torch.cat((instruction.values[index], value), 2)
+            if index == len(self.blocks) - 1:  # the heads read the queries alone
+                tokens, query = tokens[:, -num_queries:], query[:, :, -num_queries:]
+            tokens = block.attend(tokens, query, key, value, None if instruction is None else instruction.mask)
+        features = self.final_norm(tokens)
+        return self.action_head(features[:, :-1]), self.value_head(features[:, -1])
+
+    def _scene_tokens(self, observations: TensorDictBase) -> Tensor:
+        """Visual tokens of each camera, the proprioception token, the action queries and the value query."""
+        images = torch.cat([self._scaled_image(observations, key) for key in self.image_keys])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision_encoder):
+            visual = self.vision(images)
+        visual = torch.cat(visual.chunk(len(self.image_keys)), 1)  # [B, cameras * cells, channels]
+        batch = visual.shape[0]
+        tokens = [self.vision_projection(visual) + self.visual_position]
+        if self.proprio_key is not None:
+            proprio = self._stream(observations, self.proprio_key)
+            if proprio.shape != (batch, self.proprio_dim):
+                raise InputError(
+                    f"observation {self.proprio_key!r} has shape {list(proprio.shape)}; the model was built for "
+                    f"[{batch}, {self.proprio_dim}] (proprio_dim)"
+                )
+            tokens.append(self.proprio_projection(proprio.to(visual.dtype)).unsqueeze(1))
+        tokens.append(self.queries.expand(batch, -1, -1))
+        return self.dropout(torch.cat(tokens, 1))
+
+    def _read_instruction(self, observations: TensorDictBase, num_scene_tokens: int) -> InstructionMemory | None:
+        """Keys and values of the instructions, each different one read once; None where there is no text at all."""
+        if self.instruction_key is None:
+            return None
+        text = self._stream(observations, self.instruction_key)
+        if text.dtype != torch.uint8 or text.ndim != 2:
+            raise InputError(
+                f"observation {self.instruction_key!r} is {text.dtype} {list(text.shape)}; "
+                "instructions are rows of bytes, uint8 [B, length]"
+            )
+        columns = torch.arange(1, text.shape[1] + 1, device=text.device)
+        longest = int(((text != PADDING_BYTE) * columns).amax())
+        if longest > self.max_instruction_length:
+            raise InputError(
+                f"an instruction has {longest} bytes; the model was built for max_instruction_length "
+                f"{self.max_instruction_length}"
+            )
+        if longest == 0:
+            return None
+        text, which = torch.unique(text[:, :longest], dim=0, return_inverse=True)
+        lengths = ((text != PADDING_BYTE) * columns[:longest]).amax(1)
+        tokens = self.dropout(self.byte_embedding(text.int()) + self.instruction_position[:longest])
+        keys, values = [], []
+        for index, block in enumerate(self.blocks):
+            query, key, value = block.project(tokens)
+            keys.append(key[which])
+            values.append(value[which])
+            if index < len(self.blocks) - 1:  # nothing reads the tokens after the last layer
+                # Causal, and padding stands at the end: no real byte sees it.
+                tokens = block.attend(tokens, query, key, value, causal=True)
+        visible = columns[:longest] <= lengths.unsqueeze(1)
+        visible = functional.pad(visible, (0, num_scene_tokens), value=True)
+        return InstructionMemory(keys, values, visible[which][:, None, None])
+
+    def _scaled_image(self, observations: TensorDictBase, key: str) -> Tensor:
+        """A camera's uint8 pictures as floats in [-1, 1], [B, 3, h, w]; the only place where pixels are scaled."""
+        image = self._stream(observations, key)
+        if image.ndim == 4 and image.shape[-1] == 3:
+            image = image.permute(0, 3, 1, 2)
+        if image.dtype != torch.uint8 or image.shape[1:] != (3, self.image_size, self.image_size):
+            raise InputError(
+                f"observation {key!r} is {image.dtype} {list(image.shape)}; the model was built for uint8 images of "
+                f"{self.image_size}×{self.image_size} pixels and 3 channels (image_size)"
+            )
+        return image.to(self.queries.dtype, memory_format=torch.contiguous_format) / 127.5 - 1.0
+
+    def _stream(self, observations: TensorDictBase, key: str) -> Tensor:
+        stream = observations.get(key, None)
+        if stream is None:
+            raise InputError(
+                f"the observation has no {key!r}; it has {sorted(map(str, observations.keys()))}: "
+                "set image_keys, proprio_key and instruction_key in model_config"
+            )
+        return stream
+
+
+def _sum_real_dims(values: Tensor, action_mask: Tensor | None) -> Tensor:
+    """Sum [B, K, A] over steps and over the dims where `action_mask` [B, A] is True."""
+    if action_mask is not None:
+        values = values.masked_fill(~action_mask.unsqueeze(1), 0.0)
+    return values.sum((1, 2))

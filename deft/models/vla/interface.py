@@ -1,0 +1,53 @@
+"""What Deft asks of a vision-language-action model: three methods on an `nn.Module`.
+
+`VLAPolicy` wraps any class that has them; `load_vla_model` refuses a class that lacks one.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class VLAModelInterface(Protocol):
+    """The three methods of a VLA model; B is the batch, A the action dims, K the steps of an action chunk.
+
+    `observations` is a TensorDict of batch [B] with the environment's named streams: images as uint8, instructions as
+    uint8 rows of UTF-8 bytes padded with zeros (`deft.schema.encode_text`), the rest as the environment gives it.
+
+    A model may also offer these, each found by its name:
+
+    - `forward(observations, deterministic=True)`: the most likely action. Without this keyword evaluation samples.
+    - `action_mask`, a keyword of the methods that draw or score actions: bool [B, A], True where a dim is real. Padded
+      dims must not enter log-prob or entropy. Environments with padded dims need a model with this keyword.
+    - `act(observations, deterministic=False) -> (action, log_prob [B], value [B, 1])`: acting in one forward pass.
+    - `evaluate(observations, actions) -> (log_prob [B], entropy [B], value [B, 1])`: scoring in one forward pass.
+    - `chunk_length`, `action_dim`: attributes, checked against what the policy is told.
+    """
+
+    def forward(self, observations: TensorDictBase) -> Tensor:
+        """Draw actions from the distribution that `evaluate_actions` scores: [B, A], or [B, K, A] for a chunk."""
+
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+
+    def evaluate_actions(self, observations: TensorDictBase, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] of given actions and entropy [B] of the distribution, summed over dims and chunk steps."""
+
+
+REQUIRED_METHODS = ("forward", "get_value", "evaluate_actions")
+
+
+def missing_methods(model: object) -> list[str]:
+    """Names of the required methods that a model, or a model class, does not have."""
+    # nn.Module has a `forward` that only raises, which isinstance(model, VLAModelInterface) would accept.
+    owner = model if isinstance(model, type) else type(model)
+    has_own_forward = getattr(owner, "forward", None) is not nn.Module.forward
+    return [
+        name
+        for name in REQUIRED_METHODS
+        if not callable(getattr(model, name, None)) or (name == "forward" and not has_own_forward)
+    ]

@@ -1,0 +1,225 @@
+"""Build a vision-language-action model and fill it with weights; write those weights.
+
+Called for policies with `name: vla`, and by users: `load_vla_model(model_path, model_class, model_config)`. Nothing is
+guessed: a file that is absent, damaged or of another model is refused in one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import logging
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from deft.errors import InputError, RunError
+from deft.models.vla.interface import missing_methods
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "deft.vla_models"
+SAFETENSORS_SUFFIX = ".safetensors"
+TORCH_SUFFIXES = (".pth", ".pt")
+WEIGHT_SUFFIXES = (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)
+WRAPPER_KEYS = ("state_dict", "model")
+NAMES_SHOWN = 3
+
+
+def load_vla_model(
+    model_path: str | Path | None,
+    model_class: str | type[nn.Module],
+    model_config: Mapping[str, Any] | None = None,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """Build `model_class(**model_config)` with the weights of `model_path`, on `device`.
+
+    `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
+    `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
+    the model's; None keeps the freshly initialised weights and says so in the log.
+    """
+    found_class = _find_class(model_class)
+    path = None if model_path is None else Path(model_path)
+    if path is not None:
+        _check_weights_path(path)  # before the model is built, which may take long
+    model = _build(found_class, {} if model_config is None else model_config)
+    if path is None:
+        logger.warning("%s starts from new weights: no model_path was given", found_class.__name__)
+    else:
+        _load_weights(model, path)
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {str(device)!r} cannot be used: {_first_line(error)}") from error
+
+
+def save_vla_model(model: nn.Module, path: str | Path) -> None:
+    """Write a model's weights as `.safetensors`, `.pth` or `.pt`; a file already there is replaced in one step."""
+    path = Path(path)
+    _check_suffix(path)
+    # Cloned: tensors that share memory could not be written to a safetensors file.
+    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == SAFETENSORS_SUFFIX:
+            save_file(weights, unfinished)
+        else:
+            torch.save(weights, unfinished)
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise RunError(f"weights could not be written to {path}: {_first_line(error)}") from error
+
+
+def _find_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
+    """The class itself, checked for the methods that a VLA model needs."""
+    found: Any = _import_class(model_class) if isinstance(model_class, str) else model_class
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise InputError(f"model_class {model_class!r} is {found!r}; it must be a subclass of torch.nn.Module")
+    missing = missing_methods(found)
+    if missing:
+        raise InputError(f"model_class {found.__name__} lacks {', '.join(missing)}: see deft.VLAModelInterface")
+    return found
+
+
+def _import_class(name: str) -> Any:
+    registered = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in registered:
+        name = registered[name].value.replace(":", ".")
+    module_name, _, class_name = name.rpartition(".")
+    hint = _registered_hint(name, class_name, {entry.name: entry.attr for entry in registered.values()})
+    if not module_name:
+        raise InputError(f"model_class {name!r} is neither a registered model nor a path 'package.module.Class'{hint}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"model_class {name!r}: there is no module {error.name!r} (is its folder on PYTHONPATH?){hint}"
+            ) from error
+        raise InputError(f"model_class {name!r}: importing {module_name!r} failed: {_first_line(error)}") from error
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise InputError(
+            f"model_class {name!r}: importing {module_name!r} failed: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    if not hasattr(module, class_name):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        near_class = _nearest(class_name, classes)
+        hint = f"; did you mean '{module_name}.{near_class}'?" if near_class else hint
+        raise InputError(f"model_class {name!r}: module {module_name!r} has no class {class_name!r}{hint}")
+    return getattr(module, class_name)
+
+
+def _registered_hint(name: str, class_name: str, registered: dict[str, str]) -> str:
+    """The registered model that was meant: one with this class, or one spelled alike; else all of them."""
+    same_class = [entry for entry, attribute in registered.items() if attribute == class_name]
+    nearest = same_class[0] if same_class else _nearest(name, registered)
+    if nearest is not None:
+        return f"; did you mean {nearest!r}?"
+    return f"; registered models: {', '.join(sorted(registered)) or 'none'}"
+
+
+def _build(model_class: type[nn.Module], model_config: Mapping[str, Any]) -> nn.Module:
+    name = model_class.__name__
+    if not isinstance(model_config, Mapping):
+        raise InputError(f"model_config must hold the keywords of {name}; it is {model_config!r}")
+    parameters = inspect.signature(model_class).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for keyword in model_config:
+            if keyword not in parameters:
+                nearest = _nearest(keyword, parameters)
+                hint = f"did you mean {nearest!r}?" if nearest else f"allowed: {', '.join(parameters)}"
+                raise InputError(f"model_config.{keyword} is not a keyword of {name}; {hint}")
+    try:
+        return model_class(**model_config)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{name} cannot be built from model_config: {_first_line(error)}") from error
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in WEIGHT_SUFFIXES:
+        raise InputError(f"weights file {path} must end in {', '.join(WEIGHT_SUFFIXES)}")
+
+
+def _check_weights_path(path: Path) -> None:
+    if path.is_dir():
+        inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in WEIGHT_SUFFIXES)
+        hint = f"name one of {', '.join(inside[:NAMES_SHOWN])}" if inside else "name a weights file"
+        raise InputError(f"model_path {path} is a folder; {hint}")
+    if not path.exists():
+        raise InputError(f"model_path {path} does not exist; leave model_path out to start from new weights")
+    _check_suffix(path)
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    """Copy the file's tensors into the model; every key and every shape must fit."""
+    weights = _read_weights(path)
+    own = model.state_dict()
+    shapes = [
+        f"{name} is {list(weights[name].shape)} in the file and {list(own[name].shape)} in the model"
+        for name in own
+        if name in weights and weights[name].shape != own[name].shape
+    ]
+    problems = {
+        "missing": [name for name in own if name not in weights],
+        "unexpected": [name for name in weights if name not in own],
+        "of another shape": shapes,
+    }
+    parts = [f"{len(names)} {what} ({_some(names)})" for what, names in problems.items() if names]
+    if parts:
+        raise InputError(f"{path} does not fit {type(model).__name__}: keys {', '.join(parts)}")
+    model.load_state_dict(weights)
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a weights file, by name, on the CPU."""
+    try:
+        if path.suffix == SAFETENSORS_SUFFIX:
+            return load_file(path, device="cpu")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        foreign = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+        if foreign is None:
+            raise InputError(f"{path} cannot be read as weights: it is damaged or no torch file") from error
+        raise InputError(
+            f"{path} holds code ({foreign[1]}), not tensors alone, and was not opened: save model.state_dict()"
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError, SafetensorError) as error:
+        raise InputError(f"{path} cannot be read as weights: {_first_line(error)}") from error
+    if isinstance(content, Mapping):
+        for key in WRAPPER_KEYS:
+            if isinstance(content.get(key), Mapping):
+                content = content[key]
+                break
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise InputError(
+            f"{path} holds no weights: expected tensors by name, alone or under {' or '.join(map(repr, WRAPPER_KEYS))}"
+        )
+    return dict(content)
+
+
+def _nearest(name: str, options: Iterable[str]) -> str | None:
+    """The option spelled most like `name`, if one is near."""
+    return next(iter(difflib.get_close_matches(name, list(options), n=1)), None)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,172 @@
+"""The policy around a vision-language-action model: what a collector and an algorithm see of it.
+
+Built from `PolicyConfig` with `name: vla`, or by hand around any module with the methods of `VLAModelInterface`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, Self
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from deft import schema
+from deft.errors import InputError
+from deft.models.policy import Policy
+from deft.models.vla.interface import missing_methods
+
+logger = logging.getLogger(__name__)
+
+
+class VLAPolicy(Policy):
+    """A VLA model as a `Policy`; every shape that the model gives is checked here.
+
+    The model stays in `eval()` whatever the mode of the policy: dropout while acting would draw another network than
+    the one that scores the action later, and PPO's ratios would not start at 1. So it also learns with dropout off.
+    """
+
+    def __init__(self, model: nn.Module, action_dim: int | None = None, chunk_length: int | None = None) -> None:
+        super().__init__()
+        self.model_name = type(model).__name__
+        missing = missing_methods(model)
+        if missing:
+            raise InputError(f"VLA model {self.model_name} lacks {', '.join(missing)}: see deft.VLAModelInterface")
+        if not isinstance(model, nn.Module):
+            raise InputError(f"VLA model {self.model_name} must be a torch.nn.Module")
+        self.model: Any = model  # its optional methods are not part of nn.Module
+        self.action_dim = self._agree("action_dim", action_dim)
+        self.chunk_length = self._agree("chunk_length", chunk_length) or 1
+        self._acts = callable(getattr(model, "act", None))
+        self._evaluates = callable(getattr(model, "evaluate", None))
+        drawing = model.act if self._acts else model.forward
+        scoring = [model.evaluate if self._evaluates else model.evaluate_actions]
+        if not self._acts:
+            scoring.append(model.evaluate_actions)
+        self._takes_deterministic = _takes(drawing, "deterministic")
+        self._takes_mask = all(_takes(method, "action_mask") for method in [drawing, *scoring])
+        self._said_sampling = False
+        self.model.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the policy's mode; the model stays in evaluation mode (see the class)."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
+        """Draw actions (the most likely ones when deterministic) and add them with their log-prob and the value."""
+        observations, batch = self._observations(td)
+        keywords = self._mask_keyword(td)
+        drawing = dict(keywords)
+        if self._takes_deterministic:
+            drawing["deterministic"] = deterministic
+        elif deterministic and not self._said_sampling:
+            self._said_sampling = True
+            logger.warning("%s has no `deterministic` keyword: its actions are sampled", self.model_name)
+        if self._acts:
+            action, log_prob, value = self._outputs("act", 3, self.model.act(observations, **drawing))
+            self._check_action(f"the action of {self.model_name}.act", action, batch)
+        else:
+            action = self.model(observations, **drawing)
+            self._check_action(f"the action of {self.model_name}.forward", action, batch)
+            log_prob, _ = self._outputs(
+                "evaluate_actions", 2, self.model.evaluate_actions(observations, action, **keywords)
+            )
+            value = self.model.get_value(observations)
+        td.set(schema.ACTION, action)
+        td.set(schema.LOG_PROB, self._scalar("act" if self._acts else "evaluate_actions", "log_prob", log_prob, batch))
+        td.set(schema.VALUE, self._value("act" if self._acts else "get_value", value, batch))
+        return td
+
+    def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
+        """`log_prob`, `entropy` and `value` of stored actions, each [B] and differentiable."""
+        observations, batch = self._observations(td)
+        action = td[schema.ACTION]
+        self._check_action("the stored action", action, batch)
+        keywords = self._mask_keyword(td)
+        if self._evaluates:
+            scored = self.model.evaluate(observations, action, **keywords)
+            log_prob, entropy, value = self._outputs("evaluate", 3, scored)
+        else:
+            scored = self.model.evaluate_actions(observations, action, **keywords)
+            log_prob, entropy = self._outputs("evaluate_actions", 2, scored)
+            value = self.model.get_value(observations)
+        method = "evaluate" if self._evaluates else "evaluate_actions"
+        return {
+            "log_prob": self._scalar(method, "log_prob", log_prob, batch),
+            "entropy": self._scalar(method, "entropy", entropy, batch),
+            "value": self._value("evaluate" if self._evaluates else "get_value", value, batch),
+        }
+
+    def get_value(self, td: TensorDictBase) -> Tensor:
+        """V(observation), [B]."""
+        observations, batch = self._observations(td)
+        return self._value("get_value", self.model.get_value(observations), batch)
+
+    # The border between Deft and the model ---------------------------------------------------------------------------
+
+    def _agree(self, name: str, given: int | None) -> int | None:
+        """The size that the caller gives and the model says, where they do not contradict each other."""
+        own = getattr(self.model, name, None)
+        if given is not None and own is not None and given != own:
+            raise InputError(f"{name} {given} does not fit VLA model {self.model_name}, built with {name} {own}")
+        return own if given is None else given
+
+    def _observations(self, td: TensorDictBase) -> tuple[TensorDictBase, int]:
+        observations = td[schema.OBSERVATION]
+        if not isinstance(observations, TensorDictBase):
+            raise InputError(
+                f"VLA model {self.model_name} reads named streams; this environment's observation is one tensor "
+                f"{list(observations.shape)}: use an environment with a Dict observation space"
+            )
+        if td.batch_dims != 1:
+            raise InputError(f"VLAPolicy takes a batch [B]; this one is {list(td.batch_size)}: flatten it first")
+        return observations, td.batch_size[0]
+
+    def _mask_keyword(self, td: TensorDictBase) -> dict[str, Any]:
+        mask = td.get(schema.ACTION_MASK, None)
+        if mask is None:
+            return {}
+        if self._takes_mask:
+            return {"action_mask": mask}
+        if not bool(mask.all()):
+            raise InputError(
+                f"the environment pads its actions, but VLA model {self.model_name} takes no `action_mask`: "
+                "the padded dims would enter its log-probs"
+            )
+        return {}
+
+    def _outputs(self, method: str, number: int, outputs: Any) -> tuple[Tensor, ...]:
+        if not isinstance(outputs, tuple | list) or len(outputs) != number:
+            what = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
+            raise InputError(f"{self.model_name}.{method} must return {number} tensors; it returned {what}")
+        return tuple(outputs)
+
+    def _check_action(self, source: str, action: Tensor, batch: int) -> None:
+        steps = [self.chunk_length] if self.chunk_length > 1 else []
+        dims = action.shape[-1:] if self.action_dim is None else [self.action_dim]
+        if action.ndim != 2 + len(steps) or list(action.shape) != [batch, *steps, *dims]:
+            expected = ", ".join(map(str, [batch, *steps, self.action_dim or "A"]))
+            raise InputError(f"{source} has shape {list(action.shape)}; it must have [{expected}]")
+
+    def _scalar(self, method: str, name: str, values: Tensor, batch: int) -> Tensor:
+        if tuple(values.shape) != (batch,):
+            raise InputError(
+                f"{name} of {self.model_name}.{method} has shape {list(values.shape)}; it must have [{batch}]"
+            )
+        return values
+
+    def _value(self, method: str, values: Tensor, batch: int) -> Tensor:
+        if tuple(values.shape) != (batch, 1):
+            raise InputError(
+                f"value of {self.model_name}.{method} has shape {list(values.shape)}; it must have [{batch}, 1]"
+            )
+        return values.squeeze(1)
+
+
+def _takes(method: Any, keyword: str) -> bool:
+    """Whether a method may be called with this keyword."""
+    parameters = inspect.signature(method).parameters.values()
+    return any(parameter.name == keyword or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

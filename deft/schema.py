@@ -1,0 +1,69 @@
+"""The names and shapes that every part of Deft shares; the only place where a key is spelled.
+
+A transition is a TensorDict with batch [N] (one row an environment); a rollout is time-major, [T, N]. Per-step scalars
+have no trailing dimension. `terminated` and `truncated` stay apart; truncation bootstraps from the final observation.
+Importing this module does not import torch: environment workers use it too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deft.errors import InputError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+OBSERVATION = "observation"  # [B, …], or nested named streams (`state`, `wrist_rgb`, `instruction`, …)
+MEMORY = "memory"  # [B, layers, hidden]: recurrent state before this step; zeros at an episode's first step
+ACTION = "action"  # [B] (Discrete), [B, A], or [B, K, A] for a chunk of K steps; before any clipping the env does
+ACTION_MASK = "action_mask"  # bool [B, A]: which of the padded action dims are real
+LOG_PROB = "sample_log_prob"  # [B]: log-prob of `action` under the policy that acted
+VALUE = "value"  # [B]: V(observation) by the policy that acted
+POLICY_VERSION = "policy_version"  # int64 [B]: which weights acted
+SAMPLE = "sample"  # nested, optional: what was random while acting and is needed to score the action again
+NEXT = "next"
+REWARD = "reward"
+TERMINATED = "terminated"
+TRUNCATED = "truncated"
+NUM_STEPS = "num_steps"  # int64 [B]: env steps that this transition took; only with action chunks
+ADVANTAGE = "advantage"
+VALUE_TARGET = "value_target"
+
+NEXT_OBSERVATION = (NEXT, OBSERVATION)  # the true final one at an episode's end, never the one after a reset
+NEXT_MEMORY = (NEXT, MEMORY)
+NEXT_REWARD = (NEXT, REWARD)
+NEXT_TERMINATED = (NEXT, TERMINATED)
+NEXT_TRUNCATED = (NEXT, TRUNCATED)
+NEXT_NUM_STEPS = (NEXT, NUM_STEPS)
+# V(next observation) where a segment of a rollout ends without the next row following it: at a truncation and at the
+# rollout's last step. Elsewhere 0. Rollouts of images then need not hold every observation twice.
+NEXT_VALUE = (NEXT, VALUE)
+
+PER_STEP_SCALARS = (LOG_PROB, VALUE, POLICY_VERSION, NEXT_REWARD, NEXT_TERMINATED, NEXT_TRUNCATED, NEXT_VALUE)
+
+
+def check_scalars(transition: TensorDictBase) -> None:
+    """Refuse per-step scalars with a trailing dimension: [B] against [B, 1] would broadcast into [B, B]."""
+    batch_size = tuple(transition.batch_size)
+    for key in PER_STEP_SCALARS:
+        value: Any = transition.get(key, None)
+        if value is not None and tuple(value.shape) != batch_size:
+            raise InputError(f"{key} has shape {tuple(value.shape)}; a per-step scalar must have {batch_size}")
+
+
+def encode_text(text: str, length: int) -> np.ndarray:
+    """Text as UTF-8 bytes in a uint8 row, padded with zeros, so that instructions travel as tensors."""
+    data = text.encode("utf-8")
+    if len(data) > length:
+        raise InputError(f"instruction of {len(data)} bytes does not fit its space of {length}: {text[:40]!r}…")
+    row = np.zeros(length, np.uint8)
+    row[: len(data)] = np.frombuffer(data, np.uint8)
+    return row
+
+
+def decode_text(row: np.ndarray) -> str:
+    """The inverse of `encode_text`."""
+    return bytes(np.asarray(row, np.uint8)).rstrip(b"\0").decode("utf-8")

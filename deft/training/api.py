@@ -1,0 +1,102 @@
+"""Training from Python: `PPOTrainer(env=env, config=config).train()`; one class an online algorithm, one base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+
+from deft.config.loading import replace
+from deft.config.rl_config import RLConfig
+from deft.config.settings import RunConfig
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
+from deft.models.policy import Policy
+from deft.models.vla.policy import VLAPolicy
+from deft.training.run import build_trainer
+from deft.training.trainer import Trainer
+
+
+class OnlineTrainer:
+    """Trains a policy in an environment: an id, a Gymnasium environment, several, or a vector environment.
+
+    `policy` may be a `Policy`, or a VLA model with the three methods of `VLAModelInterface`; without one, an
+    actor-critic is made for the environment's spaces.
+    """
+
+    algorithm_name: ClassVar[str]
+
+    def __init__(
+        self,
+        env: str | gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv | None = None,
+        policy: Any = None,
+        config: RLConfig | RunConfig | None = None,
+        use_wandb: bool = False,
+        eval_env: Callable[[], VectorEnv] | VectorEnv | gymnasium.Env | None = None,
+    ) -> None:
+        env_id = env if isinstance(env, str) else _id_of(env)
+        if config is None:
+            config = RLConfig(algorithm=self.algorithm_name)  # type: ignore[arg-type]
+        run_config = config.to_run_config(env_id) if isinstance(config, RLConfig) else config
+        if isinstance(config, RunConfig) and env_id is not None:
+            run_config = replace(run_config, **{"env.id": env_id})
+        if run_config.algorithm.name != self.algorithm_name:
+            raise InputError(
+                f"algorithm: {type(self).__name__} trains with {self.algorithm_name!r}, the config says "
+                f"{run_config.algorithm.name!r}"
+            )
+        if use_wandb:
+            run_config = replace(run_config, **{"logging.use_wandb": True})
+        if policy is not None and not isinstance(policy, Policy):
+            policy = VLAPolicy(policy)
+        given = None if env is None or isinstance(env, str) else env
+        self.trainer: Trainer = build_trainer(run_config, given, policy, eval_env)
+
+    @property
+    def policy(self) -> Policy:
+        """What is trained."""
+        return self.trainer.policy
+
+    @property
+    def global_step(self) -> int:
+        """Env steps trained on so far."""
+        return self.trainer.num_timesteps
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return self.trainer.run_dir
+
+    def train(self, total_timesteps: int | None = None) -> dict[str, Any]:
+        """Train to the configured number of env steps (or to `total_timesteps`); returns a summary."""
+        return self.trainer.train(total_timesteps)
+
+    def evaluate(self, num_episodes: int = 10, video: str | Path | None = None) -> dict[str, Any]:
+        """`mean_reward`, `std_reward` and the rest over whole episodes in an environment of its own."""
+        return self.trainer.evaluate(num_episodes, None if video is None else Path(video))
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write a checkpoint: into the run folder, or as the folder `path`."""
+        return self.trainer.save(path)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint."""
+        self.trainer.load(path)
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.trainer.close()
+
+
+class PPOTrainer(OnlineTrainer):
+    """Proximal policy optimization."""
+
+    algorithm_name = "ppo"
+
+
+def _id_of(env: Any) -> str | None:
+    """The id that an environment was made from, if it was."""
+    first = env[0] if isinstance(env, list) and env else env
+    return getattr(getattr(first, "spec", None), "id", None)

@@ -1,0 +1,207 @@
+"""Checkpoints on disk: one layout, written beside their place and renamed in, so that a whole one is all there ever is.
+
+    checkpoint-{step}/model.pt            the policy's weights and normalisation
+    checkpoint-{step}/training_state.pt   optimizer, schedules, environments, buffer, random state, counters
+    checkpoint-{step}/metrics.pt          the latest metrics
+    best -> checkpoint-{step}             the best by evaluation
+
+Everything is loaded as plain tensors and data (`weights_only`), onto the CPU first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deft.errors import InputError, RunError
+
+FORMAT = "deft-checkpoint-1"
+MODEL, TRAINING_STATE, METRICS = "model.pt", "training_state.pt", "metrics.pt"
+BEST = "best"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_TEMPORARY = ".tmp-"
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    model: dict[str, Tensor],
+    training_state: dict[str, Any],
+    metrics: dict[str, Any],
+    name: str | None = None,
+) -> Path:
+    """Write `checkpoint-{step}` (or a folder of another name), whole or not at all."""
+    final = run_dir / (name or f"checkpoint-{step}")
+    temporary = run_dir / f"{_TEMPORARY}checkpoint-{step}-{os.getpid()}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        parts = {MODEL: model, TRAINING_STATE: {"format": FORMAT, **training_state}, METRICS: metrics}
+        for name, content in parts.items():
+            with open(temporary / name, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+        if final.exists():  # saved at this step before: step aside, never a moment without either
+            aside = run_dir / f"{_TEMPORARY}replaced-{step}-{os.getpid()}"
+            os.replace(final, aside)
+            os.replace(temporary, final)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.replace(temporary, final)
+        _sync_directory(run_dir)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = "no space left on the disk" if _is_disk_full(error) else " ".join(str(error).split())[:200]
+        raise RunError(
+            f"checkpoint-{step} could not be written to {run_dir}: {reason}; earlier ones are kept"
+        ) from error
+    return final
+
+
+def mark_best(run_dir: Path, checkpoint: Path) -> None:
+    """Point `best` at a checkpoint, in one step."""
+    link = run_dir / f"{_TEMPORARY}best-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint.name, target_is_directory=True)
+    os.replace(link, run_dir / BEST)
+
+
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Delete all but the latest `keep` checkpoints and the best."""
+    best = (run_dir / BEST).resolve() if (run_dir / BEST).is_symlink() else None
+    for path in list_checkpoints(run_dir)[:-keep]:
+        if path.resolve() != best:
+            # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
+            doomed = run_dir / f"{_TEMPORARY}deleted-{path.name}"
+            os.replace(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clean_temporary(run_dir: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for path in run_dir.glob(f"{_TEMPORARY}*"):
+        if path.is_dir() and not path.is_symlink():
+            replaced = re.fullmatch(re.escape(_TEMPORARY) + r"replaced-(\d+)-\d+", path.name)
+            if replaced and not (run_dir / f"checkpoint-{replaced[1]}").exists():
+                os.replace(path, run_dir / f"checkpoint-{replaced[1]}")  # killed between the two renames
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [(int(match[1]), path) for path in run_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the latest of a run folder."""
+    path = Path(path)
+    if (path / MODEL).is_file():
+        return path.resolve()
+    if not path.exists():
+        raise InputError(f"{path}: there is no such checkpoint or run folder")
+    if path.is_file():
+        raise InputError(f"{path}: a checkpoint is a folder with {MODEL} in it; give that folder")
+    checkpoints = list_checkpoints(path)
+    if not checkpoints:
+        raise InputError(f"{path}: neither a checkpoint (no {MODEL}) nor a run folder with checkpoints in it")
+    return checkpoints[-1]
+
+
+def latest_whole_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The latest checkpoint that can be read, and a line on each later one that cannot."""
+    problems = []
+    for path in reversed(list_checkpoints(run_dir)):
+        try:
+            load_training_state(path)
+            load_part(path, MODEL)
+        except InputError as error:
+            problems.append(str(error))
+        else:
+            return path, problems
+    return None, problems
+
+
+def load_part(checkpoint: Path, name: str) -> Any:
+    """One file of a checkpoint, on the CPU, tensors and plain data only."""
+    path = checkpoint / name
+    if not path.is_file():
+        raise InputError(f"{path}: missing; {checkpoint.name} is not a whole checkpoint")
+    return load_tensors(path)
+
+
+def load_tensors(path: Path) -> Any:
+    """A file written by torch.save, refused in one line when it is damaged or holds anything but data."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+            raise InputError(
+                f"{path}: holds Python objects besides tensors and plain data, and is not loaded"
+            ) from error
+        raise InputError(f"{path}: damaged, cut short, or not a file written by torch.save") from error
+
+
+def load_training_state(checkpoint: Path) -> dict[str, Any]:
+    """The training state of a checkpoint that Deft wrote."""
+    state = load_part(checkpoint, TRAINING_STATE)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise InputError(f"{checkpoint}: not a Deft checkpoint (format {found!r}, expected {FORMAT!r})")
+    return state
+
+
+def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> None:
+    """Load weights into a module, strict about keys and shapes, naming what does not fit."""
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise InputError(f"{source}: expected a state dict of tensors, found {type(weights).__name__}")
+    own = module.state_dict()
+    problems = []
+    for label, names in (("missing", own.keys() - weights.keys()), ("unexpected", weights.keys() - own.keys())):
+        if names:
+            problems.append(f"{label} {_few(sorted(names))}")
+    shapes = [
+        f"{name} is {tuple(weights[name].shape)}, expected {tuple(own[name].shape)}"
+        for name in own.keys() & weights.keys()
+        if weights[name].shape != own[name].shape
+    ]
+    if shapes:
+        problems.append(_few(sorted(shapes)))
+    if problems:
+        raise InputError(f"{source}: does not fit this policy: {'; '.join(problems)}")
+    module.load_state_dict(weights)
+
+
+def _few(names: list[str], count: int = 3) -> str:
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    causes: list[BaseException | None] = [error, error.__cause__, error.__context__]
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return any(isinstance(cause, OSError) and cause.errno in full for cause in causes) or "No space" in str(error)
+
+
+def _sync_directory(path: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems cannot sync a directory
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

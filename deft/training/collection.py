@@ -1,0 +1,192 @@
+"""How collection and training take turns: one after the other (standard mode), or side by side (VLA mode).
+
+The trainer sees one contract: `start`, `gather` a rollout's worth of steps, `publish` new weights, `close`.
+
+In VLA mode a thread collects with a snapshot of the policy that changes only between two steps. It is held back, never
+made to throw data away: it steps only while the weights that act are at most `max_staleness` versions older than those
+that will train on the step, and while nothing unread would be overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tensordict import TensorDict
+
+from deft.data.rollout import RolloutBuffer
+from deft.data.vla_buffer import VLABuffer
+from deft.errors import RunError
+from deft.models.policy import Policy
+from deft.training.collector import Collector
+
+WATCH_INTERVAL = 0.2  # seconds between looks at the clock and the stop signal while waiting
+
+
+class InlineCollection:
+    """Standard mode: collect when asked, with the learner's own weights."""
+
+    def __init__(self, collector: Collector, buffer: RolloutBuffer) -> None:
+        self.collector = collector
+        self.buffer = buffer
+
+    def start(self, rollout_steps: int, total_steps: int | None) -> None:
+        """Nothing runs by itself."""
+
+    def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
+        """Fill the buffer to `num_vector_steps`; False if `stop` came first."""
+        wanted = num_vector_steps - len(self.buffer)
+        return self.collector.collect(self.buffer, wanted, stop) == wanted
+
+    def batches(self, num_vector_steps: int) -> Iterator[TensorDict]:
+        """What the algorithm learns from."""
+        return self.buffer.batches(num_vector_steps)
+
+    def publish(self, version: int) -> None:
+        """The collector acts with the learner's weights already; only their number changes."""
+        self.collector.set_version(version)
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to hold."""
+        return contextlib.nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The collector's state."""
+        return self.collector.state_dict()
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class BackgroundCollection:
+    """VLA mode: a thread writes the ring while the main thread trains."""
+
+    def __init__(
+        self, collector: Collector, buffer: VLABuffer, learner: Policy, max_staleness: int, timeout: float
+    ) -> None:
+        self.collector = collector
+        self.buffer = buffer
+        self.learner = learner
+        self.max_staleness = max_staleness
+        self.timeout = timeout
+        collector.policy = copy.deepcopy(learner).requires_grad_(False)
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._pauses = 0
+        self._idle = True
+        self._rollout_steps = 1
+        self._total_steps: int | None = None
+        self._position = 0  # steps since the first unread one at the start
+        self._published = 0  # updates since the start
+
+    def start(self, rollout_steps: int, total_steps: int | None) -> None:
+        """Begin to collect, in rollouts of `rollout_steps`, `total_steps` in all (what the buffer holds counted in)."""
+        self._rollout_steps, self._total_steps = rollout_steps, total_steps
+        self._position, self._published = len(self.buffer), 0
+        self._stopping, self._error = False, None
+        self.collector.policy.load_state_dict(self.learner.state_dict())
+        self._thread = threading.Thread(target=self._run, name="deft-collector", daemon=True)
+        self._thread.start()
+
+    def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
+        """Wait until `num_vector_steps` are there; False if `stop` came first. The collector's errors surface here."""
+        with self._condition:
+            while len(self.buffer) < num_vector_steps:
+                self._check()
+                if stop():
+                    return False
+                self._condition.wait(WATCH_INTERVAL)
+        return True
+
+    def batches(self, num_vector_steps: int) -> Iterator[TensorDict]:
+        """What the algorithm learns from; the ring has room again as soon as it is taken out."""
+        for batch in self.buffer.batches(num_vector_steps):
+            with self._condition:
+                self._condition.notify_all()
+            yield batch
+
+    def publish(self, version: int) -> None:
+        """Give the collector the learner's weights, between two of its steps."""
+        with self.paused():
+            self.collector.policy.load_state_dict(self.learner.state_dict())
+            self.collector.set_version(version)
+            self._published += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the collector between two steps."""
+        with self._condition:
+            self._pauses += 1
+        try:
+            with self._condition:
+                while not self._idle:
+                    self._check()
+                    self._condition.wait(WATCH_INTERVAL)
+            yield
+        finally:
+            with self._condition:
+                self._pauses -= 1
+                self._condition.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The collector's state; call it while `paused`."""
+        return self.collector.state_dict()
+
+    def close(self) -> None:
+        """Stop the thread after the step under way; one that hangs is left behind and ends with the process."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        while self._thread is not None and self._thread.is_alive() and not self._is_hung():
+            self._thread.join(WATCH_INTERVAL)
+        self._thread = None
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_turn():
+                following = self._position + 1
+                ends_segment = following % self._rollout_steps == 0 or following == self._total_steps
+                self.collector.step(self.buffer, ends_segment)
+                self._position = following
+        except BaseException as error:  # handed to the main thread, whatever it is
+            self._error = error
+        finally:
+            with self._condition:
+                self._idle = True
+                self._condition.notify_all()
+
+    def _wait_for_turn(self) -> bool:
+        """Between two steps: wait until the next may begin. False when the thread is to end."""
+        with self._condition:
+            self._idle = True
+            self._condition.notify_all()
+            while not self._stopping and (self._pauses or not self._admitted()):
+                self._condition.wait()
+            self._idle = False
+            return not self._stopping
+
+    def _admitted(self) -> bool:
+        if self._position == self._total_steps or len(self.buffer) == self.buffer.capacity:
+            return False
+        # Step p belongs to rollout p // T, which trains when that many updates are published.
+        return self._position // self._rollout_steps - self._published <= self.max_staleness
+
+    # -- in the main thread --------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_hung():
+            raise RunError(f"the environment did not answer for {self.timeout:g} s (env.timeout); it is taken for hung")
+
+    def _is_hung(self) -> bool:
+        since = self.collector.stepping_since
+        return since is not None and time.monotonic() - since > self.timeout

@@ -1,0 +1,217 @@
+"""Steps a vector environment with a policy and writes transitions into a buffer; owns the environment's side of a run.
+
+The synchronous trainer calls `collect`; the background collector of VLA mode calls `step` from its thread. Both run the
+same code.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from deft import schema
+from deft.data.columns import Key, Row
+from deft.data.rollout import RolloutBuffer
+from deft.data.tensors import policy_inputs, zero_rows
+from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep, take_rows
+from deft.errors import InputError, RunError
+from deft.models.policy import Policy
+
+
+class StepBuffer(Protocol):
+    """What a collector writes to."""
+
+    def write(self, row: Row) -> None:
+        """Take one step of all environments."""
+
+
+class Collector:
+    """One environment step after another: act, step, record.
+
+    Where a segment of a rollout ends without its next row (truncation, the rollout's last step) the transition carries
+    V(true final observation). With `next_observation=True` it carries the next observation instead, for algorithms
+    that learn from single transitions.
+    """
+
+    def __init__(self, env: VectorEnv, policy: Policy, seed: int = 0, next_observation: bool = False) -> None:
+        self.env = env
+        self.policy = policy
+        self.seed = seed
+        self.version = 0
+        self.episodes: list[Episode] = []
+        """Finished since the trainer last took them."""
+        self.stepping_since: float | None = None
+        """When the environment step under way began; a watchdog in another thread reads it."""
+        self.step_counts: deque[int] = deque()
+        """Env steps of each vector step that was written and not yet taken by `take_step_count`."""
+        self.device = next(iter(policy.parameters())).device
+        self._next_observation = next_observation
+        self._versions = np.zeros(env.num_envs, np.int64)
+        self._no_values = np.zeros(env.num_envs, np.float32)
+        self._mask: Tensor | None = None
+        if env.action_mask is not None:
+            self._mask = torch.as_tensor(env.action_mask, device=self.device).expand(env.num_envs, -1)
+        self._observation: Observation | None = None
+        self._memory: Tensor | None = None
+
+    def collect(self, buffer: StepBuffer, num_vector_steps: int, stop: Callable[[], bool] = lambda: False) -> int:
+        """Write `num_vector_steps` steps of every environment, the last one as a segment's end; how many were made."""
+        for done in range(num_vector_steps):
+            if stop():
+                return done
+            self.step(buffer, ends_segment=done == num_vector_steps - 1)
+        return num_vector_steps
+
+    def collect_steps(self, num_steps: int) -> TensorDict:
+        """A rollout of `num_steps` transitions in total over all environments, [num_steps / N, N]."""
+        rows, rest = divmod(num_steps, self.env.num_envs)
+        if rest or not rows:
+            raise InputError(
+                f"collect_steps({num_steps}): steps are counted over all {self.env.num_envs} environments together "
+                "and must be a multiple of their number"
+            )
+        buffer = RolloutBuffer(rows)
+        self.collect(buffer, rows)
+        return buffer.get()
+
+    @torch.inference_mode()
+    def step(self, buffer: StepBuffer, ends_segment: bool) -> None:
+        """One step of every environment."""
+        if self._observation is None:
+            self._start()
+        assert self._observation is not None
+        td = policy_inputs(self._observation, self.device, self._memory, self._mask)
+        self.policy.act(td)
+        action = td[schema.ACTION]
+        self.stepping_since = time.monotonic()
+        step = self.env.step(action.numpy(force=True))
+        self.stepping_since = None
+        self._check_finite(step)
+        row = self._row(td, step)
+        next_memory = td.get(schema.NEXT_MEMORY, None)
+        if self._next_observation:
+            _flat_observation(row, _with_final(step), schema.NEXT_OBSERVATION)
+        else:
+            row[schema.NEXT_VALUE] = self._bootstrap(step, next_memory, ends_segment)
+        buffer.write(row)
+        self._observation = step.observation
+        self._memory = None if next_memory is None else zero_rows(next_memory, step.done_index)
+        self.episodes += step.episodes
+        self.step_counts.append(int(step.num_steps.sum()) if self.env.chunk_length > 1 else self.env.num_envs)
+
+    def take_episodes(self) -> list[Episode]:
+        """The episodes that finished since the last call."""
+        taken, self.episodes = self.episodes, []
+        return taken
+
+    def take_step_count(self, num_vector_steps: int) -> int:
+        """Env steps, over all environments, of the oldest `num_vector_steps` vector steps not yet counted."""
+        return sum(self.step_counts.popleft() for _ in range(num_vector_steps))
+
+    def set_version(self, version: int) -> None:
+        """Which weights act from here on."""
+        self.version = version
+        self._versions = np.full_like(self._versions, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every environment stands; `env` is None where an environment's state cannot be saved."""
+        started = self._observation is not None
+        return {
+            "env": self.env.get_state() if started else None,
+            "memory": None if self._memory is None else self._memory.clone().cpu(),
+            "started": started,
+            "step_counts": list(self.step_counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on from there; False where the environments' state is unknown and they start new episodes."""
+        self.step_counts.clear()
+        if state["env"] is None:
+            self._observation = None
+            return not state["started"]
+        self.step_counts.extend(state["step_counts"])
+        self.env.set_state(state["env"])
+        self._observation = self.env.observation
+        self._memory = None if state["memory"] is None else state["memory"].to(self.device)
+        return True
+
+    def _start(self) -> None:
+        self._observation = self.env.reset(self.seed)
+        self._memory = self.policy.initial_memory(self.env.num_envs)
+
+    def _row(self, td: TensorDict, step: VectorStep) -> dict[Key, Tensor | np.ndarray]:
+        """The transition as {key: [N, …]}."""
+        assert self._observation is not None
+        row: dict[Key, Tensor | np.ndarray] = {}
+        _flat_observation(row, self._observation, schema.OBSERVATION)
+        for key in set(td.keys()):
+            if key == schema.SAMPLE:
+                row |= {(schema.SAMPLE, *_path(name)): part for name, part in td[key].items(True, True)}
+            elif key not in (schema.OBSERVATION, schema.NEXT):
+                row[key] = td[key]
+        row[schema.POLICY_VERSION] = self._versions
+        row[schema.NEXT_REWARD] = step.reward
+        row[schema.NEXT_TERMINATED] = step.terminated
+        row[schema.NEXT_TRUNCATED] = step.truncated
+        if self.env.chunk_length > 1:
+            row[schema.NEXT_NUM_STEPS] = step.num_steps
+        return row
+
+    def _bootstrap(self, step: VectorStep, next_memory: Tensor | None, ends_segment: bool) -> np.ndarray:
+        """V(final observation) where an episode was truncated, V(next observation) at a segment's end, 0 elsewhere."""
+        if not ends_segment and not len(step.done_index):
+            return self._no_values
+        wanted = ~step.terminated if ends_segment else step.truncated & ~step.terminated
+        if not wanted.any():
+            return self._no_values
+        index = np.flatnonzero(wanted)
+        memory = None if next_memory is None else next_memory[torch.as_tensor(index, device=self.device)]
+        td = policy_inputs(take_rows(_with_final(step), index), self.device, memory)
+        values = np.zeros_like(self._no_values)
+        values[index] = self.policy.get_value(td).float().numpy(force=True)
+        return values
+
+    def _check_finite(self, step: VectorStep) -> None:
+        streams = step.observation if isinstance(step.observation, dict) else {"observation": step.observation}
+        # One pass a stream: a sum is finite only if all its terms are (or it overflows, which is as bad).
+        for name, stream in (*streams.items(), ("reward", step.reward)):
+            if stream.dtype.kind == "f" and not math.isfinite(stream.sum(dtype=np.float64)):
+                bad = ~np.isfinite(stream.reshape(len(stream), -1)).all(1)
+                raise RunError(
+                    f"environment {int(np.flatnonzero(bad)[0])} gave a {name} that is not a number or infinite: "
+                    "a policy cannot learn from it; look at the environment or wrap it"
+                )
+
+
+def _path(name: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (name,) if isinstance(name, str) else name
+
+
+def _flat_observation(row: dict[Key, Any], observation: Observation, key: str | tuple[str, ...]) -> None:
+    if isinstance(observation, dict):
+        row.update({(*_path(key), name): stream for name, stream in observation.items()})
+    else:
+        row[key] = observation
+
+
+def _with_final(step: VectorStep) -> Observation:
+    """The true next observation: the final one where an episode ended, never the one after its reset."""
+    if step.final_observation is None:
+        return step.observation
+    if isinstance(step.observation, dict):
+        assert isinstance(step.final_observation, dict)
+        merged = {name: stream.copy() for name, stream in step.observation.items()}
+        for name, stream in merged.items():
+            stream[step.done_index] = step.final_observation[name]
+        return merged
+    rows = step.observation.copy()
+    rows[step.done_index] = step.final_observation
+    return rows

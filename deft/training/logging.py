@@ -1,0 +1,440 @@
+"""What watches a run: `RunLogger` writes metrics, episodes and evaluations, shows progress, and sets up the log.
+
+Trainers make one a run and call it from one thread. It owns `episode_metrics.jsonl`, `tensorboard/` and `logs/` in the
+run folder. The lines of `episode_metrics.jsonl` have a `type` (`update`, `episode` or `evaluation`), a `step` (env
+steps) and a `time` (seconds since 1970). A number that is not finite is written as null, so that every line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta
+from numbers import Real
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Column
+from rich.text import Text
+from torch import Tensor
+
+from deft.config.settings import LoggingConfig
+from deft.errors import RunError
+from deft.training.sinks import open_sinks
+
+METRICS_FILE = "episode_metrics.jsonl"
+WINDOW = 100  # episodes that mean_reward, mean_length and success_rate are taken over
+BAR_INTERVAL = 0.25  # seconds between redraws of the progress bar
+LINE_INTERVAL = 10.0  # seconds between progress lines where there is no bar
+RATE_PERIOD = 30.0  # seconds that the shown rate is measured over
+
+logger = logging.getLogger(__name__)
+deft_logger = logging.getLogger("deft")
+
+
+class EpisodeRecord(Protocol):
+    """What is logged of an episode (`deft.envs.vector.Episode` has it)."""
+
+    episode_return: float
+    length: int
+    success: bool | None
+    terms: dict[str, float]
+
+
+class RunLogger:
+    """Everything that one run says: to its folder, to the console, and to the trackers that the settings ask for.
+
+    With `start_step` 0 the metrics of an earlier run in the folder are replaced; with a later one, what was logged
+    after that step is dropped, since it is about to be logged again.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: LoggingConfig,
+        total_timesteps: int,
+        start_step: int = 0,
+        run_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self._window: deque[tuple[float, int, bool | None]] = deque(maxlen=WINDOW)
+        self._closed = False
+        with self._writing(), ExitStack() as resources:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            console = resources.enter_context(_console(settings.console_level))
+            self._log_file: _LogFile | None = None
+            if settings.enable_file_logging:
+                self._log_file = resources.enter_context(_log_file(self.run_dir / "logs", settings.file_level))
+            path = self.run_dir / METRICS_FILE
+            _drop_lines_after(path, start_step)
+            self._lines = open(path, "ab")  # noqa: SIM115 (closed by `resources`)
+            resources.callback(self._lines.close)
+            self._sinks = open_sinks(self.run_dir, settings, start_step, run_config)
+            for sink in self._sinks:
+                resources.callback(sink.close)
+            self._progress = _ProgressDisplay(total_timesteps, start_step, console if settings.progress_bar else None)
+            resources.callback(self._progress.close)
+            self._resources = resources.pop_all()
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean undiscounted return of the last 100 episodes; None before the first has ended."""
+        return _mean([episode_return for episode_return, _, _ in self._window])
+
+    @property
+    def mean_length(self) -> float | None:
+        """Mean length in env steps of the last 100 episodes; None before the first has ended."""
+        return _mean([length for _, length, _ in self._window])
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of successes in the last 100 episodes; None where the environment does not report success."""
+        return _mean([success for _, _, success in self._window if success is not None])
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
+        """Write the metrics of an update under the names given, with the window's means as `rollout/…`."""
+        rollout = {
+            "rollout/mean_reward": self.mean_reward,
+            "rollout/mean_length": self.mean_length,
+            "rollout/success_rate": self.success_rate,
+        }
+        values = {name: value for name, value in rollout.items() if value is not None} | _to_floats(metrics)
+        with self._writing():
+            self._write_line("update", step, values)
+            for sink in self._sinks:
+                sink.write(step, values)
+            self._lines.flush()
+
+    def log_episode(self, step: int, episode: EpisodeRecord) -> None:
+        """Write an episode that ended at `step` and take it into the window."""
+        success = None if episode.success is None else bool(episode.success)
+        self._window.append((float(episode.episode_return), int(episode.length), success))
+        values: dict[str, Any] = {
+            "episode_return": episode.episode_return,
+            "length": episode.length,
+            "success": success,
+        }
+        if episode.terms:
+            values["terms"] = episode.terms
+        with self._writing():
+            self._write_line("episode", step, values)
+
+    def log_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
+        """Write the results of an evaluation; their numbers go to the trackers as `evaluation/…`."""
+        with self._writing():
+            self._write_line("evaluation", step, results)
+            scalars = dict(_scalars(results, "evaluation"))
+            for sink in self._sinks:
+                sink.write(step, scalars)
+            self._lines.flush()
+
+    def progress(self, step: int, **shown: float) -> None:
+        """Say how far the run is, with the values in `shown`; costs next to nothing between redraws."""
+        self._progress.latest = (step, shown)
+        if time.monotonic() >= self._progress.next_draw:
+            self._progress.draw(self.mean_reward)
+
+    def flush(self) -> None:
+        """Bring everything logged so far to disk; called with every checkpoint."""
+        with self._writing():
+            self._lines.flush()
+            for sink in self._sinks:
+                sink.flush()
+
+    def close(self) -> None:
+        """Finish: last progress, flushed files, handlers removed. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._progress.finish(self.mean_reward)
+        with self._writing():
+            self._resources.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window of episodes, for the checkpoint."""
+        return {"window": [list(episode) for episode in self._window]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the window back, so that a resumed run's means equal an uninterrupted one's."""
+        self._window.clear()
+        self._window.extend((episode_return, length, success) for episode_return, length, success in state["window"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except RunError as close_error:
+            if error is None:
+                raise
+            logger.error("%s", close_error)  # what ended the run comes first
+
+    def _write_line(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        line = {"type": kind, "step": int(step), "time": round(time.time(), 3)}
+        if not line.keys().isdisjoint(values):
+            raise ValueError(f"{line.keys() & values.keys()} cannot name a metric: every line has its own")
+        self._lines.write(_to_json(line | dict(values)))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn a failure of the disk into one line; those of the log file, which logging swallows, included."""
+        try:
+            yield
+            error = None
+        except OSError as write_error:
+            error = write_error
+        log_file = getattr(self, "_log_file", None)
+        if error is None and log_file is not None:
+            error, log_file.error = log_file.error, None
+        if error is not None:
+            reason = error.strerror or str(error)
+            raise RunError(f"cannot write the logs of {error.filename or self.run_dir}: {reason}") from error
+
+
+def _to_floats(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """The metrics as floats; all tensors come from their device in one transfer."""
+    tensors = {name: value.detach() for name, value in metrics.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.numel() != 1:
+            raise ValueError(f"metric {name} has shape {tuple(tensor.shape)}; a metric is one number")
+    values: dict[str, Any] = dict(metrics)
+    if tensors:
+        device = next((tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"), None)
+        rows = [tensor.reshape(()).to(device=device, dtype=torch.float64) for tensor in tensors.values()]
+        values.update(zip(tensors, torch.stack(rows).tolist(), strict=True))
+    return values
+
+
+def _mean(values: list[Any]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    """The numbers in nested results, named by their path."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}/{name}")
+        elif isinstance(value, Real):
+            yield f"{prefix}/{name}", float(value)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars, arrays and tensors as Python values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be written to {METRICS_FILE}: {value!r}")
+
+
+_encoder = json.JSONEncoder(allow_nan=False, default=_plain)
+
+
+def _to_json(line: dict[str, Any]) -> bytes:
+    try:
+        text = _encoder.encode(line)
+    except ValueError:  # a number that is not finite
+        text = _encoder.encode(_finite(line))
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    return _finite(_plain(value))
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Keep what was logged up to `step`, whole lines alone: a killed process may have left half of one."""
+    if step == 0:
+        path.unlink(missing_ok=True)
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) == len(lines):
+        return
+    dropped = len(lines) - len(kept)
+    logger.debug("dropped %d of %d lines of %s: after step %d, or not whole", dropped, len(lines), path, step)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinite when the line is not whole."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+class _ConsoleHandler(logging.Handler):
+    """Terse lines on stderr: above the progress bar on a terminal, plain elsewhere. One for all runs of a process."""
+
+    STYLES = ((logging.ERROR, "red"), (logging.WARNING, "yellow"), (logging.NOTSET, ""))
+
+    def __init__(self, level: str) -> None:
+        super().__init__(level)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        self.level_before = deft_logger.level
+        self.open_runs = 0
+        console = Console(stderr=True, highlight=False)
+        # Rich counts a pipe as a terminal when FORCE_COLOR is set; a bar in a file helps nobody.
+        self.terminal = console if sys.stderr.isatty() and not console.is_dumb_terminal else None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        try:
+            line = self.format(record)
+            if self.terminal is None:
+                print(line, file=sys.stderr)
+            else:
+                style = next(style for level, style in self.STYLES if record.levelno >= level)
+                self.terminal.print(Text(line, style), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _LogFile(logging.FileHandler):
+    """`logs/rl_training_<time>.log`; keeps the first failure to write for `RunLogger` to raise."""
+
+    error: OSError | None = None
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called by logging inside the except clause of a failed emit."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self.error = self.error or error
+        else:
+            super().handleError(record)
+
+
+def _set_level() -> None:
+    """The deft logger passes what its most talkative handler wants."""
+    deft_logger.setLevel(
+        min(handler.level for handler in deft_logger.handlers if isinstance(handler, _ConsoleHandler | _LogFile))
+    )
+
+
+@contextmanager
+def _console(level: str) -> Iterator[Console | None]:
+    """The process's console handler on the deft logger, while any run is open; yields the terminal, if it is one."""
+    handler = next((handler for handler in deft_logger.handlers if isinstance(handler, _ConsoleHandler)), None)
+    if handler is None:
+        handler = _ConsoleHandler(level)
+        deft_logger.addHandler(handler)
+        _set_level()
+    handler.open_runs += 1
+    try:
+        yield handler.terminal
+    finally:
+        handler.open_runs -= 1
+        if not handler.open_runs:
+            deft_logger.removeHandler(handler)
+            deft_logger.setLevel(handler.level_before)
+
+
+@contextmanager
+def _log_file(directory: Path, level: str) -> Iterator[_LogFile]:
+    """A log file on the deft logger, while its run is open."""
+    directory.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(directory / f"rl_training_{datetime.now():%Y%m%d_%H%M%S}.log", encoding="utf-8")
+    handler.setLevel(level)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    deft_logger.addHandler(handler)
+    _set_level()
+    try:
+        yield handler
+    finally:
+        deft_logger.removeHandler(handler)
+        _set_level()
+        handler.close()
+
+
+class _ProgressDisplay:
+    """A bar on a terminal, else a log line now and then: steps, rate, elapsed, left, mean_reward, and what is shown."""
+
+    bar_in_use = False  # a terminal has room for one
+
+    def __init__(self, total_timesteps: int, start_step: int, terminal: Console | None) -> None:
+        self.latest: tuple[int, dict[str, float]] = (start_step, {})
+        self._total = total_timesteps
+        self._started = time.monotonic()
+        self._samples = deque([(self._started, start_step)])
+        self._drawn_step = start_step
+        self._bar: Progress | None = None
+        if terminal is not None and not _ProgressDisplay.bar_in_use:
+            _ProgressDisplay.bar_in_use = True
+            remaining = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            text = TextColumn("{task.description}", markup=False, table_column=remaining)
+            columns = (TaskProgressColumn(), BarColumn(10), text)
+            self._bar = Progress(*columns, console=terminal, auto_refresh=False, expand=True)
+            self._task = self._bar.add_task("", total=total_timesteps)
+            self._bar.start()
+        self._interval = LINE_INTERVAL if self._bar is None else BAR_INTERVAL
+        self.next_draw = self._started + self._interval
+        if self._bar is not None:
+            self.draw(None)
+
+    def draw(self, mean_reward: float | None) -> None:
+        """Show the latest step now."""
+        step, shown = self.latest
+        now = time.monotonic()
+        self.next_draw = now + self._interval
+        self._samples.append((now, step))
+        while self._samples[0][0] < now - RATE_PERIOD and len(self._samples) > 2:
+            self._samples.popleft()
+        text = self._describe(step, now, mean_reward, shown)
+        self._drawn_step = step
+        if self._bar is None:
+            logger.info("%.0f%% of %s · %s", 100 * step / self._total, f"{self._total:,}", text)
+        else:
+            self._bar.update(self._task, completed=step, description=text, refresh=True)
+
+    def _describe(self, step: int, now: float, mean_reward: float | None, shown: Mapping[str, float]) -> str:
+        (first_time, first_step), (last_time, last_step) = self._samples[0], self._samples[-1]
+        rate = (last_step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
+        left = _clock((self._total - step) / rate) if rate > 0 else "-:--:--"
+        parts = [f"{step:,} steps", f"{rate:,.0f} steps/s", f"{left} left"]
+        if mean_reward is not None:
+            parts.append(f"mean_reward {mean_reward:.4g}")
+        parts += [f"{name} {value:.4g}" for name, value in shown.items()]
+        return " · ".join([*parts, f"{_clock(now - self._started)} elapsed"])
+
+    def finish(self, mean_reward: float | None) -> None:
+        """Show the last step, where it has not been shown yet."""
+        if self.latest[0] != self._drawn_step:
+            self.draw(mean_reward)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            _ProgressDisplay.bar_in_use = False
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=max(0, round(seconds))))

@@ -1,0 +1,368 @@
+"""The loop: gather a rollout, update, publish the weights, write down what happened. One for all algorithms.
+
+Made by `deft.training.run` from a config, or by hand: `Trainer(policy, env, algorithm).train(100_000)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import torch
+from torch import nn
+
+from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.config.settings import LoggingConfig, TrainerConfig
+from deft.data.rollout import RolloutBuffer
+from deft.data.vla_buffer import VLABuffer
+from deft.envs.make import wrap
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
+from deft.evaluation.rollouts import play_episodes, summarize
+from deft.evaluation.video import write_video
+from deft.models.policy import Policy
+from deft.training import checkpoint
+from deft.training.collection import BackgroundCollection, InlineCollection
+from deft.training.collector import Collector
+from deft.training.compute import choose_threads, torch_threads
+from deft.training.logging import RunLogger
+from deft.training.random_state import get_random_state, seed_everything, set_random_state
+from deft.training.signals import StopSignal
+
+log = logging.getLogger(__name__)
+SMALL_MATRIX = 512 * 512  # parameters of the largest layer for which oneDNN is left out
+
+
+class Trainer:
+    """Runs one algorithm on one policy in one environment; owns the loop and nothing else.
+
+    `env` is a Gymnasium environment, a list of them, or a vector environment. Keywords beyond the named ones are those
+    of `TrainerConfig` (`eval_freq`, `save_freq`, `max_staleness`, …).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        env: gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv,
+        algorithm: Algorithm,
+        buffer_size: int = 2048,
+        buffer_type: str = "standard",
+        batch_size: int | None = None,
+        *,
+        eval_env: Callable[[], VectorEnv] | VectorEnv | gymnasium.Env | None = None,
+        output_dir: str | Path | None = None,
+        logging_config: LoggingConfig | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+        timeout: float = 60.0,
+        run_config: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if algorithm.policy is not policy:
+            raise InputError("the algorithm trains another policy object than the trainer was given")
+        self.settings = TrainerConfig(buffer_size=buffer_size, buffer_type=buffer_type, **settings)  # type: ignore[arg-type]
+        self.policy = policy
+        self.algorithm = algorithm
+        if batch_size is not None:
+            algorithm.settings.batch_size = batch_size
+        self.env = wrap(env, chunk_length=policy.chunk_length, gamma=algorithm.settings.gamma)
+        self.seed = seed
+        self.num_timesteps = 0
+        self.best_reward = -math.inf
+        name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        self.run_dir = Path(output_dir) if output_dir is not None else Path("outputs") / name
+        self.logging_config = logging_config or LoggingConfig()
+        self._run_config = run_config
+        self._eval_env = eval_env
+        self._eval_source = env
+        self._own_eval_env: VectorEnv | None = None
+        self._log: RunLogger | None = None
+        self._log_state: dict[str, Any] | None = None
+        self._random_state: dict[str, Any] | None = None
+        self._last_metrics: dict[str, float] = {}
+        collector = Collector(self.env, policy, seed, next_observation=not algorithm.on_policy)
+        background = self.settings.buffer_type == "vla"
+        self.collection: InlineCollection | BackgroundCollection
+        if background:
+            ring = VLABuffer(self.settings.buffer_size * max(1, self.settings.max_staleness))
+            self.collection = BackgroundCollection(collector, ring, policy, self.settings.max_staleness, timeout)
+        else:
+            self.collection = InlineCollection(collector, RolloutBuffer(self.settings.buffer_size))
+        self.threads = choose_threads(threads, getattr(self.env, "num_workers", 0), background)
+
+    @property
+    def global_step(self) -> int:
+        """Env steps trained on so far."""
+        return self.num_timesteps
+
+    def train(self, total_timesteps: int | None = None) -> dict[str, Any]:
+        """Train until `total_timesteps` env steps in all, and return a summary.
+
+        Ctrl-C and SIGTERM stop between two steps; the run is saved, and so it is when it fails.
+        """
+        total = self._total(total_timesteps)
+        stop = StopSignal()
+        started = time.monotonic()
+        with stop, torch_threads(self.threads, _is_small(self.policy)), self._logging(total) as run_log:
+            self._log = run_log
+            try:
+                self._start(total)
+                self._loop(total, stop, run_log)
+                self.collection.close()
+                self._record_episodes(run_log)
+                if self._unsaved():
+                    self.save()
+            except BaseException as error:
+                self._save_after_failure(error)
+                raise
+            finally:
+                self.collection.close()
+                self._log_state = run_log.state_dict()
+                self._log = None
+            summary = self._summary(run_log, time.monotonic() - started)
+        if stop():
+            log.warning("stopped by %s at %d steps", stop.received.name, self.num_timesteps)  # type: ignore[union-attr]
+        stop.reraise()
+        return summary
+
+    def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
+        """Collect, train, publish, repeat."""
+        while self.num_timesteps < total and not stop():
+            steps = self._rollout_steps(total)
+            if not self.collection.gather(steps, self._ticking(stop, run_log)):
+                break
+            self.algorithm.progress = self.num_timesteps / total
+            metrics = self.algorithm.update(self.collection.batches(steps))
+            previous = self.num_timesteps
+            self.num_timesteps += self.collection.collector.take_step_count(steps)
+            self._after_update(previous, metrics, run_log)
+            self.collection.publish(self.algorithm.version)
+
+    def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
+        """Mean and deviation of the return over whole episodes, deterministic, in an environment of its own."""
+        frames: list[Any] | None = [] if video is not None else None
+        env = self._evaluation_env()
+        episodes = play_episodes(
+            self.policy, env, num_episodes or self.settings.eval_episodes, seed=self.seed + 10_000, frames=frames
+        )
+        if video is not None and frames:
+            write_video(frames, video)
+        return summarize(episodes)
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write a checkpoint into the run folder, or its content into `path`."""
+        with self.collection.paused():
+            collector = self.collection.state_dict()
+            if collector["env"] is None and collector["started"]:
+                collector = {"env": None, "memory": None, "started": True, "step_counts": []}
+                buffer: dict[str, Any] = {}
+            else:
+                buffer = self.collection.buffer.state_dict()
+            return self._write(collector, buffer, Path(path) if path is not None else None)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint (or the latest of a run folder): weights, optimizer, environments, random state."""
+        folder = checkpoint.find_checkpoint(path)
+        state = checkpoint.load_training_state(folder)
+        if state["algorithm_name"] != self.algorithm.name:
+            raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
+        for kind in ("observation_space", "action_space"):
+            if state[kind] != str(getattr(self.env, kind)):
+                raise InputError(f"{folder}: its {kind} is {state[kind]}, this environment's {getattr(self.env, kind)}")
+        checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.num_timesteps = state["num_timesteps"]
+        self.best_reward = state["best_reward"]
+        saved = state["collector"]
+        if saved["env"] is not None and len(saved["env"]) != self.env.num_envs:
+            raise InputError(
+                f"{folder}: saved with {len(saved['env'])} environments, now {self.env.num_envs}; use the same num_envs"
+            )
+        if self.collection.collector.load_state_dict(saved):
+            self.collection.buffer.load_state_dict(state["buffer"])
+        else:
+            log.warning(
+                "resumed with new episodes: the environments' state could not be saved (%s), so this run will differ "
+                "from an uninterrupted one",
+                self.env.state_obstacle() or "the run had failed",
+            )
+        self._log_state = state["log"]
+        self._random_state = state["random"]
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.collection.close()
+        for env in {id(env): env for env in (self.env, self._own_eval_env) if env is not None}.values():
+            env.close()
+
+    # -- the parts of the loop -----------------------------------------------------------------------------------------
+
+    def _total(self, total_timesteps: int | None) -> int:
+        if total_timesteps is not None:
+            return TrainerConfig(total_timesteps=total_timesteps).total_timesteps
+        if self.settings.iterations is not None:
+            return self.settings.iterations * self.settings.buffer_size * self.env.num_envs * self.env.chunk_length
+        return self.settings.total_timesteps
+
+    def _logging(self, total: int) -> RunLogger:
+        checkpoint.clean_temporary(self.run_dir)
+        run_log = RunLogger(self.run_dir, self.logging_config, total, self.num_timesteps, self._run_config)
+        if self._log_state is not None:
+            run_log.load_state_dict(self._log_state)
+        return run_log
+
+    def _start(self, total: int) -> None:
+        obstacle = self.env.state_obstacle()
+        if obstacle is not None and self.num_timesteps == 0:
+            log.warning("checkpoints of this run hold no environment state: %s", obstacle)
+        if self.settings.buffer_type == "vla" and self.settings.max_staleness > 0:
+            log.info("VLA mode collects beside training: a resumed run continues, but not bit for bit")
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+        elif self.algorithm.version == 0:
+            seed_everything(self.seed)  # whatever the process drew before does not matter
+        self.collection.collector.set_version(self.algorithm.version)
+        # With chunks the number of env steps in a rollout is known only afterwards.
+        exact = self.env.chunk_length == 1
+        remaining = math.ceil((total - self.num_timesteps) / self.env.num_envs) if exact else None
+        self.collection.start(self.settings.buffer_size, remaining)
+
+    def _rollout_steps(self, total: int) -> int:
+        """Vector steps of the next rollout: a whole one, or what is left to `total`."""
+        if self.env.chunk_length > 1:
+            return self.settings.buffer_size
+        return min(self.settings.buffer_size, math.ceil((total - self.num_timesteps) / self.env.num_envs))
+
+    def _ticking(self, stop: StopSignal, run_log: RunLogger) -> Callable[[], bool]:
+        """The stop question that a collection asks at every step, which also moves the progress bar."""
+        buffer, per_step = self.collection.buffer, self.env.num_envs * self.env.chunk_length
+
+        def tick() -> bool:
+            run_log.progress(self.num_timesteps + len(buffer) * per_step)
+            return stop()
+
+        return tick
+
+    def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
+        """Log, evaluate and save what is due; steps come in thousands, so crossings count, not multiples."""
+        step = self.num_timesteps
+        self._record_episodes(run_log)
+        if _crossed(previous, step, self.settings.log_freq):
+            run_log.log_metrics(step, metrics)
+        improved = False
+        if _crossed(previous, step, self.settings.eval_freq):
+            filming = _crossed(previous, step, self.settings.video_freq)
+            results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
+            run_log.log_evaluation(step, results)
+            improved = results["mean_reward"] > self.best_reward
+            self.best_reward = max(self.best_reward, results["mean_reward"])
+        if improved or _crossed(previous, step, self.settings.save_freq):
+            self._last_metrics = {name: float(value) for name, value in metrics.items()}
+            folder = self.save()
+            if improved:
+                checkpoint.mark_best(self.run_dir, folder)
+            checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints)
+        run_log.progress(step)
+
+    def _record_episodes(self, run_log: RunLogger) -> None:
+        for episode in self.collection.collector.take_episodes():
+            run_log.log_episode(self.num_timesteps, episode)
+
+    def _unsaved(self) -> bool:
+        """Whether something happened since the latest checkpoint: updates, or steps that wait for one."""
+        return len(self.collection.buffer) > 0 or not (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()
+
+    def _summary(self, run_log: RunLogger, seconds: float) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.run_dir),
+            "timesteps": self.num_timesteps,
+            "mean_reward": run_log.mean_reward,
+            "best_reward": self.best_reward if math.isfinite(self.best_reward) else None,
+            "seconds": round(seconds, 3),
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _save_after_failure(self, error: BaseException) -> None:
+        """Keep what was learned: the weights of the last whole update, and new episodes on resume."""
+        self.collection.close()
+        weights_are_finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters())
+        if self.algorithm.version == 0 or not weights_are_finite or not self._unsaved():
+            return
+        unknown: dict[str, Any] = {"env": None, "memory": None, "started": True, "step_counts": []}
+        try:
+            folder = self._write(unknown, {}, None)
+        except Exception as second:
+            log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
+        else:
+            log.warning("saved %s after the failure", folder)
+
+    def _write(self, collector: dict[str, Any], buffer: dict[str, Any], folder: Path | None) -> Path:
+        if self._log is not None:
+            self._log.flush()
+        state = {
+            "algorithm_name": self.algorithm.name,
+            "algorithm": self.algorithm.state_dict(),
+            "num_timesteps": self.num_timesteps,
+            "best_reward": self.best_reward,
+            "observation_space": str(self.env.observation_space),
+            "action_space": str(self.env.action_space),
+            "collector": collector,
+            "buffer": buffer,
+            "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
+            "random": get_random_state(),
+            "config": self._run_config,
+        }
+        weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
+        return checkpoint.save_checkpoint(
+            self.run_dir if folder is None else folder.parent,
+            self.num_timesteps,
+            weights,
+            state,
+            self._last_metrics,
+            name=None if folder is None else folder.name,
+        )
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def _evaluation_env(self) -> VectorEnv:
+        """An environment of its own: the training one is in the middle of a rollout."""
+        if self._own_eval_env is None:
+            source = self._eval_env
+            if source is None:
+                source = _another(self._eval_source)
+            made = source() if callable(source) and not isinstance(source, gymnasium.Env) else source
+            self._own_eval_env = wrap(made, chunk_length=self.policy.chunk_length, gamma=self.algorithm.settings.gamma)
+            for kind in ("observation_space", "action_space"):
+                if str(getattr(self._own_eval_env, kind)) != str(getattr(self.env, kind)):
+                    raise InputError(f"the evaluation environment's {kind} differs from the training environment's")
+        return self._own_eval_env
+
+
+def _another(env: Any) -> gymnasium.Env:
+    """A second environment like the one that was given, made from its spec."""
+    first = env[0] if isinstance(env, list) else env
+    spec = getattr(first, "spec", None)
+    if not isinstance(first, gymnasium.Env) or spec is None:
+        raise InputError(
+            "evaluation needs an environment of its own, and this one has no spec to make it from: give eval_env"
+        )
+    return gymnasium.make(spec, disable_env_checker=True)
+
+
+def _crossed(previous: int, step: int, interval: int) -> bool:
+    """Whether a multiple of `interval` lies in (previous, step]; never for 0."""
+    return interval > 0 and step // interval > previous // interval
+
+
+def _is_small(policy: nn.Module) -> bool:
+    """Whether a policy is made of small matrices alone."""
+    has_convolution = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in policy.modules())
+    return not has_convolution and max((p.numel() for p in policy.parameters()), default=0) <= SMALL_MATRIX

@@ -1,0 +1,302 @@
+import copy
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+
+from deft import schema
+from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.ppo import BEHAVIOR_WEIGHT, PPO
+from deft.config.settings import PolicyConfig, PPOSettings
+from deft.errors import InputError, RunError
+from deft.models.actor_critic import ActorCritic
+
+OBSERVATIONS = spaces.Box(-1, 1, (3,), np.float32)
+PLAIN = {"normalize_observation": False, "normalize_reward": False}
+
+
+def make_policy(action_space=None, **settings) -> ActorCritic:
+    torch.manual_seed(0)
+    return ActorCritic(OBSERVATIONS, action_space or spaces.Box(-1, 1, (2,)), PolicyConfig(**{**PLAIN, **settings}))
+
+
+@torch.no_grad()
+def make_rollout(policy: ActorCritic, steps: int = 8, num_envs: int = 4, version: int = 0) -> TensorDict:
+    """A rollout that `policy` acted on random observations, with episodes ending here and there."""
+    torch.manual_seed(1)
+    memory = policy.initial_memory(num_envs)
+    rows = []
+    for _ in range(steps):
+        td = TensorDict({schema.OBSERVATION: torch.rand(num_envs, 3) * 2 - 1}, batch_size=[num_envs])
+        if memory is not None:
+            td[schema.MEMORY] = memory
+        policy.act(td)
+        terminated = torch.rand(num_envs) < 0.1
+        truncated = ~terminated & (torch.rand(num_envs) < 0.1)
+        if memory is not None:
+            memory = td[schema.NEXT_MEMORY] * (~(terminated | truncated))[:, None, None]
+        td = td.exclude(schema.NEXT)
+        td[schema.NEXT_REWARD] = torch.rand(num_envs)
+        td[schema.NEXT_TERMINATED], td[schema.NEXT_TRUNCATED] = terminated, truncated
+        td[schema.NEXT_VALUE] = torch.rand(num_envs)
+        td[schema.POLICY_VERSION] = torch.full((num_envs,), version)
+        rows.append(td)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        make_policy(),
+        make_policy(spaces.Box(-3, 5, (2,))),
+        make_policy(spaces.Discrete(4)),
+        make_policy(spaces.MultiDiscrete([2, 3])),
+        make_policy(memory_hidden=8),
+        make_policy(spaces.Discrete(4), memory_hidden=8, memory_num_layers=2),
+    ],
+    ids=["box", "scaled box", "discrete", "multidiscrete", "recurrent", "recurrent discrete"],
+)
+def test_before_the_first_gradient_step_every_ratio_is_one(policy):
+    algorithm = PPO(policy, PPOSettings(batch_size=16, sequence_length=4))
+    rollout = algorithm._with_advantages(make_rollout(policy))
+    for minibatch in algorithm._minibatches(rollout):
+        log_ratio = algorithm._minibatch_losses(minibatch)["log_ratio"]
+        torch.testing.assert_close(log_ratio.exp(), torch.ones_like(log_ratio), atol=1e-5, rtol=0)
+
+
+def test_losses_by_hand():
+    # Two transitions, one action dim, mean m = 0 (zero last layer) and log σ = 0:
+    #   log π(a) = −½a² − ½log 2π:  a = 0 → −0.9189, a = 1 → −1.4189;  entropy = ½ + ½log 2π = 1.4189
+    # Behaviour log-probs are chosen so that the ratios are 2 (clipped to 1.2) and 0.9.
+    # advantages [1, −1]: min(2·1, 1.2·1) = 1.2;  min(0.9·−1, 0.9·−1) = −0.9   → policy loss −(1.2 − 0.9)/2 = −0.15
+    # values 0, targets [1, 3]: ½·(1 + 9)/2 = 2.5
+    # loss = −0.15 + 0.5·2.5 − 0.01·1.4189
+    policy = make_policy(spaces.Box(-1, 1, (1,)))
+    torch.nn.init.zeros_(policy.towers.heads[0].weight)
+    torch.nn.init.zeros_(policy.towers.heads[1].weight)
+    algorithm = PPO(policy, PPOSettings(normalize_advantage=False))
+    constant = 0.5 * math.log(2 * math.pi)
+    log_prob = torch.tensor([-constant, -0.5 - constant])
+    minibatch = TensorDict(
+        {
+            schema.OBSERVATION: torch.zeros(2, 3),
+            schema.ACTION: torch.tensor([[0.0], [1.0]]),
+            schema.LOG_PROB: log_prob - torch.log(torch.tensor([2.0, 0.9])),
+            schema.VALUE: torch.zeros(2),
+            schema.ADVANTAGE: torch.tensor([1.0, -1.0]),
+            schema.VALUE_TARGET: torch.tensor([1.0, 3.0]),
+        },
+        batch_size=[2],
+    )
+    losses = algorithm._minibatch_losses(minibatch)
+    assert losses["policy_loss"].item() == pytest.approx(-0.15, abs=1e-6)
+    assert losses["value_loss"].item() == pytest.approx(2.5, abs=1e-6)
+    assert losses["entropy"].item() == pytest.approx(0.5 + constant, abs=1e-6)
+    assert losses["loss"].item() == pytest.approx(-0.15 + 1.25 - 0.01 * (0.5 + constant), abs=1e-6)
+
+    # A behaviour weight multiplies each surrogate: −(0.5·1.2 − 2·0.9)/2 = 0.6
+    minibatch[BEHAVIOR_WEIGHT] = torch.tensor([0.5, 2.0])
+    assert algorithm._minibatch_losses(minibatch)["policy_loss"].item() == pytest.approx(0.6, abs=1e-6)
+
+    # Value clipping around old values [0, 0] with range 0.5, prediction moved to 2 by the bias:
+    # unclipped errors (2−1)² = 1, (2−3)² = 1; clipped (0.5−1)² = 0.25, (0.5−3)² = 6.25 → ½·(1 + 6.25)/2 = 1.8125
+    torch.nn.init.constant_(policy.towers.heads[1].bias, 2.0)
+    algorithm.settings.clip_range_vf = 0.5
+    assert algorithm._minibatch_losses(minibatch)["value_loss"].item() == pytest.approx(1.8125, abs=1e-6)
+
+
+def test_next_value_is_the_next_row_and_the_bootstrap_at_a_segment_end():
+    policy = make_policy()
+    algorithm = PPO(policy, PPOSettings(gamma=0.5, gae_lambda=0.0))
+    rollout = make_rollout(policy, steps=3, num_envs=3)
+    rollout[schema.VALUE] = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]])
+    rollout[schema.NEXT_VALUE] = torch.full((3, 3), 100.0)
+    rollout[schema.NEXT_REWARD] = torch.zeros(3, 3)
+    rollout[schema.NEXT_TERMINATED] = torch.tensor([[False, True, False], [False] * 3, [False] * 3])
+    rollout[schema.NEXT_TRUNCATED] = torch.tensor([[False, False, True], [False] * 3, [False] * 3])
+    # λ = 0: A = γ V(next) − V. Row 0: 0.5·4 − 1 = 1; terminated 0 − 2 = −2; truncated 0.5·100 − 3 = 47.
+    # Last row: 0.5·100 − [7, 8, 9].
+    advantage = algorithm._with_advantages(rollout)[schema.ADVANTAGE]
+    assert advantage[0].tolist() == [1.0, -2.0, 47.0]
+    assert advantage[2].tolist() == [43.0, 42.0, 41.0]
+
+
+def test_without_stored_bootstraps_the_next_observations_are_valued():
+    policy = make_policy()
+    algorithm = PPO(policy, PPOSettings(gamma=0.5, gae_lambda=0.0))
+    rollout = make_rollout(policy, steps=2, num_envs=2).exclude(schema.NEXT_VALUE)
+    rollout[schema.NEXT_OBSERVATION] = torch.rand(2, 2, 3)
+    expected = policy.get_value(TensorDict({schema.OBSERVATION: rollout[schema.NEXT_OBSERVATION][1]}, [2]))
+    live = (~rollout[schema.NEXT_TERMINATED][1]).float()
+    delta = rollout[schema.NEXT_REWARD][1] + 0.5 * expected * live - rollout[schema.VALUE][1]
+    torch.testing.assert_close(algorithm._with_advantages(rollout)[schema.ADVANTAGE][1], delta)
+
+
+def test_every_transition_is_trained_on_and_small_rollouts_too():
+    policy = make_policy()
+    algorithm = PPO(policy, PPOSettings(batch_size=10))
+    rollout = algorithm._with_advantages(make_rollout(policy, steps=8, num_envs=4))
+    sizes = [len(minibatch) for minibatch in algorithm._minibatches(rollout)]
+    assert sizes == [10, 10, 10, 2]  # 32 = 3·10 + 2: the partial one is not dropped
+    algorithm.settings.batch_size = 1000  # more than there is: one minibatch of all
+    assert [len(minibatch) for minibatch in algorithm._minibatches(rollout)] == [32]
+    before = copy.deepcopy(policy.state_dict())
+    algorithm.update(iter([make_rollout(policy, steps=1, num_envs=1)]))  # a single transition: no NaN from its spread
+    assert all(torch.isfinite(value).all() for value in policy.state_dict().values())
+    assert any(not torch.equal(before[name], value) for name, value in policy.state_dict().items())
+
+
+def test_sequences_keep_an_environments_steps_together():
+    policy = make_policy(memory_hidden=4)
+    algorithm = PPO(policy, PPOSettings(batch_size=8, sequence_length=4))
+    rollout = make_rollout(policy, steps=8, num_envs=3)
+    for t in range(8):
+        for env in range(3):
+            rollout[schema.OBSERVATION][t, env] = torch.tensor([t, env, 0.0])
+    seen = []
+    for minibatch in algorithm._minibatches(algorithm._with_advantages(rollout)):
+        assert minibatch.batch_size[0] == 4
+        for column in minibatch[schema.OBSERVATION].unbind(1):
+            assert (column[1:, 0] - column[:-1, 0] == 1).all()  # consecutive steps
+            assert (column[:, 1] == column[0, 1]).all()  # of one environment
+            seen.append((int(column[0, 0]), int(column[0, 1])))
+    assert sorted(seen) == [(t, env) for t in (0, 4) for env in range(3)]
+
+
+def test_stale_data_is_weighed_by_the_proximal_policy():
+    behavior = make_policy()
+    learner = copy.deepcopy(behavior)
+    with torch.no_grad():
+        learner.head.log_std += 0.1
+    rollout = make_rollout(behavior, version=3)
+    algorithm = PPO(learner, PPOSettings(batch_size=7))
+    algorithm.version = 4
+    prepared = algorithm._with_advantages(rollout)
+    algorithm._weigh_behavior(prepared)
+    expected = learner.evaluate_actions(rollout.flatten(0, 1))["log_prob"].reshape(8, 4)
+    torch.testing.assert_close(prepared[schema.LOG_PROB], expected)
+    weight = (expected - rollout[schema.LOG_PROB]).exp().clamp(max=5.0)
+    torch.testing.assert_close(prepared[BEHAVIOR_WEIGHT], weight)
+    # … and the ratio to the proximal policy starts at 1, so that the clip range is around it
+    minibatch = next(algorithm._minibatches(prepared))
+    assert algorithm._minibatch_losses(minibatch)["log_ratio"].abs().max() < 1e-5
+    assert algorithm.update(iter([rollout]))["staleness"].item() == 1.0
+
+
+def test_stale_recurrent_data_is_put_back_in_its_place():
+    behavior = make_policy(memory_hidden=4)
+    rollout = make_rollout(behavior, version=0)
+    algorithm = PPO(behavior, PPOSettings(batch_size=8, sequence_length=4))
+    algorithm.version = 1
+    prepared = algorithm._with_advantages(rollout)
+    algorithm._weigh_behavior(prepared)
+    # The weights did not change, so each recomputed log-prob must land where the old one was.
+    torch.testing.assert_close(prepared[schema.LOG_PROB], rollout[schema.LOG_PROB], atol=1e-5, rtol=0)
+
+
+def test_target_kl_stops_the_epochs():
+    policy = make_policy()
+    algorithm = PPO(policy, PPOSettings(n_epochs=50, learning_rate=0.01, target_kl=0.01, batch_size=32))
+    metrics = algorithm.update(iter([make_rollout(policy)]))
+    assert metrics["epochs_stopped_early"].item() == 1.0
+    assert metrics["approx_kl"].item() > 0.015
+
+
+def test_learning_rate_schedules():
+    policy = make_policy()
+    algorithm = PPO(policy, PPOSettings(learning_rate=1e-3, learning_rate_schedule="linear"))
+    algorithm.progress = 0.75
+    algorithm.update(iter([make_rollout(policy)]))
+    assert algorithm.optimizer.learning_rate == pytest.approx(2.5e-4)
+    algorithm = PPO(policy, PPOSettings(learning_rate=1e-3, learning_rate_schedule="adaptive", desired_kl=10.0))
+    algorithm.update(iter([make_rollout(policy)]))  # moved less than half of the wanted KL: × 1.5
+    assert algorithm.optimizer.learning_rate == pytest.approx(1.5e-3)
+
+
+def test_reward_normalisation_is_part_of_the_policy():
+    policy = make_policy(normalize_reward=True)
+    algorithm = PPO(policy, PPOSettings(gamma=0.0))
+    rollout = make_rollout(policy, steps=64)
+    rollout[schema.NEXT_REWARD] = torch.randn(64, 4) * 50.0
+    algorithm.update(iter([rollout]))
+    assert policy.reward_normalizer is not None
+    # γ = 0: the return is the reward itself, so the divisor is its deviation
+    deviation = float(rollout[schema.NEXT_REWARD].double().std(correction=0))
+    assert policy.state_dict()["reward_normalizer.statistics.scale"].item() == pytest.approx(1 / deviation, rel=1e-4)
+
+
+def test_observation_statistics_change_after_the_update_only():
+    policy = make_policy(normalize_observation=True)
+    algorithm = PPO(policy, PPOSettings())
+    rollout = make_rollout(policy)
+    mean = rollout[schema.OBSERVATION].double().mean((0, 1))
+    algorithm.update(iter([rollout]))
+    normalizer = policy.encoder.streams["observation"].normalizer
+    torch.testing.assert_close(normalizer.mean, mean)
+
+
+def test_nan_loss_is_a_clear_failure():
+    policy = make_policy()
+    rollout = make_rollout(policy)
+    rollout[schema.NEXT_REWARD][0, 0] = float("nan")
+    with pytest.raises(RunError, match="loss became nan"):
+        PPO(policy, PPOSettings()).update(iter([rollout]))
+
+
+def test_frozen_policy_is_refused():
+    with pytest.raises(InputError, match="frozen"):
+        FlatAdam(make_policy().requires_grad_(False).parameters(), 1e-3)
+
+
+def test_flat_adam_equals_adam():
+    flat_policy, plain_policy = make_policy(), make_policy()
+    flat = FlatAdam(flat_policy.parameters(), 1e-2, 1e-5)
+    plain = torch.optim.Adam(plain_policy.parameters(), 1e-2, eps=1e-5)
+    observation = torch.rand(16, 3)
+    for _ in range(5):
+        for policy in (flat_policy, plain_policy):
+            output, value = policy.towers(observation)
+            loss = (output.square().sum() + value.square().sum() * 10) + policy.head.log_std.sum()
+            flat.zero_gradients() if policy is flat_policy else plain.zero_grad()
+            loss.backward()
+        norm = flat.step(max_grad_norm=0.5)
+        expected = torch.nn.utils.clip_grad_norm_(plain_policy.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected)
+        plain.step()
+    for mine, reference in zip(flat_policy.parameters(), plain_policy.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-6, rtol=1e-5)
+
+
+def test_state_dict_resumes_bit_for_bit():
+    policy = make_policy(normalize_reward=True)
+    algorithm = PPO(policy, PPOSettings(batch_size=8), seed=5)
+    algorithm.update(iter([make_rollout(policy)]))
+    other = make_policy(normalize_reward=True)
+    other.load_state_dict(copy.deepcopy(policy.state_dict()))
+    resumed = PPO(other, PPOSettings(batch_size=8), seed=99)
+    resumed.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    rollout = make_rollout(policy, version=1)
+    algorithm.update(iter([rollout.clone()]))
+    resumed.update(iter([rollout.clone()]))
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_eager_and_compiled_agree():
+    eager_policy, compiled_policy = make_policy(), make_policy()
+    rollout = make_rollout(eager_policy)
+    eager = PPO(eager_policy, PPOSettings(batch_size=16))
+    compiled = PPO(compiled_policy, PPOSettings(batch_size=16, compile=True))
+    for version in range(3):
+        rollout[schema.POLICY_VERSION] = torch.full((8, 4), version)
+        eager_metrics = eager.update(iter([rollout]))
+        compiled_metrics = compiled.update(iter([rollout]))
+        for name in ("policy_loss", "value_loss", "entropy", "approx_kl"):
+            torch.testing.assert_close(eager_metrics[name], compiled_metrics[name], atol=1e-5, rtol=1e-4)
+    for mine, other in zip(eager_policy.parameters(), compiled_policy.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)

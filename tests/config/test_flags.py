@@ -1,0 +1,53 @@
+"""Flags from the settings classes: one for every setting, flat and unique, with help."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from deft.config.flags import class_flags, run_flags
+from deft.config.loading import setting_paths
+from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, EvaluateConfig
+from deft.config.validation import Count, settings
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_SETTINGS)
+def test_every_setting_has_one_flag_with_help(algorithm: str) -> None:
+    flags = [flag for group in run_flags(algorithm) for flag in group.flags]
+    paths = set(setting_paths(ALGORITHM_SETTINGS[algorithm])) - {"algorithm.name"}
+    assert {flag.path for flag in flags} == paths
+    assert len(flags) == len(paths)
+    names = Counter(name for flag in flags for name in (flag.name, *flag.aliases))
+    assert {name for name, count in names.items() if count > 1} == set()
+    assert [flag.path for flag in flags if not flag.help] == []
+
+
+def test_names_and_aliases_are_those_of_the_documents() -> None:
+    flags = {flag.name: flag for group in run_flags("ppo") for flag in group.flags}
+    assert flags["env"].path == "env.id"
+    assert flags["n_epochs"].aliases == ("ppo_epochs",)
+    assert flags["clip_range"].aliases == ("ppo_clip_range", "clip_epsilon")
+    assert (flags["buffer_size"].path, flags["buffer_size"].aliases) == ("trainer.buffer_size", ("rollout_steps",))
+    assert flags["batch_size"].aliases == ()
+
+
+def test_an_algorithms_own_setting_gets_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    @settings
+    class ReplaySettings(AlgorithmSettings):
+        """With a replay buffer."""
+
+        buffer_size: Count = 1_000_000
+        """Transitions kept."""
+
+    monkeypatch.setitem(ALGORITHM_SETTINGS, "sac", ReplaySettings)
+    paths = {flag.name: flag.path for group in run_flags("sac") for flag in group.flags}
+    assert paths["buffer_size"] == "algorithm.cfg.buffer_size"
+    assert paths["trainer_buffer_size"] == "trainer.buffer_size"
+
+
+def test_switches_and_lists_are_told_from_plain_values() -> None:
+    flags = {flag.name: flag for group in run_flags("ppo") for flag in group.flags}
+    assert [flags[name].is_switch for name in ("compile", "use_wandb", "seed")] == [True, True, False]
+    assert [flags[name].takes_several for name in ("hidden_sizes", "env_kwargs", "seed")] == [True, True, False]
+    assert [flag.name for flag in class_flags(EvaluateConfig)] == ["path", "episodes", "video", "seed", "device"]

@@ -1,0 +1,130 @@
+"""The flat `RLConfig`: the documents' names and defaults, and its map to `RunConfig`."""
+
+from __future__ import annotations
+
+import pytest
+
+from deft.config.loading import replace, setting_paths, to_dict, value_at
+from deft.config.rl_config import RLConfig
+from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, PPOSettings, RunConfig
+from deft.config.validation import Count, NonNegativeInt, Positive, setting_names, settings
+from deft.errors import InputError
+
+# The reference of the document, field by field.
+REFERENCE = {
+    "algorithm": "ppo",
+    "total_timesteps": 1000000,
+    "rollout_steps": 2048,
+    "batch_size": 64,
+    "learning_rate": 3e-4,
+    "discount_gamma": 0.99,
+    "ppo_epochs": 4,
+    "ppo_clip_range": 0.2,
+    "ppo_gae_lambda": 0.95,
+    "ppo_value_coef": 0.5,
+    "ppo_entropy_coef": 0.01,
+    "ppo_clip_range_vf": None,
+    "buffer_size": 1000000,
+    "learning_starts": 10000,
+    "tau": 0.005,
+    "log_freq": 1000,
+    "eval_freq": 5000,
+    "save_freq": 10000,
+    "output_dir": "./output/online_rl",
+}
+
+
+def test_the_reference_is_the_default() -> None:
+    config = RLConfig()
+    assert {name: getattr(config, name) for name in REFERENCE} == REFERENCE
+    assert RLConfig(**REFERENCE) == config  # type: ignore[arg-type]
+
+
+def test_the_defaults_are_those_of_a_run() -> None:
+    assert RLConfig().to_run_config() == replace(RunConfig(), output_dir="./output/online_rl")
+
+
+# Not in a flat config of PPO: SAC's own settings. Every other field must reach the run.
+OTHER_VALUES = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    float: lambda value: value / 2 + 0.001,
+    str: lambda value: {
+        "constant": "linear",
+        "INFO": "ERROR",
+        "DEBUG": "ERROR",
+        "standard": "vla",
+        "sync": "process",
+        "tanh": "relu",
+        "auto": "cpu",
+    }.get(value, "elsewhere"),
+    tuple: lambda value: (32,),
+    dict: lambda value: {"size": 5},
+}
+OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in setting_names(RLConfig) if name not in ("algorithm", "buffer_size", "learning_starts", "tau")],
+)
+def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
+    default = getattr(RLConfig(), name)
+    value = OPTIONAL_VALUES.get(name, 2) if default is None else OTHER_VALUES[type(default)](default)  # type: ignore[operator]
+    before, after = to_dict(RLConfig().to_run_config()), to_dict(RLConfig(**{name: value}).to_run_config())
+    paths = [path for path in setting_paths(PPOSettings) if value_at(before, path) != value_at(after, path)]
+    assert len(paths) == 1
+    assert value_at(after, paths[0]) == (list(value) if isinstance(value, tuple) else value)
+
+
+def test_the_names_of_the_documents_map_to_their_settings() -> None:
+    config = RLConfig(
+        total_timesteps=100000, rollout_steps=128, ppo_epochs=7, discount_gamma=0.9, seed=3, num_envs=8, threads=2
+    ).to_run_config("CartPole-v1")
+    expected = {
+        "env.id": "CartPole-v1",
+        "env.num_envs": 8,
+        "trainer.total_timesteps": 100000,
+        "trainer.buffer_size": 128,
+        "algorithm.cfg.n_epochs": 7,
+        "algorithm.cfg.gamma": 0.9,
+        "seed": 3,
+        "threads": 2,
+        "output_dir": "./output/online_rl",
+    }
+    assert config == replace(RunConfig(), **expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"total_timestep": 5}, "total_timestep: unknown setting; did you mean 'total_timesteps'?"),
+        ({"ppo_epochs": 0}, "ppo_epochs: 0 is out of range; must be at least 1"),
+        ({"algorithm": "dqn"}, "algorithm: 'dqn' is not allowed; one of 'ppo', 'sac', 'grpo'"),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(values: dict[str, object], line: str) -> None:
+    with pytest.raises(InputError) as error:
+        RLConfig(**values)  # type: ignore[arg-type]
+    assert str(error.value) == line
+
+
+def test_a_setting_of_another_algorithm_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^tau: 0.1 is given, but ppo has no such setting; leave it out$"):
+        RLConfig(tau=0.1).to_run_config()
+    with pytest.raises(InputError, match=r"^buffer_size: 64 is given, .*; a rollout's length is rollout_steps$"):
+        RLConfig(buffer_size=64).to_run_config()
+
+
+def test_the_replay_settings_go_to_an_algorithm_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    @settings
+    class ReplaySettings(AlgorithmSettings):
+        learning_rate: Positive = 3e-4
+        buffer_size: Count = 1
+        learning_starts: NonNegativeInt = 1
+        tau: Positive = 1.0
+
+    monkeypatch.setitem(ALGORITHM_SETTINGS, "sac", ReplaySettings)
+    config = RLConfig(algorithm="sac", tau=0.1, rollout_steps=32).to_run_config()
+    assert config.algorithm.cfg == ReplaySettings(buffer_size=1_000_000, learning_starts=10_000, tau=0.1)
+    assert config.trainer.buffer_size == 32

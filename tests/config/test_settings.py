@@ -1,0 +1,84 @@
+"""The settings classes: defaults, what constructors refuse, and how a new algorithm is added."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from deft.config.settings import (
+    ALGORITHM_SETTINGS,
+    AlgorithmConfig,
+    AlgorithmSettings,
+    PolicyConfig,
+    PPOSettings,
+    RunConfig,
+    TrainerConfig,
+    VLAConfig,
+)
+from deft.config.validation import Fraction, settings
+from deft.errors import InputError
+
+
+@settings
+class ToySettings(AlgorithmSettings):
+    """An algorithm that a later change adds."""
+
+    tau: Fraction = 0.005
+
+
+def test_a_new_algorithm_is_one_class_and_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHM_SETTINGS, "toy", ToySettings)
+    assert AlgorithmConfig(name="toy").cfg == ToySettings(tau=0.005)
+    given: dict[str, float] = {"tau": 0.5}
+    assert AlgorithmConfig(name="toy", cfg=given).cfg == ToySettings(tau=0.5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^cfg: .*is not a mapping of settings$"):
+        AlgorithmConfig(name="toy", cfg=PPOSettings())
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: PPOSettings(gamma=1.5), "gamma: 1.5 is out of range; must be at most 1"),
+        (lambda: PPOSettings(gama=0.9), "gama: unknown setting; did you mean 'gamma'?"),  # type: ignore[call-arg]
+        (lambda: RunConfig(seed=True), "seed: True is not a whole number"),
+        (lambda: PolicyConfig(name="vla"), "name 'vla' needs vla_config with at least model_class"),
+        (
+            lambda: PolicyConfig(vla_config=VLAConfig(model_class="a.B")),
+            "vla_config is given but name is 'actor_critic'; write name 'vla' or leave it out",
+        ),
+        (lambda: AlgorithmConfig(name="ppoo"), "name: 'ppoo' is not allowed; one of 'ppo'"),
+    ],
+)
+def test_constructors_refuse_in_one_line(make: object, line: str) -> None:
+    assert callable(make)
+    with pytest.raises(InputError) as caught:
+        make()
+    assert str(caught.value) == line
+
+
+def test_assignments_are_checked_too() -> None:
+    config = TrainerConfig()
+    with pytest.raises(InputError, match=r"^buffer_size: 0 is out of range; must be at least 1$"):
+        config.buffer_size = 0
+    config.buffer_size = 8
+    assert config.buffer_size == 8
+
+
+def test_whole_numbers_of_other_types_become_int() -> None:
+    config = TrainerConfig(total_timesteps=1e6, buffer_size=np.int64(64))  # type: ignore[arg-type]
+    assert (config.total_timesteps, config.buffer_size) == (1_000_000, 64)
+    assert type(config.total_timesteps) is int
+    assert type(config.buffer_size) is int
+
+
+def test_real_numbers_of_other_types_become_float() -> None:
+    config = PPOSettings(gamma=1, learning_rate=np.float32(0.5))  # type: ignore[arg-type]
+    assert (type(config.gamma), type(config.learning_rate), config.learning_rate) == (float, float, 0.5)
+
+
+def test_settings_can_be_copied_and_sent_to_a_worker() -> None:
+    config = RunConfig(seed=3)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config

@@ -1,0 +1,261 @@
+"""Worker processes: the same bits as in this process, and clean ends whatever happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from deft.config.settings import EnvConfig
+from deft.envs import ActionChunk, VectorEnv, make_vector_env
+from deft.envs.process import ProcessVectorEnv
+from deft.errors import InputError, RunError
+
+MakeEnv = Callable[..., gymnasium.Env]
+
+
+@pytest.fixture
+def make_faulty_env() -> Callable[..., gymnasium.Env]:
+    """A maker of environments that do what they are told when the action is 1."""
+
+    class FaultyEnv(gymnasium.Env):
+        observation_space = spaces.Box(-1, 1, (2,))
+        action_space = spaces.Discrete(2)
+
+        def __init__(self, fault: str) -> None:
+            self.fault = fault
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+            return np.zeros(2, np.float32), {}
+
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+            if action == 1 and self.fault == "raise":
+                raise ValueError("joint 3 is broken")
+            if action == 1 and self.fault == "hang":
+                time.sleep(1000)
+            if action == 1 and self.fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return np.zeros(2, np.float32), 0.0, False, False, {}
+
+        def environment_variable(self, name: str) -> str:
+            return os.environ[name]
+
+        def has_torch(self) -> bool:
+            return "torch" in sys.modules
+
+        def is_deaf_to_interrupt(self) -> bool:
+            return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+    def make(fault: str = "none") -> gymnasium.Env:
+        return FaultyEnv(fault)
+
+    return make
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> bool:
+    """Whether the processes end in time. Zombies count as ended."""
+
+    def is_alive(pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(is_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[VectorEnv, VectorEnv]]:
+    settings = {"num_envs": 3, "max_episode_steps": 20, **request.param}
+    config = EnvConfig(**settings)
+    serial = make_vector_env(config)
+    config.vector, config.num_workers = "process", 2
+    process = make_vector_env(config)
+    yield serial, process
+    serial.close()
+    process.close()
+
+
+@pytest.mark.parametrize("pair", [{"id": "CartPole-v1"}, {"id": "Hopper-v5"}], indirect=True)
+def test_same_bits_as_serial(pair: tuple[VectorEnv, VectorEnv]) -> None:
+    serial, process = pair
+    assert process.observation_space == serial.observation_space
+    assert process.action_space == serial.action_space
+    assert process.reset(seed=5).tobytes() == serial.reset(seed=5).tobytes()
+    serial.action_space.seed(0)
+    num_done = 0
+    for turn in range(100):
+        actions = np.stack([np.asarray(serial.action_space.sample()) for _ in range(3)])
+        expected, found = serial.step(actions), process.step(actions)
+        for name in ("observation", "reward", "terminated", "truncated", "num_steps", "done_index"):
+            assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
+            assert getattr(found, name).dtype == getattr(expected, name).dtype, name
+        assert found.episodes == expected.episodes
+        if expected.final_observation is None:
+            assert found.final_observation is None
+        else:
+            num_done += len(expected.done_index)
+            assert found.final_observation.tobytes() == expected.final_observation.tobytes()
+        if turn == 50:  # a state saved by one kind goes on in the other
+            process.set_state(serial.get_state())
+            serial.set_state(process.get_state())
+            assert process.observation.tobytes() == serial.observation.tobytes()
+    assert num_done > 5
+
+
+def test_dict_observations_chunks_and_calls(make_counting_env: MakeEnv) -> None:
+    class Named(gymnasium.ObservationWrapper):
+        def __init__(self, env: gymnasium.Env) -> None:
+            super().__init__(env)
+            self.observation_space = spaces.Dict({"state": env.observation_space, "instruction": spaces.Text(8)})
+
+        def observation(self, observation: np.ndarray) -> dict:
+            return {"state": observation, "instruction": "go"}
+
+    def make() -> gymnasium.Env:
+        return ActionChunk(Named(make_counting_env(length=3, action_space=spaces.Discrete(2, start=4))), 2, 0.5)
+
+    env = ProcessVectorEnv([make] * 3, num_workers=2)
+    try:
+        assert env.chunk_length == 2
+        assert env.action_space == spaces.MultiDiscrete([2, 2])
+        first = env.reset(seed=0)
+        assert bytes(first["instruction"][2]) == b"go\0\0\0\0\0\0"
+        step = env.step(np.array([[0, 1], [1, 0], [1, 1]]))
+        assert step.reward.tolist() == [2.0] * 3  # 1 + 0.5 * 2
+        assert step.num_steps.tolist() == [2] * 3
+        assert first["state"][:, 1].tolist() == [0] * 3  # still valid: the other set of arrays was written
+        assert env.call("get_received") == [[4, 5], [5, 4], [5, 5]]  # in the environments' order
+        step = env.step(np.zeros((3, 2), np.int64))
+        assert step.num_steps.tolist() == [1] * 3
+        assert step.final_observation["state"][:, 1].tolist() == [3] * 3
+        assert [episode.episode_return for episode in step.episodes] == [6.0] * 3
+        with pytest.raises(InputError, match="no method 'fly'"):
+            env.call("fly")
+        assert env.call("add", 1) == [1] * 3  # a wrong call leaves the environments as they are
+        assert env.render(2) is None
+    finally:
+        env.close()
+
+
+def test_workers_are_light_and_leave_signals_to_the_parent(make_faulty_env: MakeEnv) -> None:
+    env = ProcessVectorEnv([make_faulty_env] * 2, num_workers=1)
+    assert len(env.worker_pids) == 1
+    assert env.call("environment_variable", "OMP_NUM_THREADS") == ["1", "1"]
+    assert env.call("has_torch") == [False, False]
+    assert env.call("is_deaf_to_interrupt") == [True, True]
+    assert os.getpgid(env.worker_pids[0]) != os.getpgid(0)  # Ctrl-C goes to the terminal's group
+    started = time.monotonic()
+    env.close()
+    env.close()
+    assert time.monotonic() - started < 3
+    assert wait_until_gone(env.worker_pids, 1)
+    with pytest.raises(RunError, match="closed"):
+        env.reset()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise", r"environment 1 \(FaultyEnv\) raised ValueError: joint 3 is broken"),
+        ("die", "worker process of environment 1 ended: killed by SIGKILL"),
+        ("hang", "environment 1 gave no answer to 'step' within 1 s"),
+    ],
+)
+def test_fault_is_named_at_once_and_ends_every_worker(make_faulty_env: MakeEnv, fault: str, message: str) -> None:
+    # Environments 1 and 2 share a worker, 0 is alone: the message must tell them apart, and all must end.
+    functions = [make_faulty_env, lambda: make_faulty_env(fault), make_faulty_env]
+    env = ProcessVectorEnv(functions, num_workers=2, timeout=1.0 if fault == "hang" else 60.0)
+    env.reset()
+    env.step(np.zeros(3, np.int64))
+    started = time.monotonic()
+    with pytest.raises(RunError, match=message) as caught:
+        env.step(np.ones(3, np.int64))
+    assert time.monotonic() - started < 3
+    assert "\n" not in str(caught.value)
+    assert wait_until_gone(env.worker_pids, 1)
+    with pytest.raises(RunError, match=message):
+        env.step(np.zeros(3, np.int64))
+    env.close()
+
+
+def test_traceback_of_the_worker_is_a_note(make_faulty_env: MakeEnv) -> None:
+    env = ProcessVectorEnv([lambda: make_faulty_env("raise")])
+    env.reset()
+    with pytest.raises(RunError) as caught:
+        env.step(np.ones(1, np.int64))
+    assert "in step" in caught.value.__notes__[0]
+
+
+def test_failure_while_making_is_the_environments_own(make_counting_env: MakeEnv) -> None:
+    with pytest.raises(InputError, match=r"env\.kwargs"):
+        make_vector_env(EnvConfig(id="CartPole-v1", vector="process", kwargs={"gravity": 3}))
+    with pytest.raises(InputError, match="environment 1 has action_space Discrete"):
+        ProcessVectorEnv([make_counting_env, lambda: make_counting_env(action_space=spaces.Discrete(9))], num_workers=2)
+
+
+def test_environment_registered_by_the_main_script(make_counting_env: MakeEnv) -> None:
+    gymnasium.register(id="test/Counting-v0", entry_point=make_counting_env, max_episode_steps=2)
+    try:
+        env = make_vector_env(EnvConfig(id="test/Counting-v0", vector="process", kwargs={"length": 5}))
+    finally:
+        del gymnasium.registry["test/Counting-v0"]
+    env.reset()
+    env.step(np.zeros(1, np.int64))
+    assert env.step(np.zeros(1, np.int64)).truncated.tolist() == [True]
+    env.close()
+
+
+@pytest.mark.parametrize("is_stuck", [False, True], ids=["waiting", "in a step that never ends"])
+def test_no_worker_outlives_a_killed_parent(is_stuck: bool) -> None:
+    code = f"""
+import time, threading
+import gymnasium, numpy as np
+from deft.envs.process import ProcessVectorEnv
+class Stuck(gymnasium.Wrapper):
+    def step(self, action):
+        time.sleep(1000)
+env = ProcessVectorEnv([lambda: Stuck(gymnasium.make("CartPole-v1"))] * 2, num_workers=2)
+env.reset()
+print(*env.worker_pids, flush=True)
+if {is_stuck}:
+    env.step(np.zeros(2, np.int64))
+time.sleep(1000)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.2)  # until the step has begun
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_until_gone(pids, 5)
+
+
+def test_interrupted_call_does_not_mix_up_answers(make_counting_env: MakeEnv) -> None:
+    env = ProcessVectorEnv([make_counting_env])
+    env.reset(seed=0)
+    worker = env._workers[0]
+    worker.connection.send((env._request, "call", ("add", 100)))  # asked, and its answer never read
+    assert env.call("add", 1) == [1]
+    env.close()
+
+
+def test_default_number_of_workers(make_counting_env: MakeEnv) -> None:
+    env = ProcessVectorEnv([make_counting_env] * 3)
+    assert len(env.worker_pids) == min(3, len(os.sched_getaffinity(0)))
+    env.close()

@@ -1,0 +1,257 @@
+"""The command line: what it understands, what it refuses and how, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deft import cli
+from deft.config.loading import replace, write_config
+from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, RunConfig
+from deft.errors import InputError, RunError
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand-ins for what the commands call, which keep what they were given."""
+    seen: list[Any] = []
+    run = types.ModuleType("deft.training.run")
+    run.train = lambda config: seen.append(config) or {"run_dir": Path("a/b"), "mean_reward": np.float32(1.5)}  # type: ignore[attr-defined]
+    evaluation = types.ModuleType("deft.evaluation.evaluate")
+    evaluation.evaluate_run = lambda path, **given: seen.append((path, given)) or {"mean_reward": float("nan")}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deft.training.run", run)
+    monkeypatch.setitem(sys.modules, "deft.evaluation.evaluate", evaluation)
+    return seen
+
+
+def parsed(*arguments: str) -> RunConfig:
+    return cli.parse_train(list(arguments))[0]
+
+
+def test_the_command_of_the_documents() -> None:
+    command = (
+        "ppo --env CartPole-v1 --total_timesteps 100000 --rollout_steps 2048 --ppo_epochs 4 --ppo_clip_range 0.2 "
+        "--learning_rate 3e-4 --output_dir ./output/ppo --use-wandb"
+    )
+    expected = {
+        "env.id": "CartPole-v1",
+        "trainer.total_timesteps": 100000,
+        "output_dir": "./output/ppo",
+        "logging.use_wandb": True,
+    }
+    assert parsed(*command.split()) == replace(RunConfig(), **expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ("--num-envs 8", {"env.num_envs": 8}),
+        ("--num_envs=8", {"env.num_envs": 8}),
+        ("--buffer-size 64", {"trainer.buffer_size": 64}),
+        ("--rollout-steps 64", {"trainer.buffer_size": 64}),
+        ("--n-epochs 7", {"algorithm.cfg.n_epochs": 7}),
+        ("--lr 1e-5", {"algorithm.cfg.learning_rate": 1e-5}),
+        ("--clip-epsilon 0.3", {"algorithm.cfg.clip_range": 0.3}),
+        ("--discount_gamma 0.9", {"algorithm.cfg.gamma": 0.9}),
+        ("--total-timesteps 1e6 --seed 3", {"trainer.total_timesteps": 1_000_000, "seed": 3}),
+        ("--hidden-sizes 32 16 --vector process", {"policy.hidden_sizes": [32, 16], "env.vector": "process"}),
+        ("--log-std-init -0.5", {"policy.log_std_init": -0.5}),
+        ("--max-grad-norm none", {"algorithm.cfg.max_grad_norm": None}),
+        ("--no-progress-bar --compile", {"logging.progress_bar": False, "algorithm.cfg.compile": True}),
+        ("--auto-resume --threads 2", {"auto_resume": True, "threads": 2}),
+        (
+            "--env-kwargs size=5 rate=1e-3 name=x on=true",
+            {"env.kwargs": {"size": 5, "rate": 1e-3, "name": "x", "on": True}},
+        ),
+        (
+            "--policy vla --vla-model-class a.B --vla-model-config width=8",
+            {
+                "policy.name": "vla",
+                "policy.vla_config.model_class": "a.B",
+                "policy.vla_config.model_config": {"width": 8},
+            },
+        ),
+        ("--seed 1 --seed 2", {"seed": 2}),
+    ],
+)
+def test_flags_set_their_settings(flags: str, settings: dict[str, Any]) -> None:
+    assert parsed("ppo", *flags.split()) == replace(RunConfig(), **settings)
+
+
+def test_env_kwargs_as_json() -> None:
+    assert parsed("ppo", "--env-kwargs", '{"goal": [1, 2], "name": "a b"}').env.kwargs == {
+        "goal": [1, 2],
+        "name": "a b",
+    }
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 5\nenv: CartPole-v1\ntrainer: {iterations: 3, buffer_size: 32}\n")
+    config = parsed("--config", str(path), "--seed", "6")
+    assert (config.seed, config.env.id, config.trainer.iterations) == (6, "CartPole-v1", 3)
+    assert (config.trainer.buffer_size, config.algorithm.cfg) == (32, RunConfig().algorithm.cfg)
+    assert parsed("ppo", f"--config={path}") == parsed("--config", str(path))
+    # How long to train: a flag for steps replaces the file's iterations.
+    longer = parsed("--config", str(path), "--total-timesteps", "640")
+    assert (longer.trainer.total_timesteps, longer.trainer.iterations) == (640, None)
+
+
+@pytest.mark.parametrize("resumed", [".", "checkpoint-500"])
+def test_resume_takes_the_settings_of_the_run(tmp_path: Path, resumed: str) -> None:
+    config = replace(RunConfig(), **{"env.id": "CartPole-v1", "seed": 4})
+    write_config(config, tmp_path / "config.yaml")
+    path = str(tmp_path / resumed)
+    assert parsed("--resume", path, "--seed", "5") == replace(config, seed=5, resume=path)
+
+
+WRONG = [
+    ("trian", "trian: no such command; did you mean 'train'?"),
+    ("train", "train: give an algorithm (ppo), or --config FILE"),
+    ("train pp", "train pp: no such algorithm; one of ppo"),
+    (
+        "train ppo CartPole-v1",
+        "train: unexpected 'CartPole-v1'; a value follows its flag, and the algorithm comes first",
+    ),
+    ("train ppo --gama 0.9", "--gama: unknown flag; did you mean '--gamma'?"),
+    ("train ppo --xyzzy", "--xyzzy: unknown flag; see --help"),
+    ("train ppo -n 4", "-n: unknown flag; see --help"),
+    ("train ppo --env", "--env: needs a value (TEXT)"),
+    ("train ppo --env --seed 1", "--env: needs a value (TEXT)"),
+    ("train ppo --num-envs four", "--num-envs: 'four' is not a whole number"),
+    ("train ppo --num_envs 0 --seed -1", "--num-envs: 0 is out of range; must be at least 1 (and 1 more)"),
+    ("train ppo --vector thread", "--vector: 'thread' is not allowed; one of 'sync', 'process', 'envpool'"),
+    ("train ppo --lr 1e-4 --learning-rate 1e-4", "--learning-rate: the same setting as --lr; give one of them"),
+    ("train ppo --use-wandb=true", "--use-wandb: takes no value; write --use-wandb or --no-use-wandb"),
+    ("train ppo --env-kwargs size", "--env-kwargs: 'size' is not KEY=VALUE, nor a JSON object"),
+    (
+        "train ppo --env-kwargs {a:1}",
+        "--env-kwargs: not valid JSON: Expecting property name enclosed in double quotes (column 2)",
+    ),
+    (
+        "train ppo --iterations 3 --total-timesteps 4",
+        "--iterations: says how long to train, as --total-timesteps does; give one of them",
+    ),
+    ("train ppo --policy vla", "policy: name 'vla' needs vla_config with at least model_class"),
+    ("train --config none.json", "none.json: no such config file"),
+    ("train --resume none", "--resume none: no run: there is no config.yaml in it, nor in the folder above"),
+    ("evaluate", "evaluate: give one run folder or checkpoint; got none"),
+    ("evaluate a b", "evaluate: give one run folder or checkpoint; got a b"),
+    ("evaluate a --episodes 0", "--episodes: 0 is out of range; must be at least 1"),
+    ("evaluate a --episode 3", "--episode: unknown flag; did you mean '--episodes'?"),
+]
+
+
+@pytest.mark.parametrize(("command", "line"), WRONG)
+def test_bad_input_is_one_line_and_status_2(
+    command: str, line: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"deft: {line}\n"
+    assert captured.out == ""
+    assert calls == []
+
+
+def test_a_file_and_a_command_that_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHM_SETTINGS, "other", AlgorithmSettings)
+    path = tmp_path / "c.yaml"
+    path.write_text("algorithm: ppo\n")
+    with pytest.raises(InputError, match=r"^train other: .*c\.yaml says algorithm\.name 'ppo'; give one of them$"):
+        cli.parse_train(["other", "--config", str(path)])
+
+
+def test_train_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "ppo", "--seed", "3", "--json"]) == 0
+    assert calls == [replace(RunConfig(), seed=3)]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"run_dir": "a/b", "mean_reward": 1.5}
+    assert cli.main(["train", "ppo"]) == 0
+    assert capsys.readouterr().out == "run_dir: a/b\nmean_reward: 1.5\n"
+
+
+def test_evaluate_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "--episodes", "3", "--json", "outputs/a", "--video", "a.mp4"]) == 0
+    assert calls == [("outputs/a", {"episodes": 3, "video": "a.mp4", "seed": 0, "device": "auto"})]
+    assert json.loads(capsys.readouterr().out) == {"mean_reward": None}  # JSON has no NaN
+
+
+def fail_with(error: BaseException) -> Any:
+    def train(config: RunConfig) -> None:
+        raise error
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (RunError("the loss is\nnot finite"), 1, "deft: the loss is not finite\n"),
+        (KeyboardInterrupt(), 130, "deft: stopped by Ctrl-C\n"),
+        (SystemExit(143), 143, ""),  # how the trainer ends after SIGTERM, which the log has told
+    ],
+)
+def test_a_run_that_ends_early_says_so_in_its_status(
+    calls: list[Any], capsys: pytest.CaptureFixture[str], error: BaseException, status: int, line: str
+) -> None:
+    sys.modules["deft.training.run"].train = fail_with(error)  # type: ignore[attr-defined]
+    assert cli.main(["train", "ppo"]) == status
+    assert capsys.readouterr().err == line
+
+
+def test_an_unexpected_error_keeps_its_traceback(
+    calls: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sys.modules["deft.training.run"].train = fail_with(ZeroDivisionError("division\nby zero"))  # type: ignore[attr-defined]
+    assert cli.main(["train", "ppo"]) == 1
+    [file] = tmp_path.iterdir()
+    line = f"deft: ZeroDivisionError: division by zero (traceback in {file}; --debug shows it)\n"
+    assert capsys.readouterr().err == line
+    assert "raise error\nZeroDivisionError: division" in file.read_text()
+    assert cli.main(["train", "ppo", "--debug"]) == 1
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last):\n")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_help_is_grouped_and_shows_the_values_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 77\n")
+    assert cli.main(["train", "ppo", "--config", str(path), "--help"]) == 0
+    text = capsys.readouterr().out
+    for part in ("env options", "ppo options", "Proximal policy optimization.", "--ppo-epochs INT", "(default: 77)"):
+        assert part in text
+    assert cli.main(["train", "--help"]) == 0
+    assert "Algorithms: ppo." in capsys.readouterr().out
+    assert cli.main(["evaluate", "--help"]) == 0
+    assert "--episodes INT" in capsys.readouterr().out
+
+
+def test_version_and_help_are_quick_and_without_torch() -> None:
+    program = (
+        "import sys, time; start = time.perf_counter(); from deft.cli import main; status = main([sys.argv[1]]);"
+        "print(status, time.perf_counter() - start, 'torch' in sys.modules, 'tyro' in sys.modules)"
+    )
+    for flag, start in (("--help", "usage: deft COMMAND"), ("--version", "deft 0.1.0")):
+        ran = [subprocess.run([sys.executable, "-c", program, flag], capture_output=True, text=True) for _ in range(3)]
+        assert ran[0].stdout.startswith(start)
+        results = [run.stdout.splitlines()[-1].split() for run in ran]
+        assert {(status, torch, tyro) for status, _, torch, tyro in results} == {("0", "False", "False")}
+        assert min(float(seconds) for _, seconds, _, _ in results) < 0.5
+
+
+def test_python_m_deft_is_the_same_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "deft", "train"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (2, "deft: train: give an algorithm (ppo), or --config FILE\n")
+
+
+def test_parsing_imports_no_torch() -> None:
+    program = "import sys; from deft.cli import parse_train; parse_train(['ppo']); print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "False\n", ran.stderr

@@ -1,0 +1,52 @@
+"""`import deft`: quick, without torch, and every name that it offers is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import deft
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_import_is_quick_and_without_torch() -> None:
+    program = (
+        "import sys, time; start = time.perf_counter(); import deft;"
+        "print(time.perf_counter() - start, 'torch' in sys.modules)"
+    )
+    outputs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout for _ in range(3)]
+    assert {output.split()[1] for output in outputs} == {"False"}
+    assert min(float(output.split()[0]) for output in outputs) < 0.2
+
+
+@pytest.mark.parametrize("name", deft.__all__)
+def test_every_name_loads(name: str) -> None:
+    assert name in dir(deft)
+    value = getattr(deft, name)
+    if name != "__version__":
+        assert value is getattr(importlib.import_module(deft._MODULES[name]), name)
+
+
+def test_the_type_checker_sees_the_same_modules() -> None:
+    tree = ast.parse((ROOT / "deft" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == deft._MODULES
+    assert set(deft.__all__) == {*deft._MODULES, "__version__"}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'deft' has no attribute 'PPOTrainr'"):
+        _ = deft.PPOTrainr  # type: ignore[attr-defined]
+
+
+def test_the_version_is_the_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert deft.__version__ == project["version"]

@@ -1,0 +1,156 @@
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDictBase
+from worlds import Counting, Failing
+
+from deft import schema
+from deft.data.rollout import RolloutBuffer
+from deft.data.vla_buffer import VLABuffer
+from deft.envs.chunk import ActionChunk
+from deft.envs.serial import SerialVectorEnv
+from deft.errors import InputError, RunError
+from deft.models.policy import Policy
+from deft.training.collector import Collector
+
+
+class Reader(Policy):
+    """V(o) = 100·episode + step, so that a value says which observation it was taken from."""
+
+    def __init__(self, memory: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.recurrent = memory
+
+    def initial_memory(self, num_envs):
+        return torch.zeros(num_envs, 1, 1) if self.recurrent else None
+
+    def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
+        td[schema.ACTION] = torch.zeros(td.batch_size, dtype=torch.long)
+        td[schema.LOG_PROB] = torch.zeros(td.batch_size)
+        td[schema.VALUE] = self.get_value(td)
+        if self.recurrent:
+            td[schema.NEXT_MEMORY] = td[schema.MEMORY] + 1  # counts the steps since the episode's start
+        return td
+
+    def get_value(self, td):
+        observation = td[schema.OBSERVATION]
+        value = 100 * observation[:, 0] + observation[:, 1]
+        return value + (1000 * td[schema.MEMORY][:, 0, 0] if self.recurrent else 0)
+
+
+def test_truncation_bootstraps_from_the_true_final_observation():
+    collector = Collector(SerialVectorEnv([Counting(length=3)]), Reader())
+    rollout = collector.collect_steps(5)
+    assert rollout[schema.OBSERVATION][:, 0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1]]
+    assert rollout[schema.NEXT_TRUNCATED][:, 0].tolist() == [False, False, True, False, False]
+    # Step 2 ends episode 0 at observation [0, 3]: V = 3. (The observation after the reset, [1, 0], would give 100.)
+    # The rollout's last step leads to [1, 2]: V = 102. Elsewhere the next row has the value.
+    assert rollout[schema.NEXT_VALUE][:, 0].tolist() == [0, 0, 3, 0, 102]
+
+
+def test_termination_does_not_bootstrap():
+    collector = Collector(SerialVectorEnv([Counting(length=3, terminates=True)]), Reader())
+    rollout = collector.collect_steps(6)
+    assert rollout[schema.NEXT_TERMINATED][:, 0].tolist() == [False, False, True, False, False, True]
+    assert rollout[schema.NEXT_VALUE][:, 0].tolist() == [0] * 6  # the rollout's end is an episode's end too
+
+
+def test_next_observation_is_the_final_one():
+    collector = Collector(SerialVectorEnv([Counting(length=2)]), Reader(), next_observation=True)
+    rollout = collector.collect_steps(4)
+    assert rollout[schema.NEXT_OBSERVATION][:, 0].tolist() == [[0, 1], [0, 2], [1, 1], [1, 2]]
+    assert schema.NEXT_VALUE not in rollout.keys(True)
+
+
+def test_memory_is_zeros_at_an_episodes_first_step_and_carried_otherwise():
+    collector = Collector(SerialVectorEnv([Counting(length=3)]), Reader(memory=True))
+    rollout = collector.collect_steps(5)
+    assert rollout[schema.MEMORY][:, 0, 0, 0].tolist() == [0, 1, 2, 0, 1]
+    # V(final) uses the memory after the step: 3 → 3 + 1000·3; at the end: [1, 2] with memory 2 → 102 + 2000
+    assert rollout[schema.NEXT_VALUE][:, 0].tolist() == [0, 0, 3003, 0, 2102]
+
+
+def test_collect_steps_counts_over_all_environments():
+    # Two environments and 50-step episodes need 100 steps for one whole episode each.
+    collector = Collector(SerialVectorEnv([Counting(length=50), Counting(length=50)]), Reader())
+    rollout = collector.collect_steps(100)
+    assert rollout.batch_size == (50, 2)
+    assert [episode.length for episode in collector.take_episodes()] == [50, 50]
+    assert collector.take_episodes() == []
+    with pytest.raises(InputError, match="multiple"):
+        collector.collect_steps(3)
+
+
+def test_rollouts_continue_where_the_last_one_ended():
+    collector = Collector(SerialVectorEnv([Counting(length=3)]), Reader())
+    buffer = RolloutBuffer(2)
+    seen = []
+    for _ in range(3):
+        collector.collect(buffer, 2)
+        seen += buffer.get()[schema.OBSERVATION][:, 0].tolist()
+    assert seen == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+
+
+def test_versions_and_chunks_are_recorded():
+    env = ActionChunk(Counting(length=3), chunk_length=2, gamma=0.5)
+
+    class Chunks(Reader):
+        chunk_length = 2
+
+        def act(self, td, deterministic=False):
+            super().act(td)
+            td[schema.ACTION] = torch.zeros(len(td), 2, dtype=torch.long)
+            return td
+
+    collector = Collector(SerialVectorEnv([env]), Chunks())
+    collector.set_version(7)
+    rollout = collector.collect_steps(3)
+    assert rollout[schema.POLICY_VERSION][:, 0].tolist() == [7, 7, 7]
+    # Episodes of 3 steps in chunks of 2: 2 steps, then 1 (cut by the episode's end), then 2 of the next episode.
+    assert rollout[schema.NEXT_NUM_STEPS][:, 0].tolist() == [2, 1, 2]
+    assert rollout[schema.NEXT_REWARD][:, 0].tolist() == [1.5, 1.0, 1.5]  # 1 + 0.5·1; 1; 1 + 0.5·1
+    assert collector.take_step_count(3) == 5
+
+
+@pytest.mark.parametrize(("how", "what"), [("nan", "observation"), ("nan_reward", "reward")])
+def test_values_that_are_not_numbers_are_refused(how, what):
+    collector = Collector(SerialVectorEnv([Counting(), Failing(at=3, how=how)]), Reader())
+    with pytest.raises(RunError, match=f"environment 1 gave a {what} that is not a number"):
+        collector.collect_steps(20)
+
+
+def test_an_exception_of_the_environment_says_which():
+    collector = Collector(SerialVectorEnv([Counting(), Failing(at=3)]), Reader())
+    with pytest.raises(RunError, match=r"environment 1 .*ValueError: the gripper fell off"):
+        collector.collect_steps(20)
+
+
+def test_state_resumes_in_the_middle_of_an_episode():
+    def make():
+        return Collector(SerialVectorEnv([Counting(length=5), Counting(length=3)]), Reader(memory=True))
+
+    first = make()
+    first.collect_steps(8)
+    second = make()
+    assert second.load_state_dict(first.state_dict())
+    expected, resumed = first.collect_steps(8), second.collect_steps(8)
+    for key in expected.keys(True, True):
+        assert torch.equal(expected[key], resumed[key]), key
+
+
+def test_action_mask_reaches_the_policy():
+    class Masked(Counting):
+        action_mask = np.array([True, False])
+
+    seen = []
+
+    class Looks(Reader):
+        def act(self, td, deterministic=False):
+            seen.append(td[schema.ACTION_MASK].clone())
+            return super().act(td)
+
+    ring = VLABuffer(4)
+    Collector(SerialVectorEnv([Masked()]), Looks()).collect(ring, 2)
+    assert seen[0].tolist() == [[True, False]]
+    assert ring.get()[schema.ACTION_MASK].shape == (2, 1, 2)

@@ -1,0 +1,282 @@
+import itertools
+import os
+import signal
+import threading
+import time
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from worlds import Counting, Failing, Identity, Recall
+
+from deft import PPO, ActorCritic, Trainer
+from deft.config.settings import LoggingConfig, PolicyConfig, PPOSettings
+from deft.envs.make import wrap
+from deft.errors import InputError, RunError
+from deft.training.trainer import _crossed
+
+FAST = {"learning_rate": 3e-3, "n_epochs": 8, "batch_size": 64}
+QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False)
+
+
+def make_trainer(tmp_path, env=None, num_envs=2, policy=None, algorithm=None, **settings) -> Trainer:
+    torch.manual_seed(0)
+    envs = env if env is not None else [gymnasium.make("CartPole-v1") for _ in range(num_envs)]
+    vector = wrap(envs)
+    made = ActorCritic(vector.observation_space, vector.action_space, PolicyConfig(**(policy or {})))
+    ppo = PPO(made, PPOSettings(**{"batch_size": 16, "n_epochs": 2, **(algorithm or {})}))
+    defaults = {"buffer_size": 32, "eval_freq": 0, "save_freq": 0, "log_freq": 1}
+    return Trainer(made, vector, ppo, **{**defaults, **settings}, output_dir=tmp_path, logging_config=QUIET)
+
+
+def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All numbers that a run is made of."""
+    state = {f"policy.{name}": value for name, value in trainer.policy.state_dict().items()}
+    optimizer = trainer.algorithm.state_dict()["optimizer"]["state"][0]
+    return state | {f"adam.{name}": torch.as_tensor(value) for name, value in optimizer.items()}
+
+
+def assert_equal(first: Trainer, second: Trainer) -> None:
+    one, other = everything(first), everything(second)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def metrics(run_dir) -> list[dict]:
+    import json
+
+    lines = [json.loads(line) for line in (run_dir / "episode_metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "time"} for line in lines]
+
+
+@pytest.mark.parametrize("mode", [{"buffer_type": "standard"}, {"buffer_type": "vla", "max_staleness": 0}])
+@pytest.mark.parametrize("policy", [{}, {"memory_hidden": 8}], ids=["feed-forward", "recurrent"])
+def test_twice_n_steps_equal_n_resumed_for_n_more(tmp_path, mode, policy):
+    whole = make_trainer(tmp_path / "whole", policy=policy, **mode)
+    whole.train(512)
+    half = make_trainer(tmp_path / "half", policy=policy, **mode)
+    half.train(256)
+    resumed = make_trainer(tmp_path / "half", policy=policy, **mode)
+    torch.manual_seed(123)  # whatever this process has drawn before must not matter
+    np.random.seed(5)
+    resumed.load(tmp_path / "half")
+    assert resumed.global_step == 256
+    resumed.train(512)
+    assert_equal(whole, resumed)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "half")
+
+
+def test_vla_mode_at_staleness_zero_equals_standard_mode(tmp_path):
+    standard = make_trainer(tmp_path / "standard", eval_freq=128, eval_env=gymnasium.make("CartPole-v1"))
+    vla = make_trainer(
+        tmp_path / "vla", eval_freq=128, eval_env=gymnasium.make("CartPole-v1"), buffer_type="vla", max_staleness=0
+    )
+    standard.train(500)  # the last rollout is a short one
+    vla.train(500)
+    assert standard.num_timesteps == vla.num_timesteps == 500
+    assert_equal(standard, vla)
+    assert metrics(tmp_path / "standard") == metrics(tmp_path / "vla")
+
+
+def test_vla_mode_bounds_the_age_and_hands_out_once(tmp_path):
+    trainer = make_trainer(tmp_path, buffer_type="vla", max_staleness=2)
+    trainer.train(64 * 12)
+    ages = [line["staleness"] for line in metrics(tmp_path) if line["type"] == "update"]
+    assert len(ages) == 12
+    assert 0 <= min(ages) <= max(ages) <= 2
+    statistics = trainer.collection.buffer.statistics()
+    assert statistics["overwritten"] == 0
+    assert statistics["handed_out"] == statistics["written"] == 12 * 32
+    assert not [thread for thread in threading.enumerate() if thread.name == "deft-collector"]
+
+
+def test_collection_runs_beside_training(tmp_path):
+    """With an update that waits and steps that wait, both together take less than one after the other."""
+
+    class SlowWorld(Counting):
+        def step(self, action):
+            time.sleep(0.005)
+            return super().step(action)
+
+    class SlowPPO(PPO):
+        def update(self, batches):
+            result = super().update(batches)
+            time.sleep(0.1)
+            return result
+
+    def run(folder, **mode):
+        vector = wrap([SlowWorld()])
+        policy = ActorCritic(vector.observation_space, vector.action_space)
+        algorithm = SlowPPO(policy, PPOSettings(n_epochs=1))
+        trainer = Trainer(policy, vector, algorithm, 20, eval_freq=0, output_dir=folder, logging_config=QUIET, **mode)
+        begun = time.monotonic()
+        trainer.train(160)
+        return time.monotonic() - begun
+
+    # One after the other: 8 × (0.1 + 0.1) s at least. Side by side: 9 × 0.1 s and overheads.
+    standard = run(tmp_path / "a", buffer_type="standard")
+    assert standard >= 1.6
+    assert run(tmp_path / "b", buffer_type="vla") < 0.85 * standard
+
+
+@pytest.mark.parametrize("mode", ["standard", "vla"])
+def test_an_environment_that_fails_ends_the_run_with_a_checkpoint(tmp_path, mode):
+    trainer = make_trainer(tmp_path, env=[Failing(at=100)], buffer_type=mode)
+    begun = time.monotonic()
+    with pytest.raises(RunError, match="the gripper fell off"):
+        trainer.train(1000)
+    assert time.monotonic() - begun < 5
+    assert list(tmp_path.glob("checkpoint-*"))  # the updates before it are not lost
+    assert not [thread for thread in threading.enumerate() if thread.name == "deft-collector"]
+    resumed = make_trainer(tmp_path, env=[Counting()], buffer_type=mode)
+    resumed.load(tmp_path)
+    resumed.train(resumed.global_step + 64)
+
+
+def test_a_collector_that_dies_is_heard_of_within_a_second(tmp_path):
+    trainer = make_trainer(tmp_path, env=[Counting()], buffer_type="vla", buffer_size=100_000)
+
+    def die(buffer, ends_segment):
+        raise MemoryError("out of memory")
+
+    trainer.collection.collector.step = die  # type: ignore[method-assign]
+    begun = time.monotonic()
+    with pytest.raises(MemoryError):
+        trainer.train(1000)
+    assert time.monotonic() - begun < 1
+
+
+def test_an_environment_that_hangs_ends_the_run(tmp_path):
+    trainer = make_trainer(tmp_path, env=[Failing(at=40, how="hang")], buffer_type="vla")
+    trainer.collection.timeout = 0.3  # type: ignore[union-attr]
+    begun = time.monotonic()
+    with pytest.raises(RunError, match="did not answer"):
+        trainer.train(1000)
+    assert time.monotonic() - begun < 3
+    assert list(tmp_path.glob("checkpoint-32"))
+
+
+@pytest.mark.parametrize("mode", [{"buffer_type": "standard"}, {"buffer_type": "vla", "max_staleness": 0}])
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_stops_between_steps_and_the_resumed_run_is_the_same(tmp_path, mode, number, raised):
+    whole = make_trainer(tmp_path / "whole", **mode)
+    whole.train(512)
+
+    trainer = make_trainer(tmp_path / "half", **mode)
+    step, calls = trainer.collection.collector.step, 0
+
+    def interrupted(buffer, ends_segment):
+        nonlocal calls
+        calls += 1
+        if calls == 100:  # in the middle of the fourth rollout of 32
+            os.kill(os.getpid(), number)
+        step(buffer, ends_segment)
+
+    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
+    handler = signal.getsignal(number)
+    with pytest.raises(raised):
+        trainer.train(512)
+    assert signal.getsignal(number) is handler  # handlers are put back
+    assert 0 < trainer.num_timesteps < 512
+    resumed = make_trainer(tmp_path / "half", **mode)
+    resumed.load(tmp_path / "half")
+    resumed.train(512)
+    assert_equal(whole, resumed)
+
+
+def test_evaluation_leaves_the_training_environment_alone(tmp_path):
+    evaluated = make_trainer(tmp_path / "a", eval_freq=64, eval_env=lambda: wrap(gymnasium.make("CartPole-v1")))
+    plain = make_trainer(tmp_path / "b")
+    evaluated.train(256)
+    plain.train(256)
+    assert_equal(evaluated, plain)
+    assert len([line for line in metrics(tmp_path / "a") if line["type"] == "evaluation"]) == 4
+
+
+def test_evaluation_works_during_vla_training(tmp_path):
+    trainer = make_trainer(tmp_path, eval_freq=64, eval_env=gymnasium.make("CartPole-v1"), buffer_type="vla")
+    trainer.train(256)
+    results = [line for line in metrics(tmp_path) if line["type"] == "evaluation"]
+    assert [line["step"] for line in results] == [64, 128, 192, 256]
+    assert all(line["episodes"] == 10 for line in results)
+
+
+def test_intervals_fire_when_they_are_crossed():
+    # Steps come in rollouts of 2048: 10,000 is never hit exactly, but crossed between 8192 and 10240.
+    steps = range(0, 40_000, 2048)
+    due = [step for previous, step in itertools.pairwise(steps) if _crossed(previous, step, 10_000)]
+    assert due == [10240, 20480, 30720]
+    assert not _crossed(0, 10_000, 0)
+
+
+def test_checkpoints_are_kept_by_number_and_the_best(tmp_path):
+    trainer = make_trainer(tmp_path, save_freq=64, keep_checkpoints=2)
+    trainer.train(64 * 5)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-256", "checkpoint-320"]
+
+
+def test_no_more_steps_than_asked_for(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.train(100)  # rollouts of 64: 64, then 36
+    assert trainer.num_timesteps == 100
+
+
+def test_wrong_checkpoints_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path / "a")
+    trainer.train(64)
+    with pytest.raises(InputError, match="its observation_space is"):
+        make_trainer(tmp_path / "b", env=[Counting()]).load(tmp_path / "a")
+    with pytest.raises(InputError, match="saved with 2 environments, now 3"):
+        make_trainer(tmp_path / "c", num_envs=3).load(tmp_path / "a")
+    with pytest.raises(InputError, match="does not fit this policy"):
+        make_trainer(tmp_path / "d", policy={"hidden_sizes": (8,)}).load(tmp_path / "a")
+
+
+def test_settings_are_checked(tmp_path):
+    with pytest.raises(InputError, match="buffer_type"):
+        make_trainer(tmp_path, buffer_type="ring")
+    with pytest.raises(InputError, match="did you mean 'eval_freq'"):
+        make_trainer(tmp_path, evl_freq=3)
+
+
+@pytest.mark.parametrize(
+    ("space", "steps"),
+    [
+        (spaces.Discrete(3), 4000),
+        (spaces.Discrete(3, start=2), 4000),
+        (spaces.MultiDiscrete([2, 3]), 6000),
+        (spaces.Box(-1, 1, (1,), np.float32), 8000),
+        (spaces.Box(2, 6, (1,), np.float32), 8000),
+    ],
+    ids=["discrete", "discrete from 2", "multidiscrete", "box", "box off centre"],
+)
+def test_identity_is_learned(tmp_path, space, steps):
+    """Any correct learner solves it: random actions earn 1/3 (discrete) or about 0.44 (box) a step, perfect ones 1."""
+    trainer = make_trainer(
+        tmp_path,
+        env=[Identity(space) for _ in range(4)],
+        eval_env=Identity(space),
+        buffer_size=64,
+        algorithm={**FAST, "learning_rate_schedule": "linear", "gamma": 0.5},
+    )
+    trainer.train(steps)
+    assert trainer.evaluate(20)["mean_reward"] > 9.0  # of 10
+
+
+@pytest.mark.parametrize("memory_hidden", [0, 16])
+def test_recall_is_learned_with_memory_and_cannot_be_without(tmp_path, memory_hidden):
+    """Without memory the last observation is the same for both cues: half of the answers are right."""
+    trainer = make_trainer(
+        tmp_path,
+        env=[Recall() for _ in range(8)],
+        eval_env=Recall(),
+        buffer_size=32,
+        policy={"memory_hidden": memory_hidden, "normalize_observation": False},
+        algorithm={"learning_rate": 5e-3, "n_epochs": 4, "batch_size": 64, "sequence_length": 4, "entropy_coef": 0.005},
+    )
+    trainer.train(12_000)
+    score = trainer.evaluate(200)["mean_reward"]
+    assert score > 0.95 if memory_hidden else score < 0.65
