@@ -42,8 +42,7 @@ def finish_worker(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Wait for a worker and read the JSON object on the last line of its output; a failed worker raises."""
     output, errors = process.communicate()
     if process.returncode != 0:
-        command = " ".join(map(str, process.args))
-        raise RuntimeError(f"failed ({process.returncode}): {command}\n{errors[-4000:]}")
+        raise RuntimeError(f"failed ({process.returncode}): {process.args!r}\n{errors[-4000:]}")
     result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result
 

@@ -141,7 +141,7 @@ def train_torchrl(case: Case) -> tuple[float, float]:
             default_interaction_type=ExplorationType.RANDOM,
         )
     else:
-        # A Gaussian whose actions the environment clips, as in the other two libraries.
+        # A Gaussian without squashing, as in the other two libraries.
         body = torch.nn.Sequential(network(actions), AddStateIndependentNormalScale(actions))
         actor = ProbabilisticActor(
             TensorDictModule(body, in_keys=["observation"], out_keys=["loc", "scale"]),
@@ -232,7 +232,7 @@ def train_deft(case: Case) -> tuple[float, float]:
             stopwatch.start()
             return metrics
 
-        algorithm.update = update_and_start
+        algorithm.update = update_and_start  # type: ignore[method-assign]
         trainer.train()
         seconds = stopwatch.stop()
         trainer.close()

@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except SystemExit as stop:  # the end of --help, or of a run that SIGTERM stopped
+        if stop.code == 128 + signal.SIGTERM:
+            _complain("stopped by SIGTERM")
         return int(stop.code or 0)
     except KeyboardInterrupt:
         _complain("stopped by Ctrl-C")
@@ -103,6 +105,8 @@ def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
             raise InputError(f"--resume {resume}: no run: there is no config.yaml in it, nor in the folder above")
         raise InputError(f"train: give an algorithm ({known}), or --config FILE")
     mapping = read_mapping(source) if source else {}
+    if not config_file:
+        mapping.pop("output_dir", None)  # where the run was when it was written; it may have been moved or copied since
     if algorithm is not None and "algorithm" not in mapping:
         mapping["algorithm"] = algorithm
     base = resolve(mapping)

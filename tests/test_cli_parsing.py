@@ -194,7 +194,7 @@ def fail_with(error: BaseException) -> Any:
     [
         (RunError("the loss is\nnot finite"), 1, "deft: the loss is not finite\n"),
         (KeyboardInterrupt(), 130, "deft: stopped by Ctrl-C\n"),
-        (SystemExit(143), 143, ""),  # how the trainer ends after SIGTERM, which the log has told
+        (SystemExit(143), 143, "deft: stopped by SIGTERM\n"),  # how the trainer ends after SIGTERM
     ],
 )
 def test_a_run_that_ends_early_says_so_in_its_status(

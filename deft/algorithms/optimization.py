@@ -6,6 +6,7 @@ networks that is a third of an update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,73 +17,84 @@ from deft.errors import InputError
 
 
 class FlatAdam:
-    """Adam with global-norm gradient clipping over one flat tensor for each parameter type.
+    """Adam (Kingma & Ba, 2015) with global-norm gradient clipping, over one flat tensor for each parameter type.
 
-    The parameters stay where they are in their module; their storage moves into the flat tensor. Made after the module
-    is on its device.
+    m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  θ ← θ − α m̂ / (√v̂ + ε). The parameters stay where they are in their
+    module; their storage moves into the flat tensor. Made after the module is on its device.
     """
+
+    BETA_1, BETA_2 = 0.9, 0.999
 
     def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float, epsilon: float = 1e-8) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if not trainable:
             raise InputError("nothing to train: every parameter of the policy is frozen")
+        self.learning_rate = learning_rate
+        self.epsilon = epsilon
         groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in trainable:
             groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self._flat = [_flatten(members) for members in groups.values()]
-        self._optimizer = torch.optim.Adam(self._flat, lr=learning_rate, eps=epsilon, fused=True)
-
-    @property
-    def learning_rate(self) -> float:
-        """Adam's step size."""
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self._optimizer.param_groups[0]["lr"] = value
+        flat = [_flatten(members) for members in groups.values()]
+        self._values, self._gradients = [value for value, _ in flat], [gradient for _, gradient in flat]
+        self._first = [torch.zeros_like(value) for value in self._values]
+        self._second = [torch.zeros_like(value) for value in self._values]
+        self._count = 0
 
     def zero_gradients(self) -> None:
         """Set every gradient to zero in place."""
-        for flat in self._flat:
-            assert flat.grad is not None
-            flat.grad.zero_()
+        for gradient in self._gradients:
+            gradient.zero_()
 
+    @torch.no_grad()
     def step(self, max_grad_norm: float | None = None) -> Tensor:
         """Clip to the global norm, step, and return the norm before clipping."""
-        gradients = [flat.grad for flat in self._flat]
-        norm = torch.linalg.vector_norm(gradients[0])
-        if len(gradients) > 1:
-            norms = [torch.linalg.vector_norm(gradient).float() for gradient in gradients]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([part.float() for part in norms]))
         if max_grad_norm is not None:
-            scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in gradients:
-                gradient.mul_(scale)  # type: ignore[union-attr]
-        self._optimizer.step()
+            excess = torch.clamp(norm / max_grad_norm, min=1.0)
+            for gradient in self._gradients:
+                gradient.div_(excess)
+        self._count += 1
+        # θ − α/c₁ · m / (√v/√c₂ + ε)  =  θ − α√c₂/c₁ · m / (√v + ε√c₂),  with c = 1 − β^t
+        correction_1 = 1 - self.BETA_1**self._count
+        root_2 = math.sqrt(1 - self.BETA_2**self._count)
+        for value, gradient, first, second in zip(
+            self._values, self._gradients, self._first, self._second, strict=True
+        ):
+            first.lerp_(gradient, 1 - self.BETA_1)
+            second.lerp_(gradient.square(), 1 - self.BETA_2)
+            denominator = second.sqrt().add_(self.epsilon * root_2)
+            value.addcdiv_(first, denominator, value=-self.learning_rate * root_2 / correction_1)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Adam's moments and step count."""
-        return self._optimizer.state_dict()
+        """Adam's moments, step count and step size."""
+        return {
+            "first": [moment.cpu() for moment in self._first],
+            "second": [moment.cpu() for moment in self._second],
+            "count": self._count,
+            "learning_rate": self.learning_rate,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; refuses the state of another set of parameters."""
-        for index, flat in enumerate(self._flat):
-            stored = state["state"].get(index)
-            if stored is not None and stored["exp_avg"].shape != flat.shape:
-                count = stored["exp_avg"].numel()
-                raise InputError(f"the optimizer state is for {count} parameters; the policy trains {flat.numel()}")
-        self._optimizer.load_state_dict(state)
+        sizes, own = ([moment.numel() for moment in moments] for moments in (state["first"], self._first))
+        if sizes != own:
+            raise InputError(f"the optimizer state is for {sum(sizes)} parameters; the policy trains {sum(own)}")
+        for moments, stored in ((self._first, state["first"]), (self._second, state["second"])):
+            for moment, value in zip(moments, stored, strict=True):
+                moment.copy_(value)
+        self._count, self.learning_rate = state["count"], state["learning_rate"]
 
 
-def _flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Move parameters into one tensor, as views of it, with their gradients as views of its gradient."""
-    flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
-    flat.grad = torch.zeros_like(flat)
+def _flatten(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """Move parameters into one tensor, as views of it, and make their gradients views of a second one."""
+    value = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    gradient = torch.zeros_like(value)
     offset = 0
     for parameter in parameters:
         part = slice(offset, offset + parameter.numel())
-        parameter.data = flat.data[part].view(parameter.shape)
-        parameter.grad = flat.grad[part].view(parameter.shape)
+        parameter.data = value[part].view(parameter.shape)
+        parameter.grad = gradient[part].view(parameter.shape)
         offset += parameter.numel()
-    return flat
+    return value, gradient

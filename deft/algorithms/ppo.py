@@ -44,7 +44,7 @@ class PPO(Algorithm):
         self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
         self.generator = torch.Generator().manual_seed(seed)
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
-        self._losses = torch.compile(self._minibatch_losses) if self.settings.compile else self._minibatch_losses
+        self._evaluate = torch.compile(policy.evaluate_actions) if self.settings.compile else policy.evaluate_actions
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """One rollout [T, N], several epochs of minibatches."""
@@ -179,46 +179,64 @@ class PPO(Algorithm):
 
     # -- one gradient step ---------------------------------------------------------------------------------------------
 
-    def _minibatch_losses(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
-        """Loss and its parts for one minibatch: the compile boundary."""
-        settings = self.settings
-        scored = self.policy.evaluate_actions(minibatch)
+    def _step(self, minibatch: TensorDictBase) -> Metrics:
+        scored = self._evaluate(minibatch)
+        losses, gradients = self._losses({name: value.detach() for name, value in scored.items()}, minibatch)
+        self.optimizer.zero_gradients()
+        names = [name for name in gradients if scored[name].requires_grad]
+        torch.autograd.backward([scored[name] for name in names], [gradients[name] for name in names])
+        losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
+        return losses
+
+    def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
+        """The losses of a minibatch, and the gradient of their sum by log-prob, value and entropy.
+
+        These three derivatives are short, and written out: recording the loss for autograd takes longer than the
+        networks' own arithmetic. A test holds them to autograd.
+        """
+        settings, count = self.settings, scored["value"].numel()
         advantage = minibatch[schema.ADVANTAGE]
-        if settings.normalize_advantage and advantage.numel() > 1:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        if settings.normalize_advantage and count > 1:
+            std, mean = torch.std_mean(advantage)
+            advantage = (advantage - mean) / (std + 1e-8)
         log_ratio = scored["log_prob"] - minibatch[schema.LOG_PROB]
         ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range)
-        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
+        plain = ratio * advantage
+        clipped = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range) * advantage
+        # d min(r A, clip(r) A) / d log π: r A where the first is the smaller, 0 where the clip holds
+        slope = plain * (plain <= clipped)
+        surrogate = torch.minimum(plain, clipped)
         weight = minibatch.get(BEHAVIOR_WEIGHT, None)
-        policy_loss = -(surrogate if weight is None else surrogate * weight).mean()
-        value_loss = self._value_loss(scored["value"], minibatch)
-        entropy = scored["entropy"].mean()
-        return {
-            "loss": policy_loss + settings.value_coef * value_loss - settings.entropy_coef * entropy,
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "entropy": entropy.detach(),
-            "log_ratio": log_ratio.detach(),
+        if weight is not None:
+            surrogate, slope = surrogate * weight, slope * weight
+        value_loss, value_slope = self._value_loss(scored["value"], minibatch)
+        losses = {
+            "policy_loss": -surrogate.mean(),
+            "value_loss": value_loss,
+            "entropy": scored["entropy"].mean(),
+            "log_ratio": log_ratio,
         }
+        gradients = {
+            "log_prob": slope.mul_(-1 / count),
+            "value": value_slope.mul_(settings.value_coef / count),
+        }
+        if settings.entropy_coef:
+            gradients["entropy"] = torch.full_like(log_ratio, -settings.entropy_coef / count)
+        return losses, gradients
 
-    def _value_loss(self, value: Tensor, minibatch: TensorDictBase) -> Tensor:
-        """½ (V − R)², or the larger of that and the same with V clipped around its old estimate."""
-        target = minibatch[schema.VALUE_TARGET]
-        error = (value - target).square()
-        if self.settings.clip_range_vf is not None:
-            old = minibatch[schema.VALUE]
-            limit = self.settings.clip_range_vf
-            error = torch.maximum(error, (old + (value - old).clamp(-limit, limit) - target).square())
-        return 0.5 * error.mean()
-
-    def _step(self, minibatch: TensorDictBase) -> Metrics:
-        losses = self._losses(minibatch)
-        self.optimizer.zero_gradients()
-        losses["loss"].backward()
-        losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
-        losses["loss"] = losses["loss"].detach()
-        return losses
+    def _value_loss(self, value: Tensor, minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Mean of ½ (V − R)², and its slope V − R; with clipping, the larger of that and of V clipped around V_old."""
+        target, limit = minibatch[schema.VALUE_TARGET], self.settings.clip_range_vf
+        error = value - target
+        if limit is None:
+            return 0.5 * error.square().mean(), error
+        old = minibatch[schema.VALUE]
+        step = value - old
+        clipped_error = old + step.clamp(-limit, limit) - target
+        plain, clipped = error.square(), clipped_error.square()
+        # Beyond the limit the clipped error does not depend on V; where it is the larger one, the slope is 0.
+        slope = torch.where(clipped > plain, clipped_error * (step.abs() <= limit), error)
+        return 0.5 * torch.maximum(plain, clipped).mean(), slope
 
     # -- schedules and metrics -----------------------------------------------------------------------------------------
 
@@ -246,12 +264,18 @@ class PPO(Algorithm):
         last = losses[first_of_last_epoch:]
         metrics = {
             name: torch.stack([loss[name] for loss in losses]).mean()
-            for name in ("loss", "policy_loss", "value_loss", "entropy", "grad_norm")
+            for name in ("policy_loss", "value_loss", "entropy", "grad_norm")
         }
-        if not bool(torch.isfinite(metrics["loss"])):
+        metrics["loss"] = (
+            metrics["policy_loss"]
+            + self.settings.value_coef * metrics["value_loss"]
+            - self.settings.entropy_coef * metrics["entropy"]
+        )
+        if not bool(torch.isfinite(metrics["loss"] + metrics["grad_norm"])):
             raise RunError(
-                f"the loss became {float(metrics['loss'])} in update {self.version}: lower learning_rate, or look at "
-                "the rewards and observations; the checkpoints already saved are good"
+                f"the loss became {float(metrics['loss'])} (gradient norm {float(metrics['grad_norm'])}) in update "
+                f"{self.version}: lower learning_rate, or look at the rewards and observations; the checkpoints "
+                "already saved are good"
             )
         log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in last])
         target, value = rollout[schema.VALUE_TARGET], rollout[schema.VALUE]

@@ -28,6 +28,7 @@ from deft.config.validation import (
     NonNegativeInt,
     Number,
     Positive,
+    Seed,
     Switch,
     setting_names,
     settings,
@@ -111,7 +112,7 @@ class RLConfig:
     chunk_length: Count = PolicyConfig.chunk_length
 
     # Run
-    seed: NonNegativeInt = RunConfig.seed
+    seed: Seed = RunConfig.seed
     device: str = RunConfig.device
     threads: Count | None = RunConfig.threads
     model_path: str | None = RunConfig.model_path

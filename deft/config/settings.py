@@ -18,6 +18,7 @@ from deft.config.validation import (
     NonNegativeInt,
     Number,
     Positive,
+    Seed,
     Switch,
     quoted,
     settings,
@@ -245,7 +246,7 @@ class RunConfig:
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     output_dir: str | None = None
     """The run folder; by default `outputs/<algorithm>-<env>-<time>`."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """One seed, one result."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
@@ -271,7 +272,7 @@ class EvaluateConfig:
     """How many episodes."""
     video: str | None = None
     """Write a video of the first episode to this file (`.mp4`)."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the evaluation's environments."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""

@@ -37,6 +37,7 @@ def _real(value: Any) -> Any:
 
 
 Count = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole)]
+Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63), BeforeValidator(_whole)]
 NonNegativeInt = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
 Number = Annotated[float, Strict(), BeforeValidator(_real)]
 Positive = Annotated[float, Strict(), Field(gt=0), BeforeValidator(_real)]

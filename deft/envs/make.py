@@ -10,6 +10,7 @@ import copy
 import difflib
 import importlib
 import re
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -100,6 +101,18 @@ def wrap(
     return env
 
 
+def make_another(env: Any, render_mode: str | None = None) -> gymnasium.Env:
+    """A second environment like the one that a user made, from its spec: for evaluation, which needs its own."""
+    first = env[0] if isinstance(env, (list, tuple)) and env else env
+    spec = first.spec if isinstance(first, gymnasium.Env) else None
+    if spec is None:
+        raise InputError(
+            "evaluation needs an environment of its own, and this one has no spec to make it from: give eval_env"
+        )
+    options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
+    return gymnasium.make(spec, disable_env_checker=True, **options)
+
+
 def _chunked(env: gymnasium.Env, chunk_length: int, gamma: float) -> gymnasium.Env:
     return ActionChunk(env, chunk_length, gamma) if chunk_length > 1 else env
 
@@ -110,13 +123,20 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
     if render_mode is not None:
         kwargs["render_mode"] = render_mode
     try:
-        env = gymnasium.make(spec, max_episode_steps=config.max_episode_steps, disable_env_checker=True, **kwargs)
+        with warnings.catch_warnings():
+            if render_mode is not None:  # an environment that cannot is told below, or by having no picture
+                warnings.filterwarnings("ignore", ".*render_mode.*")
+            env = gymnasium.make(spec, max_episode_steps=config.max_episode_steps, disable_env_checker=True, **kwargs)
     except DeftError:
         raise
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise InputError(f"environment {spec.id} cannot be used: {_missing_package(error, spec)}") from error
     except TypeError as error:
         message = one_line(error).partition(" was raised from the environment creator")[0]
+        if render_mode is not None and "'render_mode'" in message:
+            raise InputError(
+                f"environment {spec.id} cannot be rendered: its constructor takes no render_mode"
+            ) from error
         raise InputError(f"env.kwargs {kwargs} do not fit {spec.id}: {message}") from error
     except Exception as error:
         raise InputError(f"environment {spec.id} with env.kwargs {kwargs} cannot be made: {one_line(error)}") from error

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from deft.config.validation import shown
 from deft.envs.state import decode, encode, restore_state, save_state, state_obstacle
 from deft.errors import DeftError, InputError, RunError
 from deft.schema import encode_text
@@ -172,15 +173,15 @@ class ObservationLayout:
         return arrays[""] if self._is_single else arrays
 
     def write(self, observation: Any, arrays: Observation, row: int) -> None:
-        """Put one environment's observation into its row."""
+        """Put one environment's observation into its row; a ValueError where it has another shape."""
         if self._is_direct:
-            arrays[row] = observation  # type: ignore[index]
+            _write_row(arrays, row, observation)  # type: ignore[arg-type]
             return
         for leaf in self._leaves:
             value, target = observation, arrays if isinstance(arrays, np.ndarray) else arrays[leaf.name]
             for name in leaf.path:
                 value = value[name]
-            target[row] = value if leaf.encode is None else leaf.encode(value)
+            _write_row(target, row, value if leaf.encode is None else leaf.encode(value))
 
     def write_batch(self, observations: Any, arrays: Observation, rows: np.ndarray) -> None:
         """Put a batch of observations, as a vector environment gives them, into the given rows."""
@@ -195,19 +196,27 @@ class ObservationLayout:
                     target[row] = leaf.encode(value)
 
     def check(self, observation: Any, owner: str) -> None:
-        """Refuse an observation that its space does not describe: assigning it could broadcast or cut it in silence."""
+        """Refuse an observation that its space does not describe."""
+        difference = self.difference(observation)
+        if difference is not None:
+            raise InputError(f"{owner}: {difference}")
+
+    def difference(self, observation: Any) -> str | None:
+        """How an observation is not what its space describes, in a few words; None where it is."""
         for leaf in self._leaves:
             value = observation
             for name in leaf.path:
                 if not isinstance(value, Mapping) or name not in value:
-                    raise InputError(f"{owner}: the observation has no {leaf.name!r}, its observation_space has")
+                    return f"the observation has no {leaf.name!r}, its observation_space has"
                 value = value[name]
-            row = np.asarray(value if leaf.encode is None else leaf.encode(value))
+            what = f"observation {leaf.name!r}" if leaf.name else "the observation"
+            try:
+                row = np.asarray(value if leaf.encode is None else leaf.encode(value))
+            except (TypeError, ValueError, AttributeError):  # a list of unequal lists; no text where text should be
+                return f"{what} is {type(value).__name__}, its observation_space says {leaf.space}"
             if row.shape != leaf.shape or not np.can_cast(row.dtype, leaf.dtype, "same_kind"):
-                raise InputError(
-                    f"{owner}: observation {leaf.name!r} is {row.dtype} {row.shape}, "
-                    f"its observation_space says {leaf.dtype} {leaf.shape}"
-                )
+                return f"{what} is {row.dtype} {row.shape}, its observation_space says {leaf.dtype} {leaf.shape}"
+        return None
 
     def encode_row(self, arrays: Observation, row: int) -> dict[str, Any]:
         """One row as plain data, for a checkpoint."""
@@ -219,6 +228,14 @@ class ObservationLayout:
         streams = {"": arrays} if isinstance(arrays, np.ndarray) else arrays
         for name, stream in streams.items():
             stream[row] = decode(state[name])
+
+
+def _write_row(target: np.ndarray, row: int, value: Any) -> None:
+    """Assign one row, but not a value of another shape: numpy would repeat a shorter one in silence."""
+    shape = getattr(value, "shape", None)
+    if (np.shape(value) if shape is None else shape) != target.shape[1:]:
+        raise ValueError(f"shape {np.shape(value)} does not fit {target.shape[1:]}")
+    target[row] = value
 
 
 def take_rows(observation: Observation, index: np.ndarray) -> Observation:
@@ -323,7 +340,10 @@ class EnvSlot:
         except Exception as error:
             raise RunError(f"{self.name} raised {one_line(error)}") from error
         row = self.index
-        arrays.reward[row] = reward = float(reward)
+        try:
+            arrays.reward[row] = reward = float(reward)
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{self.name} gave the reward {shown(reward)}; it must be one number") from error
         arrays.terminated[row] = terminated
         arrays.truncated[row] = truncated
         if self._is_chunked:
@@ -337,9 +357,9 @@ class EnvSlot:
             for name, value in info["reward_terms"].items():
                 self._terms[name] = self._terms.get(name, 0.0) + float(value)
         if not (terminated or truncated):
-            self._layout.write(observation, arrays.observation, row)
+            self._write(observation, arrays.observation)
             return None
-        self._layout.write(observation, final, row)
+        self._write(observation, final)
         success = info.get("success", info.get("is_success"))
         episode = Episode(
             row,
@@ -384,7 +404,13 @@ class EnvSlot:
         """A picture; None where the environment was made without a render mode."""
         if self.env.render_mode is None:
             return None
-        frame: Any = self.env.render()
+        try:
+            frame: Any = self.env.render()
+        except DeftError:
+            raise
+        except Exception as error:
+            kind = InputError if isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError) else RunError
+            raise kind(f"{self.name} cannot be rendered: {one_line(error)}") from error
         return frame[-1] if isinstance(frame, list) else frame
 
     def _begin(self, arrays: StepArrays, seed: int | None = None, is_checked: bool = False) -> None:
@@ -399,7 +425,14 @@ class EnvSlot:
             raise RunError(f"{self.name} raised {one_line(error)} while resetting") from error
         if is_checked:
             self._layout.check(observation, self.name)
-        self._layout.write(observation, arrays.observation, self.index)
+        self._write(observation, arrays.observation)
+
+    def _write(self, observation: Any, arrays: Observation) -> None:
+        try:
+            self._layout.write(observation, arrays, self.index)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            difference = self._layout.difference(observation) or f"the observation cannot be used: {one_line(error)}"
+            raise RunError(f"{self.name}: {difference}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -39,7 +39,7 @@ def evaluate_run(
     policy = None
     try:
         if not random_policy:
-            policy = build_policy(config, env)
+            policy = build_policy(config, env, weights_follow=True)
             weights = checkpoint.load_part(folder, checkpoint.MODEL)
             checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
             policy.to(choose_device(device))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from deft.models.distributions import action_head
 from deft.models.encoders import ObservationEncoder
 from deft.models.normalization import RewardNormalizer
 from deft.models.policy import Policy
+from deft.models.small_actor import MOST_ROWS, SmallActor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
@@ -31,25 +34,38 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TwinTowers(nn.Module):
-    """Two MLPs of the same hidden sizes on the same input, run as one: every hidden layer is one batched matmul."""
+    """Two MLPs of the same hidden sizes on the same input, run as one: every hidden layer is one batched matmul.
+
+    Weights are [2, in, out] and the heads' [in, out]: in small networks a transposed weight, or a module's call, costs
+    as much as the product itself.
+    """
 
     def __init__(self, in_dim: int, hidden_sizes: tuple[int, ...], out_dims: tuple[int, int], activation: str) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        widths = [in_dim, *hidden_sizes]
-        self.weights = nn.ParameterList([torch.empty(2, i, o) for i, o in pairwise(widths)])
-        self.biases = nn.ParameterList([torch.zeros(2, 1, width) for width in hidden_sizes])
-        for weight in self.weights:
-            for tower in range(2):
-                nn.init.orthogonal_(weight[tower], math.sqrt(2))
-        self.heads = nn.ModuleList([nn.Linear(widths[-1], dim) for dim in out_dims])
+        self.depth = len(hidden_sizes)
+        for layer, (fan_in, fan_out) in enumerate(pairwise((in_dim, *hidden_sizes))):
+            weight = torch.stack([nn.init.orthogonal_(torch.empty(fan_in, fan_out), math.sqrt(2)) for _ in range(2)])
+            self.register_parameter(f"weight_{layer}", nn.Parameter(weight))
+            self.register_parameter(f"bias_{layer}", nn.Parameter(torch.zeros(2, 1, fan_out)))
+        # A near-zero last layer of the first tower: as an actor it starts close to its mean action whatever it sees.
+        for head, (dim, gain) in enumerate(zip(out_dims, (0.01, 1.0), strict=True)):
+            weight = nn.init.orthogonal_(torch.empty((in_dim, *hidden_sizes)[-1], dim), gain)
+            self.register_parameter(f"head_weight_{head}", nn.Parameter(weight))
+            self.register_parameter(f"head_bias_{head}", nn.Parameter(torch.zeros(dim)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both towers' outputs, [B, out_dim] each."""
+        parameters = self._parameters  # attribute access on a module is slow enough to show
         hidden = x.expand(2, *x.shape)
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            hidden = self.activation(torch.baddbmm(bias, hidden, weight))
-        return self.heads[0](hidden[0]), self.heads[1](hidden[1])
+        for layer in range(self.depth):
+            weight, bias = parameters[f"weight_{layer}"], parameters[f"bias_{layer}"]
+            hidden = self.activation(torch.baddbmm(bias, hidden, weight))  # type: ignore[arg-type]
+        first, second = hidden.unbind(0)
+        return (
+            torch.addmm(parameters["head_bias_0"], first, parameters["head_weight_0"]),  # type: ignore[arg-type]
+            torch.addmm(parameters["head_bias_1"], second, parameters["head_weight_1"]),  # type: ignore[arg-type]
+        )
 
 
 class ActorCritic(Policy):
@@ -77,12 +93,13 @@ class ActorCritic(Policy):
             self.memory = nn.GRU(width, config.memory_hidden, config.memory_num_layers)
             width = config.memory_hidden
         self.towers = TwinTowers(width, tuple(config.hidden_sizes), (self.head.num_outputs, 1), config.activation)
-        # A near-zero last layer: the first policy is close to its mean action whatever it sees.
-        for layer, gain in zip(self.towers.heads, (0.01, 1.0), strict=True):
-            assert isinstance(layer, nn.Linear)
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
+        self._activation = config.activation
+        self._small_actor: tuple[int, SmallActor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: the small actor reads this policy's memory, not theirs."""
+        return {**self.__dict__, "_small_actor": None}
 
     def initial_memory(self, num_envs: int) -> Tensor | None:
         """Zeros [num_envs, layers, hidden], or None without memory."""
@@ -104,16 +121,31 @@ class ActorCritic(Policy):
         td.set(schema.VALUE, value.squeeze(-1))
         return td
 
+    def act_arrays(self, observation: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """Act in numpy, where the network is small, on the CPU and without memory, and the rows are few."""
+        if isinstance(observation, dict) or len(observation) > MOST_ROWS or self.memory is not None:
+            return None
+        parameter: Any = self.towers.head_weight_0
+        place = parameter.data_ptr()  # an optimizer or a copy may move the parameters
+        if self._small_actor is None or self._small_actor[0] != place:
+            if not SmallActor.fits(self.encoder, self.head, self._activation, parameter):
+                return None
+            vector: Any = self.encoder.streams["observation"]
+            actor = SmallActor(vector, self.towers, self.towers.depth, self.head, self._activation)
+            self._small_actor = (place, actor)
+        return self._small_actor[1].act(observation)
+
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
         """Score stored actions; with memory `td` is [T, B] and the GRU runs from the first row's memory."""
         features = self.encoder(td[schema.OBSERVATION])
-        batch = features.shape[:-1]
-        if self.memory is not None:
+        if self.memory is None:
+            output, value = self.towers(features)
+        else:
             features = self._unroll(features, td)
-        output, value = self.towers(features.reshape(-1, features.shape[-1]))
-        output, value = output.reshape(*batch, -1), value.reshape(batch)
+            outputs = self.towers(features.flatten(0, 1))
+            output, value = (part.unflatten(0, features.shape[:2]) for part in outputs)
         log_prob, entropy = self.head.score(output, td[schema.ACTION], td.get(schema.ACTION_MASK, None))
-        return {"log_prob": log_prob, "entropy": entropy, "value": value}
+        return {"log_prob": log_prob, "entropy": entropy, "value": value.squeeze(-1)}
 
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation) [B], from the memory before it."""

@@ -63,33 +63,33 @@ class GaussianHead(ActionHead):
 
     def _dims(self, mask: Tensor | None) -> Tensor | None:
         """The mask over all dims of a chunk, as numbers."""
-        if mask is None:
-            return None
-        return mask.tile(self.num_outputs // mask.shape[-1]).to(self.log_std.dtype)
+        return None if mask is None else mask.tile(self.num_outputs // mask.shape[-1]).to(self.log_std.dtype)
 
-    def _sum(self, per_dim: Tensor, dims: Tensor | None) -> Tensor:
-        return per_dim.sum(-1) if dims is None else (per_dim * dims).sum(-1)
+    def _log_prob_of_noise(self, noise: Tensor, dims: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log-prob of μ + σ·noise, and the entropy Σ (½ + ½ log 2π + log σ + log w); both over the real dims."""
+        log_scale = self.log_std if self.unit else self.log_std + self.width.log()
+        if dims is None:
+            total = log_scale.sum() + self.num_outputs * HALF_LOG_2PI
+            squares = torch.linalg.vecdot(noise, noise)
+            return torch.add(-total, squares, alpha=-0.5), total + 0.5 * self.num_outputs
+        total = ((log_scale + HALF_LOG_2PI) * dims).sum(-1)
+        return (noise.square() * dims).sum(-1).mul(-0.5) - total, total + 0.5 * dims.sum(-1)
 
     def sample(self, output: Tensor, mask: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Mean plus deviation times noise; the mean itself when deterministic."""
         noise = torch.zeros_like(output) if deterministic else torch.randn_like(output)
         dims = self._dims(mask)
         unit = torch.addcmul(output, noise, self.log_std.exp())
-        constant = self.log_std + HALF_LOG_2PI if self.unit else self.log_std + HALF_LOG_2PI + self.width.log()
-        log_prob = self._sum(torch.addcmul(-constant, noise, noise, value=-0.5), dims)
+        log_prob, _ = self._log_prob_of_noise(noise, dims)
         if dims is not None:
             unit = unit * dims
         return self._shape(unit if self.unit else torch.addcmul(self.center, unit, self.width)), log_prob
 
     def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy ½ + ½ log 2π + log σ + log w, summed over the real dims."""
+        """Log-prob of `action`, and the entropy."""
         flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
-        dims = self._dims(mask)
         unit = flat if self.unit else (flat - self.center) / self.width
-        noise = (unit - output) * torch.exp(-self.log_std)
-        constant = self.log_std + HALF_LOG_2PI if self.unit else self.log_std + HALF_LOG_2PI + self.width.log()
-        log_prob = self._sum(torch.addcmul(-constant, noise, noise, value=-0.5), dims)
-        entropy = self._sum(constant + 0.5, dims)
+        log_prob, entropy = self._log_prob_of_noise((unit - output) * torch.exp(-self.log_std), self._dims(mask))
         return log_prob, entropy.expand_as(log_prob)
 
 
@@ -115,13 +115,15 @@ class CategoricalHead(ActionHead):
 
     def sample(self, output: Tensor, mask: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Gumbel-max: argmax(log p − log(−log u)); the mode when deterministic."""
-        choices, log_prob = [], torch.zeros((), device=output.device)
+        choices, log_probs = [], []
         for log_p in self._log_probs(output):
             scores = log_p if deterministic else log_p - torch.empty_like(log_p).exponential_().log_()
-            choice = scores.argmax(-1)
-            log_prob = log_prob + log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+            choice = scores.argmax(-1, keepdim=True)
+            log_probs.append(log_p.gather(-1, choice))
             choices.append(choice)
-        action = choices[0] if self.scalar else torch.stack(choices, -1)
+        if self.scalar:
+            return choices[0].squeeze(-1), log_probs[0].squeeze(-1)
+        action, log_prob = torch.cat(choices, -1), torch.cat(log_probs, -1).sum(-1)
         return action if len(self.action_shape) < 2 else action.reshape(
             *output.shape[:-1], *self.action_shape
         ), log_prob
@@ -131,11 +133,11 @@ class CategoricalHead(ActionHead):
         if len(self.action_shape) > 1:
             action = action.flatten(-len(self.action_shape))
         choices = [action] if self.scalar else action.unbind(-1)
-        log_prob = entropy = torch.zeros((), device=output.device)
+        log_probs, entropies = [], []
         for log_p, choice in zip(self._log_probs(output), choices, strict=True):
-            log_prob = log_prob + log_p.gather(-1, choice.long().unsqueeze(-1)).squeeze(-1)
-            entropy = entropy - (log_p.exp() * log_p).sum(-1)
-        return log_prob, entropy
+            log_probs.append(log_p.gather(-1, choice.long().unsqueeze(-1)).squeeze(-1))
+            entropies.append(-(log_p.exp() * log_p).sum(-1))
+        return sum(log_probs[1:], log_probs[0]), sum(entropies[1:], entropies[0])
 
 
 def action_head(space: gymnasium.Space, log_std_init: float) -> ActionHead:

@@ -152,11 +152,11 @@ class ObservationEncoder(nn.Module):
         encoders = {name: _encoder(name, part, image_dim, normalize) for name, part in streams.items()}
         self.streams = nn.ModuleDict(encoders)
         self.dim = sum(encoder.dim for encoder in encoders.values())
-        self._is_single = not isinstance(space, spaces.Dict)
+        self.is_single = not isinstance(space, spaces.Dict)
 
     def forward(self, observation: Tensor | TensorDictBase) -> Tensor:
         """Features […, dim]."""
-        if self._is_single or isinstance(observation, Tensor):
+        if self.is_single or isinstance(observation, Tensor):
             return self.streams["observation"](observation)
         return torch.cat([encoder(observation[name]) for name, encoder in self.streams.items()], -1)
 

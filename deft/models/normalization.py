@@ -35,7 +35,7 @@ class RunningNormalizer(nn.Module):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Merge a batch [..., *shape] into the statistics (Chan's parallel update)."""
-        rows = x.reshape(-1, *self.mean.shape).to(self.mean.dtype)
+        rows = x.reshape(-1, *self.mean.shape).to(self.mean)
         batch_count = rows.shape[0]
         total = self.count + batch_count
         delta = rows.mean(0) - self.mean

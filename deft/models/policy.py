@@ -5,6 +5,7 @@ Collectors call `act`, algorithms call `evaluate_actions` and `get_value`; both 
 
 from __future__ import annotations
 
+import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -33,6 +34,10 @@ class Policy(nn.Module):
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Add `action`, `sample_log_prob` and `value` (and the next memory) to `td` and return it."""
         raise TypeError(f"{type(self).__name__} does not define act")
+
+    def act_arrays(self, observation: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """A quicker way to act than `act`, where a policy has one: the same keys, as arrays; None where it has not."""
+        return None
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
         """`log_prob`, `entropy` and `value` of the stored actions, each [B] (or [T, B]) and differentiable."""

@@ -34,7 +34,7 @@ class OnlineTrainer:
         policy: Any = None,
         config: RLConfig | RunConfig | None = None,
         use_wandb: bool = False,
-        eval_env: Callable[[], VectorEnv] | VectorEnv | gymnasium.Env | None = None,
+        eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
     ) -> None:
         env_id = env if isinstance(env, str) else _id_of(env)
         if config is None:
@@ -50,7 +50,7 @@ class OnlineTrainer:
         if use_wandb:
             run_config = replace(run_config, **{"logging.use_wandb": True})
         if policy is not None and not isinstance(policy, Policy):
-            policy = VLAPolicy(policy)
+            policy = VLAPolicy(policy, normalize_reward=run_config.policy.normalize_reward)
         given = None if env is None or isinstance(env, str) else env
         self.trainer: Trainer = build_trainer(run_config, given, policy, eval_env)
 

@@ -73,9 +73,13 @@ def save_checkpoint(
 def mark_best(run_dir: Path, checkpoint: Path) -> None:
     """Point `best` at a checkpoint, in one step."""
     link = run_dir / f"{_TEMPORARY}best-{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(checkpoint.name, target_is_directory=True)
-    os.replace(link, run_dir / BEST)
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.name, target_is_directory=True)
+        os.replace(link, run_dir / BEST)
+    except OSError as error:
+        link.unlink(missing_ok=True)
+        raise RunError(f"{run_dir / BEST} cannot be made a link to {checkpoint.name}: {error.strerror}") from error
 
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
@@ -149,7 +153,9 @@ def load_tensors(path: Path) -> Any:
     """A file written by torch.save, refused in one line when it is damaged or holds anything but data."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except Exception as error:  # damaged bytes make torch raise anything
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             raise InputError(
                 f"{path}: holds Python objects besides tensors and plain data, and is not loaded"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from deft.data.rollout import RolloutBuffer
@@ -151,11 +152,12 @@ class BackgroundCollection:
 
     def _run(self) -> None:
         try:
-            while self._wait_for_turn():
-                following = self._position + 1
-                ends_segment = following % self._rollout_steps == 0 or following == self._total_steps
-                self.collector.step(self.buffer, ends_segment)
-                self._position = following
+            with torch.inference_mode():
+                while self._wait_for_turn():
+                    following = self._position + 1
+                    ends_segment = following % self._rollout_steps == 0 or following == self._total_steps
+                    self.collector.step(self.buffer, ends_segment)
+                    self._position = following
         except BaseException as error:  # handed to the main thread, whatever it is
             self._error = error
         finally:

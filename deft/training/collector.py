@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from deft import schema
-from deft.data.columns import Key, Row
+from deft.data.columns import Key, Row, to_numpy
 from deft.data.rollout import RolloutBuffer
 from deft.data.tensors import policy_inputs, zero_rows
 from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep, take_rows
@@ -62,6 +62,7 @@ class Collector:
         self._observation: Observation | None = None
         self._memory: Tensor | None = None
 
+    @torch.inference_mode()
     def collect(self, buffer: StepBuffer, num_vector_steps: int, stop: Callable[[], bool] = lambda: False) -> int:
         """Write `num_vector_steps` steps of every environment, the last one as a segment's end; how many were made."""
         for done in range(num_vector_steps):
@@ -82,21 +83,18 @@ class Collector:
         self.collect(buffer, rows)
         return buffer.get()
 
-    @torch.inference_mode()
     def step(self, buffer: StepBuffer, ends_segment: bool) -> None:
-        """One step of every environment."""
+        """One step of every environment; the caller is in inference mode."""
         if self._observation is None:
             self._start()
-        assert self._observation is not None
-        td = policy_inputs(self._observation, self.device, self._memory, self._mask)
-        self.policy.act(td)
-        action = td[schema.ACTION]
+        row, next_memory = self._act()
         self.stepping_since = time.monotonic()
-        step = self.env.step(action.numpy(force=True))
+        step = self.env.step(row[schema.ACTION])
         self.stepping_since = None
-        self._check_finite(step)
-        row = self._row(td, step)
-        next_memory = td.get(schema.NEXT_MEMORY, None)
+        self._check_finite(step.observation, step.reward)
+        if step.final_observation is not None:
+            self._check_finite(step.final_observation)
+        self._add_outcome(row, step)
         if self._next_observation:
             _flat_observation(row, _with_final(step), schema.NEXT_OBSERVATION)
         else:
@@ -145,25 +143,34 @@ class Collector:
 
     def _start(self) -> None:
         self._observation = self.env.reset(self.seed)
+        self._check_finite(self._observation)
         self._memory = self.policy.initial_memory(self.env.num_envs)
 
-    def _row(self, td: TensorDict, step: VectorStep) -> dict[Key, Tensor | np.ndarray]:
-        """The transition as {key: [N, …]}."""
+    def _act(self) -> tuple[dict[Key, Any], Tensor | None]:
+        """The policy's part of a transition as {key: [N, …]}, and the memory after it."""
         assert self._observation is not None
-        row: dict[Key, Tensor | np.ndarray] = {}
+        row: dict[Key, Any] = {}
         _flat_observation(row, self._observation, schema.OBSERVATION)
-        for key in set(td.keys()):
+        if self._mask is None and (acted := self.policy.act_arrays(self._observation)) is not None:
+            row.update(acted)
+            return row, None
+        td = self.policy.act(policy_inputs(self._observation, self.device, self._memory, self._mask))
+        for key in set(td.keys()) - {schema.OBSERVATION, schema.NEXT}:
             if key == schema.SAMPLE:
                 row |= {(schema.SAMPLE, *_path(name)): part for name, part in td[key].items(True, True)}
-            elif key not in (schema.OBSERVATION, schema.NEXT):
+            else:
                 row[key] = td[key]
+        row[schema.ACTION] = to_numpy(td[schema.ACTION])
+        return row, td.get(schema.NEXT_MEMORY, None)
+
+    def _add_outcome(self, row: dict[Key, Any], step: VectorStep) -> None:
+        """The environment's part of a transition."""
         row[schema.POLICY_VERSION] = self._versions
         row[schema.NEXT_REWARD] = step.reward
         row[schema.NEXT_TERMINATED] = step.terminated
         row[schema.NEXT_TRUNCATED] = step.truncated
         if self.env.chunk_length > 1:
             row[schema.NEXT_NUM_STEPS] = step.num_steps
-        return row
 
     def _bootstrap(self, step: VectorStep, next_memory: Tensor | None, ends_segment: bool) -> np.ndarray:
         """V(final observation) where an episode was truncated, V(next observation) at a segment's end, 0 elsewhere."""
@@ -176,18 +183,18 @@ class Collector:
         memory = None if next_memory is None else next_memory[torch.as_tensor(index, device=self.device)]
         td = policy_inputs(take_rows(_with_final(step), index), self.device, memory)
         values = np.zeros_like(self._no_values)
-        values[index] = self.policy.get_value(td).float().numpy(force=True)
+        values[index] = to_numpy(self.policy.get_value(td).float())
         return values
 
-    def _check_finite(self, step: VectorStep) -> None:
-        streams = step.observation if isinstance(step.observation, dict) else {"observation": step.observation}
+    def _check_finite(self, observation: Observation, reward: np.ndarray | None = None) -> None:
+        streams = observation if isinstance(observation, dict) else {"observation": observation}
         # One pass a stream: a sum is finite only if all its terms are (or it overflows, which is as bad).
-        for name, stream in (*streams.items(), ("reward", step.reward)):
+        for name, stream in (*streams.items(), *(() if reward is None else (("reward", reward),))):
             if stream.dtype.kind == "f" and not math.isfinite(stream.sum(dtype=np.float64)):
                 bad = ~np.isfinite(stream.reshape(len(stream), -1)).all(1)
                 raise RunError(
-                    f"environment {int(np.flatnonzero(bad)[0])} gave a {name} that is not a number or infinite: "
-                    "a policy cannot learn from it; look at the environment or wrap it"
+                    f"environment {int(np.flatnonzero(bad)[0])} gave, as its {name}, a value that is infinite or not a "
+                    "number: a policy cannot learn from it; look at the environment or wrap it"
                 )
 
 

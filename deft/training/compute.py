@@ -11,6 +11,8 @@ import torch
 
 from deft.errors import InputError
 
+MAX_THREADS = 1024  # beyond what a machine can start, OpenMP does not refuse: it crashes
+
 
 def available_cores() -> int:
     """Cores this process may use: its affinity, and the CPU quota of its control group if there is one."""
@@ -30,6 +32,8 @@ def choose_threads(
     More threads than free cores make OpenMP's barriers wait for each other: a matmul can become 30 times slower.
     """
     if requested is not None:
+        if not 1 <= requested <= MAX_THREADS:
+            raise InputError(f"threads: {requested} is out of range; must be 1 to {MAX_THREADS}")
         return requested
     cores = available_cores() if cores is None else cores
     return max(1, cores - num_workers - (1 if background else 0))
@@ -39,10 +43,11 @@ def choose_device(name: str) -> torch.device:
     """The device that a setting names."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    device: torch.device | None = None
+    with contextlib.suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from error
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"device: {name!r} cannot be used; one of auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise InputError(
             f"device: {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices here"

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.ppo import PPO
 from deft.config.loading import replace, to_dict, write_config
 from deft.config.settings import RunConfig
-from deft.envs.make import make_vector_env, wrap
+from deft.config.validation import shown
+from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
-from deft.models.vla.loading import load_vla_model
+from deft.models.vla.defaults import model_defaults
+from deft.models.vla.loading import build_vla_model, find_vla_class, load_vla_model
 from deft.models.vla.policy import VLAPolicy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.random_state import seed_everything
+from deft.training.sinks import check_extras
 from deft.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -58,23 +62,28 @@ def build_trainer(
     config: RunConfig,
     env: gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv | None = None,
     policy: Policy | None = None,
-    eval_env: Callable[[], VectorEnv] | VectorEnv | gymnasium.Env | None = None,
+    eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
 ) -> Trainer:
     """A trainer for a config, in its run folder; environment and policy may be given instead of made."""
-    config, resume_from = _place(config)
+    config, resume_from, replaces = _place(config)
     assert config.output_dir is not None
     seed_everything(config.seed)
     device = choose_device(config.device)
+    check_extras(config.logging)
     chunk_length = config.policy.chunk_length if policy is None else policy.chunk_length
     gamma = config.algorithm.cfg.gamma
+    video_env: Callable[[], gymnasium.Env]
     if env is None:
         vector_env = make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
         eval_env = eval_env or _evaluation_factory(config, chunk_length)
+        video_env = partial(make_env, config.env, render_mode="rgb_array")
     else:
         vector_env = wrap(env, chunk_length=chunk_length, gamma=gamma)
+        eval_env = eval_env or partial(make_another, env)
+        video_env = partial(make_another, env, render_mode="rgb_array")
     try:
         if policy is None:
-            policy = build_policy(config, vector_env)
+            policy = build_policy(config, vector_env, weights_follow=resume_from is not None)
         policy.to(device)
         if config.model_path is not None:
             load_policy_weights(policy, config.model_path)
@@ -82,7 +91,8 @@ def build_trainer(
             policy,
             vector_env,
             ALGORITHMS[config.algorithm.name](policy, config.algorithm.cfg, seed=config.seed),
-            eval_env=eval_env if eval_env is not None else _evaluation_source(env),
+            eval_env=eval_env,
+            video_env=video_env,
             output_dir=config.output_dir,
             logging_config=config.logging,
             seed=config.seed,
@@ -93,29 +103,45 @@ def build_trainer(
         )
         if resume_from is not None:
             trainer.load(resume_from)
+        _open_folder(config, replaces)
     except BaseException:
         vector_env.close()
         raise
-    _write_config(config)
     return trainer
 
 
-def build_policy(config: RunConfig, env: VectorEnv) -> Policy:
-    """The policy that a config names, for an environment's spaces."""
-    settings = config.policy
+def build_policy(config: RunConfig, env: VectorEnv, weights_follow: bool = False) -> Policy:
+    """The policy that a config names, for an environment's spaces.
+
+    `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
+    """
     _check_action_dim(config, env)
-    if settings.name == "actor_critic":
-        return ActorCritic(env.observation_space, env.action_space, settings)
+    if config.policy.name == "actor_critic":
+        return ActorCritic(env.observation_space, env.action_space, config.policy)
+    return _build_vla_policy(config, env, weights_follow)
+
+
+def _build_vla_policy(config: RunConfig, env: VectorEnv, weights_follow: bool) -> VLAPolicy:
+    settings, observation_space, action_space = config.policy, env.observation_space, env.action_space
     assert settings.vla_config is not None
-    if not isinstance(env.action_space, spaces.Box):
-        raise InputError(f"policy.name: a VLA policy acts in a Box of actions; {config.env.id} has {env.action_space}")
-    model_config = dict(settings.vla_config.model_config)
-    if settings.action_dim is not None:
-        model_config.setdefault("action_dim", settings.action_dim)
-    if settings.chunk_length > 1:
-        model_config.setdefault("chunk_length", settings.chunk_length)
-    model = load_vla_model(settings.vla_config.model_path, settings.vla_config.model_class, model_config)
-    return VLAPolicy(model, action_dim=int(env.action_space.shape[-1]), chunk_length=settings.chunk_length)
+    action_dims = 1 if settings.chunk_length == 1 else 2
+    if not isinstance(action_space, spaces.Box) or len(action_space.shape) != action_dims:
+        raise InputError(
+            f"policy.name: a VLA policy acts in a Box with one dimension; {config.env.id} has {action_space}"
+        )
+    if not isinstance(observation_space, spaces.Dict):
+        raise InputError(
+            f"policy.name: a VLA policy reads named streams; {config.env.id} observes {observation_space}: use an "
+            "environment with a Dict of them (reach: env.kwargs {observation: vla})"
+        )
+    model_class = find_vla_class(settings.vla_config.model_class)
+    given = settings.vla_config.model_config
+    defaults = model_defaults(model_class, given, observation_space, action_space, settings.chunk_length)
+    if weights_follow:
+        model = build_vla_model(model_class, defaults | given)
+    else:
+        model = load_vla_model(settings.vla_config.model_path, model_class, defaults | given)
+    return VLAPolicy(model, int(action_space.shape[-1]), settings.chunk_length, settings.normalize_reward)
 
 
 def load_policy_weights(policy: Policy, path: str | Path) -> None:
@@ -138,8 +164,11 @@ def _check_action_dim(config: RunConfig, env: VectorEnv) -> None:
         raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
 
 
-def _place(config: RunConfig) -> tuple[RunConfig, Path | None]:
-    """Settle the run folder and the checkpoint to go on from; never write over a run unasked."""
+def _place(config: RunConfig) -> tuple[RunConfig, Path | None, bool]:
+    """Settle the run folder, the checkpoint to go on from, and whether a run there is to be replaced.
+
+    Nothing is deleted yet: whatever else is wrong with the config must not cost an earlier run.
+    """
     resume_from: Path | None = None
     if config.resume is not None:
         resume_from = checkpoint.find_checkpoint(config.resume)
@@ -148,26 +177,35 @@ def _place(config: RunConfig) -> tuple[RunConfig, Path | None]:
     if config.output_dir is None:
         env_name = re.sub(r"[^A-Za-z0-9.]+", "-", config.env.id).strip("-")
         name = f"{config.algorithm.name}-{env_name}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        return replace(config, output_dir=str(Path("outputs") / name)), None
+        return replace(config, output_dir=str(Path("outputs") / name)), None, False
     folder = Path(config.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"output_dir: {folder} is a file")
+    if not config.output_dir.strip():
+        raise InputError("output_dir: is empty; name a folder, or leave it out")
+    try:
+        is_file = folder.exists() and not folder.is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered
+        raise InputError(f"output_dir: {shown(config.output_dir)} cannot be used: {error}") from error
+    if is_file:
+        raise InputError(f"output_dir: {folder} is a file; name a folder")
     checkpoint.clean_temporary(folder)
     existing = checkpoint.list_checkpoints(folder)
     if config.auto_resume and resume_from is None:
         resume_from, problems = checkpoint.latest_whole_checkpoint(folder)
+        if existing and resume_from is None:
+            raise InputError(
+                f"auto_resume: none of the {len(existing)} checkpoints in {folder} can be read; "
+                f"the latest: {problems[0]}"
+            )
         for problem in problems:
             log.warning("passed over: %s", problem)
-        if existing and resume_from is None:
-            raise InputError(f"auto_resume: no checkpoint in {folder} can be read: {problems[0]}")
-    elif existing and resume_from is None:
+    elif existing and (resume_from is None or resume_from.parent.resolve() != folder.resolve()):
         if not config.overwrite:
             raise InputError(
                 f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "
                 "--overwrite replaces it, or give another --output-dir"
             )
-        _remove_run(folder)
-    return config, resume_from
+        return config, resume_from, True
+    return config, resume_from, False
 
 
 def _remove_run(folder: Path) -> None:
@@ -181,12 +219,21 @@ def _remove_run(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _write_config(config: RunConfig) -> None:
-    """The settings as they repeat the run: not those of how this process came to it."""
+def _open_folder(config: RunConfig, replaces: bool) -> None:
+    """Make the run folder, without the run that it replaces, and write the settings as they repeat the run.
+
+    Not with those of how this process came to it.
+    """
     assert config.output_dir is not None
-    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
-    write_config(repeatable, Path(config.output_dir) / CONFIG_FILE)
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if replaces:
+            _remove_run(folder)
+        repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
+        write_config(repeatable, folder / CONFIG_FILE)
+    except OSError as error:
+        raise InputError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:
@@ -194,10 +241,3 @@ def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], Ve
     env_config = replace(config, **{"env.vector": "sync"}).env
     count = min(config.trainer.eval_episodes, EVALUATION_ENVS)
     return lambda: make_vector_env(env_config, chunk_length=chunk_length, num_envs=count)
-
-
-def _evaluation_source(env: Any) -> gymnasium.Env | None:
-    """Another environment like the user's own, where its spec says how to make it."""
-    first = env[0] if isinstance(env, list) else env
-    spec = getattr(first, "spec", None)
-    return gymnasium.make(spec, disable_env_checker=True) if isinstance(first, gymnasium.Env) and spec else None

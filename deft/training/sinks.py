@@ -56,6 +56,13 @@ def open_sinks(
     return sinks
 
 
+def check_extras(settings: LoggingConfig) -> None:
+    """Refuse a tracker that is not installed, before anything of a run is written."""
+    for name, is_wanted in (("wandb", settings.use_wandb), ("trackio", settings.use_trackio)):
+        if is_wanted:
+            _import_extra(name)
+
+
 class TensorBoardSink:
     """An event file, one event a step with all of its scalars.
 

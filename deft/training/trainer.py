@@ -21,9 +21,9 @@ from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.config.settings import LoggingConfig, TrainerConfig
 from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
-from deft.envs.make import wrap
+from deft.envs.make import make_another, wrap
 from deft.envs.vector import VectorEnv
-from deft.errors import InputError
+from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy
@@ -36,7 +36,21 @@ from deft.training.random_state import get_random_state, seed_everything, set_ra
 from deft.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
+EVALUATION_SEED = 10_000  # evaluations play the episodes from the run's seed plus this
 SMALL_MATRIX = 512 * 512  # parameters of the largest layer for which oneDNN is left out
+# What `Trainer.load` reads of a checkpoint's training state.
+STATE_KEYS = (
+    "algorithm_name",
+    "algorithm",
+    "num_timesteps",
+    "best_reward",
+    "observation_space",
+    "action_space",
+    "collector",
+    "buffer",
+    "log",
+    "random",
+)
 
 
 class Trainer:
@@ -55,7 +69,8 @@ class Trainer:
         buffer_type: str = "standard",
         batch_size: int | None = None,
         *,
-        eval_env: Callable[[], VectorEnv] | VectorEnv | gymnasium.Env | None = None,
+        eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
+        video_env: Callable[[], VectorEnv | gymnasium.Env] | None = None,
         output_dir: str | Path | None = None,
         logging_config: LoggingConfig | None = None,
         seed: int = 0,
@@ -71,7 +86,7 @@ class Trainer:
         self.algorithm = algorithm
         if batch_size is not None:
             algorithm.settings.batch_size = batch_size
-        self.env = wrap(env, chunk_length=policy.chunk_length, gamma=algorithm.settings.gamma)
+        self.env = self._wrap(env)
         self.seed = seed
         self.num_timesteps = 0
         self.best_reward = -math.inf
@@ -82,6 +97,7 @@ class Trainer:
         self._eval_env = eval_env
         self._eval_source = env
         self._own_eval_env: VectorEnv | None = None
+        self._video_env = video_env or (lambda: make_another(env, render_mode="rgb_array"))
         self._log: RunLogger | None = None
         self._log_state: dict[str, Any] | None = None
         self._random_state: dict[str, Any] | None = None
@@ -126,14 +142,14 @@ class Trainer:
                 self._log_state = run_log.state_dict()
                 self._log = None
             summary = self._summary(run_log, time.monotonic() - started)
-        if stop():
-            log.warning("stopped by %s at %d steps", stop.received.name, self.num_timesteps)  # type: ignore[union-attr]
+            if stop():
+                log.warning("stopped by %s at %d steps", stop.received.name, self.num_timesteps)  # type: ignore[union-attr]
         stop.reraise()
         return summary
 
     def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
         """Collect, train, publish, repeat."""
-        while self.num_timesteps < total and not stop():
+        while self.num_timesteps < total and self.algorithm.version != self.settings.iterations and not stop():
             steps = self._rollout_steps(total)
             if not self.collection.gather(steps, self._ticking(stop, run_log)):
                 break
@@ -146,17 +162,30 @@ class Trainer:
 
     def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
         """Mean and deviation of the return over whole episodes, deterministic, in an environment of its own."""
-        frames: list[Any] | None = [] if video is not None else None
-        env = self._evaluation_env()
-        episodes = play_episodes(
-            self.policy, env, num_episodes or self.settings.eval_episodes, seed=self.seed + 10_000, frames=frames
-        )
-        if video is not None and frames:
-            write_video(frames, video)
-        return summarize(episodes)
+        seed = self.seed + EVALUATION_SEED
+        count = self.settings.eval_episodes if num_episodes is None else num_episodes
+        results = summarize(play_episodes(self.policy, self._evaluation_env(), count, seed))
+        if video is not None:
+            results["video"] = str(self._film(video, seed))
+        return results
+
+    def _film(self, video: Path, seed: int) -> Path:
+        """One episode, the first of an evaluation, in an environment that renders."""
+        frames: list[Any] = []
+        env = self._wrap(self._video_env())
+        try:
+            play_episodes(self.policy, env, 1, seed, frames=frames)
+        finally:
+            env.close()
+        return write_video(frames, video)
 
     def save(self, path: str | Path | None = None) -> Path:
         """Write a checkpoint into the run folder, or its content into `path`."""
+        if not self._weights_are_finite():
+            raise RunError(
+                f"the policy's weights are no longer finite after {self.num_timesteps} steps, so nothing was saved: "
+                "lower learning_rate; the checkpoints already saved are good"
+            )
         with self.collection.paused():
             collector = self.collection.state_dict()
             if collector["env"] is None and collector["started"]:
@@ -170,20 +199,25 @@ class Trainer:
         """Go on from a checkpoint (or the latest of a run folder): weights, optimizer, environments, random state."""
         folder = checkpoint.find_checkpoint(path)
         state = checkpoint.load_training_state(folder)
+        missing = [name for name in STATE_KEYS if name not in state]
+        if missing:
+            raise InputError(
+                f"{folder}: its training state lacks {', '.join(missing)}; this version cannot go on from it"
+            )
         if state["algorithm_name"] != self.algorithm.name:
             raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
         for kind in ("observation_space", "action_space"):
             if state[kind] != str(getattr(self.env, kind)):
                 raise InputError(f"{folder}: its {kind} is {state[kind]}, this environment's {getattr(self.env, kind)}")
-        checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
-        self.algorithm.load_state_dict(state["algorithm"])
-        self.num_timesteps = state["num_timesteps"]
-        self.best_reward = state["best_reward"]
         saved = state["collector"]
         if saved["env"] is not None and len(saved["env"]) != self.env.num_envs:
             raise InputError(
                 f"{folder}: saved with {len(saved['env'])} environments, now {self.env.num_envs}; use the same num_envs"
             )
+        checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.num_timesteps = state["num_timesteps"]
+        self.best_reward = state["best_reward"]
         if self.collection.collector.load_state_dict(saved):
             self.collection.buffer.load_state_dict(state["buffer"])
         else:
@@ -206,12 +240,16 @@ class Trainer:
     def _total(self, total_timesteps: int | None) -> int:
         if total_timesteps is not None:
             return TrainerConfig(total_timesteps=total_timesteps).total_timesteps
-        if self.settings.iterations is not None:
+        if self.settings.iterations is not None:  # an upper bound with chunks, which may end early
             return self.settings.iterations * self.settings.buffer_size * self.env.num_envs * self.env.chunk_length
         return self.settings.total_timesteps
 
     def _logging(self, total: int) -> RunLogger:
         checkpoint.clean_temporary(self.run_dir)
+        if self.num_timesteps == 0 and checkpoint.list_checkpoints(self.run_dir):
+            raise InputError(
+                f"output_dir: {self.run_dir} already holds a run; load() it to go on, or use another folder"
+            )
         run_log = RunLogger(self.run_dir, self.logging_config, total, self.num_timesteps, self._run_config)
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)
@@ -293,16 +331,20 @@ class Trainer:
     def _save_after_failure(self, error: BaseException) -> None:
         """Keep what was learned: the weights of the last whole update, and new episodes on resume."""
         self.collection.close()
-        weights_are_finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters())
-        if self.algorithm.version == 0 or not weights_are_finite or not self._unsaved():
+        if self.algorithm.version == 0 or not self._weights_are_finite() or not self._unsaved():
             return
         unknown: dict[str, Any] = {"env": None, "memory": None, "started": True, "step_counts": []}
+        if self._log is not None:  # it may be what failed
+            self._log_state, self._log = self._log.state_dict(), None
         try:
             folder = self._write(unknown, {}, None)
         except Exception as second:
             log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
         else:
             log.warning("saved %s after the failure", folder)
+
+    def _weights_are_finite(self) -> bool:
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters())
 
     def _write(self, collector: dict[str, Any], buffer: dict[str, Any], folder: Path | None) -> Path:
         if self._log is not None:
@@ -330,6 +372,9 @@ class Trainer:
             name=None if folder is None else folder.name,
         )
 
+    def _wrap(self, env: Any) -> VectorEnv:
+        return wrap(env, chunk_length=self.policy.chunk_length, gamma=self.algorithm.settings.gamma)
+
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def _evaluation_env(self) -> VectorEnv:
@@ -337,24 +382,13 @@ class Trainer:
         if self._own_eval_env is None:
             source = self._eval_env
             if source is None:
-                source = _another(self._eval_source)
+                source = make_another(self._eval_source)
             made = source() if callable(source) and not isinstance(source, gymnasium.Env) else source
-            self._own_eval_env = wrap(made, chunk_length=self.policy.chunk_length, gamma=self.algorithm.settings.gamma)
+            self._own_eval_env = self._wrap(made)
             for kind in ("observation_space", "action_space"):
                 if str(getattr(self._own_eval_env, kind)) != str(getattr(self.env, kind)):
                     raise InputError(f"the evaluation environment's {kind} differs from the training environment's")
         return self._own_eval_env
-
-
-def _another(env: Any) -> gymnasium.Env:
-    """A second environment like the one that was given, made from its spec."""
-    first = env[0] if isinstance(env, list) else env
-    spec = getattr(first, "spec", None)
-    if not isinstance(first, gymnasium.Env) or spec is None:
-        raise InputError(
-            "evaluation needs an environment of its own, and this one has no spec to make it from: give eval_env"
-        )
-    return gymnasium.make(spec, disable_env_checker=True)
 
 
 def _crossed(previous: int, step: int, interval: int) -> bool:

@@ -144,7 +144,7 @@ def test_wrong_use_is_refused(make_counting_env: MakeEnv) -> None:
 def test_observation_outside_its_space_is_refused_at_the_first_reset(make_counting_env: MakeEnv) -> None:
     env = make_counting_env()
     env.observation_space = spaces.Box(-1, 1, (4,))  # the environment gives (3,)
-    with pytest.raises(InputError, match=r"environment 0 \(CountingEnv\): observation '' is float64 \(3,\)"):
+    with pytest.raises(InputError, match=r"environment 0 \(CountingEnv\): the observation is float64 \(3,\)"):
         SerialVectorEnv([env]).reset()
 
 

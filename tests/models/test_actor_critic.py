@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -113,12 +115,13 @@ def test_twin_towers_are_two_separate_networks():
     x = torch.rand(4, 5)
     for tower, output in enumerate(towers(x)):
         hidden = x
-        for weight, bias in zip(towers.weights, towers.biases, strict=True):
+        for weight, bias in ((towers.weight_0, towers.bias_0), (towers.weight_1, towers.bias_1)):
             hidden = torch.tanh(hidden @ weight[tower] + bias[tower])
-        torch.testing.assert_close(output, towers.heads[tower](hidden))
+        weight, bias = getattr(towers, f"head_weight_{tower}"), getattr(towers, f"head_bias_{tower}")
+        torch.testing.assert_close(output, hidden @ weight + bias)
     towers(x)[0].sum().backward()
-    assert towers.weights[0].grad[0].abs().sum() > 0
-    assert towers.weights[0].grad[1].abs().sum() == 0  # the actor's loss does not reach the critic
+    assert towers.weight_0.grad[0].abs().sum() > 0
+    assert towers.weight_0.grad[1].abs().sum() == 0  # the actor's loss does not reach the critic
 
 
 def test_two_chunks_with_carried_memory_equal_one():
@@ -179,3 +182,69 @@ def test_unsupported_spaces_are_named():
         ActorCritic(VECTOR, spaces.MultiBinary(3))
     with pytest.raises(InputError, match="too small"):
         ImageEncoder(spaces.Box(0, 255, (3, 4, 4), np.uint8), 8)
+
+
+SMALL = [
+    (spaces.Box(-1, 1, (3,)), {}),
+    (spaces.Box(-2, 5, (3,)), {"normalize_observation": False, "activation": "relu"}),
+    (spaces.Box(-1, 1, (4, 3)), {"chunk_length": 4}),
+    (spaces.Discrete(5), {"hidden_sizes": (16,)}),
+]
+
+
+@pytest.mark.parametrize(("actions", "settings"), SMALL)
+def test_acting_in_numpy_is_acting_in_torch(actions, settings):
+    """What the numpy path drew is scored by torch: log-prob and value must agree, also after the weights changed."""
+    policy = ActorCritic(VECTOR, actions, PolicyConfig(**settings))
+    policy.observe(TensorDict({schema.OBSERVATION: torch.randn(50, 5) * 3 + 1}, [50]))
+    for _ in range(2):
+        observation = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+        acted = policy.act_arrays(observation)
+        assert acted is not None
+        td = TensorDict({name: torch.as_tensor(value) for name, value in acted.items()}, [6])
+        td[schema.OBSERVATION] = torch.as_tensor(observation)
+        assert td[schema.ACTION].shape == (6, *actions.shape)
+        scored = policy.evaluate_actions(td)
+        torch.testing.assert_close(td[schema.LOG_PROB], scored["log_prob"], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(td[schema.VALUE], scored["value"], atol=1e-5, rtol=1e-5)
+        assert {value.dtype for value in acted.values()} <= {np.dtype(np.float32), np.dtype(np.int64)}
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        policy.observe(TensorDict({schema.OBSERVATION: torch.randn(50, 5) - 2}, [50]))
+
+
+def test_numpy_draws_follow_the_policy():
+    # Gaussian: mean and deviation over 20,000 draws, standard error of the mean σ/√n = 0.6/141 = 0.004
+    policy = ActorCritic(VECTOR, spaces.Box(-1, 1, (1,)), PolicyConfig(log_std_init=-0.5))
+    np.random.seed(0)
+    observation = np.zeros((10, 5), np.float32)
+    draws = np.concatenate([policy.act_arrays(observation)[schema.ACTION] for _ in range(2000)])
+    expected = policy.act(TensorDict({schema.OBSERVATION: torch.zeros(1, 5)}, [1]), deterministic=True)[schema.ACTION]
+    assert draws.mean() == pytest.approx(expected.item(), abs=0.02)
+    assert draws.std() == pytest.approx(np.exp(-0.5), abs=0.02)
+    # Categorical: frequencies against the softmax
+    policy = ActorCritic(VECTOR, spaces.Discrete(3), PolicyConfig())
+    with torch.no_grad():
+        policy.towers.head_bias_0.copy_(torch.log(torch.tensor([0.5, 0.3, 0.2])))
+    draws = np.concatenate([policy.act_arrays(observation)[schema.ACTION] for _ in range(2000)])
+    np.testing.assert_allclose(np.bincount(draws) / 20_000, [0.5, 0.3, 0.2], atol=0.015)
+
+
+def test_a_copy_acts_with_its_own_weights():
+    policy = ActorCritic(VECTOR, spaces.Discrete(3), PolicyConfig())
+    observation = np.ones((1, 5), np.float32)
+    policy.act_arrays(observation)
+    other = copy.deepcopy(policy)
+    with torch.no_grad():
+        other.towers.head_bias_1 += 7.0
+    difference = other.act_arrays(observation)[schema.VALUE] - policy.act_arrays(observation)[schema.VALUE]
+    assert difference.item() == pytest.approx(7.0, abs=1e-5)
+
+
+def test_torch_acts_where_numpy_cannot():
+    rows = np.zeros((4, 5), np.float32)
+    assert ActorCritic(VECTOR, spaces.Discrete(3), PolicyConfig(memory_hidden=4)).act_arrays(rows) is None
+    assert ActorCritic(VECTOR, spaces.MultiDiscrete([2, 2]), PolicyConfig()).act_arrays(rows) is None
+    assert ActorCritic(VECTOR, spaces.Discrete(3), PolicyConfig(activation="gelu")).act_arrays(rows) is None
+    assert ActorCritic(VECTOR, spaces.Discrete(3), PolicyConfig()).act_arrays(np.zeros((64, 5), np.float32)) is None

@@ -116,7 +116,7 @@ def test_versions_and_chunks_are_recorded():
 @pytest.mark.parametrize(("how", "what"), [("nan", "observation"), ("nan_reward", "reward")])
 def test_values_that_are_not_numbers_are_refused(how, what):
     collector = Collector(SerialVectorEnv([Counting(), Failing(at=3, how=how)]), Reader())
-    with pytest.raises(RunError, match=f"environment 1 gave a {what} that is not a number"):
+    with pytest.raises(RunError, match=f"environment 1 gave, as its {what}, a value that is infinite or not a number"):
         collector.collect_steps(20)
 
 

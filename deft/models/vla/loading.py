@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -29,6 +30,8 @@ from deft.models.vla.interface import missing_methods
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "deft.vla_models"
+# The model that ships with Deft, by its short name and by the path that the documents' example gives it.
+OWN_MODELS = dict.fromkeys(("gpt-vla", "vla_models.GPTVLAModel"), "deft.models.vla.gpt.GPTVLAModel")
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt")
 WEIGHT_SUFFIXES = (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)
@@ -48,11 +51,11 @@ def load_vla_model(
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
     the model's; None keeps the freshly initialised weights and says so in the log.
     """
-    found_class = _find_class(model_class)
+    found_class = find_vla_class(model_class)
     path = None if model_path is None else Path(model_path)
     if path is not None:
         _check_weights_path(path)  # before the model is built, which may take long
-    model = _build(found_class, {} if model_config is None else model_config)
+    model = build_vla_model(found_class, {} if model_config is None else model_config)
     if path is None:
         logger.warning("%s starts from new weights: no model_path was given", found_class.__name__)
     else:
@@ -82,8 +85,8 @@ def save_vla_model(model: nn.Module, path: str | Path) -> None:
         raise RunError(f"weights could not be written to {path}: {_first_line(error)}") from error
 
 
-def _find_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
-    """The class itself, checked for the methods that a VLA model needs."""
+def find_vla_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
+    """The class behind a dotted path or an entry point, checked for the methods that a VLA model needs."""
     found: Any = _import_class(model_class) if isinstance(model_class, str) else model_class
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise InputError(f"model_class {model_class!r} is {found!r}; it must be a subclass of torch.nn.Module")
@@ -94,11 +97,13 @@ def _find_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
 
 
 def _import_class(name: str) -> Any:
-    registered = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if name in registered:
-        name = registered[name].value.replace(":", ".")
+    registered = OWN_MODELS | {e.name: e.value.replace(":", ".") for e in entry_points(group=ENTRY_POINT_GROUP)}
+    if (
+        name in registered and importlib.util.find_spec(name.partition(".")[0]) is None
+    ):  # a module of that name is meant
+        name = registered[name]
     module_name, _, class_name = name.rpartition(".")
-    hint = _registered_hint(name, class_name, {entry.name: entry.attr for entry in registered.values()})
+    hint = _registered_hint(name, class_name, {entry: path.rpartition(".")[2] for entry, path in registered.items()})
     if not module_name:
         raise InputError(f"model_class {name!r} is neither a registered model nor a path 'package.module.Class'{hint}")
     try:
@@ -130,7 +135,8 @@ def _registered_hint(name: str, class_name: str, registered: dict[str, str]) -> 
     return f"; registered models: {', '.join(sorted(registered)) or 'none'}"
 
 
-def _build(model_class: type[nn.Module], model_config: Mapping[str, Any]) -> nn.Module:
+def build_vla_model(model_class: type[nn.Module], model_config: Mapping[str, Any]) -> nn.Module:
+    """`model_class(**model_config)` with new weights; a keyword that the class does not have is refused."""
     name = model_class.__name__
     if not isinstance(model_config, Mapping):
         raise InputError(f"model_config must hold the keywords of {name}; it is {model_config!r}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.errors import InputError
+from deft.models.normalization import RewardNormalizer
 from deft.models.policy import Policy
 from deft.models.vla.interface import missing_methods
 
@@ -27,7 +28,13 @@ class VLAPolicy(Policy):
     the one that scores the action later, and PPO's ratios would not start at 1. So it also learns with dropout off.
     """
 
-    def __init__(self, model: nn.Module, action_dim: int | None = None, chunk_length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        action_dim: int | None = None,
+        chunk_length: int | None = None,
+        normalize_reward: bool = False,
+    ) -> None:
         super().__init__()
         self.model_name = type(model).__name__
         missing = missing_methods(model)
@@ -47,6 +54,7 @@ class VLAPolicy(Policy):
         self._takes_deterministic = _takes(drawing, "deterministic")
         self._takes_mask = all(_takes(method, "action_mask") for method in [drawing, *scoring])
         self._said_sampling = False
+        self.reward_normalizer = RewardNormalizer() if normalize_reward else None
         self.model.eval()
 
     def train(self, mode: bool = True) -> Self:

@@ -20,7 +20,7 @@ CONFIG = {"image_size": 32, "action_dim": 2, "proprio_dim": 3}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """The entry point that the package declares, whether or not it is installed here."""
-    points = EntryPoints([EntryPoint("gpt-vla", "deft.models.vla.gpt:GPTVLAModel", "deft.vla_models")])
+    points = EntryPoints([EntryPoint("theirs", "deft.models.vla.gpt:GPTVLAModel", "deft.vla_models")])
     monkeypatch.setattr(loading, "entry_points", lambda group: points.select(group=group))
 
 
@@ -37,7 +37,7 @@ def assert_same(left: nn.Module, right: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt"])
-@pytest.mark.parametrize("model_class", [CLASS, "gpt-vla", GPTVLAModel])
+@pytest.mark.parametrize("model_class", [CLASS, "gpt-vla", "theirs", GPTVLAModel])
 def test_saved_weights_come_back_bit_for_bit(tmp_path, model, suffix, model_class):
     path = tmp_path / "new_folder" / f"weights{suffix}"
     save_vla_model(model, path)
@@ -165,7 +165,7 @@ def test_wrong_model_config(config, message):
     [
         ("gpt-vls", "'gpt-vls' is neither a registered model nor a path .*; did you mean 'gpt-vla'?"),
         ("something", "'something' is neither .*; registered models: gpt-vla"),
-        ("vla_models.GPTVLAModel", "there is no module 'vla_models' .*; did you mean 'gpt-vla'?"),
+        ("my_models.GPTVLAModel", "there is no module 'my_models' .*; did you mean 'gpt-vla'?"),
         ("deft.models.vlas.gpt.GPTVLAModel", "there is no module 'deft.models.vlas' "),
         (
             "deft.models.vla.gpt.GPTVLAModl",

@@ -186,3 +186,10 @@ def test_observations_and_batches_that_do_not_fit():
         policy.act(TensorDict({schema.OBSERVATION: torch.zeros(5, 3)}, [5]))
     with pytest.raises(InputError, match=r"takes a batch \[B\]; this one is \[1, 5\]"):
         policy.get_value(make_batch().unsqueeze(0))
+
+
+def test_reward_normalisation_is_part_of_the_policy():
+    assert VLAPolicy(ThreeMethods()).reward_normalizer is None
+    policy = VLAPolicy(ThreeMethods(), normalize_reward=True)
+    assert policy.reward_normalizer is not None
+    assert "reward_normalizer.statistics.mean" in policy.state_dict()  # saved with it

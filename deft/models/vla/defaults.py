@@ -1,0 +1,80 @@
+"""What an environment's spaces say about a vision-language-action model: sizes and names that a config need not repeat.
+
+`deft.training.run` calls it before it builds the model of a policy with `name: vla`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from torch import nn
+
+
+def model_defaults(
+    model_class: type[nn.Module],
+    given: Mapping[str, Any],
+    observation_space: spaces.Dict,
+    action_space: spaces.Box,
+    chunk_length: int = 1,
+) -> dict[str, Any]:
+    """The keywords that `model_class` names, `given` leaves out and the spaces answer.
+
+    `action_dim`, `chunk_length`, `image_keys` (every uint8 picture of 3 channels), `image_size`, `proprio_key` and
+    `proprio_dim` (a vector of floats), `instruction_key` and `max_instruction_length` (a row of bytes). A key is None
+    where the environment has no such stream. Where several streams could be meant, or pictures differ in size, the
+    keyword is left to the class, whose own default is also the first choice among several streams.
+    """
+    parameters = inspect.signature(model_class).parameters
+    own = {name: parameter.default for name, parameter in parameters.items()}
+    streams = observation_space.spaces
+    answers: dict[str, Any] = {"action_dim": int(action_space.shape[-1]), "chunk_length": chunk_length}
+
+    pictures = [name for name, space in streams.items() if _picture_sides(space)]
+    if pictures:
+        answers["image_keys"] = pictures
+    chosen = given.get("image_keys", pictures)
+    names = chosen if isinstance(chosen, list | tuple) else []
+    sides = {side for name, space in streams.items() if name in names for side in _picture_sides(space)}
+    if len(sides) == 1:
+        answers["image_size"] = sides.pop()
+
+    vectors, texts = _rows(streams, np.floating), _rows(streams, np.uint8)
+    for keyword, size, lengths in (
+        ("proprio_key", "proprio_dim", vectors),
+        ("instruction_key", "max_instruction_length", texts),
+    ):
+        if keyword in given:
+            key = given[keyword]
+        elif own.get(keyword) in lengths:
+            key = own[keyword]
+        elif len(lengths) < 2:
+            key = next(iter(lengths), None)
+        else:
+            continue
+        answers[keyword] = key
+        if isinstance(key, str) and key in lengths:
+            answers[size] = lengths[key]
+    longest = own.get("max_instruction_length")
+    if isinstance(longest, int) and "max_instruction_length" in answers:
+        # Room, not an exact size: a model that has more keeps it, and with it the shape of its pretrained weights.
+        answers["max_instruction_length"] = max(longest, answers["max_instruction_length"])
+    return {name: value for name, value in answers.items() if name in parameters and name not in given}
+
+
+def _picture_sides(space: spaces.Space) -> tuple[int, ...]:
+    """Height and width of a space of uint8 pictures with 3 channels, first or last; nothing for any other space."""
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
+        return ()
+    if space.shape[-1] == 3:
+        return space.shape[:2]
+    return space.shape[1:] if space.shape[0] == 3 else ()
+
+
+def _rows(streams: Mapping[str, spaces.Space], kind: type[np.generic]) -> dict[str, int]:
+    """The streams that are one row of numbers of a kind, with their lengths."""
+    boxes = {name: space for name, space in streams.items() if isinstance(space, spaces.Box) and len(space.shape) == 1}
+    return {name: box.shape[0] for name, box in boxes.items() if np.issubdtype(box.dtype, kind)}
