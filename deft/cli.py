@@ -6,6 +6,7 @@ What a command needs is imported when it runs, so that `deft --help` is quick.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import signal
@@ -137,9 +138,7 @@ def evaluate(arguments: list[str]) -> int:
 
     from deft.evaluation.evaluate import evaluate_run
 
-    results = evaluate_run(
-        config.path, episodes=config.episodes, video=config.video, seed=config.seed, device=config.device
-    )
+    results = evaluate_run(**dataclasses.asdict(config))
     return _report(results, given.values.get("json", False))
 
 

@@ -178,7 +178,9 @@ def test_train_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture
 
 def test_evaluate_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", "--episodes", "3", "--json", "outputs/a", "--video", "a.mp4"]) == 0
-    assert calls == [("outputs/a", {"episodes": 3, "video": "a.mp4", "seed": 0, "device": "auto"})]
+    assert calls == [
+        ("outputs/a", {"episodes": 3, "video": "a.mp4", "random_policy": False, "seed": 0, "device": "auto"})
+    ]
     assert json.loads(capsys.readouterr().out) == {"mean_reward": None}  # JSON has no NaN
 
 

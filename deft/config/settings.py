@@ -271,7 +271,9 @@ class EvaluateConfig:
     episodes: Count = 10
     """How many episodes."""
     video: str | None = None
-    """Write a video of the first episode to this file (`.mp4`)."""
+    """Write a video of the first episodes to this file (`.mp4`)."""
+    random_policy: Switch = False
+    """Play uniformly random actions instead, on the same seeds: the baseline."""
     seed: Seed = 0
     """Seed of the evaluation's environments."""
     device: str = "auto"

@@ -15,6 +15,7 @@ import numpy as np
 from deft.envs.batched import BatchedVectorEnv
 from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, one_line
 from deft.errors import InputError, RunError
+from deft.machine import available_cores
 
 _LARGEST_LIMIT = 2**31 - 1
 
@@ -60,6 +61,7 @@ class EnvPoolVectorEnv(BatchedVectorEnv):
             raise InputError(f"env.kwargs {kwargs or {}} do not fit envpool's {env_id}: {reason}") from error
         super().__init__(num_envs, observation_layout, action_layout)
         self._envpool = envpool
+        self.num_workers = num_threads or min(num_envs, available_cores())
         self._env_id = env_id
         # envpool calls an episode truncated that terminates in the very step of its time limit. With a limit one step
         # further the two stay apart, and the limit is kept here.

@@ -46,6 +46,7 @@ from deft.envs.vector import (
     wrapper_attribute,
 )
 from deft.errors import DeftError, InputError, RunError
+from deft.machine import available_cores
 
 EnvFunction = Callable[[], gymnasium.Env]
 
@@ -146,7 +147,7 @@ class ProcessVectorEnv(VectorEnv):
         num_envs = len(env_functions)
         if not num_envs:
             raise InputError("a vector environment needs at least one environment")
-        num_workers = min(num_workers or count_cores(), num_envs)
+        num_workers = min(num_workers or available_cores(), num_envs)
         self._timeout = timeout
         self._request = 0
         self._failure: str | None = None
@@ -159,6 +160,7 @@ class ProcessVectorEnv(VectorEnv):
             for number, (first, last) in enumerate(pairwise(bounds)):
                 self._workers.append(_Worker(number, first, last - first, memory_file))
             self._start(env_functions, memory_file)
+            self.num_workers = num_workers
         except BaseException:
             self._finalizer()
             raise
@@ -346,11 +348,6 @@ class ProcessVectorEnv(VectorEnv):
         self._failure = message
         self._finalizer()
         raise RunError(message)
-
-
-def count_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ----------------------------------------------------------------------------------------------------------- the worker

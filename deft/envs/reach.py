@@ -72,7 +72,7 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
     reward: 1 when the right target is reached, else 0.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012 (Gymnasium's own declaration)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's own declaration)
 
     def __init__(
         self,

@@ -455,6 +455,8 @@ class VectorEnv(ABC):
     """bool [A]: which of the padded action dims are real; from the environment's attribute of that name."""
     chunk_length: int
     """Env steps that one action decides at most."""
+    num_workers: int = 0
+    """Processes or threads, beside this one, that step the environments."""
 
     def __init__(
         self,

@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deft.config.loading import load_config, replace
 from deft.config.settings import RunConfig
-from deft.envs.make import make_env, make_vector_env, wrap
+from deft.envs.make import make_env, make_vector_env
 from deft.errors import InputError
-from deft.evaluation.rollouts import play_episodes, summarize
-from deft.evaluation.video import write_video
+from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.random_state import seed_everything
 from deft.training.run import CONFIG_FILE, EVALUATION_ENVS, build_policy
+
+FILMED_EPISODES = 5  # at most, of those that are evaluated
 
 
 def evaluate_run(
@@ -48,15 +47,9 @@ def evaluate_run(
         env.close()
     results["checkpoint"] = str(folder)
     if video is not None:
-        filmed = wrap(
-            make_env(env_config, render_mode="rgb_array", chunk_length=chunk_length), chunk_length=chunk_length
-        )
-        frames: list[np.ndarray] = []
-        try:
-            play_episodes(policy, filmed, 1, seed, frames=frames)
-        finally:
-            filmed.close()
-        results["video"] = str(write_video(frames, Path(video)))
+        filmed = make_env(env_config, render_mode="rgb_array")
+        count = min(episodes, FILMED_EPISODES)
+        results["video"] = str(film_episodes(policy, filmed, Path(video), count, seed))
     return results
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 
 from deft import schema
 from deft.data.tensors import policy_inputs, zero_rows
+from deft.envs.make import wrap
 from deft.envs.vector import Episode, VectorEnv
+from deft.evaluation.video import write_video
 from deft.models.policy import Policy
 
 
@@ -24,7 +28,7 @@ def play_episodes(
 ) -> list[Episode]:
     """`num_episodes` episodes, episode i from seed + i, whatever the policy and the number of environments.
 
-    `policy` None acts at random. Pictures of the first episode are appended to `frames`.
+    `policy` None acts at random. Pictures of the first environment are appended to `frames`.
     """
     generator = np.random.default_rng(seed)
     device = torch.device("cpu") if policy is None else next(iter(policy.parameters())).device
@@ -35,9 +39,8 @@ def play_episodes(
         observation = env.reset(seed + len(episodes))
         memory = None if policy is None else policy.initial_memory(env.num_envs)
         finished: dict[int, Episode] = {}
-        recording = frames is not None and not episodes
         while len(finished) < wanted:
-            if recording and 0 not in finished and frames is not None and (frame := env.render(0)) is not None:
+            if frames is not None and 0 not in finished and (frame := env.render(0)) is not None:
                 frames.append(frame)
             if policy is None:
                 actions = random_actions(env, generator)
@@ -54,6 +57,18 @@ def play_episodes(
                     finished.setdefault(episode.env_index, episode)
         episodes += [finished[index] for index in range(wanted)]
     return episodes
+
+
+def film_episodes(policy: Policy | None, env: gymnasium.Env, path: Path, num_episodes: int, seed: int) -> Path:
+    """A video of whole episodes, from the same seeds as `play_episodes`; `env` renders, and is closed."""
+    frames: list[np.ndarray] = []
+    fps = env.metadata.get("render_fps", 30)
+    vector = wrap(env) if policy is None else wrap(env, chunk_length=policy.chunk_length)
+    try:
+        play_episodes(policy, vector, num_episodes, seed, frames=frames)
+    finally:
+        vector.close()
+    return write_video(frames, path, fps=fps)
 
 
 def random_actions(env: VectorEnv, generator: np.random.Generator) -> np.ndarray:

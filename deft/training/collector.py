@@ -46,7 +46,7 @@ class Collector:
         self.policy = policy
         self.seed = seed
         self.version = 0
-        self.episodes: list[Episode] = []
+        self.episodes: deque[Episode] = deque()
         """Finished since the trainer last took them."""
         self.stepping_since: float | None = None
         """When the environment step under way began; a watchdog in another thread reads it."""
@@ -102,13 +102,12 @@ class Collector:
         buffer.write(row)
         self._observation = step.observation
         self._memory = None if next_memory is None else zero_rows(next_memory, step.done_index)
-        self.episodes += step.episodes
+        self.episodes.extend(step.episodes)
         self.step_counts.append(int(step.num_steps.sum()) if self.env.chunk_length > 1 else self.env.num_envs)
 
     def take_episodes(self) -> list[Episode]:
         """The episodes that finished since the last call."""
-        taken, self.episodes = self.episodes, []
-        return taken
+        return [self.episodes.popleft() for _ in range(len(self.episodes))]
 
     def take_step_count(self, num_vector_steps: int) -> int:
         """Env steps, over all environments, of the oldest `num_vector_steps` vector steps not yet counted."""

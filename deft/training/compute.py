@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 
 import torch
 
 from deft.errors import InputError
+from deft.machine import available_cores
 
 MAX_THREADS = 1024  # beyond what a machine can start, OpenMP does not refuse: it crashes
-
-
-def available_cores() -> int:
-    """Cores this process may use: its affinity, and the CPU quota of its control group if there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
 
 
 def choose_threads(

@@ -24,8 +24,7 @@ from deft.data.vla_buffer import VLABuffer
 from deft.envs.make import make_another, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import play_episodes, summarize
-from deft.evaluation.video import write_video
+from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
 from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.collection import BackgroundCollection, InlineCollection
@@ -70,7 +69,7 @@ class Trainer:
         batch_size: int | None = None,
         *,
         eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
-        video_env: Callable[[], VectorEnv | gymnasium.Env] | None = None,
+        video_env: Callable[[], gymnasium.Env] | None = None,
         output_dir: str | Path | None = None,
         logging_config: LoggingConfig | None = None,
         seed: int = 0,
@@ -110,7 +109,7 @@ class Trainer:
             self.collection = BackgroundCollection(collector, ring, policy, self.settings.max_staleness, timeout)
         else:
             self.collection = InlineCollection(collector, RolloutBuffer(self.settings.buffer_size))
-        self.threads = choose_threads(threads, getattr(self.env, "num_workers", 0), background)
+        self.threads = choose_threads(threads, self.env.num_workers, background)
 
     @property
     def global_step(self) -> int:
@@ -166,18 +165,8 @@ class Trainer:
         count = self.settings.eval_episodes if num_episodes is None else num_episodes
         results = summarize(play_episodes(self.policy, self._evaluation_env(), count, seed))
         if video is not None:
-            results["video"] = str(self._film(video, seed))
+            results["video"] = str(film_episodes(self.policy, self._video_env(), video, 1, seed))
         return results
-
-    def _film(self, video: Path, seed: int) -> Path:
-        """One episode, the first of an evaluation, in an environment that renders."""
-        frames: list[Any] = []
-        env = self._wrap(self._video_env())
-        try:
-            play_episodes(self.policy, env, 1, seed, frames=frames)
-        finally:
-            env.close()
-        return write_video(frames, video)
 
     def save(self, path: str | Path | None = None) -> Path:
         """Write a checkpoint into the run folder, or its content into `path`."""

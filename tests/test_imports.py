@@ -1,0 +1,44 @@
+"""Imports point one way: cli → training, evaluation → algorithms → models, data → config, schema."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import deft
+
+ROOT = Path(deft.__file__).parent
+BASE = {"config", "schema", "errors", "machine"}
+ALLOWED = {
+    "schema": {"errors"},
+    "errors": set(),
+    "machine": set(),
+    "config": BASE,
+    "envs": BASE | {"envs"},
+    "data": BASE | {"data"},
+    "models": BASE | {"models"},
+    "algorithms": BASE | {"algorithms", "models", "data"},
+    "training": BASE | {"training", "evaluation", "algorithms", "models", "data", "envs"},
+    "evaluation": BASE | {"training", "evaluation", "algorithms", "models", "data", "envs"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of Deft that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "deft":
+            names |= {f"deft.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module)
+    return {name.split(".")[1] for name in names if name.startswith("deft.")}
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_imports_point_one_way(room):
+    files = sorted((ROOT / room).rglob("*.py")) if (ROOT / room).is_dir() else [ROOT / f"{room}.py"]
+    assert files
+    for file in files:
+        assert imported(file) <= ALLOWED[room], file
