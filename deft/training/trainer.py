@@ -37,6 +37,8 @@ from deft.training.signals import StopSignal
 log = logging.getLogger(__name__)
 EVALUATION_SEED = 10_000  # evaluations play the episodes from the run's seed plus this
 SMALL_MATRIX = 512 * 512  # parameters of the largest layer for which oneDNN is left out
+# Saved where the environments' state is not known: on resume they start new episodes, and no half rollout is kept.
+UNKNOWN_COLLECTOR: dict[str, Any] = {"env": None, "memory": None, "started": True, "step_counts": []}
 # What `Trainer.load` reads of a checkpoint's training state.
 STATE_KEYS = (
     "algorithm_name",
@@ -101,6 +103,7 @@ class Trainer:
         self._log_state: dict[str, Any] | None = None
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
+        self._most_updates: int | None = None
         collector = Collector(self.env, policy, seed, next_observation=not algorithm.on_policy)
         background = self.settings.buffer_type == "vla"
         self.collection: InlineCollection | BackgroundCollection
@@ -122,6 +125,7 @@ class Trainer:
         Ctrl-C and SIGTERM stop between two steps; the run is saved, and so it is when it fails.
         """
         total = self._total(total_timesteps)
+        self._most_updates = self.settings.iterations if total_timesteps is None else None
         stop = StopSignal()
         started = time.monotonic()
         with stop, torch_threads(self.threads, _is_small(self.policy)), self._logging(total) as run_log:
@@ -148,7 +152,7 @@ class Trainer:
 
     def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
         """Collect, train, publish, repeat."""
-        while self.num_timesteps < total and self.algorithm.version != self.settings.iterations and not stop():
+        while self.num_timesteps < total and self.algorithm.version != self._most_updates and not stop():
             steps = self._rollout_steps(total)
             if not self.collection.gather(steps, self._ticking(stop, run_log)):
                 break
@@ -178,11 +182,8 @@ class Trainer:
         with self.collection.paused():
             collector = self.collection.state_dict()
             if collector["env"] is None and collector["started"]:
-                collector = {"env": None, "memory": None, "started": True, "step_counts": []}
-                buffer: dict[str, Any] = {}
-            else:
-                buffer = self.collection.buffer.state_dict()
-            return self._write(collector, buffer, Path(path) if path is not None else None)
+                return self._write(UNKNOWN_COLLECTOR, {}, path)
+            return self._write(collector, self.collection.buffer.state_dict(), path)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint (or the latest of a run folder): weights, optimizer, environments, random state."""
@@ -322,11 +323,10 @@ class Trainer:
         self.collection.close()
         if self.algorithm.version == 0 or not self._weights_are_finite() or not self._unsaved():
             return
-        unknown: dict[str, Any] = {"env": None, "memory": None, "started": True, "step_counts": []}
         if self._log is not None:  # it may be what failed
             self._log_state, self._log = self._log.state_dict(), None
         try:
-            folder = self._write(unknown, {}, None)
+            folder = self._write(UNKNOWN_COLLECTOR, {}, None)
         except Exception as second:
             log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
         else:
@@ -335,7 +335,7 @@ class Trainer:
     def _weights_are_finite(self) -> bool:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters())
 
-    def _write(self, collector: dict[str, Any], buffer: dict[str, Any], folder: Path | None) -> Path:
+    def _write(self, collector: dict[str, Any], buffer: dict[str, Any], path: str | Path | None) -> Path:
         if self._log is not None:
             self._log.flush()
         state = {
@@ -353,12 +353,12 @@ class Trainer:
         }
         weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
         return checkpoint.save_checkpoint(
-            self.run_dir if folder is None else folder.parent,
+            self.run_dir if path is None else Path(path).parent,
             self.num_timesteps,
             weights,
             state,
             self._last_metrics,
-            name=None if folder is None else folder.name,
+            name=None if path is None else Path(path).name,
         )
 
     def _wrap(self, env: Any) -> VectorEnv:

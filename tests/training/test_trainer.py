@@ -228,6 +228,30 @@ def test_no_more_steps_than_asked_for(tmp_path):
     assert trainer.num_timesteps == 100
 
 
+def test_iterations_count_updates_also_with_chunks(tmp_path):
+    # Episodes of 3 steps in chunks of 2: a rollout of 8 chunks is 12 env steps, not 16, and 3 rollouts are 36.
+    policy = ActorCritic(Counting().observation_space, spaces.MultiDiscrete([2, 2]), PolicyConfig(chunk_length=2))
+    trainer = Trainer(
+        policy,
+        [Counting(length=3)],
+        PPO(policy),
+        8,
+        iterations=3,
+        eval_freq=0,
+        output_dir=tmp_path,
+        logging_config=QUIET,
+    )
+    trainer.train()
+    assert trainer.algorithm.version == 3
+    assert trainer.num_timesteps == 36
+
+
+def test_a_run_by_hand_does_not_write_over_another(tmp_path):
+    make_trainer(tmp_path).train(64)
+    with pytest.raises(InputError, match="already holds a run"):
+        make_trainer(tmp_path).train(64)
+
+
 def test_wrong_checkpoints_are_refused(tmp_path):
     trainer = make_trainer(tmp_path / "a")
     trainer.train(64)

@@ -1,0 +1,332 @@
+"""The documentation holds: settings and defaults are the code's, commands and Python run, links lead somewhere.
+
+What stands in a page's fenced blocks is done in order, in one new folder a page, with fewer steps:
+
+- `bash`: lines that start with `deft` (after NAME=VALUE) are run and must end with status 0.
+- `console`: `$ deft …` is run as it stands, and must print the lines below it.
+- `python`: run; the blocks of a page share their names.
+- `<!-- file: NAME -->` before a block of any language: written to NAME, and not run.
+
+`<!-- settings: CLASS -->` … `<!-- end -->` holds a table of a settings class; `python tests/test_docs.py` writes the
+tables anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from pydantic import TypeAdapter
+
+import deft
+from deft import PPO, ActorCritic, Trainer, schema
+from deft.cli import main
+from deft.config import settings
+from deft.config.flags import Flag, class_flags, run_flags
+from deft.config.loading import PRESETS, to_dict
+from deft.config.rl_config import RLConfig
+from deft.config.validation import nested_class, setting_names
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+CONFIGURATION = DOCS / "configuration.md"
+OTHER_COMMANDS = {"make", "pip", "tensorboard", "wandb", "trackio", "python"}  # in `bash` blocks, and not run
+
+
+# ------------------------------------------------------------------------------------------------------------ the pages
+
+
+@dataclass
+class Block:
+    """A fenced block: its language, the file that it is written to (or None), its text."""
+
+    language: str
+    file: str | None
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    pattern = r"(?:<!-- file: (\S+) -->\n+)?^```(\w*)\n(.*?)^```$"
+    return [Block(m[2], m[1], m[3]) for m in re.finditer(pattern, page.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands of a shell block as words, without what was set for them."""
+    lines = text.replace("\\\n", " ").splitlines()
+    words = (shlex.split(line, comments=True) for line in lines)
+    return [list(itertools.dropwhile(lambda word: "=" in word, line)) for line in words if line]
+
+
+# ------------------------------------------------------------------------------------------------------ scaled-down runs
+
+
+def fewer_steps(total: str) -> str:
+    return str(max(64, int(float(total.replace("_", ""))) // 400))
+
+
+def with_flag(arguments: list[str], name: str, value: str) -> list[str]:
+    """The arguments with one flag set, whatever it was before."""
+    kept, skipping = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            skipping = argument.replace("_", "-") == f"--{name}"
+        if not skipping:
+            kept.append(argument)
+    return [*kept, f"--{name}", value]
+
+
+def scaled_down(arguments: list[str]) -> list[str]:
+    if arguments[0] == "evaluate":
+        return with_flag(arguments, "episodes", "2")
+    if arguments[0] != "train":
+        return arguments
+    given = [word.replace("_", "-") for word in arguments]
+    total = arguments[given.index("--total-timesteps") + 1] if "--total-timesteps" in given else "100000"
+    for name, value in (("total-timesteps", fewer_steps(total)), ("eval-episodes", "2"), ("threads", "1")):
+        arguments = with_flag(arguments, name, value)
+    return arguments
+
+
+def run_command(arguments: list[str]) -> tuple[int, str]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        status = main(arguments)
+    return status, output.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
+def test_commands_and_python_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    names: dict[str, Any] = {"__name__": "docs"}
+    for block in blocks(page):
+        if block.file is not None:
+            Path(block.file).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.file).write_text(block.text)
+        elif block.language == "python":
+            source = re.sub(r"(total_timesteps=)([\d_]+)", lambda m: m[1] + fewer_steps(m[2]), block.text)
+            exec(compile(source, str(page), "exec"), names)
+        elif block.language == "bash":
+            run_bash(block.text)
+        elif block.language == "console":
+            run_console(block.text)
+
+
+def run_bash(text: str) -> None:
+    for program, *arguments in commands(text):
+        if program == "deft":
+            status, output = run_command(scaled_down(arguments))
+            assert status == 0, f"deft {shlex.join(arguments)}: {output}"
+        else:
+            assert program in OTHER_COMMANDS, program
+
+
+def run_console(text: str) -> None:
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, expected = part.partition("\n")
+        program, *arguments = shlex.split(command)
+        assert program == "deft"
+        _, output = run_command(arguments)
+        for line in filter(None, expected.splitlines()):
+            assert line in output.splitlines(), command
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = set(re.findall(r"\bmake ([a-z-]+)\b", "\n".join(b.text for p in PAGES for b in blocks(p))))
+    assert used <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+SETTINGS_CLASSES: dict[str, str] = {  # class → where it stands in a file
+    "RunConfig": "",
+    "EnvConfig": "env",
+    "PolicyConfig": "policy",
+    "VLAConfig": "policy.vla_config",
+    **{cls.__name__: "algorithm.cfg" for cls in settings.ALGORITHM_SETTINGS.values()},
+    "TrainerConfig": "trainer",
+    "LoggingConfig": "logging",
+    "EvaluateConfig": "",
+}
+
+
+@functools.cache
+def flags_of(class_name: str) -> dict[str, Flag]:
+    """The flags of a settings class by the setting's name."""
+    if class_name == "EvaluateConfig":
+        return {flag.path: flag for flag in class_flags(settings.EvaluateConfig)}
+    algorithm = next((n for n, c in settings.ALGORITHM_SETTINGS.items() if c.__name__ == class_name), "ppo")
+    section = SETTINGS_CLASSES[class_name]
+    flags = [flag for group in run_flags(algorithm) for flag in group.flags]
+    return {f.path.rpartition(".")[2]: f for f in flags if f.path.rpartition(".")[0] == section}
+
+
+def allowed(values: dict[str, Any]) -> str:
+    """What a setting may be, from its JSON schema."""
+    if "anyOf" in values:
+        return " or ".join("none" if v.get("type") == "null" else allowed(v) for v in values["anyOf"])
+    if "enum" in values:
+        return ", ".join(f"`{value}`" for value in values["enum"])
+    if values["type"] == "array":
+        return f"list of {allowed(values['items']).replace('number', 'numbers', 1)}"
+    word = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true, false",
+        "object": "mapping",
+    }
+    limits = [
+        f"{sign} {values[key]}"
+        for key, sign in {"exclusiveMinimum": ">", "minimum": "≥", "maximum": "≤"}.items()
+        if key in values
+    ]
+    return " ".join([word[values["type"]], ", ".join(limits)]).strip()
+
+
+def shown_default(values: dict[str, Any]) -> str:
+    if "default" not in values:
+        return "`{}`" if values.get("type") == "object" else "required"
+    default = values["default"]
+    if isinstance(default, bool):
+        text = str(default).lower()
+    elif isinstance(default, float):
+        text = f"{default:g}"
+    else:
+        text = "none" if default is None else str(default)
+    return f"`{text}`"
+
+
+def rows(class_name: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """Setting, flags, what it may be, default, meaning."""
+    cls = getattr(settings, class_name)
+    properties = TypeAdapter(cls).json_schema()["properties"]
+    for name in setting_names(cls):
+        if nested_class(cls, name) is not None:
+            continue
+        flag = flags_of(class_name)[name]
+        spelled = [f"`--{other.replace('_', '-')}`" for other in (flag.name, *flag.aliases)]
+        if class_name == "EvaluateConfig" and name == "path":
+            spelled = ["the first word"]
+        yield f"`{name}`", ", ".join(spelled), allowed(properties[name]), shown_default(properties[name]), flag.help
+
+
+def table(class_name: str) -> str:
+    header = ("setting", "flag", "value", "default", "meaning")
+    lines = [header, tuple("---" for _ in header), *rows(class_name)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+TABLE = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """The page with every table as the classes are now."""
+    return TABLE.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
+
+
+def test_every_setting_is_there_with_its_default() -> None:
+    text = CONFIGURATION.read_text()
+    assert {match[2] for match in TABLE.finditer(text)} == set(SETTINGS_CLASSES)
+    assert text == with_tables(text), "settings changed: python tests/test_docs.py writes the tables anew"
+
+
+def test_every_settings_class_is_there() -> None:
+    classes = {n for n, v in vars(settings).items() if isinstance(v, type) and hasattr(v, "__pydantic_fields__")}
+    assert classes - {"AlgorithmConfig", "AlgorithmSettings"} == set(SETTINGS_CLASSES)
+    assert set(setting_names(settings.AlgorithmConfig)) == {"name", "cfg"}
+
+
+def test_flat_names_presets_and_aliases_are_there() -> None:
+    text = CONFIGURATION.read_text()
+    words = set(re.findall(r"`(?:--)?([\w.-]+)`", text))
+    words |= {word.replace("-", "_") for word in words}
+    assert set(setting_names(RLConfig)) <= words
+    assert {preset.stem for preset in PRESETS.glob("*.yaml")} <= words
+    assert set(settings.MOVED_SETTINGS) <= words
+    for cls in settings.ALGORITHM_SETTINGS.values():
+        assert set(cls.ALIASES) <= words
+
+
+# ---------------------------------------------------------------------------------------------------- other enumerations
+
+
+def test_every_metric_of_ppo_is_there(tmp_path: Path) -> None:
+    env = gymnasium.make("CartPole-v1")
+    policy = ActorCritic(env.observation_space, env.action_space)
+    quiet = settings.LoggingConfig(console_level="CRITICAL", tensorboard=False, enable_file_logging=False)
+    trainer = Trainer(
+        policy, env, PPO(policy), buffer_size=32, output_dir=tmp_path, logging_config=quiet, log_freq=1, eval_freq=0
+    )
+    trainer.train(total_timesteps=32)
+    trainer.close()
+    lines = [json.loads(line) for line in (tmp_path / "episode_metrics.jsonl").read_text().splitlines()]
+    logged = {name for line in lines for name in line}
+    documented = set(re.findall(r"`([\w/]+)`", (DOCS / "algorithms" / "ppo.md").read_text()))
+    assert logged <= documented
+
+
+def test_every_key_of_the_schema_is_there() -> None:
+    keys = {value for name, value in vars(schema).items() if name.isupper() and isinstance(value, str)}
+    assert keys <= set(re.findall(r"`(\w+)`", (DOCS / "extending.md").read_text()))
+
+
+def map_rows() -> list[list[str]]:
+    lines = (DOCS / "from-the-documents.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
+    return [row for row in cells if row[-1].strip() in ("now", "later")]
+
+
+def test_what_the_map_says_is_there_and_what_is_not_is_not() -> None:
+    found = map_rows()
+    assert {row[-1] for row in found} == {"now", "later"}
+    for *row, when in found:
+        text = " ".join(row[1:])
+        for name in re.findall(r"`deft\.([A-Z]\w+|load_\w+|make_\w+)", text):
+            assert (name in deft.__all__) == (when == "now"), f"{name} is said to be here {when}"
+        for name in re.findall(r"`deft train ([a-z]\S*?)[ `]", text):
+            assert (name in settings.ALGORITHM_SETTINGS) == (when == "now"), f"{name} is said to be here {when}"
+
+
+def test_every_name_of_the_package_is_in_the_map() -> None:
+    text = (DOCS / "from-the-documents.md").read_text()
+    assert {name for name in deft.__all__ if name != "__version__" and f"`deft.{name}" not in text} == set()
+
+
+def test_defaults_in_the_tables_are_those_of_a_run() -> None:
+    """The JSON schema that the tables are made from agrees with what a run without settings has."""
+    run = to_dict(settings.RunConfig())
+    for class_name, section in SETTINGS_CLASSES.items():
+        if class_name in ("EvaluateConfig", "VLAConfig"):
+            continue
+        values = functools.reduce(lambda part, name: part[name], filter(None, section.split(".")), run)
+        for name, _, _, default, _ in rows(class_name):
+            assert default == shown_default({"default": values[name.strip("`")]}), name
+
+
+if __name__ == "__main__":
+    CONFIGURATION.write_text(with_tables(CONFIGURATION.read_text()))
+    print(f"{CONFIGURATION}: written", file=sys.stderr)
