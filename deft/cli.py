@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
 import sys
 import tempfile
@@ -26,12 +27,17 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path and os.getcwd() not in sys.path:  # as with `python -m`: users' modules beside their configs
+        sys.path.insert(0, os.getcwd())
     try:
         return _dispatch(arguments)
     except SystemExit as stop:  # the end of --help, or of a run that SIGTERM stopped
         if stop.code == 128 + signal.SIGTERM:
             _complain("stopped by SIGTERM")
         return int(stop.code or 0)
+    except BrokenPipeError:  # the reader of our output has seen enough, as in `deft --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         _complain("stopped by Ctrl-C")
         return 128 + signal.SIGINT

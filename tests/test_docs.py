@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -60,7 +61,10 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     pattern = r"(?:<!-- file: (\S+) -->\n+)?^```(\w*)\n(.*?)^```$"
-    return [Block(m[2], m[1], m[3]) for m in re.finditer(pattern, page.read_text(), re.DOTALL | re.MULTILINE)]
+    text = page.read_text()
+    found = [Block(m[2], m[1], m[3]) for m in re.finditer(pattern, text, re.DOTALL | re.MULTILINE)]
+    assert 2 * len(found) == len(re.findall(r"^\s*```", text, re.MULTILINE)), f"{page.name}: a block that is not found"
+    return found
 
 
 def commands(text: str) -> list[list[str]]:
@@ -70,19 +74,20 @@ def commands(text: str) -> list[list[str]]:
     return [list(itertools.dropwhile(lambda word: "=" in word, line)) for line in words if line]
 
 
-# ------------------------------------------------------------------------------------------------------ scaled-down runs
+# ----------------------------------------------------------------------------------------------------- scaled-down runs
 
 
 def fewer_steps(total: str) -> str:
-    return str(max(64, int(float(total.replace("_", ""))) // 400))
+    return str(max(64, int(float(total.replace("_", ""))) // 1000))
 
 
-def with_flag(arguments: list[str], name: str, value: str) -> list[str]:
-    """The arguments with one flag set, whatever it was before."""
+def with_flag(arguments: list[str], name: str, value: str, *other_names: str) -> list[str]:
+    """The arguments with one flag set, whatever it was before, under whatever name."""
+    spelled = {f"--{one}" for one in (name, *other_names)}
     kept, skipping = [], False
     for argument in arguments:
         if argument.startswith("--"):
-            skipping = argument.replace("_", "-") == f"--{name}"
+            skipping = argument.replace("_", "-") in spelled
         if not skipping:
             kept.append(argument)
     return [*kept, f"--{name}", value]
@@ -95,9 +100,10 @@ def scaled_down(arguments: list[str]) -> list[str]:
         return arguments
     given = [word.replace("_", "-") for word in arguments]
     total = arguments[given.index("--total-timesteps") + 1] if "--total-timesteps" in given else "100000"
-    for name, value in (("total-timesteps", fewer_steps(total)), ("eval-episodes", "2"), ("threads", "1")):
-        arguments = with_flag(arguments, name, value)
-    return arguments
+    arguments = with_flag(arguments, "total-timesteps", fewer_steps(total))
+    arguments = with_flag(arguments, "rollout-steps", "8", "buffer-size")
+    arguments = with_flag(arguments, "eval-episodes", "2")
+    return with_flag(arguments, "threads", "1")
 
 
 def run_command(arguments: list[str]) -> tuple[int, str]:
@@ -107,11 +113,22 @@ def run_command(arguments: list[str]) -> tuple[int, str]:
     return status, output.getvalue()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
-def test_commands_and_python_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A new working folder whose modules can be imported; they and their environments are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", "Agg")
+    environments, modules = dict(gymnasium.registry), set(sys.modules)
+    yield tmp_path
+    gymnasium.registry.clear()
+    gymnasium.registry.update(environments)
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
+def test_commands_and_python_run(page: Path, folder: Path) -> None:
     names: dict[str, Any] = {"__name__": "docs"}
     for block in blocks(page):
         if block.file is not None:
@@ -128,6 +145,8 @@ def test_commands_and_python_run(page: Path, tmp_path: Path, monkeypatch: pytest
 
 def run_bash(text: str) -> None:
     for program, *arguments in commands(text):
+        if "envpool" in arguments and importlib.util.find_spec("envpool") is None:
+            continue
         if program == "deft":
             status, output = run_command(scaled_down(arguments))
             assert status == 0, f"deft {shlex.join(arguments)}: {output}"
@@ -153,9 +172,18 @@ def test_make_targets_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if not target.startswith("https://"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -271,7 +299,7 @@ def test_flat_names_presets_and_aliases_are_there() -> None:
         assert set(cls.ALIASES) <= words
 
 
-# ---------------------------------------------------------------------------------------------------- other enumerations
+# --------------------------------------------------------------------------------------------------- other enumerations
 
 
 def test_every_metric_of_ppo_is_there(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Pictures of a run and of several runs side by side, from `episode_metrics.jsonl`.
 
-`deft train` draws a run's plots at its end, `deft report` again; the benchmarks compare runs with `plot_comparison`.
+`deft train` draws a run's plots at its end; the benchmarks compare runs with `plot_comparison`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from deft.errors import RunError
 from deft.models.policy import Policy
 from deft.training.collector import Collector
 
+log = logging.getLogger(__name__)
 WATCH_INTERVAL = 0.2  # seconds between looks at the clock and the stop signal while waiting
 
 
@@ -158,8 +160,11 @@ class BackgroundCollection:
                     ends_segment = following % self._rollout_steps == 0 or following == self._total_steps
                     self.collector.step(self.buffer, ends_segment)
                     self._position = following
-        except BaseException as error:  # handed to the main thread, whatever it is
+        except (
+            BaseException
+        ) as error:  # raised in the main thread when it next waits; said now, for an update may be long
             self._error = error
+            log.error("the collector stopped: %s: %s", type(error).__name__, error)
         finally:
             with self._condition:
                 self._idle = True

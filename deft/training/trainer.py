@@ -263,10 +263,11 @@ class Trainer:
         self.collection.start(self.settings.buffer_size, remaining)
 
     def _rollout_steps(self, total: int) -> int:
-        """Vector steps of the next rollout: a whole one, or what is left to `total`."""
-        if self.env.chunk_length > 1:
+        """Vector steps of the next rollout: a whole one, or what is left to `total` (chunks may make it several)."""
+        if self.env.chunk_length > 1 and self.settings.buffer_type == "vla":  # the collector does not know its end
             return self.settings.buffer_size
-        return min(self.settings.buffer_size, math.ceil((total - self.num_timesteps) / self.env.num_envs))
+        most = self.env.num_envs * self.env.chunk_length
+        return min(self.settings.buffer_size, math.ceil((total - self.num_timesteps) / most))
 
     def _ticking(self, stop: StopSignal, run_log: RunLogger) -> Callable[[], bool]:
         """The stop question that a collection asks at every step, which also moves the progress bar."""
