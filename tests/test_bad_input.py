@@ -368,7 +368,7 @@ def test_a_tracker_that_is_not_installed_costs_no_run(
     before = contents(run)
     status, lines = deft(f"train ppo {TINY} --env bad/Faulty-v0 --output-dir {run} --overwrite --use-{package}")
     assert status == 2
-    assert_one_line(lines, f"use_{package}", "not installed", f"deft[{package}]")
+    assert_one_line(lines, f"use_{package}", "not installed", f'pip install -e ".[{package}]"')
     assert contents(run) == before
 
 
@@ -669,8 +669,15 @@ def test_a_wrong_call_is_refused(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_evaluation_is_refused_before_training_is_lost(tmp_path: Path) -> None:
-    """An environment without a spec cannot be made again: said when evaluation is due, with the update saved."""
+class Uncopiable(Counting):
+    """An environment that holds something that cannot be copied, as a simulator's connection cannot."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Uncopiable:
+        raise TypeError("cannot copy a connection")
+
+
+def test_evaluation_that_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+    """An environment without a spec is copied for evaluation; one that cannot be is named before the first step."""
     config = RLConfig(
         rollout_steps=32,
         total_timesteps=64,
@@ -681,11 +688,15 @@ def test_evaluation_is_refused_before_training_is_lost(tmp_path: Path) -> None:
         tensorboard=False,
         device="cpu",
     )
-    trainer = PPOTrainer(Counting(), config=config)
-    with pytest.raises(InputError, match="give eval_env"):
+    trainer = PPOTrainer(Uncopiable(), config=config)
+    with pytest.raises(InputError, match=r"\(Uncopiable\) .* give eval_env"):
         trainer.train()
+    assert trainer.global_step == 0
     trainer.close()
-    assert checkpoint.latest_whole_checkpoint(tmp_path / "run")[0] == tmp_path / "run" / "checkpoint-32"
+    trainer = PPOTrainer(Counting(), config=config)
+    trainer.train()
+    assert trainer.evaluate(3)["episodes"] == 3
+    trainer.close()
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ was to act as the older one did.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from deft.config.settings import PPOSettings
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
 
+log = logging.getLogger(__name__)
 BEHAVIOR_WEIGHT = "behavior_weight"
 # Rollouts up to this size are shuffled whole, once an epoch; larger ones (images) minibatch by minibatch.
 SHUFFLE_WHOLE_BYTES = 64 * 2**20
@@ -43,6 +45,7 @@ class PPO(Algorithm):
         self.device = next(policy.parameters()).device
         self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
         self.generator = torch.Generator().manual_seed(seed)
+        self._warned_lengths: set[int] = set()
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
         self._evaluate = torch.compile(policy.evaluate_actions) if self.settings.compile else policy.evaluate_actions
 
@@ -148,7 +151,14 @@ class PPO(Algorithm):
     def _length(self, rollout: TensorDictBase) -> int:
         """Steps of a training sequence: the longest divisor of T up to `sequence_length`."""
         steps = rollout.batch_size[0]
-        return max(n for n in range(1, min(self.settings.sequence_length, steps) + 1) if steps % n == 0)
+        wanted = min(self.settings.sequence_length, steps)
+        length = max(n for n in range(1, wanted + 1) if steps % n == 0)
+        if 2 * length <= wanted and steps not in self._warned_lengths:
+            self._warned_lengths.add(steps)
+            log.warning(
+                "memory trains on sequences of %d steps: a rollout of %d divides into none longer", length, steps
+            )
+        return length
 
     def _num_items(self, rollout: TensorDictBase) -> int:
         """Things that are shuffled: transitions, or sequences for a policy with memory."""

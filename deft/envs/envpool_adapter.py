@@ -36,7 +36,8 @@ class EnvPoolVectorEnv(BatchedVectorEnv):
             import envpool
         except ImportError as error:
             raise InputError(
-                f'env.vector: envpool is not installed ({one_line(error)}): pip install "deft[envpool]"'
+                f"env.vector: envpool is not installed ({one_line(error)}): in Deft's folder run "
+                '`pip install -e ".[envpool]"`'
             ) from error
         known = envpool.list_all_envs()
         if env_id not in known:

@@ -6,6 +6,7 @@ arguments, a missing package) ends here in one line.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import importlib
@@ -102,15 +103,23 @@ def wrap(
 
 
 def make_another(env: Any, render_mode: str | None = None) -> gymnasium.Env:
-    """A second environment like the one that a user made, from its spec: for evaluation, which needs its own."""
+    """A second environment like the one that a user made, for evaluation: from its spec, or else a copy of it."""
     first = env[0] if isinstance(env, (list, tuple)) and env else env
-    spec = first.spec if isinstance(first, gymnasium.Env) else None
-    if spec is None:
-        raise InputError(
-            "evaluation needs an environment of its own, and this one has no spec to make it from: give eval_env"
-        )
+    spec = getattr(first, "spec", None)
+    if isinstance(first, gymnasium.vector.VectorEnv) and spec is not None:
+        spec = gymnasium.spec(spec.id)
     options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
-    return gymnasium.make(spec, disable_env_checker=True, **options)
+    if spec is not None:
+        with contextlib.suppress(ValueError):  # a wrapper that does not record how it was made
+            return gymnasium.make(spec, disable_env_checker=True, **options)
+    if isinstance(first, gymnasium.Env) and (render_mode is None or first.render_mode == render_mode):
+        with contextlib.suppress(Exception):
+            return copy.deepcopy(first)
+    purpose = "evaluation" if render_mode is None else "a video"
+    raise InputError(
+        f"{purpose} needs an environment of its own, and this one ({type(first).__name__}) can neither be made again "
+        "from a spec nor copied: give eval_env, or set eval_freq (and video_freq) to 0"
+    )
 
 
 def _chunked(env: gymnasium.Env, chunk_length: int, gamma: float) -> gymnasium.Env:

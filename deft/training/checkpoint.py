@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import pickle
 import re
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoint-{step}` (or a folder of another name), whole or not at all."""
     final = run_dir / (name or f"checkpoint-{step}")
+    if final.exists() and not (final / MODEL).is_file():
+        raise InputError(f"{final}: exists and is not a checkpoint; it is not replaced")
     temporary = run_dir / f"{_TEMPORARY}checkpoint-{step}-{os.getpid()}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -54,7 +58,7 @@ def save_checkpoint(
                 file.flush()
                 os.fsync(file.fileno())
         if final.exists():  # saved at this step before: step aside, never a moment without either
-            aside = run_dir / f"{_TEMPORARY}replaced-{step}-{os.getpid()}"
+            aside = run_dir / f"{_TEMPORARY}replaced-{final.name}-{os.getpid()}"
             os.replace(final, aside)
             os.replace(temporary, final)
             shutil.rmtree(aside, ignore_errors=True)
@@ -68,6 +72,23 @@ def save_checkpoint(
             f"checkpoint-{step} could not be written to {run_dir}: {reason}; earlier ones are kept"
         ) from error
     return final
+
+
+@contextlib.contextmanager
+def folder_lock(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder for this process; a second one is refused. The system frees it however the process ends."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        folder = os.open(run_dir, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"output_dir: {run_dir} cannot be written: {error.strerror or error}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise InputError(f"output_dir: another process is training in {run_dir}; wait for it, or use another") from None
+    finally:
+        os.close(folder)
 
 
 def mark_best(run_dir: Path, checkpoint: Path) -> None:
@@ -97,9 +118,9 @@ def clean_temporary(run_dir: Path) -> None:
     """Remove what a killed process left half-written."""
     for path in run_dir.glob(f"{_TEMPORARY}*"):
         if path.is_dir() and not path.is_symlink():
-            replaced = re.fullmatch(re.escape(_TEMPORARY) + r"replaced-(\d+)-\d+", path.name)
-            if replaced and not (run_dir / f"checkpoint-{replaced[1]}").exists():
-                os.replace(path, run_dir / f"checkpoint-{replaced[1]}")  # killed between the two renames
+            replaced = re.fullmatch(re.escape(_TEMPORARY) + r"replaced-(.+)-\d+", path.name)
+            if replaced and not (run_dir / replaced[1]).exists():
+                os.replace(path, run_dir / replaced[1])  # killed between the two renames
             else:
                 shutil.rmtree(path, ignore_errors=True)
         else:

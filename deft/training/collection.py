@@ -92,7 +92,7 @@ class BackgroundCollection:
         """Begin to collect, in rollouts of `rollout_steps`, `total_steps` in all (what the buffer holds counted in)."""
         self._rollout_steps, self._total_steps = rollout_steps, total_steps
         self._position, self._published = len(self.buffer), 0
-        self._stopping, self._error = False, None
+        self._stopping, self._error, self.collector.stepping_since = False, None, None
         self.collector.policy.load_state_dict(self.learner.state_dict())
         self._thread = threading.Thread(target=self._run, name="deft-collector", daemon=True)
         self._thread.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,17 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def separate_random_state(seed: int) -> Iterator[None]:
+    """Draw from a state of its own inside, and leave the run's as it was."""
+    state = get_random_state()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def get_random_state() -> dict[str, Any]:

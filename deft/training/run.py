@@ -99,11 +99,11 @@ def build_trainer(
             threads=config.threads,
             timeout=config.env.timeout,
             run_config=to_dict(config),
+            on_start=partial(_open_folder, config, replaces),
             **to_dict(config.trainer),
         )
         if resume_from is not None:
             trainer.load(resume_from)
-        _open_folder(config, replaces)
     except BaseException:
         vector_env.close()
         raise
@@ -187,7 +187,9 @@ def _place(config: RunConfig) -> tuple[RunConfig, Path | None, bool]:
         raise InputError(f"output_dir: {shown(config.output_dir)} cannot be used: {error}") from error
     if is_file:
         raise InputError(f"output_dir: {folder} is a file; name a folder")
-    checkpoint.clean_temporary(folder)
+    if folder.is_dir():
+        with checkpoint.folder_lock(folder):  # free, that is: what another process is writing is not cleaned away
+            checkpoint.clean_temporary(folder)
     existing = checkpoint.list_checkpoints(folder)
     if config.auto_resume and resume_from is None:
         resume_from, problems = checkpoint.latest_whole_checkpoint(folder)

@@ -176,7 +176,8 @@ def _import_extra(name: str) -> Any:
         if error.name != name:  # installed, yet broken: its own message says more
             raise
         raise InputError(
-            f'logging.use_{name} is on and {name} is not installed; run `pip install "deft[{name}]"` or turn it off'
+            f"logging.use_{name} is on and {name} is not installed: turn it off, or in Deft's folder run "
+            f'`pip install -e ".[{name}]"`'
         ) from None
 
 

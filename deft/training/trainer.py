@@ -5,6 +5,7 @@ Made by `deft.training.run` from a config, or by hand: `Trainer(policy, env, alg
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -31,7 +32,7 @@ from deft.training.collection import BackgroundCollection, InlineCollection
 from deft.training.collector import Collector
 from deft.training.compute import choose_threads, torch_threads
 from deft.training.logging import RunLogger
-from deft.training.random_state import get_random_state, seed_everything, set_random_state
+from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,11 @@ class Trainer:
         threads: int | None = None,
         timeout: float = 60.0,
         run_config: dict[str, Any] | None = None,
+        on_start: Callable[[], None] | None = None,
         **settings: Any,
     ) -> None:
+        if not isinstance(algorithm, Algorithm):
+            raise InputError(f"algorithm: {algorithm!r} is not an Algorithm; make one, such as PPO(policy)")
         if algorithm.policy is not policy:
             raise InputError("the algorithm trains another policy object than the trainer was given")
         self.settings = TrainerConfig(buffer_size=buffer_size, buffer_type=buffer_type, **settings)  # type: ignore[arg-type]
@@ -95,6 +99,8 @@ class Trainer:
         self.run_dir = Path(output_dir) if output_dir is not None else Path("outputs") / name
         self.logging_config = logging_config or LoggingConfig()
         self._run_config = run_config
+        self._on_start = on_start
+        self._loaded = False
         self._eval_env = eval_env
         self._eval_source = env
         self._own_eval_env: VectorEnv | None = None
@@ -128,7 +134,8 @@ class Trainer:
         self._most_updates = self.settings.iterations if total_timesteps is None else None
         stop = StopSignal()
         started = time.monotonic()
-        with stop, torch_threads(self.threads, _is_small(self.policy)), self._logging(total) as run_log:
+        threads = torch_threads(self.threads, _is_small(self.policy))
+        with stop, threads, checkpoint.folder_lock(self.run_dir), self._logging(total) as run_log:
             self._log = run_log
             try:
                 self._start(total)
@@ -167,9 +174,12 @@ class Trainer:
         """Mean and deviation of the return over whole episodes, deterministic, in an environment of its own."""
         seed = self.seed + EVALUATION_SEED
         count = self.settings.eval_episodes if num_episodes is None else num_episodes
-        results = summarize(play_episodes(self.policy, self._evaluation_env(), count, seed))
-        if video is not None:
-            results["video"] = str(film_episodes(self.policy, self._video_env(), video, 1, seed))
+        # A collector at work beside this draws from the same generators, which then cannot be set back.
+        beside = self.settings.buffer_type == "vla" and self.settings.max_staleness > 0
+        with contextlib.nullcontext() if beside else separate_random_state(seed):
+            results = summarize(play_episodes(self.policy, self._evaluation_env(), count, seed))
+            if video is not None:
+                results["video"] = str(film_episodes(self.policy, self._video_env(), video, 1, seed))
         return results
 
     def save(self, path: str | Path | None = None) -> Path:
@@ -208,16 +218,26 @@ class Trainer:
         self.algorithm.load_state_dict(state["algorithm"])
         self.num_timesteps = state["num_timesteps"]
         self.best_reward = state["best_reward"]
+        reason = self.env.state_obstacle() or "the run had failed"
+        if _env_settings(state.get("config")) != _env_settings(self._run_config):
+            saved, reason = UNKNOWN_COLLECTOR, "the environment's settings changed"
         if self.collection.collector.load_state_dict(saved):
-            self.collection.buffer.load_state_dict(state["buffer"])
+            if state["buffer"] and state.get("rollout_steps") != self.settings.buffer_size:
+                self._drop_collected("buffer_size changed")
+            else:
+                self.collection.buffer.load_state_dict(state["buffer"])
         else:
-            log.warning(
-                "resumed with new episodes: the environments' state could not be saved (%s), so this run will differ "
-                "from an uninterrupted one",
-                self.env.state_obstacle() or "the run had failed",
-            )
+            log.warning("resumed with new episodes, unlike an uninterrupted run: no environment state (%s)", reason)
         self._log_state = state["log"]
         self._random_state = state["random"]
+        self._loaded = True
+
+    def _drop_collected(self, reason: str) -> None:
+        """Forget the steps of a rollout that was under way and can no longer be completed."""
+        step_counts = self.collection.collector.step_counts
+        log.warning("%d collected steps are dropped: %s", len(step_counts), reason)
+        self.collection.buffer.clear()
+        step_counts.clear()
 
     def close(self) -> None:
         """Free the environments."""
@@ -236,7 +256,9 @@ class Trainer:
 
     def _logging(self, total: int) -> RunLogger:
         checkpoint.clean_temporary(self.run_dir)
-        if self.num_timesteps == 0 and checkpoint.list_checkpoints(self.run_dir):
+        if self._on_start is not None and self.num_timesteps < total:
+            self._on_start()
+        if self.num_timesteps == 0 and not self._loaded and checkpoint.list_checkpoints(self.run_dir):
             raise InputError(
                 f"output_dir: {self.run_dir} already holds a run; load() it to go on, or use another folder"
             )
@@ -246,6 +268,12 @@ class Trainer:
         return run_log
 
     def _start(self, total: int) -> None:
+        if self.num_timesteps >= total:
+            log.warning("nothing to do: the run has %d of %d steps", self.num_timesteps, total)
+        if self.settings.eval_freq:
+            self._evaluation_env()  # what keeps it from being made is better known before training than after
+        if self.settings.video_freq:
+            self._video_env().close()
         obstacle = self.env.state_obstacle()
         if obstacle is not None and self.num_timesteps == 0:
             log.warning("checkpoints of this run hold no environment state: %s", obstacle)
@@ -260,6 +288,10 @@ class Trainer:
         # With chunks the number of env steps in a rollout is known only afterwards.
         exact = self.env.chunk_length == 1
         remaining = math.ceil((total - self.num_timesteps) / self.env.num_envs) if exact else None
+        held = len(self.collection.buffer)
+        whole = held % self.settings.buffer_size == 0  # its last step is a segment's end, with its bootstrap
+        if held and remaining is not None and (remaining < held or (remaining == held and not whole)):
+            self._drop_collected("total_timesteps ends before their rollout does")
         self.collection.start(self.settings.buffer_size, remaining)
 
     def _rollout_steps(self, total: int) -> int:
@@ -290,6 +322,9 @@ class Trainer:
             filming = _crossed(previous, step, self.settings.video_freq)
             results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
             run_log.log_evaluation(step, results)
+            log.info(
+                "evaluation at %d steps: mean_reward %.4g ± %.3g", step, results["mean_reward"], results["std_reward"]
+            )
             improved = results["mean_reward"] > self.best_reward
             self.best_reward = max(self.best_reward, results["mean_reward"])
         if improved or _crossed(previous, step, self.settings.save_freq):
@@ -320,9 +355,10 @@ class Trainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save_after_failure(self, error: BaseException) -> None:
-        """Keep what was learned: the weights of the last whole update, and new episodes on resume."""
+        """Keep what was learned since the latest checkpoint; a resumed run then starts new episodes."""
         self.collection.close()
-        if self.algorithm.version == 0 or not self._weights_are_finite() or not self._unsaved():
+        saved = (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()  # with its environments: the better one
+        if self.algorithm.version == 0 or saved or not self._weights_are_finite():
             return
         if self._log is not None:  # it may be what failed
             self._log_state, self._log = self._log.state_dict(), None
@@ -350,6 +386,7 @@ class Trainer:
             "buffer": buffer,
             "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
             "random": get_random_state(),
+            "rollout_steps": self.settings.buffer_size,
             "config": self._run_config,
         }
         weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
@@ -379,6 +416,12 @@ class Trainer:
                 if str(getattr(self._own_eval_env, kind)) != str(getattr(self.env, kind)):
                     raise InputError(f"the evaluation environment's {kind} differs from the training environment's")
         return self._own_eval_env
+
+
+def _env_settings(run_config: dict[str, Any] | None) -> dict[str, Any]:
+    """What of a run's settings makes its environments what they are; a saved state belongs to these alone."""
+    env = (run_config or {}).get("env", {})
+    return {name: env.get(name) for name in ("id", "kwargs", "max_episode_steps")}
 
 
 def _crossed(previous: int, step: int, interval: int) -> bool:

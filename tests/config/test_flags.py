@@ -50,4 +50,6 @@ def test_switches_and_lists_are_told_from_plain_values() -> None:
     flags = {flag.name: flag for group in run_flags("ppo") for flag in group.flags}
     assert [flags[name].is_switch for name in ("compile", "use_wandb", "seed")] == [True, True, False]
     assert [flags[name].takes_several for name in ("hidden_sizes", "env_kwargs", "seed")] == [True, True, False]
-    assert [flag.name for flag in class_flags(EvaluateConfig)] == ["path", "episodes", "video", "seed", "device"]
+    assert [flag.name for flag in class_flags(EvaluateConfig)] == [
+        "path", "episodes", "video", "random_policy", "seed", "device",
+    ]  # fmt: skip

@@ -17,7 +17,7 @@ def make(**settings: object) -> VectorEnv:
 
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
-    with pytest.raises(InputError, match=r'pip install "deft\[envpool\]"'):
+    with pytest.raises(InputError, match=r'pip install -e "\.\[envpool\]"'):
         make()
 
 

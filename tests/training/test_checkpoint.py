@@ -73,7 +73,7 @@ def test_half_written_checkpoints_are_never_picked_up(tmp_path):
 def test_killed_between_the_two_renames(tmp_path):
     """A checkpoint that stepped aside for its successor is put back when the successor never came."""
     folder = save(tmp_path, 5, counter=1)
-    os.replace(folder, tmp_path / ".tmp-replaced-5-999")
+    os.replace(folder, tmp_path / ".tmp-replaced-checkpoint-5-999")
     clean_temporary(tmp_path)
     assert load_training_state(tmp_path / "checkpoint-5")["counter"] == 1
 
@@ -163,3 +163,26 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     (tmp_path / "model.pth").write_text("x")
     with pytest.raises(InputError, match="is a folder"):
         find_checkpoint(tmp_path / "model.pth")
+
+
+def test_only_a_checkpoint_is_replaced(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "notes.txt").write_text("hi")
+    with pytest.raises(InputError, match="is not a checkpoint; it is not replaced"):
+        save_checkpoint(tmp_path, 1, {}, {}, {}, name="precious")
+    assert (tmp_path / "precious" / "notes.txt").read_text() == "hi"
+    save_checkpoint(tmp_path, 1, {"w": torch.zeros(1)}, {}, {}, name="mine")
+    save_checkpoint(tmp_path, 2, {"w": torch.ones(1)}, {}, {}, name="mine")
+    assert load_part(tmp_path / "mine", "model.pt")["w"].item() == 1.0
+
+
+def test_one_process_a_folder(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from deft.errors import InputError\n"
+        "from deft.training.checkpoint import folder_lock\n"
+        f"with folder_lock(Path({str(tmp_path)!r})): pass\n"
+    )
+    with checkpoint.folder_lock(tmp_path):
+        refused = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert "another process is training" in refused.stderr
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -349,7 +349,7 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
         settings = LoggingConfig(console_level="CRITICAL", **{f"use_{name}": True})
-        with pytest.raises(InputError, match=rf'{name} is not installed; run `pip install "deft\[{name}\]"`'):
+        with pytest.raises(InputError, match=rf'{name} is not installed: .*`pip install -e "\.\[{name}\]"`'):
             RunLogger(tmp_path, settings, total_timesteps=1)
     assert logging.getLogger("deft").handlers == handlers
     assert len(closed) == 2  # what was already open

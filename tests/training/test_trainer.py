@@ -191,6 +191,80 @@ def test_a_signal_stops_between_steps_and_the_resumed_run_is_the_same(tmp_path, 
     assert_equal(whole, resumed)
 
 
+def test_a_run_stopped_in_its_first_rollout_is_resumed(tmp_path):
+    whole = make_trainer(tmp_path / "whole")
+    whole.train(256)
+    trainer = make_trainer(tmp_path / "half")
+    step, calls = trainer.collection.collector.step, itertools.count(1)
+
+    def interrupted(buffer, ends_segment):
+        if next(calls) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(buffer, ends_segment)
+
+    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(256)
+    assert trainer.num_timesteps == 0
+    resumed = make_trainer(tmp_path / "half")
+    resumed.load(tmp_path / "half")
+    resumed.train(256)
+    assert_equal(whole, resumed)
+
+
+@pytest.mark.parametrize("mode", ["standard", "vla"])
+@pytest.mark.parametrize("change", [{"total": 70}, {"buffer_size": 8}])
+def test_a_half_rollout_that_no_longer_fits_is_dropped(tmp_path, mode, change, caplog):
+    """Stopped in the second rollout of 32, then resumed with an earlier end, or with shorter rollouts."""
+    trainer = make_trainer(tmp_path, buffer_type=mode, max_staleness=0)
+    step, calls = trainer.collection.collector.step, itertools.count(1)
+
+    def interrupted(buffer, ends_segment):
+        if next(calls) == 32 + 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(buffer, ends_segment)
+
+    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(256)
+    settings = {"buffer_size": change.get("buffer_size", 32)}
+    resumed = make_trainer(tmp_path, buffer_type=mode, max_staleness=0, **settings)
+    resumed.load(tmp_path)
+    total = change.get("total", 128)
+    resumed.train(total)
+    assert resumed.num_timesteps == total
+    assert "collected steps are dropped" in caplog.text
+
+
+def test_a_failure_does_not_replace_a_better_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, env=[Failing(at=100)], save_freq=32)
+    with pytest.raises(RunError):
+        trainer.train(1000)  # fails in the rollout after checkpoint-96
+    state = torch.load(tmp_path / "checkpoint-96" / "training_state.pt", weights_only=True)
+    assert state["collector"]["env"] is not None
+
+
+def test_evaluation_of_a_random_model_leaves_training_alone(tmp_path):
+    """A policy whose deterministic actions still draw numbers: its evaluations draw from a state of their own."""
+
+    class Noisy(ActorCritic):
+        def act(self, td, deterministic=False):
+            return super().act(td, deterministic=False)
+
+        def act_arrays(self, observation):
+            return None
+
+    def run(folder, eval_freq):
+        torch.manual_seed(0)
+        env = gymnasium.make("CartPole-v1")
+        policy = Noisy(env.observation_space, env.action_space)
+        trainer = Trainer(policy, env, PPO(policy), 32, eval_freq=eval_freq, output_dir=folder, logging_config=QUIET)
+        trainer.train(128)
+        return trainer
+
+    assert_equal(run(tmp_path / "a", 0), run(tmp_path / "b", 32))
+
+
 def test_evaluation_leaves_the_training_environment_alone(tmp_path):
     evaluated = make_trainer(tmp_path / "a", eval_freq=64, eval_env=lambda: wrap(gymnasium.make("CartPole-v1")))
     plain = make_trainer(tmp_path / "b")
