@@ -99,11 +99,12 @@ class Collector:
             _flat_observation(row, _with_final(step), schema.NEXT_OBSERVATION)
         else:
             row[schema.NEXT_VALUE] = self._bootstrap(step, next_memory, ends_segment)
+        # Counted before it is written: a trainer in another thread asks for the count of what it finds in the buffer.
+        self.episodes.extend(step.episodes)
+        self.step_counts.append(int(step.num_steps.sum()) if self.env.chunk_length > 1 else self.env.num_envs)
         buffer.write(row)
         self._observation = step.observation
         self._memory = None if next_memory is None else zero_rows(next_memory, step.done_index)
-        self.episodes.extend(step.episodes)
-        self.step_counts.append(int(step.num_steps.sum()) if self.env.chunk_length > 1 else self.env.num_envs)
 
     def take_episodes(self) -> list[Episode]:
         """The episodes that finished since the last call."""
