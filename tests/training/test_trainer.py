@@ -222,6 +222,10 @@ def test_a_half_rollout_that_no_longer_fits_is_dropped(tmp_path, mode, change, c
     def interrupted(buffer, ends_segment):
         if next(calls) == 32 + 20:
             os.kill(os.getpid(), signal.SIGINT)
+            if mode == "vla":
+                time.sleep(
+                    1.0
+                )  # this is the collector's thread: the main one is to see the signal before the next step
         step(buffer, ends_segment)
 
     trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
