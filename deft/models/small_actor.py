@@ -40,7 +40,6 @@ class SmallActor:
             for tower in range(2)
         ]
         self._activation = ACTIVATIONS[activation]
-        self._encoder = encoder
         normalizer = encoder.normalizer
         self._normalization = None
         if normalizer is not None:

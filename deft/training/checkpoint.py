@@ -83,10 +83,13 @@ def folder_lock(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"output_dir: {run_dir} cannot be written: {error.strerror or error}") from error
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"output_dir: another process is training in {run_dir}; wait for it, or use another"
+            ) from None
         yield
-    except BlockingIOError:
-        raise InputError(f"output_dir: another process is training in {run_dir}; wait for it, or use another") from None
     finally:
         os.close(folder)
 

@@ -160,9 +160,8 @@ class BackgroundCollection:
                     ends_segment = following % self._rollout_steps == 0 or following == self._total_steps
                     self.collector.step(self.buffer, ends_segment)
                     self._position = following
-        except (
-            BaseException
-        ) as error:  # raised in the main thread when it next waits; said now, for an update may be long
+        except BaseException as error:
+            # Raised in the main thread when it next waits; said now, for an update may be long.
             self._error = error
             log.error("the collector stopped: %s: %s", type(error).__name__, error)
         finally:

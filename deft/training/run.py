@@ -222,14 +222,13 @@ def _remove_run(folder: Path) -> None:
 
 
 def _open_folder(config: RunConfig, replaces: bool) -> None:
-    """Make the run folder, without the run that it replaces, and write the settings as they repeat the run.
+    """Rid the run folder of the run that it replaces, and write the settings as they repeat the run.
 
     Not with those of how this process came to it.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if replaces:
             _remove_run(folder)
         repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)

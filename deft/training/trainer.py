@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,9 @@ class Trainer:
         self._run_config = run_config
         self._on_start = on_start
         self._loaded = False
-        self._eval_env = eval_env
-        self._eval_source = env
+        self._eval_env = eval_env if eval_env is not None else partial(make_another, env)
         self._own_eval_env: VectorEnv | None = None
-        self._video_env = video_env or (lambda: make_another(env, render_mode="rgb_array"))
+        self._video_env = video_env or partial(make_another, env, render_mode="rgb_array")
         self._log: RunLogger | None = None
         self._log_state: dict[str, Any] | None = None
         self._random_state: dict[str, Any] | None = None
@@ -408,8 +408,6 @@ class Trainer:
         """An environment of its own: the training one is in the middle of a rollout."""
         if self._own_eval_env is None:
             source = self._eval_env
-            if source is None:
-                source = make_another(self._eval_source)
             made = source() if callable(source) and not isinstance(source, gymnasium.Env) else source
             self._own_eval_env = self._wrap(made)
             for kind in ("observation_space", "action_space"):

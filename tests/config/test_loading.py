@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import VLA_EXAMPLE
 
 from deft.config import loading
 from deft.config.loading import load_config, read_mapping, replace, resolve, to_dict, write_config
@@ -25,33 +26,6 @@ QUICK_START = """{
       "gamma": 0.99,
       "n_epochs": 10,
       "batch_size": 64
-    }
-  }
-}
-"""
-
-VLA_EXAMPLE = """{
-  "trainer": {
-    "buffer_type": "vla",
-    "buffer_size": 2048,
-  },
-  "policy": {
-    "name": "vla",
-    "action_dim": 7,
-    "vla_config": {
-      "model_path": "checkpoints/pretrained_vla_model.pth",
-      "model_class": "vla_models.GPTVLAModel",
-      "model_config": {
-        "vision_encoder": "resnet50",
-        "language_model": "gpt2-medium",
-        "freeze_vision_encoder": false
-      }
-    }
-  },
-  "algorithm": {
-    "name": "ppo",
-    "cfg": {
-      "learning_rate": 1e-5,
     }
   }
 }

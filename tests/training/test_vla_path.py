@@ -5,6 +5,7 @@ import json
 import gymnasium
 import pytest
 import torch
+from documents import VLA_EXAMPLE
 from vla_worlds import ListeningModel, PointToColour
 
 from deft import PPO, Trainer, VLAPolicy, cli, schema
@@ -17,33 +18,6 @@ from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.loading import save_vla_model
 from deft.training import run
 
-# The example of the documents, less its two lines that say "...".
-EXAMPLE = """{
-  "trainer": {
-    "buffer_type": "vla",
-    "buffer_size": 2048,
-  },
-  "policy": {
-    "name": "vla",
-    "action_dim": 7,
-    "vla_config": {
-      "model_path": "checkpoints/pretrained_vla_model.pth",
-      "model_class": "vla_models.GPTVLAModel",
-      "model_config": {
-        "vision_encoder": "resnet50",
-        "language_model": "gpt2-medium",
-        "freeze_vision_encoder": false
-      }
-    }
-  },
-  "algorithm": {
-    "name": "ppo",
-    "cfg": {
-      "learning_rate": 1e-5,
-    }
-  }
-}
-"""
 WEIGHTS = "checkpoints/pretrained_vla_model.pth"
 SIZE = 16
 NUM_ENVS, STEPS = 2, 8
@@ -78,7 +52,7 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setitem(gpt.VISION_ENCODERS, "resnet50", gpt.VISION_ENCODERS["resnet-tiny"])
     monkeypatch.setitem(gpt.LANGUAGE_MODELS, "gpt2-medium", gpt.LanguageSpec(1, 16, 2))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(EXAMPLE)
+    (tmp_path / "config.json").write_text(VLA_EXAMPLE)
     return tmp_path
 
 

@@ -98,9 +98,8 @@ def find_vla_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
 
 def _import_class(name: str) -> Any:
     registered = OWN_MODELS | {e.name: e.value.replace(":", ".") for e in entry_points(group=ENTRY_POINT_GROUP)}
-    if (
-        name in registered and importlib.util.find_spec(name.partition(".")[0]) is None
-    ):  # a module of that name is meant
+    # Where there is a module of that name, that is meant.
+    if name in registered and importlib.util.find_spec(name.partition(".")[0]) is None:
         name = registered[name]
     module_name, _, class_name = name.rpartition(".")
     hint = _registered_hint(name, class_name, {entry: path.rpartition(".")[2] for entry, path in registered.items()})
