@@ -9,46 +9,85 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deft.algorithms.cql import CQL
+    from deft.algorithms.decision_transformer import DecisionTransformer
+    from deft.algorithms.iql import IQL
     from deft.algorithms.ppo import PPO
+    from deft.algorithms.td3_bc import TD3BC
+    from deft.config.offline_rl_config import OfflineRLConfig
     from deft.config.rl_config import RLConfig
+    from deft.data.datasets import load_dataset
+    from deft.data.offline_buffer import OfflineReplayBuffer
+    from deft.data.replay import ReplayBuffer
     from deft.data.rollout import RolloutBuffer
     from deft.data.vla_buffer import VLABuffer
     from deft.envs import make_env, make_vector_env
+    from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
     from deft.models.vla.interface import VLAModelInterface
     from deft.models.vla.loading import load_vla_model
     from deft.models.vla.policy import VLAPolicy
     from deft.training.api import PPOTrainer
+    from deft.training.offline import OfflineTrainer
+    from deft.training.offline_api import CQLTrainer, DecisionTransformerTrainer, IQLTrainer, TD3BCTrainer
     from deft.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _MODULES = {
+    "CQL": "deft.algorithms.cql",
+    "DecisionTransformer": "deft.algorithms.decision_transformer",
+    "IQL": "deft.algorithms.iql",
     "PPO": "deft.algorithms.ppo",
+    "TD3BC": "deft.algorithms.td3_bc",
+    "OfflineRLConfig": "deft.config.offline_rl_config",
     "RLConfig": "deft.config.rl_config",
+    "load_dataset": "deft.data.datasets",
+    "OfflineReplayBuffer": "deft.data.offline_buffer",
+    "ReplayBuffer": "deft.data.replay",
     "RolloutBuffer": "deft.data.rollout",
     "VLABuffer": "deft.data.vla_buffer",
     "make_env": "deft.envs",
     "make_vector_env": "deft.envs",
+    "Actor": "deft.models.actor",
     "ActorCritic": "deft.models.actor_critic",
     "VLAModelInterface": "deft.models.vla.interface",
-    "VLAPolicy": "deft.models.vla.policy",
     "load_vla_model": "deft.models.vla.loading",
+    "VLAPolicy": "deft.models.vla.policy",
     "PPOTrainer": "deft.training.api",
+    "OfflineTrainer": "deft.training.offline",
+    "CQLTrainer": "deft.training.offline_api",
+    "DecisionTransformerTrainer": "deft.training.offline_api",
+    "IQLTrainer": "deft.training.offline_api",
+    "TD3BCTrainer": "deft.training.offline_api",
     "Trainer": "deft.training.trainer",
 }
 
 __all__ = [
+    "CQL",
+    "IQL",
     "PPO",
+    "TD3BC",
+    "Actor",
     "ActorCritic",
+    "CQLTrainer",
+    "DecisionTransformer",
+    "DecisionTransformerTrainer",
+    "IQLTrainer",
+    "OfflineRLConfig",
+    "OfflineReplayBuffer",
+    "OfflineTrainer",
     "PPOTrainer",
     "RLConfig",
+    "ReplayBuffer",
     "RolloutBuffer",
+    "TD3BCTrainer",
     "Trainer",
     "VLABuffer",
     "VLAModelInterface",
     "VLAPolicy",
     "__version__",
+    "load_dataset",
     "load_vla_model",
     "make_env",
     "make_vector_env",

@@ -55,6 +55,12 @@ def train(arguments: list[str]) -> int:
     """`deft train [ALGORITHM] [--config FILE] [flags]`."""
     config, as_json = parse_train(arguments)
 
+    from deft.config.settings import OfflineRunConfig
+
+    if isinstance(config, OfflineRunConfig):
+        from deft.training.offline_run import train as run_offline
+
+        return _report(run_offline(config), as_json)
     from deft.training.run import train as run
 
     return _report(run(config), as_json)
@@ -148,9 +154,87 @@ def evaluate(arguments: list[str]) -> int:
     return _report(results, given.values.get("json", False))
 
 
+def collect(arguments: list[str]) -> int:
+    """`deft collect --policy CHECKPOINT|random|expert --out DATASET [flags]`."""
+    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, parse_flags
+    from deft.config.settings import CollectConfig
+    from deft.config.validation import checked
+
+    flags = list(class_flags(CollectConfig))
+    shown = CollectConfig(policy="", out="", steps=1)  # for the defaults of the rest
+    defaults = {flag.path: getattr(shown, flag.path) for flag in flags} | dict.fromkeys(("policy", "out", "steps"))
+    given = parse_flags(
+        [FlagGroup("collection", CollectConfig.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
+        {**defaults, "json": False, "debug": False},
+        arguments,
+        usage="deft collect",
+        description="Play a policy in an environment and record what happens as a dataset, in Minari's layout.",
+    )
+    if given.words:
+        raise InputError(f"collect: unexpected '{given.words[0]}'; a value follows its flag")
+    settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
+    written = {flag.path: f"--{flag.name}".replace("_", "-") for flag in flags}
+    config = checked(CollectConfig, settings, written=written | given.written)
+
+    from deft.training.collect import collect as record
+
+    return _report(record(config), given.values.get("json", False))
+
+
+def play(arguments: list[str]) -> int:
+    """`deft play [--env ID] [--task NAME] [--policy RUN|random|expert] [--video FILE] [flags]`."""
+    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, parse_flags
+    from deft.config.settings import PlayConfig
+    from deft.config.validation import checked
+
+    flags = list(class_flags(PlayConfig))
+    defaults = {flag.path: getattr(PlayConfig(), flag.path) for flag in flags}
+    given = parse_flags(
+        [FlagGroup("play", PlayConfig.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
+        {**defaults, "json": False, "debug": False},
+        arguments,
+        usage="deft play",
+        description="Watch a policy, a scripted expert or random actions in an environment.",
+    )
+    if given.words:
+        raise InputError(f"play: unexpected '{given.words[0]}'; a value follows its flag")
+    settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
+    config = checked(PlayConfig, settings, written=given.written)
+
+    from deft.evaluation.play import play as watch
+
+    return _report(watch(config), given.values.get("json", False))
+
+
+def doctor(arguments: list[str]) -> int:
+    """`deft doctor [--json]`."""
+    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, parse_flags
+
+    given = parse_flags(
+        [FlagGroup("doctor", "The command itself.", OUTPUT_FLAGS)],
+        {"json": False, "debug": False},
+        arguments,
+        usage="deft doctor",
+        description="Say what this machine can render with, how fast, what it has, and what to install for the rest.",
+    )
+    if given.words:
+        raise InputError(f"doctor: unexpected '{given.words[0]}'; it takes flags alone")
+
+    from deft.doctor import describe, examine
+
+    results = examine()
+    if given.values.get("json", False):
+        return _report(results, as_json=True)
+    print(describe(results), flush=True)
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (train, "train a policy:      deft train [ALGORITHM] [--config FILE] [flags]"),
     "evaluate": (evaluate, "evaluate a policy:   deft evaluate RUN|CHECKPOINT [--episodes N] [flags]"),
+    "collect": (collect, "record a dataset:    deft collect --policy RUN|random|expert --out DATASET [flags]"),
+    "play": (play, "watch a policy:      deft play --env ID [--task NAME] --policy RUN|random|expert --video FILE"),
+    "doctor": (doctor, "examine the machine: deft doctor [--json]"),
 }
 TRAIN_HELP = """usage: deft train [ALGORITHM] [--config FILE] [flags]
 

@@ -31,6 +31,10 @@ TRUNCATED = "truncated"
 NUM_STEPS = "num_steps"  # int64 [B]: env steps that this transition took; only with action chunks
 ADVANTAGE = "advantage"
 VALUE_TARGET = "value_target"
+PREVIOUS_REWARD = "previous_reward"  # [B]: what the last action earned, 0 at an episode's first step
+RETURN_TO_GO = "return_to_go"  # [B, K]: undiscounted, from this step to the end of its episode
+TIMESTEP = "timestep"  # int64 [B, K]: place in the episode, from 0
+STEP_MASK = "step_mask"  # bool [B, K]: which steps of a window are real; padding stands at its end
 
 NEXT_OBSERVATION = (NEXT, OBSERVATION)  # the true final one at an episode's end, never the one after a reset
 NEXT_MEMORY = (NEXT, MEMORY)

@@ -17,6 +17,8 @@ from deft.config.loading import replace, write_config
 from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, RunConfig
 from deft.errors import InputError, RunError
 
+ALGORITHM_NAMES = ", ".join(ALGORITHM_SETTINGS)
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -114,8 +116,8 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, resumed: str) -> N
 
 WRONG = [
     ("trian", "trian: no such command; did you mean 'train'?"),
-    ("train", "train: give an algorithm (ppo), or --config FILE"),
-    ("train pp", "train pp: no such algorithm; one of ppo"),
+    ("train", f"train: give an algorithm ({ALGORITHM_NAMES}), or --config FILE"),
+    ("train pp", f"train pp: no such algorithm; one of {ALGORITHM_NAMES}"),
     (
         "train ppo CartPole-v1",
         "train: unexpected 'CartPole-v1'; a value follows its flag, and the algorithm comes first",
@@ -126,8 +128,8 @@ WRONG = [
     ("train ppo --env", "--env: needs a value (TEXT)"),
     ("train ppo --env --seed 1", "--env: needs a value (TEXT)"),
     ("train ppo --num-envs four", "--num-envs: 'four' is not a whole number"),
-    ("train ppo --num_envs 0 --seed -1", "--num-envs: 0 is out of range; must be at least 1 (and 1 more)"),
-    ("train ppo --vector thread", "--vector: 'thread' is not allowed; one of 'sync', 'process', 'envpool'"),
+    ("train ppo --num_envs 0 --seed -1", "--seed: -1 is out of range; must be at least 0 (and 1 more)"),
+    ("train ppo --vector thread", "--vector: 'thread' is not allowed; one of 'sync', 'process', 'envpool', 'gpu'"),
     ("train ppo --lr 1e-4 --learning-rate 1e-4", "--learning-rate: the same setting as --lr; give one of them"),
     ("train ppo --use-wandb=true", "--use-wandb: takes no value; write --use-wandb or --no-use-wandb"),
     ("train ppo --env-kwargs size", "--env-kwargs: 'size' is not KEY=VALUE, nor a JSON object"),
@@ -230,7 +232,7 @@ def test_help_is_grouped_and_shows_the_values_of_the_file(tmp_path: Path, capsys
     for part in ("env options", "ppo options", "Proximal policy optimization.", "--ppo-epochs INT", "(default: 77)"):
         assert part in text
     assert cli.main(["train", "--help"]) == 0
-    assert "Algorithms: ppo." in capsys.readouterr().out
+    assert f"Algorithms: {ALGORITHM_NAMES}." in capsys.readouterr().out
     assert cli.main(["evaluate", "--help"]) == 0
     assert "--episodes INT" in capsys.readouterr().out
 
@@ -250,7 +252,7 @@ def test_version_and_help_are_quick_and_without_torch() -> None:
 
 def test_python_m_deft_is_the_same_command() -> None:
     ran = subprocess.run([sys.executable, "-m", "deft", "train"], capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (2, "deft: train: give an algorithm (ppo), or --config FILE\n")
+    assert (ran.returncode, ran.stderr) == (2, f"deft: train: give an algorithm ({ALGORITHM_NAMES}), or --config FILE\n")
 
 
 def test_parsing_imports_no_torch() -> None:

@@ -16,6 +16,76 @@ from torch import Tensor, nn
 from deft.errors import InputError
 
 
+class FusedAdam:
+    """AdamW on flat memory in one pass over it, with its step count and step size as tensors on the device.
+
+    θ ← (1 − α λ) θ − α m̂ / (√v̂ + ε). Nothing here waits for the device, so that an update can be recorded as a CUDA
+    graph: `learning_rate` is a tensor that a schedule writes into.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float = 0.0, epsilon: float = 1e-8
+    ) -> None:
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trainable:
+            raise InputError("nothing to train: every parameter is frozen")
+        self.weight_decay, self.epsilon = weight_decay, epsilon
+        self._value, self.gradient = _flatten(trainable)
+        self._first, self._second = torch.zeros_like(self._value), torch.zeros_like(self._value)
+        device = self._value.device
+        self._count = torch.zeros((), device=device)
+        self.learning_rate = torch.tensor(learning_rate, device=device)
+
+    def zero_gradients(self) -> None:
+        """Set every gradient to zero in place."""
+        self.gradient.zero_()
+
+    @torch.no_grad()
+    def step(self, max_grad_norm: float | None = None) -> Tensor | None:
+        """One step with the gradients that are there; with a limit, clip to it and return the norm before."""
+        norm = None
+        if max_grad_norm is not None:
+            norm = torch.linalg.vector_norm(self.gradient)
+            self.gradient.div_(torch.clamp(norm / max_grad_norm, min=1.0))
+        self._count += 1
+        torch._fused_adamw_(
+            [self._value],
+            [self.gradient],
+            [self._first],
+            [self._second],
+            [],
+            [self._count],
+            lr=self.learning_rate,
+            beta1=FlatAdam.BETA_1,
+            beta2=FlatAdam.BETA_2,
+            weight_decay=self.weight_decay,
+            eps=self.epsilon,
+            amsgrad=False,
+            maximize=False,
+        )
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adam's moments, step count and step size."""
+        parts = {
+            "first": self._first,
+            "second": self._second,
+            "count": self._count,
+            "learning_rate": self.learning_rate,
+        }
+        return {name: tensor.detach().cpu().clone() for name, tensor in parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; refuses the state of another set of parameters."""
+        saved, own = state["first"].numel(), self._first.numel()
+        if saved != own:
+            raise InputError(f"the optimizer state is for {saved} parameters; these networks have {own}")
+        self._first.copy_(state["first"])
+        self._second.copy_(state["second"])
+        self._count.copy_(state["count"])
+        self.learning_rate.copy_(state["learning_rate"])
+
+
 class FlatAdam:
     """Adam (Kingma & Ba, 2015) with global-norm gradient clipping, over one flat tensor for each parameter type.
 

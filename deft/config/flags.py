@@ -18,12 +18,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 
 from deft.config.loading import canonical_path, parse_yaml
-from deft.config.settings import ALGORITHM_SETTINGS, MOVED_SETTINGS, AlgorithmSettings, RunConfig
+from deft.config.settings import ALGORITHM_SETTINGS, MOVED_SETTINGS, AlgorithmSettings, run_class
 from deft.config.validation import nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
 
 # Flags whose name is not the last part of their path.
 _NAMES = {
+    "dataset.path": "dataset",
+    "dataset.options": "dataset_options",
     "env.id": "env",
     "env.kwargs": "env_kwargs",
     "env.timeout": "env_timeout",
@@ -52,7 +54,7 @@ class Flag:
     @property
     def takes_several(self) -> bool:
         """Whether several values may follow it: `--hidden-sizes 64 64`."""
-        return get_origin(self.annotation) in (tuple, dict)
+        return get_origin(_alternatives(self.annotation)[0][0]) in (tuple, dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
     aliases: dict[str, list[str]] = {}
     for place in [*(f"algorithm.cfg.{alias}" for alias in algorithm_class.ALIASES), *MOVED_SETTINGS]:
         aliases.setdefault(canonical_path(place, algorithm_class), []).append(place.rpartition(".")[2])
-    sections = sorted(_sections(RunConfig, algorithm_class), key=lambda section: section[0] != "algorithm.cfg")
+    sections = sorted(
+        _sections(run_class(algorithm_class), algorithm_class), key=lambda section: section[0] != "algorithm.cfg"
+    )
     taken: set[str] = set()
     groups = []
     for prefix, cls in sections:
@@ -89,9 +93,9 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
             others = tuple(dict.fromkeys(alias for alias in aliases.get(flag.path, []) if alias not in {name, *taken}))
             taken |= {name, *others}
             flags.append(dataclasses.replace(flag, name=name, aliases=others))
-        title = {"": "run", "algorithm.cfg": algorithm}.get(prefix, prefix.rpartition(".")[2])
+        title = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}.get(prefix, prefix.rpartition(".")[2])
         groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
-    order = ("env", algorithm, "policy", "vla_config", "trainer", "logging", "run")
+    order = ("dataset", "env", algorithm.replace("-", "_"), "policy", "vla_config", "trainer", "logging", "run")
     return sorted((group for group in groups if group.flags), key=lambda group: order.index(group.title))
 
 
@@ -224,12 +228,12 @@ def _words(value: Any) -> list[str]:
     return [json.dumps(value) if isinstance(value, dict) else "none" if value is None else str(value)]
 
 
-def _alternatives(annotation: Any) -> tuple[Any, bool]:
-    """The type of a setting without None, and whether it may be None."""
+def _alternatives(annotation: Any) -> tuple[list[Any], bool]:
+    """The types that a setting may have, without None, and whether it may be None."""
     if get_origin(annotation) in (Union, types.UnionType):
         inner = [member for member in get_args(annotation) if member is not type(None)]
-        return _bare(inner[0]), len(inner) < len(get_args(annotation))
-    return _bare(annotation), False
+        return [_bare(member) for member in inner], len(inner) < len(get_args(annotation))
+    return [_bare(annotation)], False
 
 
 def _bare(annotation: Any) -> Any:
@@ -237,35 +241,40 @@ def _bare(annotation: Any) -> Any:
 
 
 def _metavar(annotation: Any) -> str:
-    bare, may_be_none = _alternatives(annotation)
-    if get_origin(bare) is Literal:
-        name = "{" + ",".join(str(choice) for choice in get_args(bare)) + "}"
-    elif get_origin(bare) is tuple:
-        name = f"{_metavar(get_args(bare)[0])} ..."
-    elif get_origin(bare) is dict:
-        name = "JSON|KEY=VALUE ..."
-    else:
-        name = {int: "INT", float: "FLOAT"}.get(bare, "TEXT")
-    return f"{name}|none" if may_be_none else name
+    kinds, may_be_none = _alternatives(annotation)
+    return "|".join([*map(_kind_name, kinds), *(["none"] if may_be_none else [])])
+
+
+def _kind_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
+    if get_origin(kind) is tuple:
+        return f"{_metavar(get_args(kind)[0])} ..."
+    if get_origin(kind) is dict:
+        return "JSON|KEY=VALUE ..."
+    return {int: "INT", float: "FLOAT"}.get(kind, "TEXT")
 
 
 def _value(flag: Flag, words: list[str], written: str) -> Any:
     """The words after a flag as a value. What cannot be read as its type stays text, for the validation to refuse."""
-    bare, _ = _alternatives(flag.annotation)
-    if get_origin(bare) is dict:
+    kinds, may_be_none = _alternatives(flag.annotation)
+    if get_origin(kinds[0]) is dict:
         return _mapping(words, written)
-    if get_origin(bare) is tuple:
-        return [_scalar(word, get_args(bare)[0]) for word in words]
+    if get_origin(kinds[0]) is tuple:
+        if may_be_none and [word.lower() for word in words] in (["none"], ["null"]):
+            return None
+        return [_scalar(word, get_args(kinds[0])[0]) for word in words]
     return _scalar(words[0], flag.annotation)
 
 
 def _scalar(word: str, annotation: Any) -> Any:
-    bare, may_be_none = _alternatives(annotation)
+    kinds, may_be_none = _alternatives(annotation)
     if may_be_none and word.lower() in ("none", "null"):
         return None
-    for convert in {int: (int, float), float: (float,)}.get(bare, ()):
-        with contextlib.suppress(ValueError):
-            return convert(word)
+    for kind in kinds:
+        for convert in {int: (int, float), float: (float,)}.get(kind, ()):
+            with contextlib.suppress(ValueError):
+                return convert(word)
     return word
 
 

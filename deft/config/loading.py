@@ -1,4 +1,4 @@
-"""Config files and mappings to `RunConfig` and back: read, resolve, change, write.
+"""Config files and mappings to a run's settings and back: read, resolve, change, write.
 
 `deft.cli` and the trainers read settings through here; whatever is wrong is refused as one line (`InputError`).
 """
@@ -12,19 +12,29 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from deft.config.settings import ALGORITHM_SETTINGS, MOVED_SETTINGS, SHORTHANDS, AlgorithmSettings, RunConfig
+from deft.config.settings import (
+    ALGORITHM_SETTINGS,
+    MOVED_SETTINGS,
+    SHORTHANDS,
+    AlgorithmSettings,
+    OfflineRunConfig,
+    RunConfig,
+    run_class,
+)
 from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
 
 PRESETS = Path(__file__).parent / "presets"
+AnyRunConfig: TypeAlias = RunConfig | OfflineRunConfig
+Config = TypeVar("Config", bound=RunConfig | OfflineRunConfig)
 
 
-def load_config(path: str | Path) -> RunConfig:
+def load_config(path: str | Path) -> Any:
     """The settings in a JSON or YAML file, or of a preset by its bare name."""
     return resolve(read_mapping(find_config(path)))
 
@@ -75,8 +85,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     return mapping
 
 
-def resolve(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None) -> RunConfig:
-    """The run that a mapping describes; defaults where it says nothing.
+def resolve(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None) -> Any:
+    """The run that a mapping describes: `RunConfig` or `OfflineRunConfig`, by its algorithm. Defaults fill it up.
 
     Aliases and shorthands of the documents are understood. `written` tells how the user spelled a path, for messages.
     """
@@ -85,12 +95,12 @@ def resolve(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None
     canonical, spelled = _canonical(mapping)
     algorithm_class = _algorithm_class(canonical)
     try:
-        return _run_adapter().validate_python(canonical)
+        return _adapter(run_class(algorithm_class)).validate_python(canonical)
     except ValidationError as error:
         raise InputError(
             explain(
                 error,
-                RunConfig,
+                run_class(algorithm_class),
                 concrete={AlgorithmSettings: algorithm_class},
                 written={**spelled, **(written or {})},
                 elsewhere={path.rpartition(".")[2]: path for path in setting_paths(algorithm_class)},
@@ -103,7 +113,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {name: _plain(getattr(config, name)) for name in setting_names(type(config))}
 
 
-def write_config(config: RunConfig, path: str | Path) -> None:
+def write_config(config: AnyRunConfig, path: str | Path) -> None:
     """Write the resolved settings, with the command that repeats the run; reading them back gives an equal config."""
     path = Path(path)
     try:
@@ -119,7 +129,7 @@ def write_config(config: RunConfig, path: str | Path) -> None:
     unfinished.replace(path)
 
 
-def replace(config: RunConfig, **settings: Any) -> RunConfig:
+def replace(config: Config, **settings: Any) -> Config:
     """A copy with some settings changed, by dotted path: `replace(config, **{"env.num_envs": 8, "seed": 1})`."""
     mapping = to_dict(config)
     for path, value in settings.items():
@@ -166,12 +176,12 @@ def setting_paths(algorithm_class: type[AlgorithmSettings]) -> Iterator[str]:
             else:
                 yield from walk(algorithm_class if nested is AlgorithmSettings else nested, f"{prefix}{name}.")
 
-    return walk(RunConfig, "")
+    return walk(run_class(algorithm_class), "")
 
 
 @functools.cache
-def _run_adapter() -> TypeAdapter[RunConfig]:
-    return TypeAdapter(RunConfig)
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def _algorithm_class(mapping: Mapping[str, Any]) -> type[AlgorithmSettings]:

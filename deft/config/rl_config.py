@@ -94,7 +94,7 @@ class RLConfig:
 
     # Environment (its id comes from the environment that the trainer is given)
     num_envs: Count = EnvConfig.num_envs
-    vector: Literal["sync", "process", "envpool"] = EnvConfig.vector
+    vector: Literal["sync", "process", "envpool", "gpu"] = EnvConfig.vector
     num_workers: Count | None = EnvConfig.num_workers
     max_episode_steps: Count | None = EnvConfig.max_episode_steps
     env_kwargs: dict[str, Any] = Field(default_factory=dict)

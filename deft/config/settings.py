@@ -7,7 +7,7 @@ class of their own here, named in `ALGORITHM_SETTINGS`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
@@ -34,8 +34,8 @@ class EnvConfig:
     """Any Gymnasium id, or one of Deft's own."""
     num_envs: Count = 1
     """Copies stepped together."""
-    vector: Literal["sync", "process", "envpool"] = "sync"
-    """How the copies run: in this process, in worker processes over shared memory, or in envpool's threads."""
+    vector: Literal["sync", "process", "envpool", "gpu"] = "sync"
+    """How the copies run: here, in worker processes, in envpool's threads, or in one GPU simulation (ManiSkill)."""
     num_workers: Count | None = None
     """Worker processes (`vector: process`); by default one a core, at most one an environment."""
     max_episode_steps: Count | None = None
@@ -44,6 +44,8 @@ class EnvConfig:
     """Passed to the environment's constructor."""
     timeout: Positive = 60.0
     """Seconds that one step may take before the environment counts as hung (`process` vectors and VLA mode)."""
+    restart_workers: NonNegativeInt = 3
+    """How often in a row a worker process that hangs or dies is replaced, losing its episodes; 0: it ends the run."""
 
 
 @settings
@@ -89,11 +91,16 @@ class PolicyConfig:
 
     @model_validator(mode="after")
     def _vla_config_goes_with_vla(self) -> PolicyConfig:
-        if self.name == "vla" and self.vla_config is None:
-            raise ValueError("name 'vla' needs vla_config with at least model_class")
-        if self.name != "vla" and self.vla_config is not None:
-            raise ValueError(f"vla_config is given but name is '{self.name}'; write name 'vla' or leave it out")
+        check_vla_config(self)
         return self
+
+
+def check_vla_config(policy: Any) -> None:
+    """Refuse a VLA policy without its model, and a model without a VLA policy."""
+    if policy.name == "vla" and policy.vla_config is None:
+        raise ValueError("name 'vla' needs vla_config with at least model_class")
+    if policy.name != "vla" and policy.vla_config is not None:
+        raise ValueError(f"vla_config is given but name is '{policy.name}'; write name 'vla' or leave it out")
 
 
 @settings
@@ -159,7 +166,144 @@ class PPOSettings(AlgorithmSettings):
     """Compile the update with torch.compile."""
 
 
-ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {"ppo": PPOSettings}
+@settings
+class OfflineSettings(AlgorithmSettings):
+    """The base of the algorithms that learn from a dataset."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"lr": "learning_rate", "discount_gamma": "gamma"}
+
+    batch_size: Count = 256
+    """Transitions (or windows) in a batch."""
+    weight_decay: NonNegative = 1e-6
+    """Decoupled weight decay (AdamW)."""
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    """What the matrix products compute in: `bf16` is quicker where the machine has units for it, `tf32` on a GPU."""
+
+
+@settings
+class OffPolicySettings(OfflineSettings):
+    """The base of the algorithms with critics."""
+
+    tau: Fraction = 0.005
+    """How far the target networks move towards the trained ones at each update."""
+    num_critics: Count = 2
+    """Size of the ensemble of critics; the smallest of their values counts."""
+    critic_layer_norm: Switch = False
+    """LayerNorm in the critics."""
+
+
+@settings
+class IQLSettings(OffPolicySettings):
+    """Implicit Q-learning."""
+
+    expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """τ of the expectile regression of V on Q: 0.5 is the mean, towards 1 the best action in the data."""
+    temperature: NonNegative = 3.0
+    """β of the weights exp(β · advantage); 0 is behaviour cloning."""
+    max_weight: Positive = 100.0
+    """Where those weights are clipped."""
+    reward_scaling: Literal["none", "return_range"] = "return_range"
+    """`return_range`: rewards times 1000 / (best − worst return of the dataset), as in the paper for locomotion."""
+    learning_rate_schedule: Literal["constant", "cosine"] = "cosine"
+    """Of the policy: `cosine` goes to 0 at the end of training."""
+
+
+@settings
+class CQLSettings(OffPolicySettings):
+    """Conservative Q-learning, CQL(H)."""
+
+    policy_learning_rate: Positive = 1e-4
+    """Adam's step size for the policy and the temperature; `learning_rate` is the critics'."""
+    cql_alpha: NonNegative = 5.0
+    """Weight of the conservative penalty."""
+    cql_samples: Count = 10
+    """Actions of each kind (random, of the policy here, of the policy at the next state) in the penalty."""
+    cql_temperature: Positive = 1.0
+    """Temperature of its logsumexp."""
+    min_q_weight: Fraction = 1.0
+    """The target is this times the smallest of the critics' values plus the rest times the largest."""
+    policy_warmup: NonNegativeInt = 0
+    """Updates at the start in which the policy clones the data instead of following the critics."""
+    cql_lagrange: Switch = False
+    """Learn a factor on the penalty that holds the gap between policy and data at `cql_target_action_gap`."""
+    cql_target_action_gap: Number = 10.0
+    """For `cql_lagrange`."""
+    cal_ql: Switch = False
+    """Bound the values of the policy's actions from below by the dataset's returns (Cal-QL), for offline to online."""
+    alpha: Literal["auto"] | NonNegative = "auto"
+    """Entropy temperature: learned towards an entropy of minus the action dims, or fixed."""
+    backup_entropy: Switch = False
+    """Whether the target counts the policy's entropy."""
+
+
+@settings
+class TD3BCSettings(OffPolicySettings):
+    """TD3 with behaviour cloning."""
+
+    alpha: NonNegative = 2.5
+    """Weight of the value against behaviour cloning, λ = α / mean |Q|; 0 is behaviour cloning."""
+    policy_noise: NonNegative = 0.2
+    """Deviation of the noise on the target policy's actions."""
+    noise_clip: NonNegative = 0.5
+    """Where that noise is clipped."""
+    policy_delay: Count = 2
+    """Critic updates for each policy update."""
+
+
+@settings
+class DTSettings(OfflineSettings):
+    """Decision Transformer."""
+
+    learning_rate: Positive = 1e-4
+    """AdamW's step size after the warm-up."""
+    batch_size: Count = 64
+    """Windows in a batch."""
+    context_length: Count = 20
+    """Steps of a window: return-to-go, observation and action each."""
+    n_layer: Count = 3
+    """Layers of the transformer."""
+    n_head: Count = 1
+    """Attention heads of a layer."""
+    embed_dim: Count = 128
+    """Width of the transformer."""
+    dropout: Fraction = 0.1
+    """On embeddings, attention and residual branches, while training."""
+    weight_decay: NonNegative = 1e-4
+    """Decoupled weight decay (AdamW)."""
+    warmup_steps: NonNegativeInt = 10_000
+    """Updates over which the learning rate rises from 0, linearly."""
+    max_grad_norm: Positive | None = 0.25
+    """Gradient clipping."""
+    target_return: tuple[Number, ...] | None = None
+    """Returns to aim at in evaluation, one or several; None: the best return of the dataset."""
+    return_scale: Positive | None = None
+    """What returns-to-go are divided by; None: the power of ten below the largest return of the dataset."""
+    max_episode_length: Count = 1000
+    """Timesteps that have an embedding; at least the dataset's longest episode."""
+    context_slide: Count = 1
+    """How many of its oldest steps a full window drops at once while acting: 1 is the paper's, more is quicker."""
+
+    @field_validator("target_return", mode="before")
+    @classmethod
+    def _one_target_is_a_list_of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> DTSettings:
+        if self.embed_dim % self.n_head:
+            raise ValueError(f"embed_dim {self.embed_dim} does not divide into n_head {self.n_head}")
+        if self.context_slide > self.context_length:
+            raise ValueError(f"context_slide {self.context_slide} is more than context_length {self.context_length}")
+        return self
+
+
+ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
+    "ppo": PPOSettings,
+    "iql": IQLSettings,
+    "cql": CQLSettings,
+    "td3-bc": TD3BCSettings,
+    "dt": DTSettings,
+}
 
 
 @settings
@@ -236,16 +380,11 @@ class AlgorithmConfig:
 
 
 @settings
-class RunConfig:
-    """One run: the resolved settings that are written into its folder and repeat it."""
+class RunSettings:
+    """What every run has, whatever it trains on."""
 
-    env: EnvConfig = Field(default_factory=EnvConfig)
-    policy: PolicyConfig = Field(default_factory=PolicyConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    logging: LoggingConfig = Field(default_factory=LoggingConfig)
     output_dir: str | None = None
-    """The run folder; by default `outputs/<algorithm>-<env>-<time>`."""
+    """The run folder; by default `outputs/<algorithm>-<env or dataset>-<time>`."""
     seed: Seed = 0
     """One seed, one result."""
     device: str = "auto"
@@ -263,6 +402,113 @@ class RunConfig:
 
 
 @settings
+class RunConfig(RunSettings):
+    """One run in an environment: the resolved settings that are written into its folder and repeat it."""
+
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+
+@settings
+class DatasetConfig:
+    """What is learned from."""
+
+    path: str | None = None
+    """A name (`hopper-medium-v2`, a Minari id) or a path; see docs/datasets.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the loader of its format."""
+    download: Switch = False
+    """Fetch a Minari id that is not on this machine."""
+    reference_returns: tuple[Number, Number] | None = None
+    """Returns of a random and an expert policy, which the normalised score is made of; by default the dataset's own."""
+    cache_gb: Positive = 2.0
+    """Memory for the episodes of a dataset that is streamed from disk (images)."""
+
+
+@settings
+class EvaluationEnvConfig:
+    """The environment to evaluate in."""
+
+    id: str | None = None
+    """Any Gymnasium id; by default the dataset's own."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor."""
+    max_episode_steps: Count | None = None
+    """A time limit in place of the environment's own."""
+
+
+@settings
+class ActorConfig:
+    """The policy, and the shape of its critics."""
+
+    chunk_length: ClassVar[int] = 1  # these policies decide one step at a time
+
+    name: Literal["actor", "vla"] = "actor"
+    """A network from scratch, or a VLA model."""
+    hidden_dim: Count = 256
+    """Width of the hidden layers of actor, value and critics."""
+    num_layers: Count = 2
+    """Hidden layers."""
+    encoder_dim: Count = 256
+    """Width of the features that the image encoder gives."""
+    log_std_init: Number = 0.0
+    """Log standard deviation of a Gaussian policy at the start."""
+    normalize_observation: Switch = True
+    """Scale vector observations by the dataset's mean and deviation; saved with the policy."""
+    vla_config: VLAConfig | None = None
+    """The model behind `name: vla`."""
+
+    @model_validator(mode="after")
+    def _vla_config_goes_with_vla(self) -> ActorConfig:
+        check_vla_config(self)
+        return self
+
+
+@settings
+class OfflineTrainerConfig:
+    """How long to train on a dataset, and what is written when."""
+
+    num_epochs: Count = 100
+    """Epochs in all."""
+    updates_per_epoch: Count | None = None
+    """Gradient updates of an epoch; by default one pass over the dataset, transitions / batch_size."""
+    num_seeds: Count = 1
+    """Independent learners (seed, seed + 1, …) trained at once in one batched update; vector observations."""
+    eval_freq: NonNegativeInt = 5
+    """Epochs between evaluations; 0: none."""
+    eval_episodes: Count = 10
+    """Episodes of an evaluation."""
+    log_freq: NonNegativeInt = 1_000
+    """Updates between lines of metrics."""
+    save_freq: NonNegativeInt = 10
+    """Epochs between checkpoints; 0: at the end alone."""
+    keep_checkpoints: Count = 3
+    """How many of the latest to keep, besides the best."""
+    capture: Literal["auto", "on", "off"] = "auto"
+    """Record the update as one CUDA graph and replay it; `auto`: on a GPU."""
+
+
+@settings
+class OfflineRunConfig(RunSettings):
+    """One run on a dataset: the resolved settings that are written into its folder and repeat it."""
+
+    dataset: DatasetConfig = Field(default_factory=DatasetConfig)
+    env: EvaluationEnvConfig = Field(default_factory=EvaluationEnvConfig)
+    policy: ActorConfig = Field(default_factory=ActorConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    trainer: OfflineTrainerConfig = Field(default_factory=OfflineTrainerConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+
+def run_class(algorithm_class: type[AlgorithmSettings]) -> Any:
+    """The class of a run's settings (`RunConfig` or `OfflineRunConfig`), by its algorithm's."""
+    return OfflineRunConfig if issubclass(algorithm_class, OfflineSettings) else RunConfig
+
+
+@settings
 class EvaluateConfig:
     """What to evaluate, and how."""
 
@@ -272,10 +518,76 @@ class EvaluateConfig:
     """How many episodes."""
     video: str | None = None
     """Write a video of the first episodes to this file (`.mp4`)."""
+    env: str | None = None
+    """Play in this environment instead of the run's own."""
     random_policy: Switch = False
     """Play uniformly random actions instead, on the same seeds: the baseline."""
     seed: Seed = 0
     """Seed of the evaluation's environments."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+
+@settings
+class CollectConfig:
+    """What to play, and where to record it."""
+
+    policy: str
+    """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
+    out: str
+    """The dataset's folder, named as Minari names datasets: `datasets/reach/expert-v0`."""
+    env: str | None = None
+    """Any Gymnasium id, or one of Deft's own; by default the one that the policy was trained in."""
+    steps: Count | None = None
+    """Record exactly so many env steps; episodes that are open then are cut."""
+    episodes: Count | None = None
+    """Record so many whole episodes."""
+    noise: NonNegative = 0.0
+    """On the policy's actions. Box: Gaussian, in half ranges of the action; discrete: chance of a random action."""
+    deterministic: Switch = False
+    """Take the policy's likeliest action, as in evaluation, in place of a sampled one."""
+    num_envs: Count = 1
+    """Copies stepped together."""
+    vector: Literal["sync", "process"] = "sync"
+    """How the copies run: in this process, or in worker processes."""
+    env_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor, beside those of the policy's run."""
+    max_episode_steps: Count | None = None
+    """A time limit in place of the environment's own."""
+    append: Switch = False
+    """Add to the dataset where there is one."""
+    seed: Seed = 0
+    """One seed, one recording; appended episodes start from seed + the number of those there."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+    @model_validator(mode="after")
+    def _has_one_end(self) -> CollectConfig:
+        if (self.steps is None) == (self.episodes is None):
+            raise ValueError("give --steps or --episodes, one of them")
+        return self
+
+
+@settings
+class PlayConfig:
+    """What to watch, and where."""
+
+    env: str | None = None
+    """Any Gymnasium id, or one of Deft's own; by default the one that the policy was trained in, or `tabletop`."""
+    task: str | None = None
+    """The environment's `task`; the same as `--env-kwargs task=…`."""
+    policy: str = "expert"
+    """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
+    video: str | None = None
+    """Write a video of the episodes to this file (`.mp4`)."""
+    episodes: Count = 3
+    """How many episodes."""
+    seed: Seed = 0
+    """Episode i starts from seed + i."""
+    env_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor, beside those of the policy's run."""
+    max_episode_steps: Count | None = None
+    """A time limit in place of the environment's own."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
@@ -288,4 +600,4 @@ MOVED_SETTINGS: dict[str, str] = {
 }
 
 # Sections that may be written as a plain string, and the setting that it stands for.
-SHORTHANDS: dict[str, str] = {"env": "id", "policy": "name", "algorithm": "name"}
+SHORTHANDS: dict[str, str] = {"env": "id", "policy": "name", "algorithm": "name", "dataset": "path"}

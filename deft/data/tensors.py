@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
 
 Arrays = np.ndarray | dict[str, np.ndarray]
+Memory = TypeVar("Memory", Tensor, TensorDictBase)
 
 
 def policy_inputs(
-    observation: Arrays, device: torch.device, memory: Tensor | None = None, mask: Tensor | None = None
+    observation: Arrays,
+    device: torch.device,
+    memory: Memory | None = None,
+    mask: Tensor | None = None,
+    previous_reward: np.ndarray | None = None,
 ) -> TensorDict:
-    """What `Policy.act` and `get_value` read: the observation, the memory before it, the mask of padded action dims."""
+    """What `Policy.act` and `get_value` read: the observation, the memory before it, the mask of padded action dims,
+    and, for a policy that `needs_reward`, what its last action earned.
+    """
     tensors: Tensor | dict[str, Tensor]
     if isinstance(observation, dict):
         tensors = {name: torch.from_numpy(stream).to(device) for name, stream in observation.items()}
@@ -28,12 +37,16 @@ def policy_inputs(
         td.set(schema.MEMORY, memory)
     if mask is not None:
         td.set(schema.ACTION_MASK, mask)
+    if previous_reward is not None:
+        td.set(schema.PREVIOUS_REWARD, torch.from_numpy(previous_reward).to(device))
     return td
 
 
-def zero_rows(memory: Tensor, index: np.ndarray) -> Tensor:
+def zero_rows(memory: Memory, index: np.ndarray) -> Memory:
     """Memory with the given rows at zero: an episode's first step."""
     if len(index):
         memory = memory.clone()
-        memory[torch.as_tensor(index, device=memory.device)] = 0.0
+        parts = [memory] if isinstance(memory, Tensor) else memory.values(include_nested=True, leaves_only=True)
+        for part in parts:
+            part[torch.as_tensor(index, device=part.device)] = 0
     return memory

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deft.config.loading import load_config, replace
-from deft.config.settings import RunConfig
+from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.envs.make import make_env, make_vector_env
+from deft.envs.vector import VectorEnv
 from deft.errors import InputError
-from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
+from deft.evaluation.rollouts import evaluate_policy, film_episodes, merge_results
+from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
+from deft.training.offline import members_of
+from deft.training.offline_run import build_offline_policy, normalized_score
 from deft.training.random_state import seed_everything
-from deft.training.run import CONFIG_FILE, EVALUATION_ENVS, build_policy
+from deft.training.run import EVALUATION_ENVS, build_policy
+from deft.training.run_folder import CONFIG_FILE
 
 FILMED_EPISODES = 5  # at most, of those that are evaluated
 
@@ -25,35 +32,58 @@ def evaluate_run(
     seed: int = 0,
     device: str = "auto",
     random_policy: bool = False,
+    env: str | None = None,
 ) -> dict[str, Any]:
     """Episodes of a run's best checkpoint (or of the checkpoint given), each from its own seed; optionally a video.
 
     With `random_policy` uniformly random actions play instead: the baseline, on the same seeds.
     """
-    folder, config = _find(Path(path))
+    folder, config = find_run(Path(path))
     seed_everything(seed)
-    chunk_length = config.policy.chunk_length
-    env_config = replace(config, **{"env.vector": "sync"}).env
-    env = make_vector_env(env_config, chunk_length=chunk_length, num_envs=min(episodes, EVALUATION_ENVS))
-    policy = None
+    env_config = _env_config(config, env)
+    count = min(episodes, EVALUATION_ENVS)
+    vector_env = make_vector_env(env_config, chunk_length=config.policy.chunk_length, num_envs=count)
+    policies: list[Policy | None] = [None]
     try:
         if not random_policy:
-            policy = build_policy(config, env, weights_follow=True)
-            weights = checkpoint.load_part(folder, checkpoint.MODEL)
-            checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
-            policy.to(choose_device(device))
-        results = summarize(play_episodes(policy, env, episodes, seed))
+            policies = [*members_of(load_policy(folder, config, vector_env, device))]
+        all_results = [evaluate_policy(policy, vector_env, episodes, seed) for policy in policies]
     finally:
-        env.close()
+        vector_env.close()
+    results = merge_results(all_results, partial(normalized_score, config))
     results["checkpoint"] = str(folder)
     if video is not None:
         filmed = make_env(env_config, render_mode="rgb_array")
         count = min(episodes, FILMED_EPISODES)
-        results["video"] = str(film_episodes(policy, filmed, Path(video), count, seed))
+        results["video"] = str(film_episodes(policies[0], filmed, Path(video), count, seed))
     return results
 
 
-def _find(path: Path) -> tuple[Path, RunConfig]:
+def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorEnv, device: str = "auto") -> Policy:
+    """The policy of a checkpoint, for an environment like the one that it was trained in or for."""
+    if isinstance(config, OfflineRunConfig):
+        policy = build_offline_policy(config, env.observation_space, env.action_space)
+    else:
+        policy = build_policy(config, env, weights_follow=True)
+    weights = checkpoint.load_part(folder, checkpoint.MODEL)
+    checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
+    policy.to(choose_device(device))
+    return policy
+
+
+def _env_config(config: RunConfig | OfflineRunConfig, env: str | None) -> EnvConfig:
+    if isinstance(config, RunConfig):
+        changed = replace(config, **{"env.vector": "sync"}).env
+        return changed if env is None else dataclasses.replace(changed, id=env, kwargs={})
+    env_id = env or config.env.id
+    if env_id is None:
+        raise InputError("env: the run's dataset names no environment; give one with --env")
+    kwargs = config.env.kwargs if env is None else {}
+    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps)
+
+
+def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
+    """The best or latest checkpoint of a run folder, or the checkpoint given, and the settings of its run."""
     best = path / checkpoint.BEST
     folder = checkpoint.find_checkpoint(best if best.exists() else path)
     config_file = folder.parent / CONFIG_FILE

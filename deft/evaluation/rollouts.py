@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from deft.data.tensors import policy_inputs, zero_rows
 from deft.envs.make import wrap
 from deft.envs.vector import Episode, VectorEnv
 from deft.evaluation.video import write_video
+from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.policy import Policy
 
 
@@ -25,10 +27,12 @@ def play_episodes(
     seed: int = 0,
     deterministic: bool = True,
     frames: list[np.ndarray] | None = None,
+    act: Callable[[], np.ndarray] | None = None,
 ) -> list[Episode]:
     """`num_episodes` episodes, episode i from seed + i, whatever the policy and the number of environments.
 
-    `policy` None acts at random. Pictures of the first environment are appended to `frames`.
+    `policy` None acts at random, or as `act` decides (actions [N, …], from whatever it knows of the environments).
+    Pictures of the first environment are appended to `frames`.
     """
     generator = np.random.default_rng(seed)
     device = torch.device("cpu") if policy is None else next(iter(policy.parameters())).device
@@ -38,25 +42,45 @@ def play_episodes(
         wanted = min(env.num_envs, num_episodes - len(episodes))
         observation = env.reset(seed + len(episodes))
         memory = None if policy is None else policy.initial_memory(env.num_envs)
+        reward = np.zeros(env.num_envs, np.float32) if policy is not None and policy.needs_reward else None
         finished: dict[int, Episode] = {}
         while len(finished) < wanted:
             if frames is not None and 0 not in finished and (frame := env.render(0)) is not None:
                 frames.append(frame)
             if policy is None:
-                actions = random_actions(env, generator)
+                actions = random_actions(env, generator) if act is None else act()
             else:
-                td = policy.act(policy_inputs(observation, device, memory, mask), deterministic)
+                td = policy.act(policy_inputs(observation, device, memory, mask, reward), deterministic)
                 actions = td[schema.ACTION].numpy(force=True)
                 memory = td.get(schema.NEXT_MEMORY, None)
             step = env.step(actions)
             observation = step.observation
             if memory is not None:
                 memory = zero_rows(memory, step.done_index)
+            if reward is not None:
+                reward = step.reward.astype(np.float32)
+                reward[step.done_index] = 0.0
             for episode in step.episodes:
                 if episode.env_index < wanted:
                     finished.setdefault(episode.env_index, episode)
         episodes += [finished[index] for index in range(wanted)]
     return episodes
+
+
+def evaluate_policy(policy: Policy | None, env: VectorEnv, num_episodes: int, seed: int = 0) -> dict[str, Any]:
+    """`play_episodes`, summed up. A policy with several target returns plays for each; the first one's results lead."""
+    if not isinstance(policy, DecisionTransformerPolicy):
+        return summarize(play_episodes(policy, env, num_episodes, seed))
+    targets = policy.target_returns
+    summaries = []
+    for target in targets:
+        policy.target_return.fill_(target)
+        summaries.append(summarize(play_episodes(policy, env, num_episodes, seed)))
+    policy.target_return.fill_(targets[0])
+    results = {"target_return": targets[0], **summaries[0]}
+    for target, summary in zip(targets[1:], summaries[1:], strict=True):
+        results[f"target_{target:g}/mean_reward"] = summary["mean_reward"]
+    return results
 
 
 def film_episodes(policy: Policy | None, env: gymnasium.Env, path: Path, num_episodes: int, seed: int) -> Path:
@@ -92,3 +116,21 @@ def summarize(episodes: list[Episode]) -> dict[str, Any]:
     for name in sorted({name for episode in episodes for name in episode.terms}):
         summary[f"terms/{name}"] = float(np.mean([episode.terms.get(name, 0.0) for episode in episodes]))
     return summary
+
+
+def merge_results(results: list[dict[str, Any]], score: Callable[[float], float | None]) -> dict[str, Any]:
+    """The results of several seeds as one: means over them and each one's return; with the normalised score."""
+    merged = dict(results[0])
+    if len(results) > 1:
+        returns = [result["mean_reward"] for result in results]
+        for name in ("mean_reward", "mean_length", "success_rate"):
+            if name in merged:
+                merged[name] = float(np.mean([result[name] for result in results]))
+        merged["std_reward"] = float(np.std(returns))
+        merged["mean_rewards"] = returns
+    normalized = score(merged["mean_reward"])
+    if normalized is not None:
+        merged["normalized_score"] = normalized
+        if len(results) > 1:
+            merged["normalized_scores"] = [score(value) for value in merged["mean_rewards"]]
+    return merged

@@ -22,6 +22,8 @@ class Policy(nn.Module):
 
     recurrent: bool = False
     """Whether `act` reads `schema.MEMORY` and writes `schema.NEXT_MEMORY`; `evaluate_actions` then takes [T, B]."""
+    needs_reward: bool = False
+    """Whether `act` reads `schema.PREVIOUS_REWARD`."""
     chunk_length: int = 1
     """Env steps that one call of `act` decides."""
     reward_normalizer: RewardNormalizer | None

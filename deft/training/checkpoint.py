@@ -18,7 +18,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +106,13 @@ def mark_best(run_dir: Path, checkpoint: Path) -> None:
         raise RunError(f"{run_dir / BEST} cannot be made a link to {checkpoint.name}: {error.strerror}") from error
 
 
-def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Delete all but the latest `keep` checkpoints and the best."""
-    best = (run_dir / BEST).resolve() if (run_dir / BEST).is_symlink() else None
+def prune_checkpoints(run_dir: Path, keep: int, needed: Iterable[int] = ()) -> None:
+    """Delete all but the latest `keep` checkpoints, the best, and those of the steps that are still needed."""
+    kept = {run_dir.resolve() / f"checkpoint-{step}" for step in needed}
+    if (run_dir / BEST).is_symlink():
+        kept.add((run_dir / BEST).resolve())
     for path in list_checkpoints(run_dir)[:-keep]:
-        if path.resolve() != best:
+        if path.resolve() not in kept:
             # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
             doomed = run_dir / f"{_TEMPORARY}deleted-{path.name}"
             os.replace(path, doomed)

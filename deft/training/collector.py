@@ -48,6 +48,8 @@ class Collector:
         self.version = 0
         self.episodes: deque[Episode] = deque()
         """Finished since the trainer last took them."""
+        self.num_lost_episodes = 0
+        """Lost with a worker process that failed; no part of `episodes`."""
         self.stepping_since: float | None = None
         """When the environment step under way began; a watchdog in another thread reads it."""
         self.step_counts: deque[int] = deque()
@@ -101,6 +103,7 @@ class Collector:
             row[schema.NEXT_VALUE] = self._bootstrap(step, next_memory, ends_segment)
         # Counted before it is written: a trainer in another thread asks for the count of what it finds in the buffer.
         self.episodes.extend(step.episodes)
+        self.num_lost_episodes += len(step.lost_index)
         self.step_counts.append(int(step.num_steps.sum()) if self.env.chunk_length > 1 else self.env.num_envs)
         buffer.write(row)
         self._observation = step.observation

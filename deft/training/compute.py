@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from deft.errors import InputError
 from deft.machine import available_cores
 
+SMALL_MATRIX = 512 * 512  # parameters of the largest layer for which oneDNN is left out
 MAX_THREADS = 1024  # beyond what a machine can start, OpenMP does not refuse: it crashes
 
 
@@ -63,3 +65,9 @@ def torch_threads(count: int, small_matrices: bool = False) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+def is_small(policy: nn.Module) -> bool:
+    """Whether a policy is made of small matrices alone."""
+    has_convolution = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in policy.modules())
+    return not has_convolution and max((p.numel() for p in policy.parameters()), default=0) <= SMALL_MATRIX

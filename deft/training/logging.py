@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from numbers import Real
@@ -66,6 +66,7 @@ class RunLogger:
         total_timesteps: int,
         start_step: int = 0,
         run_config: dict[str, Any] | None = None,
+        unit: str = "steps",
     ) -> None:
         self.run_dir = Path(run_dir)
         self._window: deque[tuple[float, int, bool | None]] = deque(maxlen=WINDOW)
@@ -83,7 +84,8 @@ class RunLogger:
             self._sinks = open_sinks(self.run_dir, settings, start_step, run_config)
             for sink in self._sinks:
                 resources.callback(sink.close)
-            self._progress = _ProgressDisplay(total_timesteps, start_step, console if settings.progress_bar else None)
+            terminal = console if settings.progress_bar else None
+            self._progress = _ProgressDisplay(total_timesteps, start_step, terminal, unit)
             resources.callback(self._progress.close)
             self._resources = resources.pop_all()
 
@@ -282,6 +284,14 @@ def _drop_lines_after(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
+def logged_evaluations(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The evaluations in a run's metrics up to a step."""
+    path = run_dir / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = (json.loads(line) for line in lines if _step_of(line) <= step)
+    return [line for line in kept if line["type"] == "evaluation"]
+
+
 def _step_of(line: bytes) -> float:
     """The step of a line; infinite when the line is not whole."""
     try:
@@ -378,7 +388,8 @@ class _ProgressDisplay:
 
     bar_in_use = False  # a terminal has room for one
 
-    def __init__(self, total_timesteps: int, start_step: int, terminal: Console | None) -> None:
+    def __init__(self, total_timesteps: int, start_step: int, terminal: Console | None, unit: str = "steps") -> None:
+        self._unit = unit
         self.latest: tuple[int, dict[str, float]] = (start_step, {})
         self._total = total_timesteps
         self._started = time.monotonic()
@@ -417,7 +428,7 @@ class _ProgressDisplay:
         (first_time, first_step), (last_time, last_step) = self._samples[0], self._samples[-1]
         rate = (last_step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
         left = _clock((self._total - step) / rate) if rate > 0 else "-:--:--"
-        parts = [f"{step:,} steps", f"{rate:,.0f} steps/s", f"{left} left"]
+        parts = [f"{step:,} {self._unit}", f"{rate:,.0f} {self._unit}/s", f"{left} left"]
         if mean_reward is not None:
             parts.append(f"mean_reward {mean_reward:.4g}")
         parts += [f"{name} {value:.4g}" for name, value in shown.items()]
@@ -434,6 +445,24 @@ class _ProgressDisplay:
             self._bar.stop()
             self._bar = None
             _ProgressDisplay.bar_in_use = False
+
+
+@contextmanager
+def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+    """Progress by itself, for a command without a run folder: yields what to call with how much is done."""
+    with _console("INFO") as terminal:
+        display = _ProgressDisplay(total, 0, terminal, unit)
+
+        def update(done: int) -> None:
+            display.latest = (done, {})
+            if time.monotonic() >= display.next_draw:
+                display.draw(None)
+
+        try:
+            yield update
+        finally:
+            display.finish(None)
+            display.close()
 
 
 def _clock(seconds: float) -> str:

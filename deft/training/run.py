@@ -5,12 +5,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import shutil
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +15,8 @@ from gymnasium import spaces
 
 from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.ppo import PPO
-from deft.config.loading import replace, to_dict, write_config
+from deft.config.loading import replace, to_dict
 from deft.config.settings import RunConfig
-from deft.config.validation import shown
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
@@ -35,13 +29,11 @@ from deft.models.vla.policy import VLAPolicy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.random_state import seed_everything
+from deft.training.run_folder import open_run_folder, place_run
 from deft.training.sinks import check_extras
 from deft.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
-
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"ppo": PPO}
-CONFIG_FILE = "config.yaml"
 EVALUATION_ENVS = 10  # copies that an evaluation plays at once
 
 
@@ -65,7 +57,7 @@ def build_trainer(
     eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
 ) -> Trainer:
     """A trainer for a config, in its run folder; environment and policy may be given instead of made."""
-    config, resume_from, replaces = _place(config)
+    config, resume_from, replaces = place_run(config, config.env.id)
     assert config.output_dir is not None
     seed_everything(config.seed)
     device = choose_device(config.device)
@@ -99,7 +91,7 @@ def build_trainer(
             threads=config.threads,
             timeout=config.env.timeout,
             run_config=to_dict(config),
-            on_start=partial(_open_folder, config, replaces),
+            on_start=partial(open_run_folder, config, replaces),
             **to_dict(config.trainer),
         )
         if resume_from is not None:
@@ -162,79 +154,6 @@ def _check_action_dim(config: RunConfig, env: VectorEnv) -> None:
     actual = int(env.action_space.shape[-1]) if env.action_space.shape else 1
     if wanted != actual:
         raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
-
-
-def _place(config: RunConfig) -> tuple[RunConfig, Path | None, bool]:
-    """Settle the run folder, the checkpoint to go on from, and whether a run there is to be replaced.
-
-    Nothing is deleted yet: whatever else is wrong with the config must not cost an earlier run.
-    """
-    resume_from: Path | None = None
-    if config.resume is not None:
-        resume_from = checkpoint.find_checkpoint(config.resume)
-        if config.output_dir is None:
-            config = replace(config, output_dir=str(resume_from.parent))
-    if config.output_dir is None:
-        env_name = re.sub(r"[^A-Za-z0-9.]+", "-", config.env.id).strip("-")
-        name = f"{config.algorithm.name}-{env_name}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        return replace(config, output_dir=str(Path("outputs") / name)), None, False
-    folder = Path(config.output_dir)
-    if not config.output_dir.strip():
-        raise InputError("output_dir: is empty; name a folder, or leave it out")
-    try:
-        is_file = folder.exists() and not folder.is_dir()
-    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered
-        raise InputError(f"output_dir: {shown(config.output_dir)} cannot be used: {error}") from error
-    if is_file:
-        raise InputError(f"output_dir: {folder} is a file; name a folder")
-    if folder.is_dir():
-        with checkpoint.folder_lock(folder):  # free, that is: what another process is writing is not cleaned away
-            checkpoint.clean_temporary(folder)
-    existing = checkpoint.list_checkpoints(folder)
-    if config.auto_resume and resume_from is None:
-        resume_from, problems = checkpoint.latest_whole_checkpoint(folder)
-        if existing and resume_from is None:
-            raise InputError(
-                f"auto_resume: none of the {len(existing)} checkpoints in {folder} can be read; "
-                f"the latest: {problems[0]}"
-            )
-        for problem in problems:
-            log.warning("passed over: %s", problem)
-    elif existing and (resume_from is None or resume_from.parent.resolve() != folder.resolve()):
-        if not config.overwrite:
-            raise InputError(
-                f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "
-                "--overwrite replaces it, or give another --output-dir"
-            )
-        return config, resume_from, True
-    return config, resume_from, False
-
-
-def _remove_run(folder: Path) -> None:
-    """Delete what a run wrote, and nothing else that may be in the folder."""
-    for path in [
-        *checkpoint.list_checkpoints(folder),
-        *(folder / n for n in ("tensorboard", "plots", "videos", "samples")),
-    ]:
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (checkpoint.BEST, CONFIG_FILE, "episode_metrics.jsonl"):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _open_folder(config: RunConfig, replaces: bool) -> None:
-    """Rid the run folder of the run that it replaces, and write the settings as they repeat the run.
-
-    Not with those of how this process came to it.
-    """
-    assert config.output_dir is not None
-    folder = Path(config.output_dir)
-    try:
-        if replaces:
-            _remove_run(folder)
-        repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
-        write_config(repeatable, folder / CONFIG_FILE)
-    except OSError as error:
-        raise InputError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import gymnasium
 import torch
-from torch import nn
 
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.config.settings import LoggingConfig, TrainerConfig
@@ -31,14 +30,14 @@ from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.collection import BackgroundCollection, InlineCollection
 from deft.training.collector import Collector
-from deft.training.compute import choose_threads, torch_threads
+from deft.training.compute import choose_threads, is_small, torch_threads
+from deft.training.intervals import crossed
 from deft.training.logging import RunLogger
 from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
 EVALUATION_SEED = 10_000  # evaluations play the episodes from the run's seed plus this
-SMALL_MATRIX = 512 * 512  # parameters of the largest layer for which oneDNN is left out
 # Saved where the environments' state is not known: on resume they start new episodes, and no half rollout is kept.
 UNKNOWN_COLLECTOR: dict[str, Any] = {"env": None, "memory": None, "started": True, "step_counts": []}
 # What `Trainer.load` reads of a checkpoint's training state.
@@ -134,7 +133,7 @@ class Trainer:
         self._most_updates = self.settings.iterations if total_timesteps is None else None
         stop = StopSignal()
         started = time.monotonic()
-        threads = torch_threads(self.threads, _is_small(self.policy))
+        threads = torch_threads(self.threads, is_small(self.policy))
         with stop, threads, checkpoint.folder_lock(self.run_dir), self._logging(total) as run_log:
             self._log = run_log
             try:
@@ -315,11 +314,12 @@ class Trainer:
         """Log, evaluate and save what is due; steps come in thousands, so crossings count, not multiples."""
         step = self.num_timesteps
         self._record_episodes(run_log)
-        if _crossed(previous, step, self.settings.log_freq):
-            run_log.log_metrics(step, metrics)
+        if crossed(previous, step, self.settings.log_freq):
+            lost = self.collection.collector.num_lost_episodes
+            run_log.log_metrics(step, {**metrics, "rollout/lost_episodes": lost} if lost else metrics)
         improved = False
-        if _crossed(previous, step, self.settings.eval_freq):
-            filming = _crossed(previous, step, self.settings.video_freq)
+        if crossed(previous, step, self.settings.eval_freq):
+            filming = crossed(previous, step, self.settings.video_freq)
             results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
             run_log.log_evaluation(step, results)
             log.info(
@@ -327,7 +327,7 @@ class Trainer:
             )
             improved = results["mean_reward"] > self.best_reward
             self.best_reward = max(self.best_reward, results["mean_reward"])
-        if improved or _crossed(previous, step, self.settings.save_freq):
+        if improved or crossed(previous, step, self.settings.save_freq):
             self._last_metrics = {name: float(value) for name, value in metrics.items()}
             folder = self.save()
             if improved:
@@ -420,14 +420,3 @@ def _env_settings(run_config: dict[str, Any] | None) -> dict[str, Any]:
     """What of a run's settings makes its environments what they are; a saved state belongs to these alone."""
     env = (run_config or {}).get("env", {})
     return {name: env.get(name) for name in ("id", "kwargs", "max_episode_steps")}
-
-
-def _crossed(previous: int, step: int, interval: int) -> bool:
-    """Whether a multiple of `interval` lies in (previous, step]; never for 0."""
-    return interval > 0 and step // interval > previous // interval
-
-
-def _is_small(policy: nn.Module) -> bool:
-    """Whether a policy is made of small matrices alone."""
-    has_convolution = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in policy.modules())
-    return not has_convolution and max((p.numel() for p in policy.parameters()), default=0) <= SMALL_MATRIX

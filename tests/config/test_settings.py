@@ -18,7 +18,7 @@ from deft.config.settings import (
     TrainerConfig,
     VLAConfig,
 )
-from deft.config.validation import Fraction, settings
+from deft.config.validation import Fraction, quoted, settings
 from deft.errors import InputError
 
 
@@ -49,7 +49,7 @@ def test_a_new_algorithm_is_one_class_and_one_name(monkeypatch: pytest.MonkeyPat
             lambda: PolicyConfig(vla_config=VLAConfig(model_class="a.B")),
             "vla_config is given but name is 'actor_critic'; write name 'vla' or leave it out",
         ),
-        (lambda: AlgorithmConfig(name="ppoo"), "name: 'ppoo' is not allowed; one of 'ppo'"),
+        (lambda: AlgorithmConfig(name="ppoo"), f"name: 'ppoo' is not allowed; one of {quoted(ALGORITHM_SETTINGS)}"),
     ],
 )
 def test_constructors_refuse_in_one_line(make: object, line: str) -> None:

@@ -1,3 +1,6 @@
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from deft import schema
 from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
 from deft.envs.chunk import ActionChunk
+from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
@@ -47,6 +51,30 @@ def test_truncation_bootstraps_from_the_true_final_observation():
     # Step 2 ends episode 0 at observation [0, 3]: V = 3. (The observation after the reset, [1, 0], would give 100.)
     # The rollout's last step leads to [1, 2]: V = 102. Elsewhere the next row has the value.
     assert rollout[schema.NEXT_VALUE][:, 0].tolist() == [0, 0, 3, 0, 102]
+
+
+def test_episode_that_is_lost_bootstraps_from_the_last_observation_that_was_seen():
+    env = ProcessVectorEnv([Counting] * 2, num_workers=2)
+    try:
+        collector = Collector(env, Reader())
+        first = collector.collect_steps(4)
+        os.kill(env.worker_pids[1], signal.SIGKILL)
+        rollout = collector.collect_steps(6)
+        episodes = collector.take_episodes()
+    finally:
+        env.close()
+    assert first[schema.OBSERVATION][:, 1].tolist() == [[0, 0], [0, 1]]
+    # The transition from [0, 2] is the one that fails: truncated there, without reward, V([0, 2]) = 2. The new
+    # environment counts its episodes from 0 again; its second step is the rollout's last, with V([0, 2]) = 2.
+    assert rollout[schema.OBSERVATION][:, 1].tolist() == [[0, 2], [0, 0], [0, 1]]
+    assert rollout[schema.NEXT_TRUNCATED][:, 1].tolist() == [True, False, False]
+    assert rollout[schema.NEXT_REWARD][:, 1].tolist() == [0, 1, 1]
+    assert rollout[schema.NEXT_VALUE][:, 1].tolist() == [2, 0, 2]
+    # The other one ends its episode in that very step, at [0, 3], and is none the wiser.
+    assert rollout[schema.NEXT_TRUNCATED][:, 0].tolist() == [True, False, False]
+    assert rollout[schema.NEXT_VALUE][:, 0].tolist() == [3, 0, 102]
+    assert [(episode.env_index, episode.length) for episode in episodes] == [(0, 3)]
+    assert collector.num_lost_episodes == 1
 
 
 def test_termination_does_not_bootstrap():

@@ -1,0 +1,79 @@
+"""Implicit Q-learning (Kostrikov et al., 2021): V by expectile regression, Q on V(s'), the policy by weighted cloning.
+
+Never asks a critic about an action that is not in the data.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.off_policy import OffPolicy
+from deft.config.settings import IQLSettings
+from deft.data.datasets.dataset import Dataset
+from deft.models.actor import ContinuousActor, Encoded
+
+log = logging.getLogger(__name__)
+
+
+class IQL(OffPolicy):
+    """With u = min Q̄(s, a) − V(s), where Q̄ are the target critics:
+
+    L_V = E |τ − 1(u < 0)| u²,   L_Q = E (r + γ V(s') − Q(s, a))²,   L_π = −E min(exp(β u), 100) log π(a | s).
+    """
+
+    name = "iql"
+    settings: IQLSettings
+
+    def __init__(self, policy: ContinuousActor, settings: IQLSettings | None = None, seed: int = 0) -> None:
+        super().__init__(policy, settings or IQLSettings(), seed)
+
+    def _step(self, batch: Mapping[Any, Any]) -> Metrics:
+        settings, policy, critics = self.settings, self.policy, self.critics
+        state, action, next_state, reward, discount = self._read(batch)
+        with torch.no_grad():
+            target_q = critics.target_values(state.features, action).amin(1)
+            backup = torch.addcmul(reward, discount, policy.state_value(next_state.features))
+        advantage = target_q - policy.state_value(state.features)
+        asymmetry = torch.where(advantage.detach() < 0, 1 - settings.expectile, settings.expectile)
+        v_loss = (asymmetry * advantage.square()).mean(-1)
+        q_loss = (critics(state.features, action) - backup.unsqueeze(1)).square().mean((1, 2))
+        advantage = advantage.detach()
+        weight = (settings.temperature * advantage).exp().clamp(max=settings.max_weight)
+        log_prob = policy.log_prob(Encoded(state.observation, state.features.detach()), action)
+        policy_loss = -(weight * log_prob).mean(-1)
+        self._descend((v_loss + q_loss + policy_loss).sum(), self.critic_optimizer, self.actor_optimizer)
+        critics.move_target(settings.tau)
+        return {
+            "v_loss": v_loss.detach().mean(),
+            "q_loss": q_loss.detach().mean(),
+            "policy_loss": policy_loss.detach().mean(),
+            "mean_advantage": advantage.mean(),
+            "mean_weight": weight.mean(),
+            "mean_q": target_q.mean(),
+        }
+
+    def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
+        """Fit the normalisation, and scale the rewards by the range of the dataset's returns."""
+        super().prepare(dataset, sampler, fresh)
+        if self.settings.reward_scaling == "return_range":
+            returns = dataset.episode_returns()
+            spread = float(returns.max() - returns.min())
+            if spread > 0:
+                sampler.scale_rewards(1000.0 / spread)
+            else:
+                log.warning(
+                    "reward_scaling: every episode has the return %.4g, so rewards stay as they are", returns[0]
+                )
+
+    def schedule(self) -> None:
+        """The policy's step size."""
+        if self.settings.learning_rate_schedule == "cosine":
+            # α_t = α (1 + cos π t) / 2
+            rate = self.settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
+            self.actor_optimizer.learning_rate.fill_(rate)

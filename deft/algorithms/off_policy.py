@@ -1,0 +1,150 @@
+"""What IQL, CQL and TD3+BC share: critics beside a policy, one update a batch, optimizers and targets that resume."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+from deft import schema
+from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
+from deft.algorithms.optimization import FusedAdam
+from deft.config.settings import ActorConfig, OffPolicySettings
+from deft.data.datasets.dataset import Dataset
+from deft.data.replay import ReplayBuffer
+from deft.data.streaming import StreamingBuffer
+from deft.errors import InputError
+from deft.models.actor import Actor, ContinuousActor, Encoded
+from deft.models.critics import Critics
+from deft.models.policy import Policy
+
+
+class OffPolicy(OfflineAlgorithm):
+    """A policy, critics, an optimizer for each, and the step that a subclass defines.
+
+    Losses are written for several members at once ([members, …], a sum over members at the end): their networks share
+    no parameter, so each gets the gradient that it would get alone.
+    """
+
+    settings: OffPolicySettings
+    policy: ContinuousActor
+    distribution: str = "gaussian"
+    """Which of `Actor`'s distributions the algorithm trains."""
+
+    def __init__(self, policy: ContinuousActor, settings: OffPolicySettings, seed: int = 0) -> None:
+        if not isinstance(policy, ContinuousActor):
+            raise InputError(f"{self.name} trains an actor of unit actions; {type(policy).__name__} is not one")
+        self.policy, self.settings = policy, settings
+        self.critics = Critics(
+            policy.num_members,
+            settings.num_critics,
+            policy.feature_dim,
+            policy.action_dim,
+            policy.hidden_sizes,
+            settings.critic_layer_norm,
+            PRECISIONS[settings.precision],
+        ).to(policy.center.device)
+        self.actor_optimizer = self._optimizer(self._actor_trains(), self._actor_learning_rate())
+        self.critic_optimizer = self._optimizer(self._critic_trains(), settings.learning_rate)
+
+    def _actor_trains(self) -> Iterator[nn.Parameter]:
+        return self.policy.actor_parameters()
+
+    def _critic_trains(self) -> Iterator[nn.Parameter]:
+        yield from self.critics.online.parameters()
+        yield from self.policy.critic_parameters()
+
+    def _actor_learning_rate(self) -> float:
+        return self.settings.learning_rate
+
+    def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> FusedAdam:
+        return FusedAdam(parameters, learning_rate, self.settings.weight_decay)
+
+    @classmethod
+    def make_policy(
+        cls,
+        observation_space: gymnasium.Space,
+        action_space: gymnasium.Space,
+        config: ActorConfig,
+        settings: Any,
+        num_members: int = 1,
+    ) -> Policy:
+        """An `Actor` for the spaces."""
+        dtype = PRECISIONS[settings.precision]
+        return Actor(observation_space, action_space, config, cls.distribution, num_members, dtype)
+
+    def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
+        """Single transitions, out of memory or off the disk."""
+        if dataset.table is not None:
+            return ReplayBuffer(dataset.table, seed, self.policy.num_members, device)
+        return StreamingBuffer(dataset, cache_bytes, seed, device=device)
+
+    def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
+        """Fit the observation normalisation to the dataset."""
+        if fresh:
+            for block in sampler.observations():
+                self.policy.observe({schema.OBSERVATION: block})
+
+    # -- pieces of a step ----------------------------------------------------------------------------------------------
+
+    def _read(self, batch: Mapping[Any, Any]) -> tuple[Encoded, Tensor, Encoded, Tensor, Tensor]:
+        """State, unit action and next state; the reward, and γ where the episode goes on after it (else 0)."""
+        state = self.policy.encode(batch[schema.OBSERVATION])
+        with torch.no_grad():
+            next_state = self.policy.encode(batch[schema.NEXT_OBSERVATION])
+            action = self.policy.to_unit(batch[schema.ACTION])
+            reward, terminated = batch[schema.NEXT_REWARD], batch[schema.NEXT_TERMINATED]
+            if action.ndim == 2:  # one member
+                action, reward, terminated = action.unsqueeze(0), reward.unsqueeze(0), terminated.unsqueeze(0)
+            gamma = self.settings.gamma
+            return state, action, next_state, reward, gamma - gamma * terminated
+
+    def _descend(self, loss: Tensor, *optimizers: FusedAdam) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_gradients()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[str, Any]:
+        """Everything with a state beside the policy."""
+        return {
+            "critics": self.critics,
+            "actor_optimizer": self.actor_optimizer,
+            "critic_optimizer": self.critic_optimizer,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Critics, targets, optimizers and counters."""
+        parts = {name: to_cpu(part.state_dict()) for name, part in self._parts().items()}
+        return {**parts, "version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; refuses what does not fit."""
+        for name, part in self._parts().items():
+            if name not in state:
+                raise InputError(f"the checkpoint has no {name}; it cannot be resumed with these settings")
+            try:
+                part.load_state_dict(state[name])
+            except RuntimeError as error:
+                raise InputError(
+                    f"{name} of the checkpoint does not fit: {' '.join(str(error).split())[:200]}"
+                ) from error
+        self.version = state["version"]
+
+
+def frozen_copy(module: nn.Module) -> Any:
+    """A copy that only moves with `soft_update`."""
+    return copy.deepcopy(module).requires_grad_(False)
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, source: nn.Module, tau: float) -> None:
+    """target ← (1 − τ) target + τ source."""
+    torch._foreach_lerp_(list(target.parameters()), list(source.parameters()), tau)

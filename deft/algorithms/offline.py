@@ -1,0 +1,71 @@
+"""What an algorithm that learns from a dataset is to the offline trainer, beside what every algorithm is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gymnasium
+import torch
+from torch import Tensor
+
+from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.config.settings import ActorConfig, OfflineSettings
+from deft.data.datasets.dataset import Dataset
+from deft.models.policy import Policy
+
+PRECISIONS = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+
+
+class OfflineAlgorithm(Algorithm):
+    """Says which policy it trains and how it draws from a dataset; then it takes one step a batch."""
+
+    on_policy = False
+    settings: OfflineSettings
+    capturable: bool = True
+    """Whether `step` may be recorded as a CUDA graph: it never waits for the device, nor decides by its values."""
+    period: int = 1
+    """After how many steps the same operations come again; a recording holds as many."""
+
+    @classmethod
+    def make_policy(
+        cls,
+        observation_space: gymnasium.Space,
+        action_space: gymnasium.Space,
+        config: ActorConfig,
+        settings: Any,
+        num_members: int = 1,
+    ) -> Policy:
+        """The policy that this algorithm trains."""
+        raise TypeError(f"{cls.__name__} does not define make_policy")
+
+    def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
+        """Where its batches come from."""
+        raise TypeError(f"{type(self).__name__} does not define make_sampler")
+
+    def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
+        """Set up the sampler, and, where training is `fresh`, fit the policy's normalisation to the dataset."""
+
+    def schedule(self) -> None:
+        """Set what depends on `progress`; called before each step, never recorded."""
+
+    def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
+        """One gradient step on one batch."""
+        self.schedule()
+        return self.step(next(batches))
+
+    def step(self, batch: Mapping[Any, Any]) -> Metrics:
+        """One gradient step."""
+        metrics = self._step(batch)
+        self.version += 1
+        return metrics
+
+    def _step(self, batch: Mapping[Any, Any]) -> Metrics:
+        raise TypeError(f"{type(self).__name__} does not define _step")
+
+
+def to_cpu(value: Any) -> Any:
+    """A nested state with its tensors copied to main memory."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    return {name: to_cpu(nested) for name, nested in value.items()} if isinstance(value, dict) else value

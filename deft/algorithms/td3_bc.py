@@ -1,0 +1,71 @@
+"""TD3+BC (Fujimoto & Gu, 2021): TD3 whose policy is also held to the data's actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.off_policy import OffPolicy, frozen_copy, soft_update
+from deft.algorithms.offline import to_cpu
+from deft.config.settings import TD3BCSettings
+from deft.models.actor import ContinuousActor, Encoded
+
+
+class TD3BC(OffPolicy):
+    """With ã = clip(π̄(s') + clip(ε, ±c)) and the target critics and policy Q̄, π̄:
+
+    L_Q = E (r + γ min Q̄(s', ã) − Q(s, a))²,   L_π = E [−λ Q₁(s, π(s)) + (π(s) − a)²],   λ = α / mean |Q₁(s, π(s))|.
+    The policy and all targets move every `policy_delay` updates.
+    """
+
+    name = "td3-bc"
+    settings: TD3BCSettings
+
+    def __init__(self, policy: ContinuousActor, settings: TD3BCSettings | None = None, seed: int = 0) -> None:
+        super().__init__(policy, settings or TD3BCSettings(), seed)
+        self.target_policy = frozen_copy(policy)
+        self._policy_metrics: Metrics = {}
+        self.period = self.settings.policy_delay
+
+    def _step(self, batch: Mapping[Any, Any]) -> Metrics:
+        settings, policy, critics = self.settings, self.policy, self.critics
+        state, action, next_state, reward, discount = self._read(batch)
+        with torch.no_grad():
+            noise = (torch.randn_like(action) * settings.policy_noise).clamp(-settings.noise_clip, settings.noise_clip)
+            next_action = (self.target_policy.mean(next_state) + noise).clamp(-1.0, 1.0)
+            next_q = critics.target_values(next_state.features, next_action).amin(1)
+            backup = torch.addcmul(reward, discount, next_q)
+        q = critics(state.features, action)
+        q_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
+        self._descend(q_loss.sum(), self.critic_optimizer)
+        if (self.version + 1) % settings.policy_delay == 0:
+            self._policy_metrics = self._improve(Encoded(state.observation, state.features.detach()), action)
+            critics.move_target(settings.tau)
+            soft_update(self.target_policy, policy, settings.tau)
+        return {"q_loss": q_loss.detach().mean(), "mean_q": q.detach().mean(), **self._policy_metrics}
+
+    def _improve(self, state: Encoded, action: Tensor) -> Metrics:
+        """One step of the policy."""
+        chosen = self.policy.mean(state)
+        q = self.critics.first_values(state.features, chosen)
+        scale = self.settings.alpha / q.detach().abs().mean(-1).clamp(min=1e-8)
+        bc_loss = (chosen - action).square().mean((-1, -2))
+        policy_loss = bc_loss - scale * q.mean(-1)
+        self._descend(policy_loss.sum(), self.actor_optimizer)
+        return {"policy_loss": policy_loss.detach().mean(), "bc_loss": bc_loss.detach().mean()}
+
+    def _parts(self) -> dict[str, Any]:
+        return {**super()._parts(), "target_policy": self.target_policy}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Critics, targets, optimizers, counters, and the policy's latest metrics, which the next update reports."""
+        return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self._policy_metrics = dict(state["policy_metrics"])

@@ -1,0 +1,111 @@
+"""`OfflineRLConfig`: the settings of an offline run as one flat class, for users of `IQLTrainer` and its siblings.
+
+Every field is a setting of `deft.config.settings` under its flat name; the algorithm's own are given to its trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from deft.config.flags import run_flags
+from deft.config.loading import resolve, set_path
+from deft.config.settings import (
+    ActorConfig,
+    DatasetConfig,
+    LoggingConfig,
+    OfflineRunConfig,
+    OfflineSettings,
+    OfflineTrainerConfig,
+    OffPolicySettings,
+)
+from deft.config.validation import (
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Number,
+    Positive,
+    Seed,
+    Switch,
+    setting_names,
+    settings,
+    suggestion,
+)
+from deft.errors import InputError
+
+
+@settings
+class OfflineRLConfig:
+    """Reinforcement learning from a dataset: what all its algorithms share, and the run's settings."""
+
+    # Training
+    num_epochs: Count = OfflineTrainerConfig.num_epochs
+    batch_size: Count = OfflineSettings.batch_size
+    learning_rate: Positive = OfflineSettings.learning_rate
+    weight_decay: NonNegative = OfflineSettings.weight_decay
+    updates_per_epoch: Count | None = OfflineTrainerConfig.updates_per_epoch
+    num_seeds: Count = OfflineTrainerConfig.num_seeds
+    precision: Literal["float32", "tf32", "bf16"] = OfflineSettings.precision
+    capture: Literal["auto", "on", "off"] = OfflineTrainerConfig.capture
+
+    # Networks
+    hidden_dim: Count = ActorConfig.hidden_dim
+    num_layers: Count = ActorConfig.num_layers
+    encoder_dim: Count = ActorConfig.encoder_dim
+    log_std_init: Number = ActorConfig.log_std_init
+    normalize_observation: Switch = ActorConfig.normalize_observation
+
+    # RL
+    discount_gamma: Fraction = OfflineSettings.gamma
+    tau: Fraction = OffPolicySettings.tau
+    num_critics: Count = OffPolicySettings.num_critics
+    critic_layer_norm: Switch = OffPolicySettings.critic_layer_norm
+
+    # Logging
+    log_freq: NonNegativeInt = OfflineTrainerConfig.log_freq
+    eval_freq: NonNegativeInt = OfflineTrainerConfig.eval_freq
+    save_freq: NonNegativeInt = OfflineTrainerConfig.save_freq
+    eval_episodes: Count = OfflineTrainerConfig.eval_episodes
+    keep_checkpoints: Count = OfflineTrainerConfig.keep_checkpoints
+    console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = LoggingConfig.console_level
+    file_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = LoggingConfig.file_level
+    enable_file_logging: Switch = LoggingConfig.enable_file_logging
+    tensorboard: Switch = LoggingConfig.tensorboard
+    use_wandb: Switch = LoggingConfig.use_wandb
+    use_trackio: Switch = LoggingConfig.use_trackio
+    progress_bar: Switch = LoggingConfig.progress_bar
+
+    # Run
+    cache_gb: Positive = DatasetConfig.cache_gb
+    seed: Seed = OfflineRunConfig.seed
+    device: str = OfflineRunConfig.device
+    threads: Count | None = OfflineRunConfig.threads
+    model_path: str | None = OfflineRunConfig.model_path
+    resume: str | None = OfflineRunConfig.resume
+    auto_resume: Switch = OfflineRunConfig.auto_resume
+    overwrite: Switch = OfflineRunConfig.overwrite
+
+    # Output
+    output_dir: str | None = "./output/offline_rl"
+
+    def to_run_config(self, algorithm: str, **own: Any) -> OfflineRunConfig:
+        """The same settings for one algorithm, with those of its own."""
+        paths = _paths(algorithm)
+        mapping: dict[str, Any] = {"algorithm": {"name": algorithm}}
+        for name in setting_names(OfflineRLConfig):
+            if name in paths:  # a decision transformer has no critics
+                set_path(mapping, paths[name], getattr(self, name))
+        for name, value in own.items():
+            path = paths.get(name, "")
+            if not path.startswith("algorithm.cfg."):
+                names = [known for known, place in paths.items() if place.startswith("algorithm.cfg.")]
+                raise InputError(f"{name}: {algorithm} has no such setting; {suggestion(name, names)}")
+            set_path(mapping, path, value)
+        return resolve(mapping)
+
+
+def _paths(algorithm: str) -> Mapping[str, str]:
+    """Where each flat name belongs."""
+    flags = [flag for group in run_flags(algorithm) for flag in group.flags]
+    return {name: flag.path for flag in flags for name in (flag.name, *flag.aliases)}

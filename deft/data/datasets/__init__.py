@@ -1,0 +1,117 @@
+"""The one front for recorded data: `load_dataset(name_or_path)` finds it, sees which format it has, and loads it.
+
+Each format is a module beside this file with `matches(path)`, which looks at content and raises nothing, and
+`load(path, name, **options)`. Offline training calls this; so do users, as `deft.load_dataset`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
+from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
+from deft.errors import InputError
+
+__all__ = ["Dataset", "Episode", "VectorDataset", "dataset_folders", "find_dataset", "load_dataset"]
+
+FORMATS = {
+    "minari": "Minari folder",
+    "lerobot": "LeRobot folder",
+    "robomimic": "robomimic hdf5",
+    "d4rl": "D4RL hdf5",
+    "npz": "folder of npz episodes",
+}
+MINARI_ID = r"[\w-]+(/[\w-]+)+-v\d+"
+D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
+
+
+def load_dataset(name_or_path: str | Path, download: bool = False, **options: Any) -> Dataset:
+    """Load recorded episodes by path, by D4RL name (`hopper-medium-v2`) or by Minari id (`mujoco/hopper/medium-v0`).
+
+    `download` fetches a Minari id that is not on this machine; `options` are those of the format's `load`:
+    `observation_keys` and `split` for robomimic, and so on.
+    """
+    path, name = find_dataset(name_or_path, download)
+    loader = _loader_for(path)
+    allowed = [*inspect.signature(loader.load).parameters][2:]
+    if unknown := sorted(options.keys() - set(allowed)):
+        known = ", ".join(allowed) or "none"
+        raise InputError(f"{path} has no loading option {', '.join(unknown)}; its format has: {known}")
+    dataset: Dataset = loader.load(path, name, **options)
+    return dataset
+
+
+def dataset_folders() -> list[Path]:
+    """Where a dataset is looked for by its name, in order."""
+    own = [Path(folder) for folder in os.environ.get("DEFT_DATASETS", "").split(os.pathsep) if folder]
+    home = Path.home()
+    minari = Path(os.environ.get("MINARI_DATASETS_PATH") or home / ".minari" / "datasets")
+    lerobot = Path(os.environ.get("HF_LEROBOT_HOME") or home / ".cache" / "huggingface" / "lerobot")
+    return [*own, Path("datasets"), home / ".deft" / "datasets", home / ".d4rl" / "datasets", minari, lerobot]
+
+
+def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path, str]:
+    """The file or folder of a dataset and the name it goes by; `download` as in `load_dataset`."""
+    text = str(name_or_path)
+    if not text.strip():
+        raise InputError("a dataset needs a name or a path; none was given")
+    given = Path(text).expanduser()
+    if given.exists():
+        return given, given.resolve().name if given.is_dir() else given.stem
+    folders = dataset_folders()
+    if not given.is_absolute():
+        # D4RL's own files write hopper-medium-v2 as hopper_medium-v2.hdf5.
+        stem, dash, version = text.rpartition("-v")
+        spellings = [text, f"{text}.hdf5", f"{stem.replace('-', '_')}{dash}{version}.hdf5"]
+        for folder in folders:
+            for spelling in spellings:
+                if (folder / spelling).exists():
+                    return folder / spelling, text.removesuffix(".hdf5")
+    failure = ""
+    if download and re.fullmatch(MINARI_ID, text):
+        try:
+            return _format("minari").download(text), text
+        except InputError as error:
+            failure = f"; {error}"
+    raise InputError(_not_found(text, folders, failure))
+
+
+def _not_found(text: str, folders: list[Path], failure: str) -> str:
+    """Where was looked, and how to get the dataset."""
+    looked = ", ".join(str(folder) for folder in folders)
+    if re.fullmatch(MINARI_ID, text):
+        advice = f"download=True (--download) fetches it, as does `minari download {text}`"
+    elif re.fullmatch(r"[\w-]+-v\d+", text):
+        stem, _, version = text.rpartition("-v")
+        file = f"gym_mujoco_v{version}/{stem.replace('-', '_')}-v{version}.hdf5"
+        advice = (
+            f"D4RL's MuJoCo files lie at {D4RL_ADDRESS}/{file} and the like; put the file into one of these folders"
+        )
+    else:
+        advice = "LeRobot datasets: `hf download NAME --repo-type dataset --local-dir FOLDER`"
+    return (
+        f"dataset {text} was not found: no such path, nor in {looked} (DEFT_DATASETS adds folders){failure}; {advice}, "
+        "or record one of your own with `deft collect`"
+    )
+
+
+def _format(module_name: str) -> ModuleType:
+    """The module of a format, imported when first needed."""
+    return importlib.import_module(f"deft.data.datasets.{module_name}")
+
+
+def _loader_for(path: Path) -> ModuleType:
+    """The module of the first format that recognises what the path holds."""
+    for module_name in FORMATS:
+        module = _format(module_name)
+        if module.matches(path):
+            return module
+    if is_hdf5(path) or path.suffix in (".hdf5", ".h5"):
+        open_hdf5(path).close()  # says what is wrong with a file that cannot be opened
+    raise InputError(f"{path} is none of the formats that Deft reads: {', '.join(FORMATS.values())}")

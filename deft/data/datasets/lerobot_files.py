@@ -1,0 +1,302 @@
+"""The files of a LeRobot folder: what `meta/` says in each version of the layout, and the parquet tables, row by row.
+
+v2.0 and v2.1 have one parquet file and one video a camera for each episode; v3.0 has several episodes in a file. The
+loader `lerobot.py` reads both through the same `EpisodeEntry`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deft.data.datasets.dataset import check_finite, damaged
+from deft.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VERSIONS = ("v2.0", "v2.1", "v3.0")
+TABLE_CACHE_BYTES = 256 * 2**20
+Columns = dict[str, Any]  # key → array of one episode's rows; pictures stored in the table stay encoded
+
+
+@dataclass(frozen=True)
+class VideoPart:
+    """Where an episode's frames are: from the beginning of a file of its own, or from a time on in a shared one."""
+
+    path: Path
+    from_timestamp: float | None
+
+
+@dataclass(frozen=True)
+class EpisodeEntry:
+    """What `meta/` says about one episode."""
+
+    index: int
+    length: int  # rows
+    data_path: Path
+    videos: dict[str, VideoPart]
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+        return f"episode {self.index}"
+
+
+@dataclass(frozen=True)
+class LeRobotMeta:
+    """`meta/` of a folder."""
+
+    root: Path
+    version: str
+    fps: float
+    features: dict[str, dict[str, Any]]
+    tasks: dict[int, str]
+    episodes: list[EpisodeEntry]
+
+    def keys(self, *dtypes: str) -> list[str]:
+        """The features of some dtypes (`video`, `image`)."""
+        return [key for key, feature in self.features.items() if feature.get("dtype") in dtypes]
+
+
+def read_meta(root: Path) -> LeRobotMeta:
+    """Read `meta/` in whichever version it is."""
+    path = root / "meta" / "info.json"
+    info = _read_json(path)
+    version = str(info.get("codebase_version"))
+    if version not in VERSIONS:
+        raise InputError(f"{path}: codebase_version is {version}; Deft reads {', '.join(VERSIONS)}")
+    features = info.get("features")
+    if not isinstance(features, dict) or not isinstance(info.get("fps"), int | float) or info["fps"] <= 0:
+        raise damaged(path, "the top", "features" if info.get("fps") else "fps", "is missing or of the wrong kind")
+    if not isinstance(info.get("data_path"), str):
+        raise damaged(path, "the top", "data_path", "is missing")
+    video_keys = [key for key, feature in features.items() if feature.get("dtype") == "video"]
+    if video_keys and not isinstance(info.get("video_path"), str):
+        raise damaged(path, "the top", "video_path", "is missing, and there are video features")
+    read = _read_v3 if version == "v3.0" else _read_v2
+    tasks, episodes = read(root, info, video_keys)
+    if not episodes:
+        raise InputError(f"{root}: meta/ lists no episodes")
+    return LeRobotMeta(root, version, float(info["fps"]), features, tasks, sorted(episodes, key=lambda e: e.index))
+
+
+def _read_v2(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[dict[int, str], list[EpisodeEntry]]:
+    tasks_path, episodes_path = root / "meta" / "tasks.jsonl", root / "meta" / "episodes.jsonl"
+    tasks = {
+        int(_field(line, "task_index", tasks_path, number)): str(_field(line, "task", tasks_path, number))
+        for number, line in enumerate(_read_lines(tasks_path))
+    }
+    episodes = []
+    for number, line in enumerate(_read_lines(episodes_path)):
+        index = int(_field(line, "episode_index", episodes_path, number))
+        names = {"episode_index": index, "episode_chunk": index // int(info.get("chunks_size", 1000))}
+        videos = {key: VideoPart(_place(root, info, "video_path", video_key=key, **names), None) for key in video_keys}
+        length = int(_field(line, "length", episodes_path, number))
+        episodes.append(EpisodeEntry(index, length, _place(root, info, "data_path", **names), videos))
+    return tasks, episodes
+
+
+def _read_v3(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[dict[int, str], list[EpisodeEntry]]:
+    tasks_path = root / "meta" / "tasks.parquet"
+    table = read_table(tasks_path, "the top", "task")
+    # pandas wrote it with the text as the index, under whichever name.
+    texts = next((name for name in table.column_names if str(table.schema.field(name).type).endswith("string")), None)
+    if texts is None or "task_index" not in table.column_names:
+        raise damaged(tasks_path, "the top", "task" if texts is None else "task_index", "is missing")
+    tasks = dict(zip(table["task_index"].to_pylist(), table[texts].to_pylist(), strict=True))
+    files = sorted((root / "meta" / "episodes").glob("*/*.parquet"))
+    if not files:
+        raise InputError(f"{root}: meta/episodes holds no parquet files; the folder is not whole")
+    episodes = []
+    for path in files:
+        fields = ("episode_index", "length", "data/chunk_index", "data/file_index")
+        parts = ("chunk_index", "file_index", "from_timestamp")
+        columns = [*fields, *(f"videos/{key}/{part}" for key in video_keys for part in parts)]
+        for row in read_table(path, "the top", "episode_index", columns).to_pylist():
+            index, length, chunk, file = (int(row[name]) for name in fields)
+            videos = {}
+            for key in video_keys:
+                chunk_index, file_index, start = (row[f"videos/{key}/{part}"] for part in parts)
+                if start is None:
+                    raise damaged(path, f"episode {index}", f"videos/{key}/from_timestamp", "is empty")
+                names = {"video_key": key, "chunk_index": int(chunk_index), "file_index": int(file_index)}
+                videos[key] = VideoPart(_place(root, info, "video_path", **names), float(start))
+            data_path = _place(root, info, "data_path", chunk_index=chunk, file_index=file)
+            episodes.append(EpisodeEntry(index, length, data_path, videos))
+    return tasks, episodes
+
+
+def read_range(meta: LeRobotMeta, key: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The smallest and largest values of a feature by the folder's statistics; None where it has none."""
+    path = meta.root / "meta" / ("episodes_stats.jsonl" if meta.version == "v2.1" else "stats.json")
+    if not path.is_file():
+        return None
+    if meta.version == "v2.1":
+        found = [line.get("stats", {}).get(key, {}) for line in _read_lines(path)]
+    else:
+        found = [_read_json(path).get(key, {})]
+    found = [statistics for statistics in found if "min" in statistics and "max" in statistics]
+    if not found:
+        return None
+    low = np.min([np.ravel(statistics["min"]) for statistics in found], axis=0)
+    high = np.max([np.ravel(statistics["max"]) for statistics in found], axis=0)
+    return low.astype(np.float64), high.astype(np.float64)
+
+
+class DataFiles:
+    """Columns of the parquet files, as arrays; those used last stay in memory within a budget."""
+
+    def __init__(self, meta: LeRobotMeta, columns: Sequence[str], budget_bytes: int = TABLE_CACHE_BYTES) -> None:
+        self.meta = meta
+        self.columns = list(columns)
+        self.budget_bytes = budget_bytes
+        self._tables: OrderedDict[Path, Columns] = OrderedDict()
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is in memory and the lock: another process reads for itself."""
+        return {"meta": self.meta, "columns": self.columns, "budget_bytes": self.budget_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with nothing in memory."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    def rows(self, entry: EpisodeEntry) -> Columns:
+        """The rows of one episode: views of the file's arrays."""
+        with self._lock:
+            table = self._tables.get(entry.data_path)
+            if table is None:
+                table = self._tables[entry.data_path] = self._read(entry)
+                while len(self._tables) > 1 and sum(map(_num_bytes, self._tables.values())) > self.budget_bytes:
+                    self._tables.popitem(last=False)
+            self._tables.move_to_end(entry.data_path)
+        rows = slice(None)
+        if self.meta.version == "v3.0":
+            numbers = np.flatnonzero(table["episode_index"] == entry.index)
+            if len(numbers) and numbers[-1] - numbers[0] + 1 != len(numbers):
+                raise damaged(entry.data_path, entry.where, "episode_index", "its rows are not one after another")
+            rows = slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)
+        found = {key: values[rows] for key, values in table.items()}
+        for key, values in found.items():
+            if len(values) != entry.length:
+                raise damaged(entry.data_path, entry.where, key, f"{len(values)} rows, and meta/ says {entry.length}")
+        return found
+
+    def _read(self, entry: EpisodeEntry) -> Columns:
+        table = read_table(entry.data_path, entry.where, "the table", self.columns)
+        return {key: self._array(table[key].combine_chunks(), key, entry) for key in self.columns}
+
+    def _array(self, column: pa.Array, key: str, entry: EpisodeEntry) -> Any:
+        """A column as an array [rows, …]: float32, int64 or bool; pictures stay as they are stored."""
+        import pyarrow as pa
+
+        feature = self.meta.features.get(key, {})
+        if feature.get("dtype") == "image":
+            return column
+        num_rows, values = len(column), column
+        while pa.types.is_list(values.type) or pa.types.is_fixed_size_list(values.type):
+            values = values.flatten()
+        if values.null_count or column.null_count:
+            raise damaged(entry.data_path, entry.where, key, "has empty values")
+        array = values.to_numpy(zero_copy_only=False)
+        if array.dtype.kind not in "fiub":
+            raise damaged(entry.data_path, entry.where, key, f"holds {values.type}, not numbers")
+        shape = [int(size) for size in feature.get("shape", [])]
+        shape = [] if shape == [1] else shape
+        if array.size != num_rows * int(np.prod(shape)):
+            expected = f"{num_rows} rows of shape {shape}"
+            raise damaged(entry.data_path, entry.where, key, f"{array.size} values, and meta/ says {expected}")
+        kind = "f" if str(feature.get("dtype")).startswith("float") else array.dtype.kind
+        kinds = {"f": np.float64 if key == "timestamp" else np.float32, "b": np.bool_}
+        array = array.reshape(num_rows, *shape).astype(kinds.get(kind, np.int64), copy=False)
+        return check_finite(array, entry.data_path, entry.where, key)
+
+
+def read_table(path: Path, where: str, field: str, columns: Iterable[str] | None = None) -> pa.Table:
+    """A parquet file, or some of its columns; a fault names the file, the place and the field."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise InputError(f'reading {path.name} needs pyarrow: pip install "deft[data]"') from None
+    if not path.is_file():
+        raise damaged(path, where, field, "the file is not there")
+    try:
+        with parquet.ParquetFile(path) as file:
+            wanted = None if columns is None else list(columns)
+            for name in wanted or ():
+                if name not in file.schema_arrow.names:
+                    raise damaged(path, where, name, "the column is missing")
+            return file.read(columns=wanted, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {_one_line(error)}") from None
+
+
+def _num_bytes(table: Columns) -> int:
+    return sum(values.nbytes for values in table.values())
+
+
+def _pointer(path: Path) -> str:
+    """What is the matter with a file that Git LFS left as a pointer."""
+    with open(path, "rb") as file:
+        return " (it is a Git LFS pointer: `git lfs pull` gets the file)" if file.read(11) == b"version htt" else ""
+
+
+def _place(root: Path, info: dict[str, Any], pattern: str, **names: Any) -> Path:
+    """A path by one of the patterns of `info.json`."""
+    try:
+        return root / info[pattern].format(**names)
+    except (KeyError, IndexError, ValueError) as error:
+        path = root / "meta" / "info.json"
+        raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing; the folder is not a whole LeRobot dataset") from None
+    except (OSError, ValueError) as error:
+        raise damaged(path, "the top", "JSON", _one_line(error)) from None
+    if not isinstance(found, dict):
+        raise damaged(path, "the top", "JSON", "is not an object")
+    return found
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a jsonl file."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing; the folder is not a whole LeRobot dataset") from None
+    except (OSError, ValueError) as error:
+        raise damaged(path, "the top", "JSON", _one_line(error)) from None
+    found = []
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise damaged(path, f"line {number + 1}", "JSON", _one_line(error)) from None
+        if not isinstance(found[-1], dict):
+            raise damaged(path, f"line {number + 1}", "JSON", "is not an object")
+    return found
+
+
+def _field(line: dict[str, Any], name: str, path: Path, number: int) -> Any:
+    if name not in line:
+        raise damaged(path, f"line {number + 1}", name, "is missing")
+    return line[name]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,406 @@
+"""Reads Minari datasets: HDF5, Arrow and Parquet storage, and the recordings of `deft collect`.
+
+Called by `load_dataset`. Minari itself is needed for nothing but the download of a remote dataset.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from gymnasium import spaces
+
+from deft.data.datasets.dataset import (
+    Dataset,
+    Episode,
+    VectorDataset,
+    check_finite,
+    damaged,
+    task_of,
+    write_episode,
+)
+from deft.data.datasets.hdf5 import column, is_hdf5, one_line, open_hdf5, read
+from deft.data.recording import DATA_FOLDER, EPISODES_FILE, METADATA_FILE
+from deft.data.spaces import Stream, action_stream, space_from_json, stream_space, streams
+from deft.data.transitions import TransitionTable
+from deft.errors import DeftError, InputError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+NEEDS_PYARROW = 'reading {} needs pyarrow: pip install "deft[data]"'
+
+
+def matches(path: Path) -> bool:
+    """Whether a folder (or the data folder or HDF5 file in it) holds a Minari dataset."""
+    return _data_folder(path) is not None
+
+
+def load(path: Path, name: str) -> Dataset:
+    """The dataset: in memory where observations are one vector, else read from disk episode by episode."""
+    folder = _data_folder(path)
+    if folder is None:
+        raise InputError(f"{path} is no Minari dataset: there is no {DATA_FOLDER}/{METADATA_FILE}")
+    metadata = _read_metadata(folder)
+    name = metadata.get("dataset_id") or name
+    observation_space, action_space = _spaces(metadata, folder)
+    dataset = MinariDataset(folder, name, metadata, observation_space, action_space)
+    if not dataset.is_vector:
+        return dataset
+    try:
+        return _in_memory(dataset)
+    finally:
+        dataset.close()
+
+
+def download(dataset_id: str) -> Path:
+    """Fetch a dataset from Minari's server into Minari's folder, and say where it is."""
+    try:
+        import minari
+        from minari.storage.datasets_root_dir import get_dataset_path
+    except ImportError:
+        raise InputError(f'downloading {dataset_id} needs Minari: pip install "deft[data]"') from None
+    try:
+        minari.download_dataset(dataset_id)
+    except ImportError as error:
+        raise InputError(f"{dataset_id} cannot be downloaded: {one_line(error)}") from error
+    except Exception as error:  # Minari lets through whatever its server's client raises
+        raise InputError(f"{dataset_id} cannot be downloaded: {type(error).__name__}: {one_line(error)}") from error
+    return Path(get_dataset_path(dataset_id))
+
+
+class MinariDataset(Dataset):
+    """Episodes read from disk when they are asked for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        metadata: dict[str, Any],
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+    ) -> None:
+        try:
+            self.streams, self._action = streams(observation_space), action_stream(action_space)
+        except InputError as error:
+            raise InputError(f"{folder}: {error}") from None
+        self._source: _Source
+        storage = metadata.get("data_format", "hdf5")
+        if storage == "hdf5":
+            self._source = _HDF5Source(folder)
+        elif storage in ("arrow", "parquet"):
+            self._source = _ArrowSource(folder, storage)
+        else:
+            raise InputError(f"{folder}: has the storage format {storage!r}; Deft reads hdf5, arrow and parquet")
+        try:
+            count = int(metadata["total_episodes"])
+            lengths = np.array([self._source.length(index) for index in range(count)], np.int64)
+            spec = _env_spec(metadata, folder)
+            observation, action = stream_space(self.streams), self._action.space
+            references = _reference_returns(metadata)
+            if references is None and isinstance(observation, spaces.Box):
+                _, references = task_of(name, 0, 0)
+            super().__init__(name, observation, action, lengths, spec.get("id"), references)
+            self.env_kwargs = spec.get("kwargs") or {}
+        except BaseException:
+            self._source.close()
+            raise
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the episodes fit a table: one vector of floats as observation, a vector or a number as action."""
+        space = self.observation_space
+        is_flat = isinstance(space, spaces.Box) and len(space.shape) == 1 and space.dtype == np.float32
+        action = self.action_space
+        return is_flat and (
+            isinstance(action, spaces.Discrete) or (isinstance(action, spaces.Box) and len(action.shape) == 1)
+        )
+
+    def episode(self, index: int) -> Episode:
+        """One episode, from disk."""
+        if not 0 <= index < self.num_episodes:
+            raise IndexError(f"episode {index} of {self.num_episodes}")
+        length = int(self.lengths[index])
+        rows = {stream.name: self._rows(index, "observations", stream, length + 1) for stream in self.streams}
+        return Episode(
+            rows.get("", rows),
+            self._rows(index, "actions", self._action, length),
+            self._scalars(index, "rewards", np.float32, length),
+            self._scalars(index, "terminations", np.bool_, length),
+            self._scalars(index, "truncations", np.bool_, length),
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._source.close()
+
+    def _rows(self, index: int, field: str, stream: Stream, count: int) -> np.ndarray:
+        """One field of an episode as Deft has it, after seeing that it has the shape that the metadata says."""
+        field, where, file = f"{field}/{stream.name}".rstrip("/"), f"episode_{index}", self._source.file(index)
+        values = self._source.values(index, field.partition("/")[0], stream, count)
+        try:
+            rows = stream.to_rows(values)
+        except (TypeError, ValueError) as error:
+            raise damaged(file, where, field, one_line(error)) from None
+        if rows.shape == (count, 1) and stream.shape == ():
+            rows = rows[:, 0]  # some datasets store each number of a Discrete as an array of one
+        if rows.shape != (count, *stream.shape):
+            raise damaged(file, where, field, f"has shape {rows.shape}, not {(count, *stream.shape)}")
+        return check_finite(rows, file, where, field)
+
+    def _scalars(self, index: int, field: str, dtype: type, count: int) -> np.ndarray:
+        where, file = f"episode_{index}", self._source.file(index)
+        values = np.asarray(self._source.values(index, field, None, count))
+        if values.shape != (count,):
+            raise damaged(file, where, field, f"has shape {values.shape}, not {(count,)}")
+        return check_finite(values.astype(dtype, copy=False), file, where, field)
+
+
+def _in_memory(source: MinariDataset) -> VectorDataset:
+    """The episodes in one table; beside it, one episode at a time is in memory."""
+    action_dim = 1 if isinstance(source.action_space, spaces.Discrete) else source.action_space.shape[0]  # type: ignore[index]
+    table = TransitionTable(source.lengths, source.observation_space.shape[0], action_dim)  # type: ignore[index]
+    for index in range(source.num_episodes):
+        episode = source.episode(index)
+        write_episode(
+            table,
+            index,
+            source._source.file(index),
+            f"episode_{index}",
+            observation=episode.observation,
+            action=episode.action,
+            reward=episode.reward,
+            terminated=episode.terminated,
+        )
+    dataset = VectorDataset(
+        table, source.name, source.observation_space, source.action_space, source.env_id, source.reference_returns
+    )
+    dataset.env_kwargs = source.env_kwargs
+    return dataset
+
+
+# ---------------------------------------------------------------------------------------------------------- metadata
+
+
+def _data_folder(path: Path) -> Path | None:
+    """The folder with the metadata; None where there is none of Minari's."""
+    folders = (path / DATA_FOLDER, path) if path.is_dir() else (path.parent,) if path.name == EPISODES_FILE else ()
+    for folder in folders:
+        if (folder / METADATA_FILE).is_file():
+            try:
+                found = json.loads((folder / METADATA_FILE).read_bytes())
+            except (OSError, ValueError):  # a damaged file is told by `load`
+                found = {"minari_version": "?"} if (folder / EPISODES_FILE).exists() else None
+            if isinstance(found, dict) and ("minari_version" in found or "data_format" in found):
+                return folder
+        elif is_hdf5(folder / EPISODES_FILE):  # before Minari 0.5 the metadata lay in the file itself
+            return folder
+    return None
+
+
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    file = folder / METADATA_FILE
+    if not file.exists():
+        file = folder / EPISODES_FILE
+        with open_hdf5(file) as episodes:
+            attributes = dict(episodes.attrs)
+        metadata = {name: value.item() if hasattr(value, "item") else value for name, value in attributes.items()}
+    else:
+        try:
+            metadata = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{file}: damaged: {one_line(error)}") from None
+    count = metadata.get("total_episodes") if isinstance(metadata, dict) else None
+    if not isinstance(count, int):
+        raise damaged(file, "the top", "total_episodes", "is missing or not a whole number")
+    return metadata
+
+
+def _spaces(metadata: dict[str, Any], folder: Path) -> tuple[spaces.Space, spaces.Space]:
+    """Observation and action space: as written, else those of the environment that the dataset names."""
+    found: list[spaces.Space] = []
+    for field in ("observation_space", "action_space"):
+        if field in metadata:
+            try:
+                found.append(space_from_json(metadata[field]))
+            except DeftError as error:
+                raise InputError(f"{folder / METADATA_FILE}: {field}: {error}") from None
+            except (KeyError, TypeError, ValueError, AssertionError) as error:
+                raise damaged(folder / METADATA_FILE, "the top", field, f"is no space: {one_line(error)}") from None
+            continue
+        spec = _env_spec(metadata, folder)
+        if not spec:
+            raise damaged(folder / METADATA_FILE, "the top", field, "is missing, and no environment is named")
+        import gymnasium
+
+        try:
+            env = gymnasium.make(spec["id"], **(spec.get("kwargs") or {}))
+        except Exception as error:  # whatever the environment's constructor raises
+            raise InputError(
+                f"{folder}: does not say its {field}, and {spec['id']} cannot be made to see it: {one_line(error)}"
+            ) from error
+        found.append(getattr(env, field))
+        env.close()
+    return found[0], found[1]
+
+
+def _env_spec(metadata: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The environment to evaluate in, as Gymnasium's spec has it; empty where the dataset does not say."""
+    text = metadata.get("eval_env_spec") or metadata.get("env_spec")
+    if not text:
+        return {}
+    try:
+        spec = json.loads(text)
+        spec["id"]  # a KeyError where it is missing
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(folder / METADATA_FILE, "the top", "env_spec", f"cannot be read: {error!r}") from None
+    return spec
+
+
+def _reference_returns(metadata: dict[str, Any]) -> tuple[float, float] | None:
+    low, high = metadata.get("ref_min_score"), metadata.get("ref_max_score")
+    return None if low is None or high is None else (float(low), float(high))
+
+
+# ----------------------------------------------------------------------------------------------------------- storage
+
+
+class _Source(Protocol):
+    """The episodes on disk, in one of Minari's storage formats."""
+
+    def file(self, index: int) -> Path:
+        """Where an episode lies, for messages."""
+
+    def length(self, index: int) -> int:
+        """Transitions of an episode."""
+
+    def values(self, index: int, field: str, stream: Stream | None, count: int) -> Any:
+        """`count` recorded values of a field, or of one stream of it."""
+
+    def close(self) -> None:
+        """Let go of open files."""
+
+
+class _HDF5Source:
+    """One HDF5 file with a group `episode_N` for each episode."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / EPISODES_FILE
+        self._file = open_hdf5(self._path)
+        self._latest: tuple[int, Any] = (-1, {})  # the fields of one episode are read one after another
+
+    def file(self, index: int) -> Path:
+        return self._path
+
+    def length(self, index: int) -> int:
+        return len(column(self._group(index), "rewards", self._path, f"episode_{index}"))
+
+    def values(self, index: int, field: str, stream: Stream | None, count: int) -> Any:
+        where = f"episode_{index}"
+        steps = () if stream is None else stream.path
+        key = "/".join([field, *(step if isinstance(step, str) else f"_index_{step}" for step in steps)])
+        array = column(self._group(index), key, self._path, where)
+        values = read(array, self._path, where, key)
+        if stream is not None and isinstance(stream.source, spaces.Text):
+            return [text.decode("utf-8") if isinstance(text, bytes) else text for text in values]
+        if stream is not None and _is_jpeg(values.ndim, stream):
+            return _decode_jpegs(values, self._path, where, key)
+        return values
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _group(self, index: int) -> Any:
+        """The group of an episode; empty where the file has none, so that the field that is missing is named."""
+        latest = self._latest
+        if latest[0] != index:
+            try:
+                latest = index, self._file[f"episode_{index}"]
+            except (KeyError, OSError, RuntimeError):
+                latest = index, {}
+            self._latest = latest
+        return latest[1]
+
+
+class _ArrowSource:
+    """A folder for each episode, with one Arrow or Parquet table of T + 1 rows."""
+
+    def __init__(self, folder: Path, storage: str) -> None:
+        self._folder, self._storage = folder, storage
+        self._latest: tuple[int, Any] | None = None  # the fields of one episode are read one after another
+
+    def file(self, index: int) -> Path:
+        return self._folder / str(index)
+
+    def length(self, index: int) -> int:
+        file = self.file(index) / METADATA_FILE
+        try:
+            return int(json.loads(file.read_bytes())["total_steps"])
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise damaged(file, f"episode_{index}", "total_steps", f"cannot be read: {error!r}") from None
+
+    def values(self, index: int, field: str, stream: Stream | None, count: int) -> Any:
+        where, path = f"episode_{index}", self.file(index)
+        try:
+            array = self._table(index)[field].combine_chunks()
+            for step in () if stream is None else stream.path:
+                array = array.field(str(step))
+            array = array[:count]  # actions and rewards are padded by one row
+            if stream is None:
+                return array.to_numpy(zero_copy_only=False)
+            if isinstance(stream.source, spaces.Text):
+                return array.to_pylist()
+            if _is_jpeg(1 if _is_binary(array) else 1 + len(stream.shape), stream):
+                return _decode_jpegs([value.as_py() for value in array], path, where, field)
+            if isinstance(stream.source, spaces.Discrete):
+                return array.to_numpy(zero_copy_only=False)
+            flat = array.flatten().to_numpy(zero_copy_only=False)
+            return flat.reshape(len(array), *(stream.source.shape or ()))
+        except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
+            if isinstance(error, DeftError):
+                raise
+            name = field if stream is None or not stream.name else f"{field}/{stream.name}"
+            raise damaged(path, where, name, f"cannot be read: {one_line(error)}") from None
+
+    def close(self) -> None:
+        self._latest = None
+
+    def _table(self, index: int) -> pyarrow.Table:
+        if self._latest is None or self._latest[0] != index:
+            try:
+                from pyarrow import dataset
+            except ImportError:
+                raise InputError(NEEDS_PYARROW.format(self._folder)) from None
+            folder = dataset.dataset(
+                str(self.file(index)), format=self._storage, ignore_prefixes=["_", ".", METADATA_FILE]
+            )
+            self._latest = index, folder.to_table()
+        return self._latest[1]
+
+
+def _is_binary(array: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_binary(array.type) or pyarrow.types.is_large_binary(array.type)
+
+
+def _is_jpeg(ndim: int, stream: Stream) -> bool:
+    """Whether values are JPEG files: of a picture there is one row of bytes, where the space says rows of pixels."""
+    space = stream.source
+    is_picture = isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)
+    return is_picture and ndim < 1 + len(stream.shape)
+
+
+def _decode_jpegs(files: Any, path: Path, where: str, field: str) -> np.ndarray:
+    from PIL import Image
+
+    pictures = []
+    for row, data in enumerate(files):
+        try:
+            pictures.append(np.asarray(Image.open(io.BytesIO(bytes(data))), np.uint8))
+        except (OSError, ValueError, TypeError) as error:
+            raise damaged(path, where, field, f"row {row} is no picture: {one_line(error)}") from None
+    return np.stack(pictures)

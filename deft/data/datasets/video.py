@@ -1,0 +1,365 @@
+"""Exact frames of video files, quickly and in any order: what the LeRobot loader reads its cameras with.
+
+A file is indexed once (the time of every frame, the key frames that decoding can start from) and stays open. Decoding
+starts at the nearest key frame, or goes on from where it stopped; decoded frames are kept within a budget of bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deft.errors import InputError
+
+if TYPE_CHECKING:
+    import av
+
+MAX_OPEN_FILES = 64
+DEFAULT_CACHE_BYTES = 2**30
+SHORT_GROUP = 8  # frames from one key frame to the next
+
+
+class FrameCache:
+    """Arrays by key within a budget of bytes; the least recently used go first. Threads may share it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.num_bytes = 0
+        self._arrays: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable) -> np.ndarray | None:
+        """The array, or None where it was never put or has gone."""
+        with self._lock:
+            array = self._arrays.get(key)
+            if array is not None:
+                self._arrays.move_to_end(key)
+            return array
+
+    def put(self, key: Hashable, array: np.ndarray) -> None:
+        """Keep an array; one larger than the whole budget is not kept."""
+        with self._lock:
+            if key in self._arrays or array.nbytes > self.budget_bytes:
+                return
+            self._arrays[key] = array
+            self.num_bytes += array.nbytes
+            while self.num_bytes > self.budget_bytes:
+                self.num_bytes -= self._arrays.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._arrays.clear()
+            self.num_bytes = 0
+
+
+class VideoFile:
+    """One open video: `times` of its frames in the order they are shown, and decoding of any of them.
+
+    For one thread at a time. `same` is another one of the same file, whose index is taken over.
+    """
+
+    def __init__(self, path: Path, same: VideoFile | None = None) -> None:
+        pyav = import_av()
+        self.path = path
+        try:
+            self._container = pyav.open(str(path))
+        except (pyav.FFmpegError, OSError) as error:
+            raise InputError(f"{path}: cannot be opened as a video: {_reason(error)}") from None
+        try:
+            self._stream = self._container.streams.video[0]
+            # One thread: with small frames several cost more than they bring, and windows are decoded side by side.
+            self._stream.thread_type = "NONE"
+            self._codec = self._stream.codec_context
+            self._index: _Index = same._index if same is not None else _Index(self._container, self._stream)
+        except (pyav.FFmpegError, OSError, IndexError) as error:
+            self._container.close()
+            raise InputError(f"{path}: has no readable video frames: {_reason(error)}") from None
+        self.reformatter = pyav.video.reformatter.VideoReformatter()
+        self._packets: Iterator[av.Packet] = iter(())
+        self._pending: deque[av.VideoFrame] = deque()
+        self._next: int | None = None  # the frame that the decoder gives next, if it is running
+
+    @property
+    def times(self) -> np.ndarray:
+        """When each frame is shown: seconds, float64 [num_frames]."""
+        return self._index.times
+
+    @property
+    def tick(self) -> float:
+        """The resolution of `times` in seconds."""
+        return self._index.tick
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that are shown."""
+        return len(self._index.shown)
+
+    def group(self, number: int) -> range:
+        """The frames from the key frame at or before this one up to the next: what one start of the decoder gives."""
+        index, key = self._index, self._index.key_before(number)
+        first = int(np.searchsorted(index.shown, index.starts[key]))
+        after = index.starts[key + 1] if key + 1 < len(index.starts) else index.shown[-1] + 1
+        return range(min(first, number), int(np.searchsorted(index.shown, after)))
+
+    def decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
+        """The frames of these numbers (rising, without repeats), each with its number."""
+        pyav = import_av()
+        if not numbers:
+            return
+        wanted, last = set(numbers), numbers[-1]
+        if numbers[0] < 0 or last >= self.num_frames:
+            raise InputError(f"{self.path}: frame {last} is wanted, and the video has {self.num_frames} frames")
+        try:
+            key = self.group(numbers[0]).start
+            if self._next is None or not key <= self._next <= numbers[0]:
+                self._seek(numbers[0])
+            for number, frame in self._run(wanted, last):
+                wanted.discard(number)
+                yield number, frame
+                if not wanted:
+                    return
+        except (pyav.FFmpegError, OSError) as error:
+            self._next = None
+            raise InputError(f"{self.path}: frame {min(wanted)} cannot be decoded: {_reason(error)}") from None
+        raise InputError(f"{self.path}: frame {min(wanted)} is listed in the file and cannot be decoded")
+
+    def _seek(self, number: int) -> None:
+        """Put the decoder on the key frame at or before a frame."""
+        key = self._index.key_before(number)
+        # Containers are asked by the time of showing; should that lead past the key frame, the time of decoding, which
+        # is earlier, leads to it or before it.
+        for start in (int(self._index.starts[key]), self._index.start_dts[key]):
+            self._container.seek(start, stream=self._stream, backward=True)
+            packets = self._container.demux(self._stream)
+            first = next(packets, None)
+            if first is not None and first.pts is not None and first.pts <= self._index.starts[key]:
+                break
+        self._packets = chain([] if first is None else [first], packets)
+        self._pending.clear()
+        self._next = self.group(number).start
+
+    def _run(self, wanted: set[int], last: int) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Decode on, giving the wanted frames as they come, until the file ends."""
+        # A decoder holds frames back to give them in order. Where key frames are close it is cheaper to make it give
+        # them, and to start anew at the next call, than to decode on until it does.
+        unsent, drains, is_drained = set(wanted), len(self.group(last)) <= SHORT_GROUP, False
+        while True:
+            while self._pending:
+                frame = self._pending.popleft()
+                number = self._index.numbers.get(frame.pts)
+                if number is None:
+                    continue
+                self._next = None if is_drained else number + 1
+                if number in wanted:
+                    yield number, frame
+            packet = None if is_drained else next(self._packets, None)
+            if packet is None:
+                self._next = None
+                return
+            # What no other frame refers to need not be decoded unless it is wanted. Past the last wanted frame all are
+            # decoded, so that the next call can go on from here.
+            number = self._index.numbers.get(packet.pts) if packet.pts is not None else None
+            unneeded = number is not None and number < last and number not in wanted
+            self._codec.skip_frame = "NONREF" if unneeded else "DEFAULT"
+            self._pending.extend(self._codec.decode(packet))
+            unsent.discard(-1 if number is None else number)
+            if drains and not unsent and packet.pts is not None:
+                self._pending.extend(self._codec.decode(None))
+                is_drained = True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._packets, self._next = iter(()), None
+        self._pending.clear()
+        self._container.close()
+
+
+class _Index:
+    """Where the frames of a file are: read from its packets, without decoding any."""
+
+    def __init__(self, container: Any, stream: Any) -> None:
+        packets = [packet for packet in container.demux(stream) if packet.pts is not None]
+        # An edit list may cut frames off the beginning: those are decoded, and not shown.
+        shown = sorted(packet.pts for packet in packets if not packet.is_discard)
+        keys = sorted((packet.pts, packet.dts) for packet in packets if packet.is_keyframe)
+        if not shown or not keys:
+            raise IndexError("none was found")
+        self.tick = float(stream.time_base)
+        self.times = np.array(shown, np.float64) * self.tick
+        self.shown = np.array(shown, np.int64)
+        self.numbers = {pts: number for number, pts in enumerate(shown)}
+        self.starts = np.array([pts for pts, _ in keys], np.int64)
+        self.start_dts = [pts if dts is None else dts for pts, dts in keys]
+
+    def key_before(self, number: int) -> int:
+        """Which key frame decoding must start from for a frame."""
+        return max(int(np.searchsorted(self.starts, self.shown[number], "right")) - 1, 0)
+
+
+class _Decoders:
+    """The decoders of one file: as many as threads use at once, each for one of them at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.first = VideoFile(path)
+        self.filling = Lock()  # held while a whole group is decoded, so that no two threads decode the same one
+        self._idle = [self.first]
+        self._is_closed = False
+        self._lock = Lock()
+
+    @contextmanager
+    def borrow(self) -> Iterator[VideoFile]:
+        """A decoder that no other thread has."""
+        with self._lock:
+            file = self._idle.pop() if self._idle else None
+        file = file or VideoFile(self.first.path, self.first)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                if self._is_closed:
+                    file.close()
+                else:
+                    self._idle.append(file)
+
+    def close(self) -> None:
+        """Close those that are idle now, and the others when they are given back."""
+        with self._lock:
+            self._is_closed = True
+            for file in self._idle:
+                file.close()
+            self._idle.clear()
+
+
+class VideoReader:
+    """Frames of many files as arrays, uint8 [3, height, width]: open files, and decoded frames within a budget.
+
+    `image_size` (height, width) shrinks frames by area averaging while their colours are converted. With `keep_groups`
+    a miss decodes and keeps everything up to the next key frame: right where all frames fit into the budget.
+    """
+
+    def __init__(
+        self,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        image_size: tuple[int, int] | None = None,
+        keep_groups: bool = False,
+    ) -> None:
+        self.image_size = image_size
+        self.keep_groups = keep_groups
+        self.cache = FrameCache(cache_bytes)
+        self._inherited: Any = None
+        self._start_process()
+
+    def _start_process(self) -> None:
+        self._files: OrderedDict[Path, _Decoders] = OrderedDict()
+        self._lock = Lock()
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings alone travel to another process; it opens and decodes for itself."""
+        return {
+            "cache_bytes": self.cache.budget_bytes,
+            "image_size": self.image_size,
+            "keep_groups": self.keep_groups,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with no file open and nothing decoded."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    def file(self, path: Path) -> VideoFile:
+        """The file, for its times and groups; other threads may be decoding with it."""
+        return self._open(path).first
+
+    def _open(self, path: Path) -> _Decoders:
+        """The decoders of a file; those of the least recently used file are closed past the limit."""
+        if self._process != os.getpid():
+            # After a fork a shared file offset would mix up what both read. The parent's objects are left as they are:
+            # freeing them would wait for threads that only the parent has.
+            self._inherited = self._files
+            self._start_process()
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = _Decoders(path)
+                if len(self._files) > MAX_OPEN_FILES:
+                    self._files.popitem(last=False)[1].close()
+            self._files.move_to_end(path)
+            return self._files[path]
+
+    def frames(
+        self, path: Path, numbers: Sequence[int] | np.ndarray, keep: bool = True, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Frames by number, repeats and any order allowed: uint8 [len(numbers), 3, height, width].
+
+        With `keep` off, what had to be decoded is not kept: for reading whole episodes once. `out` is written to where
+        its shape is that of the frames.
+        """
+        wanted = [int(number) for number in numbers]
+        found = {number: self.cache.get((path, number)) for number in set(wanted)}
+        missing = sorted(number for number, frame in found.items() if frame is None)
+        if missing:
+            decoders, fill = self._open(path), keep and self.keep_groups
+            with decoders.filling if fill else nullcontext(), decoders.borrow() as file:
+                found.update(self._decode(file, missing, keep, fill))
+        first = found[wanted[0]]
+        assert first is not None
+        shape = (len(wanted), *first.shape)
+        result = out if out is not None and out.shape == shape else np.empty(shape, np.uint8)
+        for row, number in enumerate(wanted):
+            result[row] = found[number]
+        return result
+
+    def _decode(self, file: VideoFile, missing: list[int], keep: bool, fill: bool) -> dict[int, np.ndarray]:
+        """Decode what is missing, or with `fill` its whole groups, as far as it is not there by now."""
+        wanted = set(missing)
+        if fill and missing[-1] < file.num_frames:
+            wanted.update(*(file.group(number) for number in missing))
+        # Another thread may have decoded some of it while this one waited.
+        cached = {number: self.cache.get((file.path, number)) for number in wanted}
+        found = {number: array for number, array in cached.items() if array is not None}
+        for number, frame in file.decode(sorted(wanted - found.keys())):
+            found[number] = self._convert(frame, file.reformatter)
+            if keep:
+                self.cache.put((file.path, number), found[number])
+        return found
+
+    def _convert(self, frame: av.VideoFrame, reformatter: Any) -> np.ndarray:
+        """RGB, channels first, in the size asked for."""
+        height, width = self.image_size or (frame.height, frame.width)
+        # Planar output needs no transposition; its planes are green, blue, red. More threads would cost time.
+        planar = reformatter.reformat(frame, width, height, "gbrp", interpolation="AREA", threads=1)
+        array = np.empty((3, height, width), np.uint8)
+        for channel, plane in zip((1, 2, 0), planar.planes, strict=True):
+            array[channel] = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[:height, :width]
+        return array
+
+    def close(self) -> None:
+        """Close all files and forget all frames."""
+        with self._lock:
+            for decoders in self._files.values():
+                decoders.close()
+            self._files.clear()
+        self.cache.clear()
+
+
+def import_av() -> Any:
+    """PyAV, imported when a video is read."""
+    try:
+        import av
+        import av.video.reformatter
+    except ImportError:
+        raise InputError('reading videos needs PyAV: pip install "deft[data]"') from None
+    return av
+
+
+def _reason(error: BaseException) -> str:
+    """An error's text in one line, without the path that stands before it already."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())

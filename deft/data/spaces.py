@@ -1,0 +1,183 @@
+"""Gymnasium spaces in Minari's JSON form, and the named streams that observations of a space become in Deft.
+
+The Minari reader and the recorder of `deft collect` share it: what one writes the other reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from deft.errors import InputError
+from deft.schema import decode_text, encode_text
+
+READABLE = "Box, Discrete, MultiDiscrete, MultiBinary, Text, and Dict or Tuple of these"
+
+
+def space_to_json(space: spaces.Space) -> str:
+    """A space as Minari's metadata has it."""
+    return json.dumps(_to_plain(space))
+
+
+def space_from_json(text: str) -> spaces.Space:
+    """The inverse of `space_to_json`; a ValueError, KeyError or TypeError where the text is no space."""
+    return _from_plain(json.loads(text))
+
+
+def _to_plain(space: spaces.Space) -> dict[str, Any]:
+    if isinstance(space, spaces.Box):
+        bounds = {"low": space.low.tolist(), "high": space.high.tolist()}
+        return {"type": "Box", "dtype": str(space.dtype), "shape": list(space.shape), **bounds}
+    if isinstance(space, spaces.Discrete):
+        return {"type": "Discrete", "dtype": "int64", "start": int(space.start), "n": int(space.n)}
+    if isinstance(space, spaces.MultiDiscrete):
+        counts = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        return {"type": "MultiDiscrete", "dtype": str(space.dtype), **counts}
+    if isinstance(space, spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else np.asarray(space.n).tolist()}
+    if isinstance(space, spaces.Text):
+        lengths = {"max_length": space.max_length, "min_length": space.min_length}
+        return {"type": "Text", **lengths, "charset": space.characters}
+    if isinstance(space, spaces.Dict):
+        return {"type": "Dict", "subspaces": {name: _to_plain(part) for name, part in space.spaces.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"type": "Tuple", "subspaces": [_to_plain(part) for part in space.spaces]}
+    raise _unsupported(type(space).__name__)
+
+
+def _from_plain(plain: dict[str, Any]) -> spaces.Space:
+    kind = plain["type"]
+    if kind == "Box":
+        shape, dtype = tuple(plain["shape"]), np.dtype(plain["dtype"])
+        low, high = (np.broadcast_to(np.array(plain[bound], dtype), shape) for bound in ("low", "high"))
+        return spaces.Box(low, high, shape, dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(plain["n"], start=plain.get("start", 0))
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(plain["nvec"], start=plain.get("start"))
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(plain["n"])
+    if kind == "Text":
+        return spaces.Text(plain["max_length"], min_length=plain["min_length"], charset=plain["charset"])
+    if kind == "Dict":
+        return spaces.Dict({name: _from_plain(part) for name, part in plain["subspaces"].items()})
+    if kind == "Tuple":
+        return spaces.Tuple([_from_plain(part) for part in plain["subspaces"]])
+    raise _unsupported(kind)
+
+
+def _unsupported(kind: str) -> InputError:
+    return InputError(f"a {kind} space is not supported; Deft records and reads {READABLE}")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One array of an observation (or the action): where it is found, and what Deft makes of its values."""
+
+    name: str
+    """Nested names joined with a slash; empty for an observation that is one array."""
+    path: tuple[str | int, ...]
+    """Names of Dicts and places in Tuples, from the outside in."""
+    source: spaces.Space
+    """The space of the values as they are recorded."""
+    space: spaces.Space
+    """The space of a row in Deft: floats are float32, counting starts at 0, text is uint8."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a row."""
+        return tuple(self.space.shape or ())
+
+    def to_rows(self, values: Any) -> np.ndarray:
+        """Recorded values as Deft's rows, [T, …]."""
+        if isinstance(self.source, spaces.Text):
+            return np.stack([encode_text(text, self.shape[0]) for text in values])
+        rows = np.asarray(values)
+        if (start := self._start) is not None:
+            rows = rows - start
+        return rows.astype(self.space.dtype, copy=False)
+
+    def from_rows(self, rows: np.ndarray) -> np.ndarray | list[str]:
+        """The inverse of `to_rows`."""
+        if isinstance(self.source, spaces.Text):
+            return [decode_text(row) for row in rows]
+        if (start := self._start) is not None:
+            rows = rows + start
+        return rows.astype(np.int8) if isinstance(self.source, spaces.MultiBinary) else rows
+
+    @property
+    def _start(self) -> np.ndarray | None:
+        """What counting starts from, where that is not 0."""
+        if isinstance(self.source, spaces.Discrete | spaces.MultiDiscrete) and np.any(self.source.start):
+            return np.asarray(self.source.start)
+        return None
+
+
+def streams(space: spaces.Space) -> list[Stream]:
+    """The arrays that an observation consists of, named as the environments name them."""
+    return [Stream("/".join(map(str, path)), path, leaf, _row_space(leaf)) for path, leaf in _leaves(space)]
+
+
+def stream_space(parts: Sequence[Stream]) -> spaces.Space:
+    """The space of the named streams together, or of the one array."""
+    if len(parts) == 1 and not parts[0].path:
+        return parts[0].space
+    return spaces.Dict({part.name: part.space for part in parts})
+
+
+def action_stream(space: spaces.Space) -> Stream:
+    """The action, which must be one array."""
+    if isinstance(space, spaces.MultiBinary):
+        return Stream("", (), space, spaces.MultiDiscrete(np.full(space.shape, 2)))
+    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete):
+        raise InputError(
+            f"actions of a {type(space).__name__} space are not supported; Deft takes Box, Discrete, MultiDiscrete "
+            "and MultiBinary"
+        )
+    return Stream("", (), space, _row_space(space))
+
+
+def recorded_space(space: spaces.Space) -> spaces.Space:
+    """An environment's space as its values are recorded: floats are float32."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: recorded_space(part) for name, part in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([recorded_space(part) for part in space.spaces])
+    return _row_space(space) if isinstance(space, spaces.Box) else space
+
+
+def _leaves(space: spaces.Space, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    parts: Iterator[tuple[str | int, spaces.Space]] | None = None
+    if isinstance(space, spaces.Dict):
+        parts = iter(space.spaces.items())
+    elif isinstance(space, spaces.Tuple):
+        parts = iter(enumerate(space.spaces))
+    if parts is None:
+        yield path, space
+    else:
+        for name, part in parts:
+            yield from _leaves(part, (*path, name))
+
+
+def _row_space(space: spaces.Space) -> spaces.Space:
+    """The space of Deft's rows; the same as the vector environments make of it."""
+    if isinstance(space, spaces.Box):
+        if space.dtype.kind != "f" or space.dtype == np.float32:
+            return space
+        with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite
+            return spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
+    if isinstance(space, spaces.Discrete):
+        return spaces.Discrete(int(space.n))
+    if isinstance(space, spaces.MultiDiscrete):
+        return spaces.MultiDiscrete(space.nvec)
+    if isinstance(space, spaces.MultiBinary):
+        return spaces.Box(0, 1, space.shape, np.float32)
+    if isinstance(space, spaces.Text):
+        length = space.max_length * max(len(character.encode()) for character in space.character_set)
+        return spaces.Box(0, 255, (length,), np.uint8)
+    raise _unsupported(type(space).__name__)

@@ -1,0 +1,116 @@
+"""`deft play`: watch a policy, an environment's scripted expert or random actions play; a video and the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from deft.config.loading import AnyRunConfig
+from deft.config.settings import EnvConfig, PlayConfig
+from deft.data.spaces import action_stream
+from deft.envs.make import SHORT_NAMES, make_env, wrap
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
+from deft.evaluation.evaluate import find_run, load_policy
+from deft.evaluation.rollouts import play_episodes, summarize
+from deft.evaluation.video import write_video
+from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
+from deft.training.offline import members_of
+from deft.training.random_state import seed_everything
+
+CAPTION_HEIGHT = 22  # pixels, even: H.264 wants that
+DEFAULT_ENV = "tabletop"
+
+
+def play(config: PlayConfig) -> dict[str, Any]:
+    """Play as configured; returns the episodes' results, one by one and in the mean, and where the video is."""
+    run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
+    env_config = _env_config(config, run[1] if run else None)
+    seed_everything(config.seed)
+    filmed = config.video is not None
+    env = make_env(env_config, render_mode="rgb_array" if filmed else None)
+    if filmed:
+        env = Captions(env)
+    chunk_length = run[1].policy.chunk_length if run else 1
+    frames: list[np.ndarray] | None = [] if filmed else None
+    fps = env.metadata.get("render_fps", 30)
+    vector = wrap(env, chunk_length=chunk_length)
+    try:
+        policy = members_of(load_policy(*run, vector, config.device))[0] if run else None
+        act = _expert(vector, env) if config.policy == EXPERT else None
+        episodes = play_episodes(policy, vector, config.episodes, config.seed, frames=frames, act=act)
+    finally:
+        vector.close()
+    results: dict[str, Any] = {
+        "env": env_config.id,
+        "policy": config.policy,
+        "returns": [round(episode.episode_return, 4) for episode in episodes],
+        "lengths": [episode.length for episode in episodes],
+    }
+    if any(episode.success is not None for episode in episodes):
+        results["successes"] = [episode.success for episode in episodes]
+    results |= summarize(episodes)
+    if config.video is not None:
+        assert frames is not None
+        results["video"] = str(write_video(frames, Path(config.video), fps=max(1, round(fps / chunk_length))))
+    return results
+
+
+def _env_config(config: PlayConfig, run: AnyRunConfig | None) -> EnvConfig:
+    """Where to play: as the flags say, and for the rest as the policy's run did."""
+    kwargs = dict(config.env_kwargs)
+    if config.task is not None and kwargs.setdefault("task", config.task) != config.task:
+        raise InputError(f"--task {config.task}: --env-kwargs says {kwargs['task']!r}; give one of them")
+    limit = config.max_episode_steps
+    own_id = None if run is None else run.env.id
+    env_id = config.env or (DEFAULT_ENV if run is None else own_id)
+    if env_id is None:
+        raise InputError(f"--env: missing; the run {config.policy} names no environment")
+    if run is not None and own_id and SHORT_NAMES.get(env_id, env_id) == SHORT_NAMES.get(own_id, own_id):
+        kwargs = {**run.env.kwargs, **kwargs}
+        limit = run.env.max_episode_steps if limit is None else limit
+    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=limit)
+
+
+def _expert(vector: VectorEnv, env: gymnasium.Env) -> Callable[[], np.ndarray]:
+    """The environment's own script as a source of actions."""
+    if not env.has_wrapper_attr(EXPERT_METHOD):
+        name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+        raise InputError(
+            f"--policy expert: {name} offers no scripted expert (a method {EXPERT_METHOD}() of the environment); "
+            "play a trained policy or random actions"
+        )
+    stream = action_stream(env.action_space)
+    return lambda: stream.to_rows(np.stack(vector.call(EXPERT_METHOD)))
+
+
+class Captions(gymnasium.Wrapper):
+    """Writes the instruction under every picture of an environment that has one (an attribute `instruction`)."""
+
+    def render(self) -> Any:
+        """The picture, with its line of text below."""
+        frame: Any = self.env.render()
+        frame = frame[-1] if isinstance(frame, list) else frame
+        text = self.env.get_wrapper_attr("instruction") if self.env.has_wrapper_attr("instruction") else None
+        if frame is None or not isinstance(text, str) or not text:
+            return frame
+        width = frame.shape[1]
+        strip = Image.new("RGB", (width, CAPTION_HEIGHT), "black")
+        ImageDraw.Draw(strip).text(
+            (width / 2, CAPTION_HEIGHT / 2), text, "white", _font_that_fits(text, width - 8), anchor="mm"
+        )
+        return np.concatenate([np.asarray(frame), np.asarray(strip)])
+
+
+def _font_that_fits(text: str, width: int) -> Any:
+    """The largest font, up to 14 pixels, in which the text is no wider than `width`."""
+    for size in range(14, 5, -1):
+        font = ImageFont.load_default(size)
+        if font.getlength(text) <= width:
+            break
+    return font

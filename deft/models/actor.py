@@ -1,0 +1,265 @@
+"""The policy of the off-policy algorithms: π(a | s) in a Box, with V(s) beside it, on vectors, images or dictionaries.
+
+Actions are scaled to [-1, 1] inside ("unit actions") and back to the Box at the border. Several independent members
+(seeds) can live in one policy, their layers batched; `member(i)` takes one of them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft import schema
+from deft.config.settings import ActorConfig
+from deft.errors import InputError
+from deft.models.distributions import HALF_LOG_2PI
+from deft.models.encoders import ObservationEncoder, VectorEncoder
+from deft.models.mlp import BatchedMLP
+from deft.models.policy import Policy
+
+LOG_STD_RANGE = (-20.0, 2.0)
+LARGEST_UNIT = 1.0 - 1e-6  # nearest to ±1 that a stored action is taken for, where tanh is inverted
+NORMALIZER_EPSILON = 1e-6  # a dim that never moves in the data is not blown up
+
+
+class Encoded(NamedTuple):
+    """An observation and what the networks make of it: features [members, B, F]."""
+
+    observation: Any
+    features: Tensor
+
+
+class ContinuousActor(Policy):
+    """What the off-policy algorithms ask of a policy: unit actions that can be differentiated, and their log-probs."""
+
+    num_members: int = 1
+    feature_dim: int
+    hidden_sizes: tuple[int, ...]
+    action_dim: int
+    center: Tensor
+    width: Tensor
+
+    def set_box(self, space: gymnasium.Space) -> None:
+        """Keep the Box's centre and half width; called once by the constructors."""
+        if not isinstance(space, spaces.Box) or not np.all(np.isfinite(space.low) & np.isfinite(space.high)):
+            raise InputError(f"off-policy algorithms act in a bounded Box; the actions here are {space}")
+        low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
+        self.action_shape = tuple(space.shape)
+        self.action_dim = len(low)
+        self.register_buffer("center", torch.as_tensor((low + high) / 2, dtype=torch.float32))
+        self.register_buffer("width", torch.as_tensor(np.maximum((high - low) / 2, 1e-6), dtype=torch.float32))
+        self.is_unit = bool(np.all(low == -1) and np.all(high == 1))
+
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Actions of the Box as unit actions […, A]."""
+        return action if self.is_unit else (action - self.center) / self.width
+
+    def from_unit(self, unit: Tensor) -> Tensor:
+        """Unit actions as actions of the Box."""
+        action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
+        return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)
+
+    def encode(self, observation: Any) -> Encoded:
+        """The observation's features, differentiable."""
+        raise TypeError(type(self).__name__)
+
+    def mean(self, state: Encoded) -> Tensor:
+        """The most likely unit action [members, B, A], differentiable."""
+        raise TypeError(type(self).__name__)
+
+    def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
+        """Log-density of unit actions, [members, B], differentiable."""
+        raise TypeError(type(self).__name__)
+
+    def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
+        """`count` unit actions a state, [count, members, B, A], and their log-densities; differentiable."""
+        raise TypeError(type(self).__name__)
+
+    def state_value(self, features: Tensor) -> Tensor:
+        """V, [members, B]."""
+        raise TypeError(type(self).__name__)
+
+    def actor_parameters(self) -> Iterator[nn.Parameter]:
+        """What the policy loss trains."""
+        raise TypeError(type(self).__name__)
+
+    def critic_parameters(self) -> Iterator[nn.Parameter]:
+        """What the critic and value losses train in the policy: the encoder and V."""
+        raise TypeError(type(self).__name__)
+
+
+class Actor(ContinuousActor):
+    """An MLP actor and an MLP value on a shared encoder.
+
+    `gaussian`: mean tanh(μ(s)), one learned deviation a dim, not squashed; the environment clips. What is trained is
+    what acts. `tanh_gaussian`: tanh of a Gaussian whose mean and deviation depend on s (SAC, CQL).
+    """
+
+    def __init__(
+        self,
+        observation_space: gymnasium.Space,
+        action_space: gymnasium.Space,
+        config: ActorConfig | None = None,
+        distribution: str = "gaussian",
+        num_members: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        config = config or ActorConfig()
+        self._made_with = (observation_space, action_space, config, distribution)
+        self.set_box(action_space)
+        self.num_members, self.distribution = num_members, distribution
+        self.encoder = ObservationEncoder(observation_space, config.encoder_dim, config.normalize_observation)
+        self.feature_dim = self.encoder.dim
+        for encoder in self.encoder.streams.values():
+            if isinstance(encoder, VectorEncoder) and encoder.normalizer is not None:
+                encoder.normalizer.epsilon = NORMALIZER_EPSILON
+        self.trains_encoder = any(True for _ in self.encoder.parameters())
+        if num_members > 1 and self.trains_encoder:
+            raise InputError("num_seeds: several seeds at once need vector observations; here an encoder is learned")
+        self.hidden_sizes = (config.hidden_dim,) * config.num_layers
+        outputs = self.action_dim * (2 if distribution == "tanh_gaussian" else 1)
+        self.actor = BatchedMLP(num_members, self.feature_dim, self.hidden_sizes, outputs, dtype=dtype)
+        self.value = BatchedMLP(num_members, self.feature_dim, self.hidden_sizes, 1, dtype=dtype)
+        if distribution == "gaussian":
+            self.log_std = nn.Parameter(torch.full((num_members, 1, self.action_dim), float(config.log_std_init)))
+
+    # -- for the algorithms --------------------------------------------------------------------------------------------
+
+    def encode(self, observation: Any) -> Encoded:
+        """Features [members, B, F] of [B, …] (one member) or [members, B, …]."""
+        features = self.encoder(observation)
+        return Encoded(observation, features if features.ndim == 3 else features.unsqueeze(0))
+
+    def mean(self, state: Encoded) -> Tensor:
+        """tanh of the mean, whichever the distribution."""
+        return self._mean_and_log_std(state.features)[0].tanh()
+
+    def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
+        """Log-density of stored unit actions."""
+        mean, log_std = self._mean_and_log_std(state.features)
+        if self.distribution == "gaussian":
+            return _gaussian_log_prob((unit - mean.tanh()) * torch.exp(-log_std), log_std)
+        before = unit.clamp(-LARGEST_UNIT, LARGEST_UNIT).atanh()
+        return _gaussian_log_prob((before - mean) * torch.exp(-log_std), log_std) - _log_tanh_slope(before)
+
+    def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
+        """mean + deviation · noise, squashed for `tanh_gaussian`; one pass through the network for all of them."""
+        mean, log_std = self._mean_and_log_std(state.features)
+        noise = torch.randn(count, *mean.shape, device=mean.device)
+        return self._place(mean, log_std, noise)[:2]
+
+    def state_value(self, features: Tensor) -> Tensor:
+        """V by the value network."""
+        return self.value(features).squeeze(-1)
+
+    def actor_parameters(self) -> Iterator[nn.Parameter]:
+        """The actor network, and the deviation of a `gaussian`."""
+        yield from self.actor.parameters()
+        if self.distribution == "gaussian":
+            yield self.log_std
+
+    def critic_parameters(self) -> Iterator[nn.Parameter]:
+        """The encoder, where it learns, and the value network."""
+        yield from self.encoder.parameters()
+        yield from self.value.parameters()
+
+    @torch.no_grad()
+    def member(self, index: int) -> Actor:
+        """One member as a policy of its own, with a copy of its weights; itself where it is alone."""
+        if self.num_members == 1:
+            return self
+        alone = Actor(*self._made_with, num_members=1, dtype=self.actor.dtype).to(self.center.device)
+        alone.encoder.load_state_dict(self.encoder.state_dict())
+        stacked = {**dict(self.actor.named_parameters("actor")), **dict(self.value.named_parameters("value"))}
+        if self.distribution == "gaussian":
+            stacked["log_std"] = self.log_std
+        for name, parameter in stacked.items():
+            alone.get_parameter(name).copy_(parameter[index : index + 1])
+        return alone
+
+    # -- for the collector and the trainer -----------------------------------------------------------------------------
+
+    def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
+        """An action of the Box (its mode when deterministic) with its log-prob and the value."""
+        features = self._alone(td)
+        mean, log_std = self._mean_and_log_std(features)
+        noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
+        unit, log_prob, before = self._place(mean, log_std, noise.unsqueeze(0))
+        td.set(schema.ACTION, self.from_unit(unit[0, 0]))
+        td.set(schema.LOG_PROB, log_prob[0, 0] - self.width.log().sum())
+        td.set(schema.VALUE, self.state_value(features)[0])
+        if self.distribution == "tanh_gaussian":  # what tanh was taken of: near ±1 it cannot be found again exactly
+            td.set(schema.SAMPLE, {"before_tanh": before[0, 0]})
+        return td
+
+    def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
+        """Score stored actions; the entropy of `tanh_gaussian` is that of the Gaussian before tanh."""
+        features = self._alone(td)
+        mean, log_std = self._mean_and_log_std(features)
+        sample = td.get(schema.SAMPLE, None)
+        if self.distribution == "tanh_gaussian" and sample is not None:
+            before = sample["before_tanh"].unsqueeze(0)
+            log_prob = _gaussian_log_prob((before - mean) * torch.exp(-log_std), log_std) - _log_tanh_slope(before)
+        else:
+            action = td[schema.ACTION].reshape(mean.shape[1], self.action_dim)
+            log_prob = self.log_prob(Encoded(None, features), self.to_unit(action).unsqueeze(0))
+        entropy = (log_std + (0.5 + HALF_LOG_2PI)).sum(-1).expand_as(log_prob) + self.width.log().sum()
+        return {
+            "log_prob": (log_prob - self.width.log().sum())[0],
+            "entropy": entropy[0],
+            "value": self.state_value(features)[0],
+        }
+
+    def get_value(self, td: TensorDictBase) -> Tensor:
+        """V(observation) [B]."""
+        return self.state_value(self._alone(td))[0]
+
+    def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
+        """Take observations into the normalisation."""
+        self.encoder.observe(td[schema.OBSERVATION])
+
+    def _alone(self, td: TensorDictBase) -> Tensor:
+        if self.num_members > 1:
+            raise InputError(f"a policy of {self.num_members} members does not act itself: use member(i)")
+        return self.encode(td[schema.OBSERVATION]).features
+
+    # -- the distribution ----------------------------------------------------------------------------------------------
+
+    def _mean_and_log_std(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The Gaussian's mean before any tanh, and its log deviation; [members, B, A] (or [members, 1, A])."""
+        if self.trains_encoder:  # the critics train the encoder, not the actor
+            features = features.detach()
+        output = self.actor(features)
+        if self.distribution == "gaussian":
+            return output, self.log_std.clamp(*LOG_STD_RANGE)
+        mean, log_std = output.chunk(2, -1)
+        return mean, log_std.clamp(*LOG_STD_RANGE)
+
+    def _place(self, mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Unit actions at the given noise, their log-densities, and the actions before any squashing."""
+        log_prob = _gaussian_log_prob(noise, log_std)
+        if self.distribution == "gaussian":
+            unit = torch.addcmul(mean.tanh(), noise, log_std.exp())
+            return unit, log_prob, unit
+        before = torch.addcmul(mean, noise, log_std.exp())
+        return before.tanh(), log_prob - _log_tanh_slope(before), before
+
+
+def _gaussian_log_prob(noise: Tensor, log_std: Tensor) -> Tensor:
+    """Σ over dims of −½ noise² − log σ − ½ log 2π."""
+    return (-0.5 * noise.square() - log_std).sum(-1) - noise.shape[-1] * HALF_LOG_2PI
+
+
+def _log_tanh_slope(x: Tensor) -> Tensor:
+    """Σ log(1 − tanh² x) = Σ 2 (log 2 − x − softplus(−2x)), which does not overflow."""
+    return (2.0 * (math.log(2.0) - x - functional.softplus(-2.0 * x))).sum(-1)

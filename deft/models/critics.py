@@ -1,0 +1,56 @@
+"""Q(s, a) as an ensemble of critics with their slowly moving targets; trained by the off-policy algorithms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deft.models.mlp import BatchedMLP
+
+
+class Critics(nn.Module):
+    """`num_critics` networks on features and unit actions for each of `num_members` learners, and a copy as target.
+
+    Features are [members, B, F], actions [members, B, A]; values come as [members, critics, B].
+    """
+
+    def __init__(
+        self,
+        num_members: int,
+        num_critics: int,
+        feature_dim: int,
+        action_dim: int,
+        hidden_sizes: Sequence[int],
+        layer_norm: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.num_members, self.num_critics = num_members, num_critics
+        self.online = BatchedMLP(
+            num_members * num_critics, feature_dim + action_dim, hidden_sizes, 1, layer_norm, dtype
+        )
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, features: Tensor, action: Tensor, frozen: bool = False) -> Tensor:
+        """Values; `frozen` keeps the gradient from the critics, not from the action."""
+        return self._values(self.online(torch.cat([features, action], -1), frozen))
+
+    def first_values(self, features: Tensor, action: Tensor) -> Tensor:
+        """Values by the first critic of each member, [members, B]; the gradient reaches the action alone."""
+        inputs = torch.cat([features, action], -1)
+        return self.online(inputs, frozen=True, stride=self.num_critics).squeeze(-1)
+
+    def target_values(self, features: Tensor, action: Tensor) -> Tensor:
+        """Values by the target networks."""
+        return self._values(self.target(torch.cat([features, action], -1)))
+
+    @torch.no_grad()
+    def move_target(self, tau: float) -> None:
+        """target ← (1 − τ) target + τ online."""
+        torch._foreach_lerp_(list(self.target.parameters()), list(self.online.parameters()), tau)
+
+    def _values(self, output: Tensor) -> Tensor:
+        return output.view(self.num_members, self.num_critics, -1)

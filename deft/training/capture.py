@@ -1,0 +1,75 @@
+"""Records an update on a GPU as one CUDA graph and replays it: the device then waits for no Python between kernels."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from deft.algorithms.algorithm import Metrics
+
+WARM_UP = 3  # periods run in the ordinary way first, so that libraries allocate what they need outside the recording
+
+
+class Sampler(Protocol):
+    """Where batches come from."""
+
+    generator: torch.Generator
+    capturable: bool
+    """Whether `sample` may be recorded: it draws on the device, and without waiting for it."""
+
+    def sample(self, batch_size: int) -> Any:
+        """A batch."""
+
+    def __len__(self) -> int: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to draw the same batches."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+
+
+class CapturedUpdate:
+    """`algorithm.period` updates, each on a batch drawn inside the recording, as one graph.
+
+    Whatever a step decides in Python is decided once, while recording: so a recording begins at a multiple of the
+    period, and schedules write into tensors (`algorithm.schedule`) between replays.
+    """
+
+    def __init__(self, algorithm: Any, sampler: Sampler, batch_size: int) -> None:
+        self._algorithm, self._sampler, self._batch_size = algorithm, sampler, batch_size
+        self._warmed = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._metrics: Metrics = {}
+        self._stream = torch.cuda.Stream()
+
+    def run(self) -> tuple[int, Metrics]:
+        """Some updates: how many, and the metrics of the last."""
+        algorithm = self._algorithm
+        algorithm.schedule()
+        aligned = algorithm.version % algorithm.period == 0
+        if self._graph is None and (self._warmed < WARM_UP * algorithm.period or not aligned):
+            self._warmed += 1
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._metrics = algorithm.step(self._sampler.sample(self._batch_size))
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return 1, self._metrics
+        if self._graph is None:
+            self._record()
+        assert self._graph is not None
+        self._graph.replay()
+        algorithm.version += algorithm.period
+        return algorithm.period, self._metrics
+
+    def _record(self) -> None:
+        algorithm = self._algorithm
+        version = algorithm.version
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._sampler.generator)
+        with torch.cuda.graph(graph):
+            for _ in range(algorithm.period):
+                self._metrics = algorithm.step(self._sampler.sample(self._batch_size))
+        algorithm.version = version  # nothing ran
+        self._graph = graph

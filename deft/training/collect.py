@@ -1,0 +1,364 @@
+"""`deft collect`: plays a policy in an environment and records the episodes as a dataset in Minari's layout."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from deft import schema
+from deft.config.loading import AnyRunConfig
+from deft.config.settings import CollectConfig, EnvConfig
+from deft.data.datasets.dataset import Episode
+from deft.data.recording import Recording
+from deft.data.spaces import action_stream
+from deft.data.tensors import policy_inputs, zero_rows
+from deft.envs.make import SHORT_NAMES, make_env, make_vector_env
+from deft.envs.vector import Episode as PlayedEpisode
+from deft.envs.vector import Observation, VectorEnv, VectorStep, take_rows
+from deft.errors import InputError
+from deft.evaluation.evaluate import find_run, load_policy
+from deft.evaluation.rollouts import random_actions, summarize
+from deft.models.policy import Policy
+from deft.training.logging import show_progress
+from deft.training.random_state import seed_everything
+from deft.training.signals import StopSignal
+
+RANDOM, EXPERT = "random", "expert"  # policies that are no checkpoint
+EXPERT_METHOD = "expert_action"
+
+log = logging.getLogger(__name__)
+
+
+def collect(config: CollectConfig) -> dict[str, Any]:
+    """Record as configured; returns where the dataset is, how much it holds, and how the recorded episodes went.
+
+    Ctrl-C and SIGTERM end the recording after the step: the whole episodes so far are kept, then the signal goes on.
+    """
+    run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
+    env_config = _env_config(config, run[1] if run else None)
+    example = make_env(env_config)
+    try:
+        if config.policy == EXPERT and not example.has_wrapper_attr(EXPERT_METHOD):
+            raise InputError(
+                f"--policy expert: {env_config.id} offers no scripted expert (a method {EXPERT_METHOD}() of the "
+                "environment); record a trained policy or random actions"
+            )
+        if config.noise > 1 and not isinstance(example.action_space, spaces.Box):
+            raise InputError(f"--noise: {config.noise:g} is no chance of a random action; {env_config.id} needs 0 to 1")
+        details = {"algorithm_name": config.policy}
+        recording = Recording(
+            config.out,
+            example.observation_space,
+            example.action_space,
+            env_spec=_spec_json(example),
+            details=details,
+            append=config.append,
+        )
+        with recording, StopSignal() as stop:
+            seed = config.seed + recording.num_episodes
+            seed_everything(seed)
+            env = make_vector_env(env_config)
+            try:
+                actor = _actor(config, run, env, env_config, example.action_space, np.random.default_rng(seed))
+                played = _play(config, env, actor, recording, seed, stop)
+            finally:
+                env.close()
+            if played.num_episodes:
+                recording.commit()
+    finally:
+        example.close()
+    stop.reraise()
+    return {
+        "dataset": str(recording.path),
+        "minari_id": recording.dataset_id,
+        "minari_datasets_path": str(recording.datasets_path),
+        "recorded_episodes": played.num_episodes,
+        "recorded_steps": played.num_steps,
+        "total_episodes": recording.num_episodes,
+        "total_steps": recording.num_steps,
+        **_summary(played.finished),
+    }
+
+
+def _summary(finished: list[PlayedEpisode]) -> dict[str, Any]:
+    """How the episodes went that came to their end."""
+    if not finished:
+        return {"ended_episodes": 0}
+    results = summarize(finished)
+    return {"ended_episodes": results.pop("episodes"), **results}
+
+
+def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
+    """Where to play: as the flags say, and for the rest as the policy's run did."""
+    copies = min(config.num_envs, config.steps or config.episodes or 1)
+    settings: dict[str, Any] = {"num_envs": copies, "vector": config.vector, "kwargs": config.env_kwargs}
+    if config.max_episode_steps is not None:
+        settings["max_episode_steps"] = config.max_episode_steps
+    own = None if run is None else run.env.id
+    if run is not None and own is not None and config.env in (None, own, SHORT_NAMES.get(own)):
+        settings["kwargs"] = {**run.env.kwargs, **config.env_kwargs}
+        settings.setdefault("max_episode_steps", run.env.max_episode_steps)
+        return EnvConfig(id=own, **settings)
+    if config.env is None:
+        raise InputError(f"--env: missing; it must be given for --policy {config.policy}")
+    return EnvConfig(id=config.env, **settings)
+
+
+def _spec_json(env: gymnasium.Env) -> str | None:
+    """The environment as Gymnasium writes it; None where it cannot be written."""
+    if env.spec is None:
+        return None
+    spec = copy.deepcopy(env.spec)
+    spec.order_enforce = True  # Deft leaves that check out of its own copies
+    try:
+        return spec.to_json()
+    except (TypeError, ValueError) as error:
+        log.warning("the dataset will not say which environment it is from: %s", " ".join(str(error).split()))
+        return None
+
+
+# -------------------------------------------------------------------------------------------------------------- acting
+
+
+class Actor(Protocol):
+    """Decides one step of every environment."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Actions [N, …], as `VectorEnv.step` takes them."""
+
+    def ended(self, done_index: np.ndarray) -> None:
+        """These environments have begun a new episode."""
+
+
+class _Function:
+    """Actions that depend on nothing but the environment's present state."""
+
+    def __init__(self, function: Callable[[], np.ndarray]) -> None:
+        self._function = function
+
+    def act(self, observation: Observation) -> np.ndarray:
+        return self._function()
+
+    def ended(self, done_index: np.ndarray) -> None:
+        """Nothing is remembered."""
+
+
+class _PolicyActor:
+    """A trained policy. A chunk of K actions is played to its end, or the episode's, before it is asked again."""
+
+    def __init__(self, policy: Policy, env: VectorEnv, deterministic: bool) -> None:
+        if policy.needs_reward:
+            raise InputError("--policy: a decision transformer acts by its rewards, which recording does not tell it")
+        self._policy, self._deterministic = policy, deterministic
+        self._device = next(iter(policy.parameters())).device
+        self._memory = policy.initial_memory(env.num_envs)
+        mask = env.action_mask
+        self._mask = None if mask is None else torch.as_tensor(mask, device=self._device).expand(env.num_envs, -1)
+        self._chunks: np.ndarray | None = None  # [N, K, …]
+        self._played = np.full(env.num_envs, policy.chunk_length)  # [N]: how much of its chunk each has played
+
+    def act(self, observation: Observation) -> np.ndarray:
+        is_due = self._played >= self._policy.chunk_length
+        if is_due.any():
+            self._decide(observation, is_due)
+        assert self._chunks is not None
+        actions = self._chunks[np.arange(len(is_due)), self._played]
+        self._played += 1
+        return actions
+
+    def ended(self, done_index: np.ndarray) -> None:
+        self._played[done_index] = self._policy.chunk_length
+        if self._memory is not None:
+            self._memory = zero_rows(self._memory, done_index)
+
+    def _decide(self, observation: Observation, is_due: np.ndarray) -> None:
+        """New chunks for the environments that are due, from their rows of the observation alone."""
+        due = np.flatnonzero(is_due)
+        rows = torch.as_tensor(due, device=self._device)
+        memory = None if self._memory is None else self._memory[rows]
+        mask = None if self._mask is None else self._mask[rows]
+        td = self._policy.act(
+            policy_inputs(take_rows(observation, due), self._device, memory, mask), self._deterministic
+        )
+        chunks = td[schema.ACTION].numpy(force=True)
+        if self._policy.chunk_length == 1:
+            chunks = chunks[:, None]
+        if self._chunks is None:
+            self._chunks = np.zeros((len(is_due), *chunks.shape[1:]), chunks.dtype)
+        self._chunks[due] = chunks
+        self._played[due] = 0
+        if self._memory is not None:
+            self._memory = self._memory.clone()
+            self._memory[rows] = td[schema.NEXT_MEMORY]
+
+
+class _Noisy:
+    """Another actor with noise on its actions, clipped to the bounds of the space.
+
+    Box: a ← a + noise · (high − low)/2 · N(0, 1) (unbounded dims: noise · N(0, 1)); padded dims stay as they are.
+    Discrete, MultiDiscrete: with the chance `noise`, each number is drawn uniformly instead.
+    """
+
+    def __init__(self, actor: Actor, env: VectorEnv, noise: float, generator: np.random.Generator) -> None:
+        self._actor, self._noise, self._generator = actor, noise, generator
+        self._space = env.action_space
+        if isinstance(self._space, spaces.Box):
+            span = (self._space.high.astype(np.float64) - self._space.low) / 2
+            self._scale = np.where(np.isfinite(span), span, 1.0) * noise
+            if env.action_mask is not None:
+                self._scale = self._scale * env.action_mask
+
+    def act(self, observation: Observation) -> np.ndarray:
+        actions = self._actor.act(observation)
+        if isinstance(self._space, spaces.Box):
+            return actions + self._scale * self._generator.standard_normal(actions.shape)
+        counts = self._space.n if isinstance(self._space, spaces.Discrete) else self._space.nvec  # type: ignore[attr-defined]
+        drawn = self._generator.integers(counts, size=actions.shape)
+        return np.where(self._generator.random(actions.shape) < self._noise, drawn, actions)
+
+    def ended(self, done_index: np.ndarray) -> None:
+        self._actor.ended(done_index)
+
+
+def _actor(
+    config: CollectConfig,
+    run: tuple[Path, AnyRunConfig] | None,
+    env: VectorEnv,
+    env_config: EnvConfig,
+    action_space: spaces.Space,
+    generator: np.random.Generator,
+) -> Actor:
+    """The actor that the settings name. `action_space` is the environment's own, which its expert acts in."""
+    actor: Actor
+    if run is not None:
+        folder, run_config = run
+        # The policy is built for spaces with its chunks; they are played here step by step, so that each is recorded.
+        built_for = make_vector_env(env_config, chunk_length=run_config.policy.chunk_length, num_envs=1)
+        try:
+            policy = load_policy(folder, run_config, built_for, config.device)
+        finally:
+            built_for.close()
+        actor = _PolicyActor(policy, env, config.deterministic)
+    elif config.policy == RANDOM:
+        actor = _Function(lambda: random_actions(env, generator))
+    else:
+        stream = action_stream(action_space)
+        actor = _Function(lambda: stream.to_rows(np.stack(env.call(EXPERT_METHOD))))
+    return _Noisy(actor, env, config.noise, generator) if config.noise else actor
+
+
+# ----------------------------------------------------------------------------------------------------------- recording
+
+
+class _OpenEpisode:
+    """An episode that one environment is in, row by row."""
+
+    def __init__(self, observation: Observation, row: int, seed: int | None = None) -> None:
+        self.seed = seed
+        self._observations = [take_rows(observation, np.array([row]))]
+        self._steps: list[tuple[np.ndarray, float, bool, bool]] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, action: np.ndarray, step: VectorStep, index: int, observation: Observation, row: int) -> None:
+        """Take in environment `index` of a step; `row` of `observation` is what it led to."""
+        self._steps.append((action, step.reward[index], step.terminated[index], step.truncated[index]))
+        self._observations.append(take_rows(observation, np.array([row])))
+
+    def close(self) -> Episode:
+        """The episode as a dataset has it; cut here, where it has not ended."""
+        action, reward, terminated, truncated = (np.array(column) for column in zip(*self._steps, strict=True))
+        truncated[-1] |= not terminated[-1]
+        first = self._observations[0]
+        observation: Observation
+        if isinstance(first, dict):
+            observation = {name: np.concatenate([row[name] for row in self._observations]) for name in first}
+        else:
+            observation = np.concatenate(self._observations)  # type: ignore[arg-type]
+        return Episode(observation, action, reward, terminated, truncated)
+
+
+class _Played:
+    """What was recorded by this call."""
+
+    def __init__(self) -> None:
+        self.num_episodes = 0
+        self.num_steps = 0
+        self.finished: list[PlayedEpisode] = []
+
+
+@torch.inference_mode()
+def _play(
+    config: CollectConfig, env: VectorEnv, actor: Actor, recording: Recording, seed: int, stop: Callable[[], bool]
+) -> _Played:
+    """Step the environments and write each episode as it ends, until enough is recorded or `stop` says so."""
+    played = _Played()
+    attributes = {"policy": config.policy, "noise": config.noise}
+    # Each copy plays its own share: taking the first episodes to end would prefer short ones.
+    share = [len(range(index, config.episodes or 0, env.num_envs)) for index in range(env.num_envs)]
+    num_taken = 0  # steps in recorded and open episodes
+
+    def write(index: int, result: PlayedEpisode | None) -> None:
+        recorded = open_episodes[index].close()
+        success = None if result is None else result.success
+        recording.add(recorded, seed=open_episodes[index].seed, success=success, **attributes)
+        played.num_episodes += 1
+        played.num_steps += len(recorded)
+        if result is not None:
+            played.finished.append(result)
+
+    def is_enough() -> bool:
+        return num_taken == config.steps if config.steps is not None else not any(share)
+
+    observation = env.reset(seed)
+    open_episodes = [_OpenEpisode(observation, index, seed + index) for index in range(env.num_envs)]
+    total, unit = (config.steps, "steps") if config.steps is not None else (config.episodes, "episodes")
+    assert total is not None
+    with show_progress(total, unit) as progress:
+        while not is_enough() and not stop():
+            actions = _executed(actor.act(observation), env.action_space)
+            step = env.step(actions)
+            observation = step.observation
+            finals = {int(index): row for row, index in enumerate(step.done_index)}
+            ended = {result.env_index: result for result in step.episodes}
+            for index, episode in enumerate(open_episodes):
+                if num_taken == config.steps:
+                    break
+                if config.episodes is not None and not share[index]:
+                    continue
+                if index in step.lost_index:
+                    num_taken -= len(episode)
+                    open_episodes[index] = _OpenEpisode(observation, index)
+                    continue
+                num_taken += 1
+                if index not in finals:
+                    episode.add(actions[index], step, index, observation, index)
+                    continue
+                assert step.final_observation is not None
+                episode.add(actions[index], step, index, step.final_observation, finals[index])
+                write(index, ended[index])
+                share[index] -= 1
+                open_episodes[index] = _OpenEpisode(observation, index)
+            actor.ended(step.done_index)
+            progress(num_taken if config.steps is not None else played.num_episodes)
+        if not stop():
+            for index, episode in enumerate(open_episodes):
+                if config.steps is not None and len(episode):
+                    write(index, None)
+    return played
+
+
+def _executed(actions: np.ndarray, space: spaces.Space) -> np.ndarray:
+    """The actions as the environments carry them out, which is how they are recorded: Box clipped, in float32."""
+    if isinstance(space, spaces.Box):
+        return np.clip(actions.astype(np.float32), space.low, space.high)
+    return actions

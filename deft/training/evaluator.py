@@ -1,0 +1,105 @@
+"""Evaluates a policy in an environment of its own: here and now, or in a process beside the training.
+
+With a GPU the trainer hands over a copy of the weights and goes on; the CPU cores play the episodes meanwhile.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
+from deft.evaluation.rollouts import evaluate_policy
+from deft.models.policy import Policy
+from deft.training.random_state import separate_random_state
+
+
+class Evaluator:
+    """Plays `episodes` episodes with each of the policies it is given, always from the same seeds."""
+
+    def __init__(self, make_env: Callable[[], VectorEnv], seed: int, beside: bool = False) -> None:
+        self._make_env = make_env
+        self._seed = seed
+        self.beside = beside
+        self._env: VectorEnv | None = None
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self._pending: list[tuple[int, concurrent.futures.Future[list[dict[str, Any]]]]] = []
+
+    def env(self) -> VectorEnv:
+        """The environment, made when it is first needed."""
+        if self._env is None:
+            self._env = self._make_env()
+        return self._env
+
+    def evaluate(self, policies: list[Policy], episodes: int) -> list[dict[str, Any]]:
+        """The results of each policy, now."""
+        with separate_random_state(self._seed):
+            return [evaluate_policy(policy, self.env(), episodes, self._seed) for policy in policies]
+
+    def start(self, step: int, policies: list[Policy], episodes: int) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Evaluate; results come at once, or later from `finished` where this runs beside."""
+        if not self.beside:
+            return [(step, self.evaluate(policies, episodes))]
+        if self._pool is None:
+            self._pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        copies = [copy.deepcopy(policy).cpu() for policy in policies]
+        task = cloudpickle.dumps((self._make_env, copies, episodes, self._seed))
+        self._pending.append((step, self._pool.submit(_evaluate_beside, task)))
+        return []
+
+    def finished(self, wait: bool = False) -> list[tuple[int, list[dict[str, Any]]]]:
+        """What has come back since the last call, in order; all of it with `wait`."""
+        results = []
+        while self._pending and (wait or self._pending[0][1].done()):
+            step, future = self._pending.pop(0)
+            results.append((step, future.result()))
+        return results
+
+    @property
+    def pending(self) -> list[int]:
+        """The steps whose results are still to come."""
+        return [step for step, _ in self._pending]
+
+    def close(self) -> None:
+        """Free the environment and the process."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+
+def check_spaces(env: VectorEnv, policy_observation: Any, policy_action: Any, where: str) -> None:
+    """Refuse an environment whose observations or actions are not the dataset's."""
+    for kind, theirs, own in (
+        ("observation", env.observation_space, policy_observation),
+        ("action", env.action_space, policy_action),
+    ):
+        if _shape(theirs) != _shape(own):
+            raise InputError(f"{where}: its {kind}s are {theirs}, the dataset's {own}; evaluate with another --env")
+
+
+def _shape(space: Any) -> Any:
+    nested = getattr(space, "spaces", None)
+    if isinstance(nested, dict):
+        return {name: _shape(part) for name, part in nested.items()}
+    return tuple(space.shape) if space.shape is not None else str(space)
+
+
+def _evaluate_beside(task: bytes) -> list[dict[str, Any]]:
+    """In the other process."""
+    torch.set_num_threads(1)
+    make_env, policies, episodes, seed = cloudpickle.loads(task)
+    evaluator = Evaluator(make_env, seed)
+    try:
+        return evaluator.evaluate(policies, episodes)
+    finally:
+        evaluator.close()

@@ -1,0 +1,359 @@
+"""The loop on a dataset: draw a batch, update, and now and then log, evaluate and save. One for all offline algorithms.
+
+Made by `deft.training.offline_run` from a config, and by `IQLTrainer` and its siblings.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.offline import OfflineAlgorithm
+from deft.config.settings import LoggingConfig, OfflineTrainerConfig
+from deft.errors import InputError, RunError
+from deft.evaluation.rollouts import film_episodes, merge_results
+from deft.models.policy import Policy
+from deft.training import checkpoint
+from deft.training.capture import CapturedUpdate, Sampler
+from deft.training.compute import choose_threads, is_small, torch_threads
+from deft.training.evaluator import Evaluator
+from deft.training.intervals import crossed
+from deft.training.logging import RunLogger, logged_evaluations
+from deft.training.random_state import get_random_state, seed_everything, set_random_state
+from deft.training.signals import StopSignal
+from deft.training.watch import OFFLINE_RANGES, RangeWatch
+
+log = logging.getLogger(__name__)
+STATE_KEYS = (
+    "algorithm_name", "algorithm", "num_updates", "updates_per_epoch", "best_reward", "sampler", "transitions", "log",
+    "random",
+)  # fmt: skip
+
+
+class OfflineTrainer:
+    """Runs one algorithm on batches of one dataset; owns the loop and nothing else.
+
+    An epoch is one pass over the dataset's transitions in number (batches are drawn at random), or
+    `updates_per_epoch`. Keywords beyond the named ones are those of `OfflineTrainerConfig`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        algorithm: OfflineAlgorithm,
+        sampler: Sampler,
+        *,
+        evaluator: Evaluator | None = None,
+        score: Callable[[float], float | None] | None = None,
+        video_env: Callable[[], Any] | None = None,
+        output_dir: str | Path,
+        logging_config: LoggingConfig | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+        run_config: dict[str, Any] | None = None,
+        on_start: Callable[[], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.settings = OfflineTrainerConfig(**settings)
+        self.policy, self.algorithm, self.sampler = policy, algorithm, sampler
+        self.seed = seed
+        self.run_dir = Path(output_dir)
+        self.logging_config = logging_config or LoggingConfig()
+        self.threads = choose_threads(threads)
+        self.num_updates = 0
+        self.best_reward = -math.inf
+        self.evaluator = evaluator
+        self._score = score or (lambda _: None)
+        self._video_env = video_env
+        self._run_config, self._on_start = run_config, on_start
+        self._loaded = False
+        self._log: RunLogger | None = None
+        self._log_state: dict[str, Any] | None = None
+        self._random_state: dict[str, Any] | None = None
+        self._last_metrics: dict[str, float] = {}
+        self._watch = RangeWatch(OFFLINE_RANGES)
+        self.batch_size = algorithm.settings.batch_size
+        device = next(iter(policy.parameters())).device
+        self._captured: CapturedUpdate | None = None
+        self._saved_step: int | None = None
+        self._total = 0
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if algorithm.settings.precision == "tf32" else "highest")
+        can_capture = device.type == "cuda" and algorithm.capturable and sampler.capturable
+        if self.settings.capture == "on" and not can_capture:
+            raise InputError("capture: 'on' needs a GPU and a dataset in memory; use auto")
+        if can_capture and self.settings.capture != "off":
+            self._captured = CapturedUpdate(algorithm, sampler, self.batch_size)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Gradient updates of an epoch."""
+        return self.settings.updates_per_epoch or math.ceil(len(self.sampler) / self.batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs trained."""
+        return self.num_updates // self.updates_per_epoch
+
+    def train(self, num_epochs: int | None = None) -> dict[str, Any]:
+        """Train to `num_epochs` epochs in all, and return a summary.
+
+        Ctrl-C and SIGTERM stop between two updates; the run is saved, and so it is when it fails.
+        """
+        epochs = self.settings.num_epochs if num_epochs is None else num_epochs
+        total = OfflineTrainerConfig(num_epochs=epochs).num_epochs * self.updates_per_epoch
+        self._total = total
+        stop, started = StopSignal(), time.monotonic()
+        # oneDNN is what knows bf16; without it such products are emulated.
+        small = is_small(self.policy) and self.algorithm.settings.precision != "bf16"
+        threads = torch_threads(self.threads, small)
+        with stop, threads, checkpoint.folder_lock(self.run_dir), self._logging(total) as run_log:
+            self._log = run_log
+            try:
+                self._start(total)
+                self._loop(total, stop, run_log)
+                self._take_evaluations(run_log, wait=True)
+                self._save_once()
+            except BaseException as error:
+                self._save_after_failure(error)
+                raise
+            finally:
+                self._log_state = run_log.state_dict()
+                self._log = None
+            summary = self._summary(time.monotonic() - started)
+            if stop():
+                log.warning("stopped by %s at %d updates", stop.received.name, self.num_updates)  # type: ignore[union-attr]
+        stop.reraise()
+        return summary
+
+    def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
+        """Update, and after it what is due."""
+        while self.num_updates < total and not stop():
+            self.algorithm.progress = self.num_updates / total
+            previous = self.num_updates
+            if self._captured is not None and self.num_updates + self.algorithm.period <= total:
+                count, metrics = self._captured.run()
+            else:
+                self.algorithm.schedule()
+                count, metrics = 1, self.algorithm.step(self.sampler.sample(self.batch_size))
+            self.num_updates += count
+            self._after_update(previous, metrics, run_log)
+
+    def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
+        """Log, evaluate and save what is due; an update may be several, so crossings count, not multiples."""
+        step, settings, epoch = self.num_updates, self.settings, self.updates_per_epoch
+        if crossed(previous, step, settings.log_freq) or step == self._total:
+            values = {name: float(value) for name, value in metrics.items()}
+            run_log.log_metrics(step, {"epoch": step / epoch, **values})
+            self._watch.check(step, values)
+            self._last_metrics = values
+            bad = [name for name, value in values.items() if not math.isfinite(value)]
+            if bad:
+                raise RunError(
+                    f"{bad[0]} is no longer finite at update {step}: lower learning_rate, or look at the dataset's "
+                    "rewards; the checkpoints already saved are good"
+                )
+        evaluating = self.evaluator is not None and crossed(previous, step, settings.eval_freq * epoch)
+        if evaluating:
+            self._evaluate_now(run_log)
+        if crossed(previous, step, settings.save_freq * epoch):
+            self._save_once()
+            self._prune()
+        if evaluating or step % 256 < step - previous:
+            self._take_evaluations(run_log)
+        run_log.progress(step)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
+        """Mean return over whole episodes, deterministic, with the normalised score where the dataset has one."""
+        if self.evaluator is None:
+            raise InputError("evaluate: the dataset names no environment; give one (--env, or env=)")
+        results = self.evaluator.evaluate(members_of(self.policy), num_episodes or self.settings.eval_episodes)
+        summary = merge_results(results, self._score)
+        if video is not None:
+            if self._video_env is None:
+                raise InputError("video: there is no environment to film")
+            summary["video"] = str(film_episodes(members_of(self.policy)[0], self._video_env(), video, 1, self.seed))
+        return summary
+
+    def _evaluate_now(self, run_log: RunLogger) -> None:
+        assert self.evaluator is not None
+        for step, results in self.evaluator.start(
+            self.num_updates, members_of(self.policy), self.settings.eval_episodes
+        ):
+            self._record_evaluation(step, results, run_log)
+        if self.evaluator.beside:  # what comes back later may be the best
+            self._save_once()
+
+    def _take_evaluations(self, run_log: RunLogger, wait: bool = False) -> None:
+        if self.evaluator is not None:
+            for step, results in self.evaluator.finished(wait):
+                self._record_evaluation(step, results, run_log)
+            self._prune()  # not between two that came back together: the second may be the best
+
+    def _record_evaluation(self, step: int, results: list[dict[str, Any]], run_log: RunLogger) -> None:
+        merged = merge_results(results, self._score)
+        run_log.log_evaluation(step, merged)
+        score = merged.get("normalized_score")
+        log.info(
+            "evaluation at %d updates (epoch %d): mean_reward %.4g ± %.3g%s",
+            step,
+            step // self.updates_per_epoch,
+            merged["mean_reward"],
+            merged["std_reward"],
+            "" if score is None else f", normalized_score {score:.1f}",
+        )
+        if merged["mean_reward"] > self.best_reward:
+            self.best_reward = merged["mean_reward"]
+            folder = self.run_dir / f"checkpoint-{step}"
+            if step == self.num_updates:
+                self._save_once()
+            if folder.exists():
+                checkpoint.mark_best(self.run_dir, folder)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _prune(self) -> None:
+        pending = [] if self.evaluator is None else self.evaluator.pending
+        checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, pending)
+
+    def _save_once(self) -> None:
+        if self._saved_step != self.num_updates:
+            self.save()
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write a checkpoint into the run folder, or its content into `path`."""
+        learned = self.algorithm.state_dict()
+        if not (_is_finite(dict(self.policy.named_parameters())) and _is_finite(learned)):
+            raise RunError(
+                f"the networks are no longer finite after {self.num_updates} updates, so nothing was saved: lower "
+                "learning_rate, or look at the dataset's rewards; the checkpoints already saved are good"
+            )
+        if self._log is not None:
+            self._log.flush()
+        state = {
+            "algorithm_name": self.algorithm.name,
+            "algorithm": learned,
+            "num_updates": self.num_updates,
+            "updates_per_epoch": self.updates_per_epoch,
+            "best_reward": self.best_reward,
+            "sampler": self.sampler.state_dict(),
+            "transitions": len(self.sampler),
+            "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
+            "random": get_random_state(),
+            "config": self._run_config,
+        }
+        weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
+        folder = checkpoint.save_checkpoint(
+            self.run_dir if path is None else Path(path).parent,
+            self.num_updates,
+            weights,
+            state,
+            self._last_metrics,
+            name=None if path is None else Path(path).name,
+        )
+        if path is None:
+            self._saved_step = self.num_updates
+        return folder
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint (or the latest of a run folder), in the middle of an epoch too."""
+        folder = checkpoint.find_checkpoint(path)
+        state = checkpoint.load_training_state(folder)
+        missing = [name for name in STATE_KEYS if name not in state]
+        if missing:
+            raise InputError(f"{folder}: its training state lacks {', '.join(missing)}; it is not of an offline run")
+        if state["algorithm_name"] != self.algorithm.name:
+            raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
+        if state["transitions"] != len(self.sampler):
+            raise InputError(
+                f"{folder}: trained on a dataset of {state['transitions']} transitions; this one has "
+                f"{len(self.sampler)}: resume with the same, or start from its weights with --model-path"
+            )
+        checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.num_updates = state["num_updates"]
+        # An evaluation beside the training may have come back after the checkpoint was written.
+        returns = [line["mean_reward"] for line in logged_evaluations(folder.parent, self.num_updates)]
+        self.best_reward = max([state["best_reward"], *returns])
+        if state["updates_per_epoch"] != self.updates_per_epoch:
+            log.warning("an epoch is now %d updates, not %d", self.updates_per_epoch, state["updates_per_epoch"])
+        self._log_state, self._random_state = state["log"], state["random"]
+        self._loaded = True
+
+    def close(self) -> None:
+        """Free the evaluation's environment."""
+        if self.evaluator is not None:
+            self.evaluator.close()
+
+    def _start(self, total: int) -> None:
+        if self.num_updates >= total:
+            log.warning("nothing to do: the run has %d of %d updates", self.num_updates, total)
+        if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:
+            self.evaluator.env()  # what keeps it from being made is better known before training than after
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+        elif self.num_updates == 0:
+            seed_everything(self.seed)
+
+    def _logging(self, total: int) -> RunLogger:
+        checkpoint.clean_temporary(self.run_dir)
+        if self._on_start is not None and self.num_updates < total:
+            self._on_start()
+        if self.num_updates == 0 and not self._loaded and checkpoint.list_checkpoints(self.run_dir):
+            raise InputError(
+                f"output_dir: {self.run_dir} already holds a run; load() it to go on, or use another folder"
+            )
+        run_log = RunLogger(self.run_dir, self.logging_config, total, self.num_updates, self._run_config, "updates")
+        if self._log_state is not None:
+            run_log.load_state_dict(self._log_state)
+        return run_log
+
+    def _save_after_failure(self, error: BaseException) -> None:
+        """Keep what was learned since the latest checkpoint."""
+        if self.num_updates == 0 or self._saved_step == self.num_updates:
+            return
+        self._log = None  # it may be what failed
+        try:
+            folder = self.save()
+        except Exception as second:
+            log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
+        else:
+            log.warning("saved %s after the failure", folder)
+
+    def _summary(self, seconds: float) -> dict[str, Any]:
+        best = self.best_reward if math.isfinite(self.best_reward) else None
+        summary: dict[str, Any] = {
+            "run_dir": str(self.run_dir),
+            "updates": self.num_updates,
+            "epochs": self.num_updates / self.updates_per_epoch,
+            "best_reward": best,
+            "seconds": round(seconds, 3),
+            **self._last_metrics,
+        }
+        if best is not None and (score := self._score(best)) is not None:
+            summary["best_normalized_score"] = score
+        return summary
+
+
+def members_of(policy: Policy) -> list[Policy]:
+    """The policies of all seeds that were trained at once; the policy itself where there is one."""
+    count = getattr(policy, "num_members", 1)
+    return [policy] if count == 1 else [policy.member(index) for index in range(count)]  # type: ignore[operator]
+
+
+def _is_finite(state: Any) -> bool:
+    """Whether every number in a nested state of tensors is finite."""
+    if isinstance(state, torch.Tensor):
+        return bool(torch.isfinite(state).all())
+    return all(_is_finite(value) for value in state.values()) if isinstance(state, Mapping) else True

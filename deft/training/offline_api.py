@@ -1,0 +1,174 @@
+"""Offline training from Python: `IQLTrainer(obs_dim, action_dim, config).train(buffer)`; one class an algorithm."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from deft.config.loading import replace
+from deft.config.offline_rl_config import OfflineRLConfig
+from deft.config.settings import OfflineRunConfig
+from deft.data.datasets import load_dataset
+from deft.data.datasets.dataset import Dataset
+from deft.data.offline_buffer import OfflineReplayBuffer
+from deft.envs.make import make_another, wrap
+from deft.errors import InputError
+from deft.models.policy import Policy
+from deft.training.offline import OfflineTrainer
+from deft.training.offline_run import build_offline_policy, build_offline_trainer
+from deft.training.random_state import seed_everything
+from deft.training.run import load_policy_weights
+
+Data: TypeAlias = OfflineReplayBuffer | Dataset | str | Path
+
+
+class OfflineRLTrainer:
+    """Trains a policy on a dataset.
+
+    Vector observations and actions in [-1, 1] are given by their sizes; anything else by `observation_space` and
+    `action_space`. `env` is where `evaluate` plays, by default the dataset's own. Keywords beyond these are settings of
+    the algorithm.
+    """
+
+    algorithm_name: ClassVar[str]
+
+    def __init__(
+        self,
+        obs_dim: int | None = None,
+        action_dim: int | None = None,
+        config: OfflineRLConfig | OfflineRunConfig | None = None,
+        *,
+        observation_space: gymnasium.Space | None = None,
+        action_space: gymnasium.Space | None = None,
+        env: str | gymnasium.Env | None = None,
+        policy: Policy | None = None,
+        **settings: Any,
+    ) -> None:
+        config = config or OfflineRLConfig()
+        if isinstance(config, OfflineRLConfig):
+            run_config = config.to_run_config(self.algorithm_name, **settings)
+        else:
+            run_config = replace(config, **{f"algorithm.cfg.{name}": value for name, value in settings.items()})
+        if run_config.algorithm.name != self.algorithm_name:
+            raise InputError(
+                f"algorithm: {type(self).__name__} trains with {self.algorithm_name!r}, the config says "
+                f"{run_config.algorithm.name!r}"
+            )
+        self.config = replace(run_config, **{"env.id": env}) if isinstance(env, str) else run_config
+        self._env = env if isinstance(env, gymnasium.Env) else None
+        seed_everything(self.config.seed)
+        if policy is None:
+            observation_space = observation_space or _box("obs_dim", obs_dim, np.inf)
+            action_space = action_space or _box("action_dim", action_dim, 1.0)
+            policy = build_offline_policy(self.config, observation_space, action_space)
+        self._policy = policy
+        self._dataset: Dataset | None = None
+        self._trainer: OfflineTrainer | None = None
+        self._loaded_from: Path | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """What is trained."""
+        return self._policy
+
+    @property
+    def global_step(self) -> int:
+        """Gradient updates so far."""
+        return 0 if self._trainer is None else self._trainer.num_updates
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return self._started().run_dir
+
+    def train(
+        self, buffer: OfflineReplayBuffer | Dataset | str | Path, num_epochs: int | None = None
+    ) -> dict[str, Any]:
+        """Train on a dataset to the configured number of epochs (or to `num_epochs`); returns a summary.
+
+        Called again with the same dataset, it goes on.
+        """
+        return self.prepare(buffer).train(num_epochs)
+
+    def prepare(self, buffer: Data) -> OfflineTrainer:
+        """The trainer for a dataset, before its first update."""
+        if isinstance(buffer, OfflineReplayBuffer):
+            dataset = buffer.dataset
+        else:
+            dataset = buffer if isinstance(buffer, Dataset) else load_dataset(buffer)
+        if self._trainer is None or self._dataset is not dataset:
+            self.close()
+            make_env = None
+            if self._env is not None:
+                make_env = partial(_another, self._env)
+            self._trainer = build_offline_trainer(self.config, dataset, self._policy, make_env)
+            self._dataset = dataset
+            if self._loaded_from is not None:
+                self._trainer.load(self._loaded_from)
+                self._loaded_from = None
+        return self._trainer
+
+    def evaluate(self, num_episodes: int = 10, video: str | Path | None = None) -> dict[str, Any]:
+        """`mean_reward`, `std_reward`, `normalized_score` and the rest over whole episodes."""
+        return self._started().evaluate(num_episodes, None if video is None else Path(video))
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write a checkpoint: into the run folder, or as the folder `path`."""
+        return self._started().save(path)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint; before a dataset is there, its weights are loaded now and the rest with `train`."""
+        if self._trainer is None:
+            load_policy_weights(self._policy, path)
+            self._loaded_from = Path(path)
+        else:
+            self._trainer.load(path)
+
+    def close(self) -> None:
+        """Free the evaluation's environment."""
+        if self._trainer is not None:
+            self._trainer.close()
+
+    def _started(self) -> OfflineTrainer:
+        if self._trainer is None:
+            raise InputError(f"{type(self).__name__} has no dataset yet: train(buffer) or prepare(buffer) comes first")
+        return self._trainer
+
+
+class IQLTrainer(OfflineRLTrainer):
+    """Implicit Q-learning."""
+
+    algorithm_name = "iql"
+
+
+class CQLTrainer(OfflineRLTrainer):
+    """Conservative Q-learning."""
+
+    algorithm_name = "cql"
+
+
+class TD3BCTrainer(OfflineRLTrainer):
+    """TD3 with behaviour cloning."""
+
+    algorithm_name = "td3-bc"
+
+
+class DecisionTransformerTrainer(OfflineRLTrainer):
+    """Decision Transformer."""
+
+    algorithm_name = "dt"
+
+
+def _box(name: str, dim: int | None, bound: float) -> spaces.Box:
+    if dim is None:
+        raise InputError(f"{name}: missing; give the sizes, or observation_space and action_space")
+    return spaces.Box(-bound, bound, (dim,), np.float32)
+
+
+def _another(env: gymnasium.Env) -> Any:
+    return wrap(make_another(env))

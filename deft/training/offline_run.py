@@ -1,0 +1,160 @@
+"""From a config to a run on a dataset: builds policy, algorithm, sampler and trainer, and runs them in their folder.
+
+`deft train iql` and its siblings call `train`; `IQLTrainer` and `deft evaluate` use the same builders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+
+from deft.algorithms.cql import CQL
+from deft.algorithms.decision_transformer import DecisionTransformer
+from deft.algorithms.iql import IQL
+from deft.algorithms.offline import OfflineAlgorithm
+from deft.algorithms.td3_bc import TD3BC
+from deft.config.loading import replace, to_dict
+from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
+from deft.data.datasets import load_dataset
+from deft.data.datasets.dataset import Dataset
+from deft.envs.make import make_env, make_vector_env
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
+from deft.evaluation.plots import plot_run
+from deft.models.policy import Policy
+from deft.training.compute import choose_device
+from deft.training.evaluator import Evaluator, check_spaces
+from deft.training.offline import OfflineTrainer
+from deft.training.random_state import seed_everything
+from deft.training.run import EVALUATION_ENVS, load_policy_weights
+from deft.training.run_folder import open_run_folder, place_run
+from deft.training.sinks import check_extras
+from deft.training.trainer import EVALUATION_SEED
+
+OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
+    "iql": IQL,
+    "cql": CQL,
+    "td3-bc": TD3BC,
+    "dt": DecisionTransformer,
+}
+
+
+def train(config: OfflineRunConfig) -> dict[str, Any]:
+    """Train as configured, evaluate at the end, and return a summary of the run."""
+    trainer = build_offline_trainer(config)
+    try:
+        summary = trainer.train()
+        if trainer.settings.eval_freq and trainer.evaluator is not None:
+            summary |= {f"final_{name}": value for name, value in trainer.evaluate().items()}
+        summary["plots"] = [str(path) for path in plot_run(trainer.run_dir)]
+    finally:
+        trainer.close()
+    return summary
+
+
+def build_offline_trainer(
+    config: OfflineRunConfig,
+    dataset: Dataset | None = None,
+    policy: Policy | None = None,
+    make_eval_env: Callable[[], VectorEnv] | None = None,
+) -> OfflineTrainer:
+    """A trainer for a config, in its run folder; dataset, policy and environment may be given instead of made."""
+    if dataset is None and config.dataset.path is None:
+        raise InputError("dataset: missing; give a name (hopper-medium-v2) or a path with --dataset")
+    subject = dataset.name if dataset is not None else str(config.dataset.path)
+    config, resume_from, replaces = place_run(config, subject)
+    seed_everything(config.seed)
+    device = choose_device(config.device)
+    check_extras(config.logging)
+    if dataset is None:
+        assert config.dataset.path is not None
+        dataset = load_dataset(config.dataset.path, download=config.dataset.download, **config.dataset.options)
+    env_config = evaluation_env(config, dataset)
+    config = _told(config, dataset, env_config)
+    assert config.output_dir is not None
+    evaluator = None
+    action_space = dataset.action_space
+    if env_config is not None:
+        count = min(config.trainer.eval_episodes, EVALUATION_ENVS)
+        make = partial(make_vector_env, env_config, num_envs=count)
+        evaluator = Evaluator(make, config.seed + EVALUATION_SEED, beside=device.type == "cuda")
+        action_space = _checked_env(env_config, dataset)
+    settings = config.algorithm.cfg
+    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+    if policy is None:
+        members = config.trainer.num_seeds
+        policy = algorithm_class.make_policy(dataset.observation_space, action_space, config.policy, settings, members)
+    policy.to(device)
+    if config.model_path is not None:
+        load_policy_weights(policy, config.model_path)
+    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+    algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
+    sampler = algorithm.make_sampler(dataset, config.seed, device, int(config.dataset.cache_gb * 2**30))
+    algorithm.prepare(dataset, sampler, fresh=resume_from is None and config.model_path is None)
+    trainer = OfflineTrainer(
+        policy,
+        algorithm,
+        sampler,
+        evaluator=evaluator,
+        score=partial(normalized_score, config),
+        video_env=None if env_config is None else partial(make_env, env_config, render_mode="rgb_array"),
+        output_dir=config.output_dir,
+        logging_config=config.logging,
+        seed=config.seed,
+        threads=config.threads,
+        run_config=to_dict(config),
+        on_start=partial(open_run_folder, config, replaces),
+        **to_dict(config.trainer),
+    )
+    if resume_from is not None:
+        trainer.load(resume_from)
+    return trainer
+
+
+def build_offline_policy(
+    config: OfflineRunConfig, observation_space: gymnasium.Space, action_space: gymnasium.Space
+) -> Policy:
+    """The policy that a config's algorithm trains, for the spaces of a dataset."""
+    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+    settings, members = config.algorithm.cfg, config.trainer.num_seeds
+    return algorithm_class.make_policy(observation_space, action_space, config.policy, settings, members)
+
+
+def normalized_score(config: OfflineRunConfig | RunConfig, mean_return: float) -> float | None:
+    """100 · (return − random) / (expert − random); None where these are not known."""
+    if isinstance(config, RunConfig) or config.dataset.reference_returns is None:
+        return None
+    random, expert = config.dataset.reference_returns
+    return 100.0 * (mean_return - random) / (expert - random)
+
+
+def _told(config: OfflineRunConfig, dataset: Dataset, env: EnvConfig | None) -> OfflineRunConfig:
+    """The config with what the dataset says of itself, so that the run can be evaluated without the dataset."""
+    told: dict[str, Any] = {}
+    if env is not None:
+        told |= {"env.id": env.id, "env.kwargs": env.kwargs}
+    if config.dataset.reference_returns is None and dataset.reference_returns is not None:
+        told["dataset.reference_returns"] = dataset.reference_returns
+    return replace(config, **told)
+
+
+def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | None:
+    """The environment to evaluate in: the one that is asked for, else the dataset's own; None where there is none."""
+    env_id = config.env.id or dataset.env_id
+    if env_id is None:
+        return None
+    kwargs = config.env.kwargs or (dataset.env_kwargs if config.env.id is None else {})
+    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps)
+
+
+def _checked_env(env_config: EnvConfig, dataset: Dataset) -> gymnasium.Space:
+    """The action space of the evaluation environment, which must have the dataset's observations and actions."""
+    env: VectorEnv = make_vector_env(env_config, num_envs=1)
+    try:
+        check_spaces(env, dataset.observation_space, dataset.action_space, f"env {env_config.id}")
+        return env.action_space
+    finally:
+        env.close()

@@ -1,0 +1,95 @@
+"""The folder of a run: where it is, what is already there, and the settings that it is opened with.
+
+Called by the builders of online and offline runs before anything is trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+from deft.config.loading import AnyRunConfig, Config, replace, write_config
+from deft.config.validation import shown
+from deft.errors import InputError
+from deft.training import checkpoint
+
+log = logging.getLogger(__name__)
+CONFIG_FILE = "config.yaml"
+
+
+def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
+    """Settle the run folder, the checkpoint to go on from, and whether a run there is to be replaced.
+
+    `subject` (the environment or the dataset) names a folder that is not given.
+    Nothing is deleted yet: whatever else is wrong with the config must not cost an earlier run.
+    """
+    resume_from: Path | None = None
+    if config.resume is not None:
+        resume_from = checkpoint.find_checkpoint(config.resume)
+        if config.output_dir is None:
+            config = replace(config, output_dir=str(resume_from.parent))
+    if config.output_dir is None:
+        subject = re.sub(r"[^A-Za-z0-9.]+", "-", subject).strip("-")
+        name = f"{config.algorithm.name}-{subject}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+        return replace(config, output_dir=str(Path("outputs") / name)), None, False
+    folder = Path(config.output_dir)
+    if not config.output_dir.strip():
+        raise InputError("output_dir: is empty; name a folder, or leave it out")
+    try:
+        is_file = folder.exists() and not folder.is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered
+        raise InputError(f"output_dir: {shown(config.output_dir)} cannot be used: {error}") from error
+    if is_file:
+        raise InputError(f"output_dir: {folder} is a file; name a folder")
+    if folder.is_dir():
+        with checkpoint.folder_lock(folder):  # free, that is: what another process is writing is not cleaned away
+            checkpoint.clean_temporary(folder)
+    existing = checkpoint.list_checkpoints(folder)
+    if config.auto_resume and resume_from is None:
+        resume_from, problems = checkpoint.latest_whole_checkpoint(folder)
+        if existing and resume_from is None:
+            raise InputError(
+                f"auto_resume: none of the {len(existing)} checkpoints in {folder} can be read; "
+                f"the latest: {problems[0]}"
+            )
+        for problem in problems:
+            log.warning("passed over: %s", problem)
+    elif existing and (resume_from is None or resume_from.parent.resolve() != folder.resolve()):
+        if not config.overwrite:
+            raise InputError(
+                f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "
+                "--overwrite replaces it, or give another --output-dir"
+            )
+        return config, resume_from, True
+    return config, resume_from, False
+
+
+def _remove_run(folder: Path) -> None:
+    """Delete what a run wrote, and nothing else that may be in the folder."""
+    for path in [
+        *checkpoint.list_checkpoints(folder),
+        *(folder / n for n in ("tensorboard", "plots", "videos", "samples")),
+    ]:
+        shutil.rmtree(path, ignore_errors=True)
+    for name in (checkpoint.BEST, CONFIG_FILE, "episode_metrics.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def open_run_folder(config: AnyRunConfig, replaces: bool) -> None:
+    """Rid the run folder of the run that it replaces, and write the settings as they repeat the run.
+
+    Not with those of how this process came to it.
+    """
+    assert config.output_dir is not None
+    folder = Path(config.output_dir)
+    try:
+        if replaces:
+            _remove_run(folder)
+        repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
+        write_config(repeatable, folder / CONFIG_FILE)
+    except OSError as error:
+        raise InputError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error

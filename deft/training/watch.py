@@ -1,0 +1,56 @@
+"""Watches metrics for values outside their expected range, and says what to do about them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a metric is expected to lie, and the advice for when it does not."""
+
+    low: float
+    high: float
+    advice: str
+
+
+OVERESTIMATION = "if Q-values are high and the score is poor: a larger cql_alpha, a smaller expectile, more num_critics"
+INSTABILITY = "if it spikes or the score crashes: a smaller learning_rate"
+OFFLINE_RANGES = {
+    "v_loss": Range(0.01, 1.0, INSTABILITY),
+    "q_loss": Range(0.01, 1.0, f"rewards of another scale change it; {OVERESTIMATION}"),
+    "policy_loss": Range(-10.0, 10.0, INSTABILITY),
+    "mean_advantage": Range(-5.0, 5.0, f"it should centre around 0; {OVERESTIMATION}"),
+}
+
+
+class RangeWatch:
+    """Speaks once when a metric leaves its range, and again only after it has been back."""
+
+    def __init__(self, ranges: Mapping[str, Range]) -> None:
+        self._ranges = ranges
+        self._outside: set[str] = set()
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Log a warning for each metric that has just left its range, and return the warnings."""
+        warnings = []
+        for name, expected in self._ranges.items():
+            value = metrics.get(name)
+            if value is None:
+                continue
+            if math.isfinite(value) and expected.low <= value <= expected.high:
+                self._outside.discard(name)
+            elif name not in self._outside:
+                self._outside.add(name)
+                warnings.append(
+                    f"{name} is {value:.4g} at update {step}, outside {expected.low:g} to {expected.high:g}: "
+                    f"{expected.advice}"
+                )
+        for warning in warnings:
+            log.warning("%s", warning)
+        return warnings

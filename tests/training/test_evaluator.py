@@ -1,0 +1,68 @@
+import time
+
+import pytest
+import torch
+from offline_worlds import TwoStep, first_action, small_actor
+from worlds import Counting
+
+from deft.data.datasets.dataset import box
+from deft.envs.make import wrap
+from deft.errors import InputError
+from deft.training.evaluator import Evaluator, check_spaces
+
+
+def make_env():
+    return wrap([TwoStep(), TwoStep()])
+
+
+def broken_env():
+    return wrap([TwoStep(broken=True)])
+
+
+def test_a_process_beside_finds_what_this_one_finds():
+    policies = []
+    for seed in range(3):  # of different worth: 1 where the first action is positive
+        torch.manual_seed(seed)
+        policies.append(small_actor(2, 1))
+    here = Evaluator(make_env, seed=7)
+    expected = here.start(10, policies, 3)
+    assert [result["mean_reward"] for result in expected[0][1]] == [float(first_action(p) > 0) for p in policies]
+    assert {result["mean_length"] for result in expected[0][1]} == {2.0}
+    beside = Evaluator(make_env, seed=7, beside=True)
+    try:
+        begun = time.monotonic()
+        assert beside.start(10, policies, 3) == []
+        assert time.monotonic() - begun < 2  # nothing is waited for
+        with torch.no_grad():
+            for parameter in policies[0].parameters():
+                parameter.fill_(float("nan"))  # training goes on: what is evaluated is a copy
+        beside.start(20, policies[1:], 3)
+        results = beside.finished(wait=True)
+        beside._make_env = broken_env
+        beside.start(30, policies[1:], 3)
+        with pytest.raises(ValueError, match="no display"):  # a failure there is heard of here
+            beside.finished(wait=True)
+    finally:
+        beside.close()
+    assert results == [*expected, (20, expected[0][1][1:])]
+    assert beside.finished(wait=True) == []
+    here.close()
+
+
+def test_evaluating_leaves_the_random_state_of_the_run():
+    evaluator, policy = Evaluator(make_env, seed=0), small_actor(2, 1)
+    state = torch.get_rng_state()
+    evaluator.evaluate([policy], 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    evaluator.close()
+
+
+def test_an_environment_of_other_spaces_is_refused():
+    env = make_env()
+    check_spaces(env, box(2), box(1), "env TwoStep")
+    with pytest.raises(InputError, match=r"env TwoStep: its observations are .* the dataset's"):
+        check_spaces(env, box(3), box(1), "env TwoStep")
+    with pytest.raises(InputError, match=r"its actions are .* evaluate with another --env"):
+        check_spaces(env, box(2), box(2), "env TwoStep")
+    with pytest.raises(InputError, match="actions"):
+        check_spaces(wrap([Counting()]), box(2), box(1), "env Counting")

@@ -1,0 +1,46 @@
+import logging
+import math
+
+import pytest
+
+from deft.training.watch import OFFLINE_RANGES, Range, RangeWatch
+
+WATCHED = {"q_loss": Range(0.01, 1.0, "a smaller learning_rate")}
+
+
+def test_speaks_once_and_again_only_after_recovery(caplog):
+    watch = RangeWatch(WATCHED)
+    values = [0.5, 3.0, 4.0, 1.0, 0.01, 0.005, 0.001]
+    told = [bool(watch.check(step, {"q_loss": value})) for step, value in enumerate(values)]
+    # 3 leaves the range, 4 is still outside; the limits 1 and 0.01 are inside; 0.005 leaves it again, below.
+    assert told == [False, True, False, False, False, True, False]
+    assert caplog.messages == [
+        "q_loss is 3 at update 1, outside 0.01 to 1: a smaller learning_rate",
+        "q_loss is 0.005 at update 5, outside 0.01 to 1: a smaller learning_rate",
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_outside_every_range(value):
+    assert len(RangeWatch({"x": Range(-math.inf, math.inf, "stop")}).check(1, {"x": value})) == 1
+
+
+def test_metrics_are_watched_apart_and_those_without_a_range_are_left_alone():
+    watch = RangeWatch({"a": Range(0, 1, "first"), "b": Range(0, 1, "second")})
+    assert [line.partition(" ")[0] for line in watch.check(1, {"a": 2.0, "b": 2.0, "c": 1e9})] == ["a", "b"]
+    assert watch.check(2, {"a": 0.5, "b": 2.0}) == []
+    assert len(watch.check(3, {"a": 2.0, "b": 2.0})) == 1
+    assert watch.check(4, {}) == []
+
+
+def test_the_ranges_are_those_of_the_document():
+    assert {name: (expected.low, expected.high) for name, expected in OFFLINE_RANGES.items()} == {
+        "v_loss": (0.01, 1.0),
+        "q_loss": (0.01, 1.0),
+        "policy_loss": (-10.0, 10.0),
+        "mean_advantage": (-5.0, 5.0),
+    }
+    # Its advice: against overestimation and against instability.
+    advice = " ".join(expected.advice for expected in OFFLINE_RANGES.values())
+    assert all(word in advice for word in ("cql_alpha", "expectile", "num_critics", "learning_rate"))
