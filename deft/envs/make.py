@@ -25,7 +25,12 @@ from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, one_line
 from deft.errors import DeftError, InputError
 
-SHORT_NAMES = {"reach": "deft/Reach-v0"}
+SHORT_NAMES = {
+    "reach": "deft/Reach-v0",
+    "tabletop": "deft/Tabletop-v0",
+    "maniskill": "deft/ManiSkill-v0",
+    "robotwin": "deft/RoboTwin-v0",
+}
 
 # Packages that environments need, by the module that is missing.
 _EXTRAS = {
@@ -63,12 +68,33 @@ def make_vector_env(
             max_episode_steps=config.max_episode_steps,
             kwargs=config.kwargs,
         )
+    if config.vector == "gpu":
+        return _make_on_gpu(config, count, chunk_length)
     function = partial(_build, _find_spec(config), config, None, chunk_length, gamma)
     if config.vector == "process":
         from deft.envs.process import ProcessVectorEnv
 
-        return ProcessVectorEnv([function] * count, num_workers=config.num_workers, timeout=config.timeout)
+        return ProcessVectorEnv(
+            [function] * count,
+            num_workers=config.num_workers,
+            timeout=config.timeout,
+            restart_workers=config.restart_workers,
+        )
     return SerialVectorEnv([function] * count)
+
+
+def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorEnv:
+    """All copies in one simulation, where an environment has that."""
+    if SHORT_NAMES.get(config.id, config.id) != SHORT_NAMES["maniskill"]:
+        raise InputError(f"env.vector: gpu is for env.id maniskill; {config.id} runs with sync or process")
+    if chunk_length > 1:
+        raise InputError("env.vector: gpu cannot run action chunks; use sync or process, or chunk_length 1")
+    from deft.envs.maniskill import ManiSkillVectorEnv
+
+    try:
+        return ManiSkillVectorEnv(num_envs, max_episode_steps=config.max_episode_steps, **config.kwargs)
+    except TypeError as error:
+        raise InputError(f"env.kwargs {config.kwargs} do not fit {config.id}: {one_line(error)}") from error
 
 
 def wrap(

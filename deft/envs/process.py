@@ -3,10 +3,14 @@
 Made by `deft.envs.make`. Arrays travel through shared memory, commands through a socket to each worker. The workers are
 new interpreters, not forks, and do not run the main script: they hold no torch and no copy of the parent's memory, get
 no Ctrl-C, and end by themselves when the parent is gone. The shared memory has no name, so nothing of it can be left.
+
+A worker that hangs or dies is replaced by a new one whose environments start new episodes. The episodes that it was in
+are lost, and said to be; the others go on.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import pickle
@@ -18,7 +22,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import Pipe
@@ -50,6 +54,7 @@ from deft.machine import available_cores
 
 EnvFunction = Callable[[], gymnasium.Env]
 
+log = logging.getLogger(__name__)
 START_TIMEOUT = 120.0  # seconds to import and construct; a step's own limit may be shorter
 CLOSE_TIMEOUT = 1.0  # seconds for the environments to close before their worker is killed
 PARENT_CHECK_INTERVAL = 1.0  # seconds
@@ -58,6 +63,7 @@ _WORKER_CODE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
     "from deft.envs.process import run_worker; run_worker({connection}, {memory}, {parent})"
 )
+DEFAULT_RESTARTS = 3
 
 
 # -------------------------------------------------------------------------------------------------------- shared memory
@@ -110,10 +116,22 @@ def _open_memory() -> int:
 class _Worker:
     """A worker process as the parent sees it."""
 
-    def __init__(self, number: int, first_env: int, num_envs: int, memory_file: int) -> None:
+    connection: Connection
+    process: subprocess.Popen
+
+    def __init__(self, number: int, first_env: int, num_envs: int) -> None:
         self.number = number
         self.first_env = first_env
-        self.num_envs = num_envs
+        self.rows = slice(first_env, first_env + num_envs)
+        self.functions = b""
+        """What makes its environments, pickled."""
+        self.num_restarts = 0
+        """Since it last completed a step."""
+        self.has_lost_episodes = False
+        """Whether it was replaced since the last step: its environments are in episodes that nobody has seen yet."""
+
+    def launch(self, memory_file: int) -> None:
+        """Start the process; it makes its environments when it is told to."""
         self.connection, theirs = Pipe()
         code = _WORKER_CODE.format(path=sys.path, connection=theirs.fileno(), memory=memory_file, parent=os.getpid())
         # Only its own socket is inherited, so that a worker whose parent is gone reads the end of the stream. A process
@@ -128,7 +146,7 @@ class _Worker:
         theirs.close()
 
 
-def _kill(workers: list[_Worker]) -> None:
+def _kill(workers: Iterable[_Worker]) -> None:
     for worker in workers:
         worker.process.kill()
     for worker in workers:
@@ -136,11 +154,27 @@ def _kill(workers: list[_Worker]) -> None:
         worker.connection.close()
 
 
+def _free(workers: list[_Worker], memory_file: int) -> None:
+    _kill(workers)
+    os.close(memory_file)
+
+
 class ProcessVectorEnv(VectorEnv):
-    """N environments shared out among worker processes; gives what `SerialVectorEnv` gives, bit for bit."""
+    """N environments shared out among worker processes; gives what `SerialVectorEnv` gives, bit for bit.
+
+    A worker that dies, or takes longer than `timeout` seconds, is replaced, up to `restart_workers` times without a
+    completed step in between; 0: never. What an environment raises is no such failure: it ends all of them.
+    """
+
+    notices_hangs = True
 
     def __init__(
-        self, env_functions: Sequence[EnvFunction], *, num_workers: int | None = None, timeout: float = 60.0
+        self,
+        env_functions: Sequence[EnvFunction],
+        *,
+        num_workers: int | None = None,
+        timeout: float = 60.0,
+        restart_workers: int = DEFAULT_RESTARTS,
     ) -> None:
         if os.name != "posix":
             raise InputError("env.vector: process needs Linux or macOS; use sync")
@@ -149,37 +183,37 @@ class ProcessVectorEnv(VectorEnv):
             raise InputError("a vector environment needs at least one environment")
         num_workers = min(num_workers or available_cores(), num_envs)
         self._timeout = timeout
+        self._most_restarts = restart_workers
+        self._num_restarts = 0
+        self._seed: int | None = None
         self._request = 0
         self._failure: str | None = None
         self._shared: _Shared | None = None
         self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _kill, self._workers)
-        memory_file = _open_memory()
+        self._memory_file = _open_memory()
+        self._finalizer = weakref.finalize(self, _free, self._workers, self._memory_file)
         try:
             bounds = [num_envs * worker // num_workers for worker in range(num_workers + 1)]
             for number, (first, last) in enumerate(pairwise(bounds)):
-                self._workers.append(_Worker(number, first, last - first, memory_file))
-            self._start(env_functions, memory_file)
+                worker = _Worker(number, first, last - first)
+                worker.launch(self._memory_file)
+                self._workers.append(worker)
+            self._start(env_functions)
             self.num_workers = num_workers
         except BaseException:
             self._finalizer()
             raise
-        finally:
-            os.close(memory_file)
 
-    def _start(self, env_functions: Sequence[EnvFunction], memory_file: int) -> None:
+    def _start(self, env_functions: Sequence[EnvFunction]) -> None:
         """Have the workers make their environments, then lay out the memory by their spaces."""
-        functions = []
         for worker in self._workers:
             try:
-                own = env_functions[worker.first_env : worker.first_env + worker.num_envs]
-                functions.append((cloudpickle.dumps(list(own)), worker.first_env))
+                worker.functions = cloudpickle.dumps(list(env_functions[worker.rows]))
             except Exception as error:
                 raise InputError(
                     f"the environments cannot be sent to worker processes ({one_line(error)}); use env.vector: sync"
                 ) from error
-        limit = max(START_TIMEOUT, self._timeout)
-        descriptions = self._ask("make", functions, timeout=limit)
+        descriptions = self._ask_once("make", [(worker.functions, worker.first_env) for worker in self._workers])
         for worker, other in zip(self._workers, descriptions, strict=True):
             for kind in ("observation_space", "action_space"):
                 if other[kind] != descriptions[0][kind]:
@@ -194,8 +228,8 @@ class ProcessVectorEnv(VectorEnv):
         allocate_arrays(observation_layout, num_envs, count.allocate)
         _allocate_shared(action_layout, num_envs, num_workers, count.allocate)
         try:
-            os.ftruncate(memory_file, count.size)
-            arena = _Arena(mmap.mmap(memory_file, count.size))
+            os.ftruncate(self._memory_file, count.size)
+            arena = _Arena(mmap.mmap(self._memory_file, count.size))
         except OSError as error:
             raise RunError(f"no {count.size} bytes of shared memory for the environments: {error}") from error
         super().__init__(
@@ -207,7 +241,9 @@ class ProcessVectorEnv(VectorEnv):
             arena.allocate,
         )
         self._shared = _allocate_shared(action_layout, num_envs, num_workers, arena.allocate)
-        self._ask("share", [(worker.number, num_envs, num_workers, count.size) for worker in self._workers], limit)
+        self._shared.stepping[:] = [worker.first_env for worker in self._workers]
+        self._memory_size = count.size
+        self._ask_once("share", [self._share(worker) for worker in self._workers])
 
     @property
     def worker_pids(self) -> list[int]:
@@ -217,8 +253,9 @@ class ProcessVectorEnv(VectorEnv):
     def reset(self, seed: int | None = None) -> Observation:
         """Start an episode in every environment; environment i gets `seed + i`."""
         arrays = self._next_arrays()
-        self._ask_all("reset", self._current, seed)
-        self._started = True
+        self._seed = seed
+        self._ask("reset", [(self._current, self._seeds(worker, seed)) for worker in self._workers])
+        self._start_anew()
         return arrays.observation
 
     def step(self, actions: np.ndarray) -> VectorStep:
@@ -227,15 +264,35 @@ class ProcessVectorEnv(VectorEnv):
         arrays = self._next_arrays()
         assert self._shared is not None
         self._shared.actions[...] = prepared
-        episodes: list[Episode] = []
-        for ended in self._ask_all("step", self._current):
-            episodes += ended
+        going = {worker: (self._current,) for worker in self._workers if not worker.has_lost_episodes}
+        answers, failures = self._exchange("step", going, self._timeout)
+        if failures:
+            self._replace(failures, self._current)
+        for worker in answers:
+            worker.num_restarts = 0
+        episodes = [episode for worker in self._workers for episode in answers.get(worker, ())]
+        if lost := [worker for worker in self._workers if worker.has_lost_episodes]:
+            return self._result(arrays, episodes, self._lose_episodes(lost, arrays))
         return self._result(arrays, episodes)
+
+    def _lose_episodes(self, workers: list[_Worker], arrays: StepArrays) -> np.ndarray:
+        """Have the episodes of replaced workers end where they were last seen; `arrays` hold the new beginnings."""
+        seen = self._arrays[self._current ^ 1].observation
+        for worker in workers:
+            rows = worker.rows
+            arrays.reward[rows], arrays.terminated[rows], arrays.truncated[rows] = 0.0, False, True
+            if self.chunk_length > 1:
+                arrays.num_steps[rows] = 0
+            for name, stream in _streams(self._final).items():
+                stream[rows] = _streams(seen)[name][rows]
+            worker.has_lost_episodes = False
+        return np.concatenate([np.arange(worker.rows.start, worker.rows.stop) for worker in workers])
 
     def get_state(self) -> list[dict[str, Any]] | None:
         """Plain data that `set_state` goes on from; None where `state_obstacle` says why."""
         replies = self._ask_all("get_state", self._current)
-        if any(reply is None for reply in replies):
+        # Where a worker was replaced, its episodes are gone and the new ones are not what the caller has seen.
+        if any(worker.has_lost_episodes for worker in self._workers) or any(reply is None for reply in replies):
             return None
         return [state for reply in replies for state in reply]
 
@@ -243,15 +300,8 @@ class ProcessVectorEnv(VectorEnv):
         """Go on from saved states."""
         self._check_states(states)
         self._next_arrays()
-        self._ask(
-            "set_state",
-            [
-                (self._current, states[worker.first_env : worker.first_env + worker.num_envs])
-                for worker in self._workers
-            ],
-            self._timeout,
-        )
-        self._started = True
+        self._ask("set_state", [(self._current, states[worker.rows]) for worker in self._workers])
+        self._start_anew()
 
     def state_obstacle(self) -> str | None:
         """One line on what keeps the state from being saved; None if nothing does."""
@@ -283,55 +333,134 @@ class ProcessVectorEnv(VectorEnv):
                 break
         self._finalizer()
 
-    def _ask_all(self, command: str, *args: Any) -> list[Any]:
-        return self._ask(command, [args] * len(self._workers), self._timeout)
+    def _start_anew(self) -> None:
+        """Every environment is where the caller put it: no episode is lost any more."""
+        self._started = True
+        for worker in self._workers:
+            worker.has_lost_episodes = False
 
-    def _ask(self, command: str, args: list[tuple[Any, ...]], timeout: float) -> list[Any]:
-        """Send a command to every worker and wait for all answers, in the workers' order."""
+    def _seeds(self, worker: _Worker, seed: int | None) -> list[int | None]:
+        """A seed for each environment of a worker."""
+        return [None if seed is None else seed + index for index in range(worker.rows.start, worker.rows.stop)]
+
+    def _share(self, worker: _Worker) -> tuple[int, int, int, int]:
+        return worker.number, self.num_envs, len(self._workers), self._memory_size
+
+    # -- talking to the workers ----------------------------------------------------------------------------------------
+
+    def _ask_all(self, command: str, *args: Any) -> list[Any]:
+        return self._ask(command, [args] * len(self._workers))
+
+    def _ask(self, command: str, args: list[tuple[Any, ...]]) -> list[Any]:
+        """Send a command to every worker and wait for all answers, in the workers' order; failed ones are replaced."""
+        asked = dict(zip(self._workers, args, strict=True))
+        answers, failures = self._exchange(command, asked, self._timeout)
+        while failures:
+            self._replace(failures, self._current ^ 1)  # the caller still acts on what the other arrays hold
+            again, failures = self._exchange(command, {worker: asked[worker] for worker in failures}, self._timeout)
+            answers |= again
+        return [answers[worker] for worker in self._workers]
+
+    def _ask_once(self, command: str, args: list[tuple[Any, ...]]) -> list[Any]:
+        """As `_ask`, while the environments are made: a worker that fails then will not do better."""
+        asked = dict(zip(self._workers, args, strict=True))
+        answers, failures = self._exchange(command, asked, max(START_TIMEOUT, self._timeout))
+        for message in failures.values():
+            self._fail(message)
+        return [answers[worker] for worker in self._workers]
+
+    def _exchange(
+        self, command: str, asked: dict[_Worker, tuple[Any, ...]], timeout: float
+    ) -> tuple[dict[_Worker, Any], dict[_Worker, str]]:
+        """Send a command to some workers: what they answered, and what befell those that gave no answer."""
         if self._failure is not None:
             raise RunError(self._failure)
         self._request += 1
+        answers: dict[_Worker, Any] = {}
+        failures: dict[_Worker, str] = {}
         waiting: dict[Any, _Worker] = {}
-        for worker, own in zip(self._workers, args, strict=True):
+        for worker, args in asked.items():
             try:
-                worker.connection.send((self._request, command, own))
+                worker.connection.send((self._request, command, args))
+                waiting[worker.connection] = worker
             except OSError:
-                self._fail_dead(worker)
-            waiting[worker.connection] = worker
-        answers: list[Any] = [None] * len(self._workers)
+                failures[worker] = self._cause_of_death(worker)
         deadline = time.monotonic() + timeout
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                worker = next(iter(waiting.values()))
-                self._fail(
-                    f"environment {self._busy_env(worker)} gave no answer to {command!r} within {timeout:g} s: it "
-                    "hangs, or env.timeout is too short for it"
-                )
+                failures |= {worker: self._no_answer(worker, command, timeout) for worker in waiting.values()}
+                break
             for connection in ready:
                 worker = waiting[connection]
                 try:
                     request, failure, answer = worker.connection.recv()
                 except (EOFError, OSError):
-                    self._fail_dead(worker)
+                    failures[worker] = self._cause_of_death(worker)
+                    del waiting[connection]
+                    continue
                 if request != self._request:  # the answer to a call that Ctrl-C cut short
                     continue
                 if failure is not None:
                     self._raise(answer, *failure)
-                answers[worker.number] = answer
+                answers[worker] = answer
                 del waiting[connection]
-        return answers
+        return answers, failures
+
+    def _replace(self, failures: dict[_Worker, str], into: int) -> None:
+        """New processes for workers that failed; their environments begin new episodes in the given set of arrays."""
+        try:
+            while failures:
+                for worker, message in failures.items():
+                    worker.num_restarts += 1
+                    if worker.num_restarts > self._most_restarts:
+                        in_vain = f"; it was started again {self._most_restarts} times in vain"
+                        self._fail(message + (in_vain if self._most_restarts else ""))
+                    num_lost = worker.rows.stop - worker.rows.start if self._started else 0
+                    lost = f"; {num_lost} unfinished episode(s) lost" if not worker.has_lost_episodes else ""
+                    log.warning("%s%s; a new worker starts", message, lost)
+                    _kill([worker])
+                    worker.launch(self._memory_file)
+                    worker.has_lost_episodes = True
+                failures = self._prepare_new(list(failures), into)
+        except BaseException:  # half-made workers cannot be asked anything
+            self._failure = self._failure or "the environments were interrupted while a worker was started again"
+            self._finalizer()
+            raise
+
+    def _prepare_new(self, workers: list[_Worker], into: int) -> dict[_Worker, str]:
+        """Have new workers make and reset their environments; says what befell those that did not come so far."""
+        self._num_restarts += 1
+        seed = self._seed
+        if seed is not None:  # another one for every restart, the same in a run that is repeated
+            seed = int(np.random.SeedSequence([seed, self._num_restarts]).generate_state(1)[0]) >> 2
+        steps: list[tuple[str, Callable[[_Worker], tuple[Any, ...]]]] = [
+            ("make", lambda worker: (worker.functions, worker.first_env)),
+            ("share", self._share),
+            ("reset", lambda worker: (into, self._seeds(worker, seed))),
+        ]
+        failures: dict[_Worker, str] = {}
+        for command, arguments in steps:
+            asked = {worker: arguments(worker) for worker in workers if worker not in failures}
+            failures |= self._exchange(command, asked, max(START_TIMEOUT, self._timeout))[1]
+        return failures
 
     def _busy_env(self, worker: _Worker) -> int:
         return worker.first_env if self._shared is None else int(self._shared.stepping[worker.number])
 
-    def _fail_dead(self, worker: _Worker) -> NoReturn:
+    def _cause_of_death(self, worker: _Worker) -> str:
         try:
             status = worker.process.wait(1.0)
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         except subprocess.TimeoutExpired:
             how = "it closed its connection"
-        self._fail(f"the worker process of environment {self._busy_env(worker)} ended: {how}")
+        return f"the worker process of environment {self._busy_env(worker)} ended: {how}"
+
+    def _no_answer(self, worker: _Worker, command: str, timeout: float) -> str:
+        return (
+            f"environment {self._busy_env(worker)} gave no answer to {command!r} within {timeout:g} s: it hangs, or "
+            "env.timeout is too short for it"
+        )
 
     def _raise(self, message: str, kind: type[DeftError], worker_traceback: str) -> NoReturn:
         """What a worker raised: a call that was wrong leaves the environments as they are, a failure ends them."""
@@ -348,6 +477,10 @@ class ProcessVectorEnv(VectorEnv):
         self._failure = message
         self._finalizer()
         raise RunError(message)
+
+
+def _streams(observation: Observation) -> dict[str, np.ndarray]:
+    return observation if isinstance(observation, dict) else {"": observation}
 
 
 # ----------------------------------------------------------------------------------------------------------- the worker
@@ -426,11 +559,11 @@ class _WorkerEnvs:
         self._actions = shared.actions[self._first_env : self._first_env + len(self._slots)]
         self._stepping = shared.stepping[number : number + 1]
 
-    def reset(self, current: int, seed: int | None) -> None:
+    def reset(self, current: int, seeds: list[int | None]) -> None:
         """Reset every environment into the given set of arrays."""
-        for slot in self._slots:
+        for slot, seed in zip(self._slots, seeds, strict=True):
             self._stepping[0] = slot.index
-            slot.reset(None if seed is None else seed + slot.index, self._arrays[current])
+            slot.reset(seed, self._arrays[current])
 
     def step(self, current: int) -> list[Episode]:
         """Step every environment into the given set of arrays."""

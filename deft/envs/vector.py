@@ -58,11 +58,14 @@ class VectorStep:
     num_steps: np.ndarray
     """int64 [N]: env steps that this step took."""
     done_index: np.ndarray
-    """int64 [K]: the environments that ended in this step, ascending."""
+    """int64 [K]: the environments whose episode ended in this step, ascending."""
     final_observation: Observation | None
     """[K, …] in the order of `done_index`: the true last observation of each; None when K is 0."""
     episodes: list[Episode]
-    """One for each of `done_index`."""
+    """One for each of `done_index`, but for those of `lost_index`."""
+    lost_index: np.ndarray
+    """int64: the environments whose episode was lost with their worker process, ascending. It counts as truncated at
+    the last observation that was seen: the step that failed earned nothing and led nowhere."""
 
 
 @dataclass(slots=True)
@@ -82,15 +85,13 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def allocate_step_arrays(layout: ObservationLayout, num_envs: int, allocate: Allocate = _zeros) -> StepArrays:
     """New arrays for one step of `num_envs` environments, from `allocate` (in shared memory, for worker processes)."""
-    arrays = StepArrays(
+    return StepArrays(
         observation=layout.allocate(num_envs, allocate),
         reward=allocate((num_envs,), np.dtype(np.float32)),
         terminated=allocate((num_envs,), np.dtype(np.bool_)),
         truncated=allocate((num_envs,), np.dtype(np.bool_)),
         num_steps=allocate((num_envs,), np.dtype(np.int64)),
     )
-    arrays.num_steps.fill(1)  # only chunks write it again
-    return arrays
 
 
 def allocate_arrays(
@@ -459,6 +460,8 @@ class VectorEnv(ABC):
     """Env steps that one action decides at most."""
     num_workers: int = 0
     """Processes or threads, beside this one, that step the environments."""
+    notices_hangs: bool = False
+    """Whether an environment that hangs is noticed, and dealt with, by the vector environment itself."""
 
     def __init__(
         self,
@@ -479,6 +482,8 @@ class VectorEnv(ABC):
         self._current = 0
         self._started = False
         self._arrays, self._final = allocate_arrays(observation_layout, num_envs, allocate)
+        for arrays in self._arrays:
+            arrays.num_steps.fill(1)  # only chunks write it again
 
     def _next_arrays(self) -> StepArrays:
         """The set of arrays that is not in the caller's latest result."""
@@ -490,13 +495,15 @@ class VectorEnv(ABC):
             raise InputError("step() was called before reset()")
         return self._action_layout.prepare(np.asarray(actions), self.num_envs)
 
-    def _result(self, arrays: StepArrays, episodes: list[Episode]) -> VectorStep:
-        """What a step hands out. `episodes` ascend by environment."""
-        if episodes:
-            done_index = np.array([episode.env_index for episode in episodes], np.int64)
-            final_observation: Observation | None = take_rows(self._final, done_index)
-        else:
-            done_index, final_observation = _NOTHING_DONE, None
+    def _result(
+        self, arrays: StepArrays, episodes: list[Episode], lost_index: np.ndarray = _NOTHING_DONE
+    ) -> VectorStep:
+        """What a step hands out. `episodes` and `lost_index` ascend by environment."""
+        done_index, final_observation = _NOTHING_DONE, None
+        if episodes or len(lost_index):
+            ended = np.array([episode.env_index for episode in episodes], np.int64)
+            done_index = np.sort(np.concatenate([ended, lost_index]))
+            final_observation = take_rows(self._final, done_index)
         return VectorStep(
             arrays.observation,
             arrays.reward,
@@ -506,6 +513,7 @@ class VectorEnv(ABC):
             done_index,
             final_observation,
             episodes,
+            lost_index,
         )
 
     @property

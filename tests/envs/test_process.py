@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -178,7 +179,7 @@ def test_workers_are_light_and_leave_signals_to_the_parent(make_faulty_env: Make
 def test_fault_is_named_at_once_and_ends_every_worker(make_faulty_env: MakeEnv, fault: str, message: str) -> None:
     # Environments 1 and 2 share a worker, 0 is alone: the message must tell them apart, and all must end.
     functions = [make_faulty_env, lambda: make_faulty_env(fault), make_faulty_env]
-    env = ProcessVectorEnv(functions, num_workers=2, timeout=1.0 if fault == "hang" else 60.0)
+    env = ProcessVectorEnv(functions, num_workers=2, timeout=1.0 if fault == "hang" else 60.0, restart_workers=0)
     env.reset()
     env.step(np.zeros(3, np.int64))
     started = time.monotonic()
@@ -190,6 +191,194 @@ def test_fault_is_named_at_once_and_ends_every_worker(make_faulty_env: MakeEnv, 
     with pytest.raises(RunError, match=message):
         env.step(np.zeros(3, np.int64))
     env.close()
+
+
+@pytest.fixture
+def make_mortal_env() -> Callable[..., gymnasium.Env]:
+    """A maker of environments that show [last digits of the seed, t]; an action of 1 is their death, 2 their sleep."""
+
+    class MortalEnv(gymnasium.Env):
+        def __init__(self, length: int = 100, dies_in_reset: str | None = None) -> None:
+            self.observation_space = spaces.Dict({"seen": spaces.Box(-1, 10**4, (2,), np.float64)})
+            self.action_space = spaces.Discrete(3)
+            self.length, self.dies_in_reset = length, dies_in_reset
+            self.seed, self.t = -1, 0
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict, dict]:
+            if self.dies_in_reset is not None and os.path.exists(self.dies_in_reset):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.seed, self.t = -1 if seed is None else seed % 10**4, 0
+            return self.observe(), {}
+
+        def step(self, action: int) -> tuple[dict, float, bool, bool, dict]:
+            if action == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if action == 2:
+                time.sleep(1000)
+            self.t += 1
+            return self.observe(), 1.0, self.t == self.length, False, {}
+
+        def observe(self) -> dict:
+            return {"seen": np.array([self.seed, self.t], np.float64)}
+
+        def time_now(self) -> int:
+            return self.t
+
+        def get_state(self) -> dict:
+            return {"seed": self.seed, "t": self.t}
+
+        def set_state(self, state: dict) -> None:
+            self.seed, self.t = state["seed"], state["t"]
+
+    def make(**kwargs: Any) -> gymnasium.Env:
+        return MortalEnv(**kwargs)
+
+    return make
+
+
+@pytest.mark.parametrize("fault", [1, 2], ids=["dies", "hangs"])
+def test_failed_worker_is_replaced_and_its_episodes_end_where_they_were_seen(
+    make_mortal_env: MakeEnv, fault: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Worker 0 has environment 0, worker 1 has 1 and 2. Environment 0 ends an episode in the very step of the loss.
+    functions = [lambda: make_mortal_env(length=3), make_mortal_env, make_mortal_env]
+    env = ProcessVectorEnv(functions, num_workers=2, timeout=1.0)
+    try:
+        env.reset(seed=5)
+        env.step(np.zeros(3, np.int64))
+        acted_on = env.step(np.zeros(3, np.int64)).observation["seen"]
+        before = acted_on.copy()
+        first, second = env.worker_pids
+        step = env.step(np.array([0, 0, fault]))
+        assert step.terminated.tolist() == [True, False, False]
+        assert step.truncated.tolist() == [False, True, True]
+        assert step.reward.tolist() == [1.0, 0.0, 0.0]
+        assert step.num_steps.tolist() == [1, 1, 1]
+        assert step.done_index.tolist() == [0, 1, 2]
+        assert step.lost_index.tolist() == [1, 2]
+        assert [episode.env_index for episode in step.episodes] == [0]  # what was lost is not finished
+        # Environment 1 had made its third step before environment 2 failed, but nobody has seen it.
+        assert step.final_observation["seen"].tolist() == [[5, 3], [6, 2], [7, 2]]
+        assert acted_on.tolist() == before.tolist()  # the rows that the transition begins with stay as they were
+        seeds = step.observation["seen"][1:, 0].tolist()
+        assert seeds[1] == seeds[0] + 1
+        assert seeds[0] not in (5, 6, 7)  # drawn anew
+        assert step.observation["seen"][:, 1].tolist() == [0, 0, 0]
+        assert env.worker_pids[0] == first
+        assert env.worker_pids[1] != second
+        assert wait_until_gone([second], 1)
+        reason = "ended: killed by SIGKILL" if fault == 1 else "gave no answer to 'step' within 1 s"
+        assert [reason in record.message and "2 unfinished" in record.message for record in caplog.records] == [True]
+        step = env.step(np.zeros(3, np.int64))
+        assert step.observation["seen"].tolist() == [[-1, 1], [seeds[0], 1], [seeds[1], 1]]
+        assert step.done_index.tolist() == step.lost_index.tolist() == []
+    finally:
+        env.close()
+
+
+def test_same_run_same_new_seeds(make_mortal_env: MakeEnv) -> None:
+    def seeds_after_two_losses() -> list[list[float]]:
+        env = ProcessVectorEnv([make_mortal_env])
+        env.reset(seed=1)
+        seen = [env.step(np.array([action])).observation["seen"][0].tolist() for action in (1, 0, 1)]
+        env.close()
+        return seen
+
+    first = seeds_after_two_losses()
+    assert first[0][0] != first[2][0]
+    assert first == seeds_after_two_losses()
+
+
+def test_worker_that_died_between_two_steps(make_mortal_env: MakeEnv) -> None:
+    env = ProcessVectorEnv([make_mortal_env] * 2, num_workers=2)
+    try:
+        env.reset(seed=0)
+        for _ in range(3):
+            seen = env.step(np.zeros(2, np.int64)).observation["seen"]
+        os.kill(env.worker_pids[1], signal.SIGKILL)
+        assert env.call("time_now") == [3, 0]  # of the new episode
+        assert env.get_state() is None  # no state belongs to what the caller has seen
+        assert seen[:, 1].tolist() == [3, 3]
+        step = env.step(np.zeros(2, np.int64))
+        assert step.lost_index.tolist() == [1]
+        assert step.observation["seen"][:, 1].tolist() == [4, 0]
+        assert step.final_observation["seen"].tolist() == [[1, 3]]
+        assert env.step(np.zeros(2, np.int64)).observation["seen"][:, 1].tolist() == [5, 1]
+        assert env.get_state() is not None
+    finally:
+        env.close()
+
+
+def test_states_are_set_in_a_worker_that_had_died(make_mortal_env: MakeEnv) -> None:
+    env = ProcessVectorEnv([make_mortal_env] * 2, num_workers=2)
+    try:
+        env.reset(seed=0)
+        env.step(np.zeros(2, np.int64))
+        states = env.get_state()
+        assert states is not None
+        env.step(np.zeros(2, np.int64))
+        os.kill(env.worker_pids[0], signal.SIGKILL)
+        env.set_state(states)
+        assert env.observation["seen"].tolist() == [[0, 1], [1, 1]]
+        step = env.step(np.zeros(2, np.int64))
+        assert step.observation["seen"].tolist() == [[0, 2], [1, 2]]
+        assert step.lost_index.tolist() == []
+    finally:
+        env.close()
+
+
+def test_lost_chunk_took_no_steps(make_mortal_env: MakeEnv) -> None:
+    # γ^0 = 1: the transition's TD error is 0 + V(last seen) − V(last seen), so that nothing is learned from the loss.
+    env = ProcessVectorEnv([lambda: ActionChunk(make_mortal_env(), 2, 0.9)] * 2, num_workers=2)
+    try:
+        env.reset(seed=0)
+        assert env.step(np.array([[0, 0], [0, 1]])).num_steps.tolist() == [2, 0]
+        assert env.step(np.zeros((2, 2), np.int64)).num_steps.tolist() == [2, 2]
+    finally:
+        env.close()
+
+
+def test_worker_that_fails_in_a_row_ends_the_run(make_mortal_env: MakeEnv) -> None:
+    limit = 1
+    env = ProcessVectorEnv([make_mortal_env] * 2, num_workers=2, restart_workers=limit)
+    env.reset(seed=0)
+    die = np.array([0, 1])
+    for _ in range(limit):
+        assert env.step(die).lost_index.tolist() == [1]
+    env.step(np.zeros(2, np.int64))  # a step in between: counted anew
+    for _ in range(limit):
+        assert env.step(die).lost_index.tolist() == [1]
+    pids = env.worker_pids
+    with pytest.raises(RunError, match=f"environment 1 ended: killed by SIGKILL; it was started again {limit} times"):
+        env.step(die)
+    assert wait_until_gone(pids, 1)
+    env.close()
+
+
+def test_new_worker_that_does_not_come_up_ends_the_run(make_mortal_env: MakeEnv, tmp_path: Path) -> None:
+    marker = tmp_path / "broken"
+    env = ProcessVectorEnv([lambda: make_mortal_env(dies_in_reset=str(marker))])
+    env.reset(seed=0)
+    marker.touch()
+    with pytest.raises(RunError, match=r"ended: killed by SIGKILL; it was started again 3 times in vain"):
+        env.step(np.array([1]))
+    with pytest.raises(RunError, match="in vain"):
+        env.reset()
+    env.close()
+
+
+def test_constructor_that_fails_is_not_tried_again(make_mortal_env: MakeEnv, tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+
+    def make() -> gymnasium.Env:
+        with open(tries, "a") as file:
+            file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return make_mortal_env()
+
+    with pytest.raises(RunError, match="ended: killed by SIGKILL"):
+        ProcessVectorEnv([make])
+    assert tries.read_text() == "x"
 
 
 def test_traceback_of_the_worker_is_a_note(make_faulty_env: MakeEnv) -> None:

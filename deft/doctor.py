@@ -1,0 +1,271 @@
+"""`deft doctor`: what this machine can render with and how fast, what it has, and what to install for the rest.
+
+Whatever may crash or print (OpenGL, simulators) is tried in a process of its own. `deft.cli` calls `examine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deft.envs.vector import one_line
+from deft.machine import available_cores
+
+BACKENDS = {"egl": "EGL", "osmesa": "OSMesa", "glfw": "GLX"}  # MUJOCO_GL → what it is
+PROBE_TIMEOUT = 120.0  # seconds: imports, and software rendering on a busy machine
+MEASURE_TIME = 1.0  # seconds for each speed
+GIB = 2**30
+REMEDIES = {
+    "egl": "apt install libegl1 libgl1",
+    "osmesa": "apt install libosmesa6",
+    "glfw": "needs a display (DISPLAY); headless machines use egl",
+}
+_ICD_FOLDERS = ("/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
+_PROBE_CODE = "import sys; from deft import doctor; doctor.run_probe(sys.argv[1])"
+_PROBE_SCENE = """
+<mujoco><visual><quality shadowsize="0" offsamples="0"/></visual><worldbody>
+  <light pos="0 0 3" castshadow="false"/><camera name="head" pos="0 -1.5 1" xyaxes="1 0 0 0 0.6 0.8"/>
+  <geom type="plane" size="2 2 0.1" rgba="0.5 0.4 0.3 1"/>
+  <body pos="0 0 0.2"><freejoint/><geom type="box" size="0.1 0.1 0.1" rgba="0.8 0.1 0.1 1"/></body>
+</worldbody></mujoco>"""
+
+
+def examine() -> dict[str, Any]:
+    """Everything that there is to say, as plain data."""
+    rendering = {name: _probe("rendering", name) for name in BACKENDS}
+    working = [name for name in BACKENDS if rendering[name]["works"]]
+    chosen = os.environ.get("MUJOCO_GL", "").lower() or (working[0] if working else None)
+    results: dict[str, Any] = {
+        "machine": _machine(),
+        "gpus": _gpus(),
+        "rendering": rendering,
+        "mujoco_gl": chosen,
+        "vulkan": _vulkan(),
+        "tabletop": _probe("tabletop", chosen) if chosen in working else {"works": False, "reason": "no rendering"},
+        "extras": _extras(),
+    }
+    results["advice"] = _advice(results)
+    return results
+
+
+def describe(results: Mapping[str, Any]) -> str:
+    """The same for a person to read."""
+    machine = results["machine"]
+    rows: list[tuple[str, str]] = [
+        ("machine", f"{machine['system']}, Python {machine['python']}, Deft {machine['deft']}"),
+        ("cores", str(machine["cores"])),
+        ("memory", f"{machine['memory_gib']:.1f} GiB, {machine['memory_free_gib']:.1f} free"),
+        ("GPU", "; ".join(f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB" for gpu in results["gpus"]) or "none"),
+        ("", ""),
+    ]
+    for name, found in results["rendering"].items():
+        if found["works"]:
+            text = f"works: {found['renderer']}, {found['frames_per_second']:.0f} frames/s of a small scene, 64 px"
+        else:
+            text = f"no ({found['reason']}): {REMEDIES[name]}"
+        rows.append((f"{BACKENDS[name]} (MUJOCO_GL={name})", text))
+    vulkan = results["vulkan"]
+    drivers = ", ".join(vulkan["drivers"]) or "no driver"
+    rows.append(("Vulkan (SAPIEN)", f"{'loader' if vulkan['loader'] else 'no loader'}, {drivers}"))
+    tabletop = results["tabletop"]
+    if tabletop["works"]:
+        rates = tabletop["steps_per_second"].items()
+        speeds = ", ".join(f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in rates)
+        rows.append(("tabletop, steps/s", f"{speeds} (one process, MUJOCO_GL={results['mujoco_gl']})"))
+    else:
+        rows.append(("tabletop, steps/s", f"no: {tabletop['reason']}"))
+    rows.append(("", ""))
+    for name, extra in results["extras"].items():
+        missing = ", ".join(extra["missing"])
+        rows.append((f"extra {name}", "installed" if not missing else f"without {missing}: {extra['install']}"))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {text}".rstrip() for name, text in rows]
+    if results["advice"]:
+        lines += ["", *(f"- {line}" for line in results["advice"])]
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------- this machine
+
+
+def _machine() -> dict[str, Any]:
+    total, free = _memory()
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "deft": _version("deft") or "not installed",
+        "cores": available_cores(),
+        "memory_gib": round(total / GIB, 2),
+        "memory_free_gib": round(free / GIB, 2),
+    }
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes in all and free, for this process: its control group's limit counts."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = total
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        text = Path("/proc/meminfo").read_text()
+        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", text)[1])  # type: ignore[index]
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, free = min(total, limit), min(free, limit - used)
+    return total, free
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """The GPUs that torch can use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1)} for gpu in found]
+
+
+def _vulkan() -> dict[str, Any]:
+    """What SAPIEN would render with: the loader, and the drivers that are declared to it."""
+    drivers = {file.stem for folder in _ICD_FOLDERS for file in Path(folder).glob("*.json")}
+    return {"loader": ctypes.util.find_library("vulkan") is not None, "drivers": sorted(drivers)}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extras() -> dict[str, dict[str, Any]]:
+    """Deft's optional packages: which of each extra are missing, and the command that installs them."""
+    found: dict[str, dict[str, Any]] = {}
+    for requirement in importlib.metadata.requires("deft") or []:
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
+        package = re.match(r"[\w.-]+", requirement)
+        if extra is None or package is None or package[0] == "deft":
+            continue
+        entry = found.setdefault(extra[1], {"missing": [], "install": f'pip install "deft[{extra[1]}]"'})
+        if _version(package[0]) is None:
+            entry["missing"].append(package[0])
+    return found
+
+
+def _advice(results: Mapping[str, Any]) -> list[str]:
+    """What to do about what does not work."""
+    rendering, advice = results["rendering"], []
+    if not any(found["works"] for found in rendering.values()):
+        advice.append(f"no pictures can be rendered: {REMEDIES['egl']}, or {REMEDIES['osmesa']}")
+    elif results["mujoco_gl"] in rendering and not rendering[results["mujoco_gl"]]["works"]:
+        works = next(name for name, found in rendering.items() if found["works"])
+        advice.append(f"MUJOCO_GL={results['mujoco_gl']} does not work here: export MUJOCO_GL={works}")
+    elif results["mujoco_gl"] not in BACKENDS:
+        advice.append(f"MUJOCO_GL={results['mujoco_gl']} is none of {', '.join(BACKENDS)}: unset it")
+    chosen = rendering.get(results["mujoco_gl"] or "", {})
+    if results["gpus"] and chosen.get("works") and "llvmpipe" in chosen["renderer"]:
+        advice.append(
+            "there is a GPU, but pictures are rendered in software: install the driver's OpenGL part (libnvidia-gl), "
+            "or in a container set NVIDIA_DRIVER_CAPABILITIES=all"
+        )
+    if not results["vulkan"]["loader"] or not results["vulkan"]["drivers"]:
+        advice.append(
+            "ManiSkill and RoboTwin (SAPIEN) would find no Vulkan: apt install libvulkan1 and the GPU's driver, or "
+            "mesa-vulkan-drivers 25 or newer for the CPU"
+        )
+    return advice
+
+
+# -------------------------------------------------------------------------------------------------------------- probes
+
+
+def _probe(what: str, backend: str) -> dict[str, Any]:
+    """Try something in a process of its own, under one way to render."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE_CODE, what],
+            env={**os.environ, "MUJOCO_GL": backend},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        return {"works": False, "reason": f"no answer within {PROBE_TIMEOUT:g} s"}
+    with contextlib.suppress(IndexError, json.JSONDecodeError):
+        return json.loads(done.stdout.splitlines()[-1])
+    last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+    return {"works": False, "reason": last[0]}
+
+
+def run_probe(what: str) -> None:
+    """Called in the new process: print one line of JSON."""
+    try:
+        found = {"works": True, **{"rendering": _measure_rendering, "tabletop": _measure_tabletop}[what]()}
+    except Exception as error:
+        found = {"works": False, "reason": _short(one_line(error))}
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)  # a driver that crashes while it is unloaded has worked all the same
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else text[:159] + "…"
+
+
+def _measure_rendering() -> dict[str, Any]:
+    import mujoco
+    from OpenGL import GL
+
+    model = mujoco.MjModel.from_xml_string(_PROBE_SCENE)
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    renderer = mujoco.Renderer(model, 64, 64)
+
+    def draw() -> Any:
+        renderer.update_scene(data, "head")
+        return renderer.render()
+
+    picture = draw()
+    if picture.min() == picture.max():
+        raise RuntimeError("the picture is of one colour")
+    name: Any = GL.glGetString(GL.GL_RENDERER)
+    return {"renderer": name.decode() if name else "unknown", "frames_per_second": _rate(draw)}
+
+
+def _measure_tabletop() -> dict[str, Any]:
+    from deft.config.settings import EnvConfig
+    from deft.envs.make import make_env
+
+    rates = {}
+    cases: dict[str, dict[str, Any]] = {
+        "both_cameras_64_px": {"observation": "images", "image_size": 64},
+        "both_cameras_224_px": {"observation": "images", "image_size": 224},
+        "state_only": {"observation": "state"},
+    }
+    for name, kwargs in cases.items():
+        env = make_env(EnvConfig(id="tabletop", kwargs={"task": "random_exploration", **kwargs}))
+        env.reset(seed=0)
+        env.action_space.seed(0)
+        rates[name] = _rate(lambda env=env: env.step(env.action_space.sample()))
+        env.close()
+    return {"steps_per_second": rates}
+
+
+def _rate(function: Any) -> float:
+    """Calls a second."""
+    function()
+    count, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < MEASURE_TIME:
+        function()
+        count += 1
+    return round(count / elapsed, 1)

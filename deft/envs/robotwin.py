@@ -1,0 +1,361 @@
+"""RoboTwin 2.0 (on SAPIEN): its two-armed tasks behind Deft's contracts, registered as `deft/RoboTwin-v0` (`robotwin`).
+
+RoboTwin is a repository, not a package: `root` (or ROBOTWIN_ROOT) says where it lies. The adapter is thin: it reads
+RoboTwin's own config files, turns deltas into joint targets, and observations into named streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+import yaml
+from gymnasium import spaces
+from PIL import Image
+
+from deft.envs.sapien_gpu import setup_sapien_gpu
+from deft.envs.suppress_logs import suppress_logs
+from deft.envs.vector import one_line
+from deft.errors import InputError, RunError
+
+ROOT_VARIABLE = "ROBOTWIN_ROOT"
+# The 32 dims of actions and states: 8 for an arm (a Panda uses 7), then its gripper; the rest is padding.
+SIZE = 32
+ARM_STARTS = {"left": 0, "right": 9}
+GRIPPERS = {"left": 8, "right": 17}
+ARM_SLOTS = 8
+MAX_JOINT_STEP = 0.1  # radians in one step, at action 1 and action_scale 1
+MAX_LAG = 0.3  # radians that a target may be ahead of a joint which does not follow
+MAX_SCENE_TRIES = 100
+INSTRUCTION_LENGTH = 128
+RANDOMIZATION_KEYS = (
+    "random_background",
+    "cluttered_table",
+    "clean_background_rate",
+    "random_head_camera_dis",
+    "random_table_height",
+    "random_light",
+    "crazy_random_light_rate",
+)
+
+
+class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
+    """One RoboTwin task.
+
+    **Action**: Box(-1, 1, (32,)) in the layout above; joints move by ±0.1 rad × action_scale, a gripper goes to where
+    its dim says (1 open, -1 closed). RoboTwin takes absolute joint positions: the delta is added to the last target.
+    `action_mask` says which dims are real; with `single_arm` the right arm stays where it is.
+
+    **Observation** `"images"`: Dict of `state` (32: joints and grippers), `head_rgb`, `wrist_rgb` (the left arm's),
+    with two arms `right_wrist_rgb` (uint8 [3, h, w]), and `instruction`; `"state"`: the 32 alone, without pictures.
+
+    **Reward**: 1 for success, which ends the episode.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's own declaration)
+
+    def __init__(
+        self,
+        task: str = "beat_block_hammer",
+        config: str | Mapping[str, Any] = "demo_clean",
+        root: str | None = None,
+        embodiment: list[Any] | None = None,
+        domain_randomization: Mapping[str, Any] | None = None,
+        observation: Literal["images", "state"] = "images",
+        image_size: int | None = None,
+        control_mode: str = "delta_qpos",
+        action_scale: float = 1.0,
+        single_arm: bool = False,
+        instruction: str | None = None,
+        render_mode: Literal["rgb_array"] | None = None,
+    ) -> None:
+        """`config` names a file in RoboTwin's `task_config/`, or is its content; the other arguments come before it."""
+        if control_mode != "delta_qpos":
+            raise InputError(f"control_mode is {control_mode!r}; RoboTwin's adapter has delta_qpos alone")
+        if observation not in ("images", "state"):
+            raise InputError(f"observation is {observation!r}; choose 'images' or 'state'")
+        if render_mode not in (None, "rgb_array"):
+            raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
+        if action_scale <= 0:
+            raise InputError(f"action_scale is {action_scale:g}; choose more than 0")
+        self._root = _find_root(root)
+        self._sees = observation == "images"
+        self._settings = _read_settings(self._root, task, config, embodiment, domain_randomization)
+        self._settings["data_type"] = {
+            **self._settings.get("data_type", {}),
+            "rgb": self._sees or render_mode is not None,
+            "qpos": True,
+        }
+        self._task = _load_task(self._root, task)
+        self._random = _OwnRandomState()
+        self.task = task
+        self.instruction = task.replace("_", " ") if instruction is None else instruction
+        self.image_size = image_size
+        self.single_arm = single_arm
+        self.render_mode = render_mode
+        self._joint_step = MAX_JOINT_STEP * action_scale
+        self._num_episodes = 0
+        self._is_set_up = False
+        self._raw: dict[str, Any] = {}
+        self._target = np.zeros(SIZE)
+        self.action_space = spaces.Box(-1.0, 1.0, (SIZE,), np.float32)
+        self._draw_scene(0, np.random.default_rng(0))  # its observation alone says how large arms and pictures are
+        self._joints = _joint_mask(self._raw["joint_action"])
+        self.action_mask = self._joints.copy()
+        if single_arm:
+            self.action_mask[ARM_STARTS["right"] :] = False
+        self.observation_space = self._make_observation_space()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Set a scene up; one whose objects do not come to rest is drawn anew, at most 100 times."""
+        super().reset(seed=seed)
+        self._draw_scene(seed, self.np_random)
+        self._target = padded_joints(self._raw["joint_action"])
+        return self._observe(), {"instruction": self.instruction}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Move both arms to their next targets."""
+        action = np.where(self.action_mask, np.clip(np.asarray(action, np.float64), -1.0, 1.0), 0.0)
+        present = padded_joints(self._raw["joint_action"])
+        moved = np.clip(self._target + self._joint_step * action, present - MAX_LAG, present + MAX_LAG)
+        for gripper in GRIPPERS.values():
+            is_moved = self.action_mask[gripper]
+            moved[gripper] = (action[gripper] + 1.0) / 2.0 if is_moved else self._target[gripper]
+        self._target = np.where(self.action_mask, moved, self._target)
+        with self._quietly():
+            self._task.take_action(self._target[self._joints], "qpos")
+            self._raw = self._task.get_obs()
+            success = bool(self._task.check_success() or getattr(self._task, "eval_success", False))
+        info = {"success": success, "instruction": self.instruction}
+        return self._observe(), float(success), success, False, info
+
+    def render(self) -> np.ndarray | None:
+        """The head camera's latest picture, uint8 [h, w, 3]."""
+        return None if self.render_mode is None else self._raw["observation"]["head_camera"]["rgb"]
+
+    def close(self) -> None:
+        """Free the simulation."""
+        if self._is_set_up:
+            self._is_set_up = False
+            self._task.close_env()
+
+    def _draw_scene(self, seed: int | None, generator: np.random.Generator) -> None:
+        for _ in range(MAX_SCENE_TRIES):
+            try:
+                return self._set_up(int(generator.integers(2**31)) if seed is None else seed)
+            except Exception as error:
+                if type(error).__name__ != "UnStableError":
+                    raise RunError(f"RoboTwin's {self.task} cannot be set up: {one_line(error)}") from error
+                seed = None
+        raise RunError(f"RoboTwin's {self.task}: no stable scene in {MAX_SCENE_TRIES} tries")
+
+    def _set_up(self, seed: int) -> None:
+        frequency = int(self._settings.get("clear_cache_freq", 5))
+        with suppress_logs(), contextlib.chdir(self._root), self._random.swapped():
+            if self._is_set_up:
+                self._is_set_up = False
+                self._task.close_env(clear_cache=self._num_episodes % frequency == 0)
+            self._num_episodes += 1
+            try:
+                self._task.setup_demo(now_ep_num=self._num_episodes, seed=seed, **self._settings)
+            except Exception:
+                self._task.close_env()
+                raise
+            self._is_set_up = True
+            self._raw = self._task.get_obs()
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """RoboTwin prints a line at every action."""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(self._root), self._random.swapped():
+            yield
+
+    def _make_observation_space(self) -> spaces.Space:
+        state = spaces.Box(-np.inf, np.inf, (SIZE,), np.float32)
+        if not self._sees:
+            return state
+        streams: dict[str, spaces.Space] = {"state": state}
+        for name, picture in self._pictures().items():
+            streams[name] = spaces.Box(0, 255, picture.shape, np.uint8)
+        printable = "".join(chr(code) for code in range(32, 127))
+        streams["instruction"] = spaces.Text(INSTRUCTION_LENGTH, min_length=0, charset=printable)
+        return spaces.Dict(streams)
+
+    def _observe(self) -> Any:
+        state = padded_joints(self._raw["joint_action"]).astype(np.float32)
+        if not self._sees:
+            return state
+        return {"state": state, **self._pictures(), "instruction": self.instruction}
+
+    def _pictures(self) -> dict[str, np.ndarray]:
+        cameras = {"head_rgb": "head_camera", "wrist_rgb": "left_camera"}
+        if not self.single_arm:
+            cameras["right_wrist_rgb"] = "right_camera"
+        found = self._raw["observation"]
+        missing = [camera for camera in cameras.values() if "rgb" not in found.get(camera, {})]
+        if missing:
+            raise InputError(
+                f"RoboTwin's {self.task} gives no pictures of {', '.join(missing)}; set collect_head_camera and "
+                "collect_wrist_camera in its config"
+            )
+        return {stream: self._picture(found[camera]["rgb"]) for stream, camera in cameras.items()}
+
+    def _picture(self, rgb: np.ndarray) -> np.ndarray:
+        """[h, w, 3] as RoboTwin gives it → [3, h, w], at `image_size` where that is given."""
+        if self.image_size is not None:
+            size = (self.image_size, self.image_size)
+            rgb = np.asarray(Image.fromarray(rgb).resize(size, Image.Resampling.BILINEAR))
+        return np.ascontiguousarray(rgb.transpose(2, 0, 1))
+
+
+def padded_joints(joint_action: Mapping[str, Any]) -> np.ndarray:
+    """RoboTwin's joint positions in the 32-dim layout; zeros where nothing is."""
+    padded = np.zeros(SIZE)
+    for side, start in ARM_STARTS.items():
+        arm = np.asarray(joint_action[f"{side}_arm"], np.float64)
+        padded[start : start + len(arm)] = arm
+        padded[GRIPPERS[side]] = joint_action[f"{side}_gripper"]
+    return padded
+
+
+def _joint_mask(joint_action: Mapping[str, Any]) -> np.ndarray:
+    """Which of the 32 dims the robot has; in their order they are RoboTwin's own action vector."""
+    mask = np.zeros(SIZE, bool)
+    for side, start in ARM_STARTS.items():
+        size = len(joint_action[f"{side}_arm"])
+        if size > ARM_SLOTS:
+            raise InputError(f"RoboTwin's {side} arm has {size} joints; the layout has room for {ARM_SLOTS}")
+        mask[start : start + size] = mask[GRIPPERS[side]] = True
+    return mask
+
+
+# ----------------------------------------------------------------------------------------- RoboTwin's files and modules
+
+
+def _find_root(root: str | None) -> Path:
+    given = root or os.environ.get(ROOT_VARIABLE)
+    if not given:
+        raise InputError(
+            f"RoboTwin is a repository of its own: install it as its README says, then set {ROOT_VARIABLE} (or "
+            "--env-kwargs root=…) to its folder"
+        )
+    path = Path(given).expanduser().resolve()
+    if not (path / "envs").is_dir() or not (path / "task_config").is_dir():
+        raise InputError(f"{path} is no RoboTwin repository: it lacks envs/ or task_config/")
+    return path
+
+
+def _read_settings(
+    root: Path,
+    task: str,
+    config: str | Mapping[str, Any],
+    embodiment: list[Any] | None,
+    domain_randomization: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What `setup_demo` is given: a config, with the files of its robots and the size of its head camera."""
+    settings = dict(_read_yaml(root / "task_config" / f"{config}.yml")) if isinstance(config, str) else dict(config)
+    settings |= {"task_name": task, "render_freq": 0, "save_data": False, "eval_mode": False}
+    if embodiment is not None:
+        settings["embodiment"] = embodiment
+    wanted = {name: value for name, value in (domain_randomization or {}).items() if name != "random_appearance"}
+    if (domain_randomization or {}).get("random_appearance"):
+        raise InputError("domain_randomization: RoboTwin has no random_appearance; leave it false")
+    unknown = [name for name in wanted if name not in RANDOMIZATION_KEYS]
+    if unknown:
+        raise InputError(
+            f"domain_randomization: RoboTwin has no {unknown[0]!r}; it has {', '.join(RANDOMIZATION_KEYS)}"
+        )
+    settings["domain_randomization"] = {**settings.get("domain_randomization", {}), **wanted}
+    robots = settings.get("embodiment")
+    if not isinstance(robots, list) or len(robots) not in (1, 3):
+        raise InputError(f"embodiment is {robots!r}; RoboTwin takes [robot], or [left, right, distance]")
+    places = _read_yaml(root / "task_config" / "_embodiment_config.yml")
+    for side, name in zip(("left", "right"), (robots * 2)[:2], strict=True):
+        if name not in places:
+            raise InputError(f"embodiment: RoboTwin has no {name!r}; it has {', '.join(map(str, places))}")
+        file = places[name]["file_path"]
+        settings[f"{side}_robot_file"] = file
+        settings[f"{side}_embodiment_config"] = _read_yaml(root / file / "config.yml")
+    settings["dual_arm_embodied"] = len(robots) == 1
+    if len(robots) == 3:
+        settings["embodiment_dis"] = robots[2]
+    kind = settings.get("camera", {}).get("head_camera_type")
+    cameras = _read_yaml(root / "task_config" / "_camera_config.yml")
+    if kind not in cameras:
+        raise InputError(f"camera.head_camera_type is {kind!r}; RoboTwin has {', '.join(map(str, cameras))}")
+    settings["head_camera_h"], settings["head_camera_w"] = cameras[kind]["h"], cameras[kind]["w"]
+    return settings
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"RoboTwin's {path} cannot be read: {error.strerror or error}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"RoboTwin's {path} is no YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"RoboTwin's {path} holds no mapping")
+    return content
+
+
+def _load_task(root: Path, task: str) -> Any:
+    """A task object; RoboTwin's modules are imported from its folder, after the GPU is chosen."""
+    if not task.isidentifier() or not (root / "envs" / f"{task}.py").is_file():
+        names = sorted(file.stem for file in (root / "envs").glob("[!_]*.py"))
+        raise InputError(f"task is {task!r}, which RoboTwin does not have; it has {', '.join(names)}")
+    setup_sapien_gpu()
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    try:
+        with suppress_logs(), contextlib.chdir(root):
+            return getattr(importlib.import_module(f"envs.{task}"), task)()
+    except ImportError as error:
+        raise InputError(
+            f"RoboTwin's {task} cannot be imported ({one_line(error)}): install what its README names"
+        ) from error
+
+
+class _OwnRandomState:
+    """The global random generators as RoboTwin knows them.
+
+    It seeds them at every scene and draws from them while running; the policy's own draws must not notice.
+    """
+
+    def __init__(self) -> None:
+        self._inside: tuple[Any, Any, Any] | None = None
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """RoboTwin's generators for the block, and afterwards those that were there before."""
+        outside = self._get()
+        if self._inside is not None:
+            self._set(self._inside)
+        try:
+            yield
+        finally:
+            self._inside = self._get()
+            self._set(outside)
+
+    @staticmethod
+    def _get() -> tuple[Any, Any, Any]:
+        import torch
+
+        return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    @staticmethod
+    def _set(state: tuple[Any, Any, Any]) -> None:
+        import torch
+
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.set_rng_state(state[2])

@@ -1,0 +1,363 @@
+"""What stands where and how it looks: a scene as plain data, drawn from a seed.
+
+`TabletopEnv` draws one, `model.py` compiles it. A scene holds numbers and text alone, so that it travels in a
+checkpoint and compiles to the same model, and the same pictures, again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from deft.envs.tabletop import textures
+from deft.errors import InputError
+
+# The table in metres: x away from the robot, whose base is the origin; its top is at z = -table_drop.
+TABLE_X = (0.20, 0.80)
+TABLE_Y = (-0.42, 0.42)
+OBJECT_X = (0.33, 0.64)  # where the objects of a task start
+OBJECT_Y = (-0.28, 0.28)
+OBJECT_REACH = 0.68  # from the robot's axis: the hand still points down there
+OBJECT_GAP = 0.15  # between the centres of two task objects: room for an open gripper
+CLUTTER_GAP = 0.11  # from a task object to clutter
+MAX_CLUTTER = 12
+AREA_RADIUS = 0.06  # of the marked area of the push task
+
+COLOURS = {
+    "red": (0.83, 0.10, 0.09),
+    "green": (0.10, 0.58, 0.18),
+    "blue": (0.10, 0.25, 0.85),
+    "yellow": (0.95, 0.78, 0.06),
+    "purple": (0.50, 0.14, 0.62),
+    "orange": (0.96, 0.45, 0.05),
+}
+# Half sizes as MuJoCo wants them: a box x, y, z; a cylinder and a capsule radius, half length; a sphere radius.
+TASK_SHAPES = {"cube": ("box", (0.025, 0.025, 0.025)), "cylinder": ("cylinder", (0.024, 0.028))}
+CLUTTER_SHAPES = ("box", "cylinder", "sphere", "capsule")
+
+Vector = tuple[float, ...]
+
+
+@dataclass
+class DomainRandomization:
+    """What differs from scene to scene; all off by default. The names are those of the F1 and RoboTwin settings."""
+
+    random_appearance: bool = False
+    """Shades, sizes and gloss of the objects, and the robot's shell."""
+    random_background: bool = False
+    """Textures and tints of table, walls and floor."""
+    random_light: bool = False
+    """Position, colour and number of the lights."""
+    cluttered_table: bool = False
+    """0 to 12 further objects: boxes, cylinders, spheres, capsules."""
+    clean_background_rate: float = 0.02
+    """The part of the scenes that keeps the plain background all the same."""
+    random_head_camera_dis: float = 0.0
+    """Metres that the head camera is moved, at most, in any direction."""
+    random_table_height: float = 0.0
+    """Metres that the table is lowered, at most."""
+    crazy_random_light_rate: float = 0.02
+    """The part of the scenes with random light in which the light flickers: another colour in every step."""
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any] | None) -> DomainRandomization:
+        """Check names and values, and fill in the rest."""
+        known = {item.name: item for item in dataclasses.fields(cls)}
+        for name, value in (settings or {}).items():
+            if name not in known:
+                nearest = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
+                raise InputError(f"domain_randomization has no {name!r}; {hint}")
+            is_switch = isinstance(known[name].default, bool)
+            if is_switch and not isinstance(value, bool):
+                raise InputError(f"domain_randomization.{name} is {value!r}; choose true or false")
+            if not is_switch and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
+                raise InputError(f"domain_randomization.{name} is {value!r}; choose a number, at least 0")
+        found = cls(**(settings or {}))
+        for name, largest in {
+            "clean_background_rate": 1.0,
+            "crazy_random_light_rate": 1.0,
+            "random_table_height": 0.05,
+            "random_head_camera_dis": 0.3,
+        }.items():
+            if getattr(found, name) > largest:
+                raise InputError(f"domain_randomization.{name} is {getattr(found, name)}; choose at most {largest}")
+        return found
+
+
+@dataclass
+class SceneObject:
+    """A movable thing on the table."""
+
+    shape: str  # box, cylinder, sphere or capsule
+    size: Vector
+    rgba: Vector
+    place: Vector  # x, y
+    quaternion: Vector
+    mass: float
+    name: str = ""  # "red cube" for a task's object
+    gloss: float = 0.3
+
+    @property
+    def half_height(self) -> float:
+        """From its centre to the table, the way it lies at the start."""
+        if self.shape == "box":
+            return self.size[2]
+        return self.size[1] if self.shape == "cylinder" else self.size[0]
+
+    @property
+    def half_width(self) -> float:
+        """Half of what a gripper has to open for it."""
+        return self.size[0]
+
+    @property
+    def radius(self) -> float:
+        """Of the circle around what it covers of the table."""
+        if self.shape == "box":
+            return math.hypot(self.size[0], self.size[1])
+        return self.size[0] + (self.size[1] if self.shape == "capsule" else 0.0)
+
+
+@dataclass
+class Surface:
+    """How table, wall or floor look."""
+
+    texture: int
+    is_fine: bool = False  # the texture repeats three times as often
+    tint: Vector = (1.0, 1.0, 1.0)
+
+
+@dataclass
+class Light:
+    """One lamp."""
+
+    position: Vector
+    target: Vector
+    colour: Vector
+
+
+@dataclass
+class Scene:
+    """Everything but the robot's posture."""
+
+    seed: int
+    objects: list[SceneObject]
+    """Those that a task speaks of."""
+    clutter: list[SceneObject] = field(default_factory=list)
+    area: Vector | None = None
+    """Where the push task's marked area lies."""
+    table: Surface = field(default_factory=lambda: Surface(textures.WOOD))
+    walls: Surface = field(default_factory=lambda: Surface(textures.PLASTER))
+    floor: Surface = field(default_factory=lambda: Surface(textures.CONCRETE))
+    lights: list[Light] = field(default_factory=lambda: [Light((0.8, -0.8, 1.8), (0.35, 0.0, 0.1), (0.55, 0.55, 0.53))])
+    ambient: float = 0.42
+    flickers: bool = False
+    shell: Vector = (0.92, 0.93, 0.94)
+    table_drop: float = 0.0
+    head_camera_shift: Vector = (0.0, 0.0, 0.0)
+
+    @property
+    def everything(self) -> list[SceneObject]:
+        """Task objects, then clutter: the order of the bodies in the model."""
+        return [*self.objects, *self.clutter]
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Scene:
+        """The inverse of `as_data`."""
+        parts = dict(data)
+        for name in ("objects", "clutter"):
+            parts[name] = [SceneObject(**item) for item in data[name]]
+        for name in ("table", "walls", "floor"):
+            parts[name] = Surface(**data[name])
+        parts["lights"] = [Light(**item) for item in data["lights"]]
+        return cls(**parts)
+
+
+def draw_scene(seed: int, num_objects: int, has_area: bool, randomization: DomainRandomization) -> Scene | None:
+    """The scene of a seed; None where its objects find no room, and another seed has to be tried.
+
+    Nothing in it depends on which object the instruction will name: the places obey the same rules for all of them.
+    """
+    random = np.random.default_rng([seed, 1])
+    objects = _task_objects(random, num_objects, randomization.random_appearance)
+    area = _place_task_objects(random, objects, has_area)
+    if area is None:
+        return None
+    scene = Scene(seed, objects, area=area or None)
+    if randomization.cluttered_table:
+        random = np.random.default_rng([seed, 2])
+        scene.clutter = _clutter(random, scene)
+    random = np.random.default_rng([seed, 3])
+    if randomization.random_background and random.random() >= randomization.clean_background_rate:
+        scene.table, scene.walls, scene.floor = (_surface(random) for _ in range(3))
+    random = np.random.default_rng([seed, 4])
+    if randomization.random_light:
+        scene.lights = [_light(random) for _ in range(random.integers(1, 4))]
+        scene.ambient = float(random.uniform(0.25, 0.5))
+        scene.flickers = bool(random.random() < randomization.crazy_random_light_rate)
+    random = np.random.default_rng([seed, 5])
+    if randomization.random_appearance:
+        scene.shell = _rounded(np.array([0.85, 0.86, 0.88]) + random.uniform(-0.15, 0.12, 3))
+    if randomization.random_table_height:
+        scene.table_drop = float(random.uniform(0, randomization.random_table_height))
+    if randomization.random_head_camera_dis:
+        direction = random.normal(size=3)
+        distance = random.uniform(0, randomization.random_head_camera_dis)
+        scene.head_camera_shift = _rounded(distance * direction / np.linalg.norm(direction))
+    return scene
+
+
+def flicker(scene: Scene, step: int) -> np.ndarray:
+    """The lights' colours of one step of a scene whose light flickers, [lights, 3]."""
+    return np.random.default_rng([scene.seed, 6, step]).uniform(0.1, 0.9, (len(scene.lights), 3))
+
+
+def distance_to_segment(point: Vector, start: Vector, end: Vector) -> float:
+    """In the plane."""
+    along_x, along_y = end[0] - start[0], end[1] - start[1]
+    length = along_x * along_x + along_y * along_y
+    dot = (point[0] - start[0]) * along_x + (point[1] - start[1]) * along_y
+    part = min(max(dot / length, 0.0), 1.0) if length else 0.0
+    return math.hypot(point[0] - start[0] - part * along_x, point[1] - start[1] - part * along_y)
+
+
+def push_start(place: Vector, area: Vector, distance: float) -> Vector:
+    """The point from which an object at `place` is pushed straight into the area: `distance` behind it."""
+    length = math.dist(place, area)
+    return tuple(p - distance * (a - p) / length for p, a in zip(place, area, strict=True))
+
+
+def _rounded(values: Any) -> Vector:
+    return tuple(round(float(value), 4) for value in values)
+
+
+def _yaw(angle: float) -> Vector:
+    return (math.cos(angle / 2), 0.0, 0.0, math.sin(angle / 2))
+
+
+def _task_objects(random: np.random.Generator, count: int, varies: bool) -> list[SceneObject]:
+    names = random.permutation(list(COLOURS))[:count]
+    objects = []
+    for colour in names:
+        kind = "cube" if random.random() < 0.6 else "cylinder"
+        shape, size = TASK_SHAPES[kind]
+        shade, scale, gloss = random.uniform(0.8, 1.15), random.uniform(0.88, 1.08), random.random()
+        if not varies:  # drawn all the same, so that the places do not depend on it
+            shade, scale, gloss = 1.0, 1.0, 0.3
+        rgb = np.clip(np.array(COLOURS[str(colour)]) * shade, 0, 1)
+        objects.append(
+            SceneObject(
+                shape,
+                _rounded(scale * np.array(size)),
+                (*_rounded(rgb), 1.0),
+                (0.0, 0.0),
+                _yaw(float(random.uniform(-math.pi / 4, math.pi / 4))),
+                0.1,
+                f"{colour} {kind}",
+                float(gloss),
+            )
+        )
+    return objects
+
+
+def _draw_place(random: np.random.Generator) -> Vector:
+    while True:
+        place = (float(random.uniform(*OBJECT_X)), float(random.uniform(*OBJECT_Y)))
+        if math.hypot(*place) < OBJECT_REACH:
+            return place
+
+
+def _place_task_objects(random: np.random.Generator, objects: list[SceneObject], has_area: bool) -> Vector | None:
+    """Give each object its place; returns the area's, () without one, None where it does not work out."""
+    for _ in range(100):
+        places = [_draw_place(random) for _ in objects]
+        if any(math.dist(a, b) < OBJECT_GAP for i, a in enumerate(places) for b in places[:i]):
+            continue
+        area: Vector = ()
+        if has_area:
+            area = _draw_place(random)
+            ways = [(push_start(place, area, 0.10), area) for place in places]
+            if not (
+                all(0.14 < math.dist(place, area) < 0.28 for place in places)
+                and all(_is_reachable(start) for start, _ in ways)
+                and all(
+                    distance_to_segment(place, *way) > 0.11
+                    for i, place in enumerate(places)
+                    for j, way in enumerate(ways)
+                    if i != j
+                )
+            ):
+                continue
+        for item, place in zip(objects, places, strict=True):
+            item.place = place
+        return area
+    return None
+
+
+def _is_reachable(place: Vector) -> bool:
+    return 0.28 < place[0] < 0.74 and abs(place[1]) < 0.37 and math.hypot(*place) < 0.72
+
+
+def _clutter(random: np.random.Generator, scene: Scene) -> list[SceneObject]:
+    """As many things as find room, of 0 to 12 that are drawn; away from the task's objects and from pushing ways."""
+    clutter: list[SceneObject] = []
+    ways = []
+    if scene.area is not None:
+        ways = [(push_start(item.place, scene.area, 0.12), scene.area) for item in scene.objects]
+    for _ in range(random.integers(0, MAX_CLUTTER + 1)):
+        shape = str(random.choice(CLUTTER_SHAPES))
+        size: Vector
+        quaternion = _yaw(float(random.uniform(-math.pi, math.pi)))
+        if shape == "box":
+            size = _rounded(random.uniform([0.012, 0.012, 0.010], [0.040, 0.030, 0.025]))
+        elif shape == "cylinder":
+            size = _rounded(random.uniform([0.014, 0.010], [0.032, 0.025]))
+        elif shape == "sphere":
+            size = _rounded(random.uniform([0.014], [0.025]))
+        else:  # lies on its side: turned by 90° about x, then about z
+            size = _rounded(random.uniform([0.010, 0.015], [0.018, 0.035]))
+            half, c = quaternion[3], quaternion[0]
+            quaternion = tuple(math.sqrt(0.5) * value for value in (c, c, half, half))
+        grey = random.uniform(0.2, 0.8)  # pale, so that it is not taken for one of the task's coloured objects
+        rgb = grey + random.uniform(-0.12, 0.12, 3)
+        thing = SceneObject(shape, size, (*_rounded(rgb), 1.0), (0.0, 0.0), quaternion, 0.06, gloss=0.3)
+        for _ in range(20):
+            edge = thing.radius + 0.015
+            x = float(random.uniform(TABLE_X[0] + edge, TABLE_X[1] - edge))
+            y = float(random.uniform(TABLE_Y[0] + edge, TABLE_Y[1] - edge))
+            thing.place = (x, y)
+            if (
+                all(math.dist(thing.place, item.place) > CLUTTER_GAP + thing.radius / 2 for item in scene.objects)
+                and all(math.dist(thing.place, item.place) > thing.radius + item.radius + 0.006 for item in clutter)
+                and (scene.area is None or math.dist(thing.place, scene.area) > AREA_RADIUS + thing.radius)
+                and all(distance_to_segment(thing.place, *way) > 0.075 + thing.radius for way in ways)
+            ):
+                clutter.append(thing)
+                break
+    return clutter
+
+
+def _surface(random: np.random.Generator) -> Surface:
+    return Surface(
+        int(random.integers(textures.COUNT)), bool(random.random() < 0.5), _rounded(random.uniform(0.55, 1.0, 3))
+    )
+
+
+def _light(random: np.random.Generator) -> Light:
+    angle, height = random.uniform(-math.pi, math.pi), random.uniform(1.2, 2.2)
+    radius = random.uniform(0.3, 1.3)
+    brightness = random.uniform(0.2, 0.6)
+    return Light(
+        _rounded([0.4 + radius * math.cos(angle), radius * math.sin(angle), height]),
+        _rounded([random.uniform(0.2, 0.6), random.uniform(-0.2, 0.2), 0.0]),
+        _rounded(brightness * random.uniform(0.7, 1.0, 3)),
+    )

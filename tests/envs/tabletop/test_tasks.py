@@ -1,0 +1,107 @@
+"""When a task is done, by hand-made worlds; what the words name."""
+
+import numpy as np
+import pytest
+
+from deft.envs.tabletop.scene import DomainRandomization, draw_scene
+from deft.envs.tabletop.tasks import GOAL_TASKS, TASKS, Goal, View, stack_place
+
+
+def make_view(has_area: bool = False) -> View:
+    """Two objects far apart on the table, the open hand high above."""
+    scene = draw_scene(1, 2, has_area, DomainRandomization())
+    assert scene is not None
+    places = np.array([[*item.place, item.half_height] for item in scene.objects])
+    return View(scene, np.array([0.4, 0.0, 0.4]), 0.04, 0.0, places, np.zeros((2, 3)), 0.0)
+
+
+@pytest.mark.parametrize("name", GOAL_TASKS)
+def test_nothing_is_done_at_the_start(name: str) -> None:
+    task, view = TASKS[name], make_view(TASKS[name].has_area)
+    goal = task.draw_goal(np.random.default_rng(0), view.scene)
+    assert not task.is_met(view, goal.index, goal.base)
+    assert not task.is_met_by_another(view, goal)
+
+
+def test_reach() -> None:
+    task, view = TASKS["reach"], make_view()
+    view.tcp = view.places[1] + [0.0, 0.0, 0.039]
+    assert task.is_met(view, 1, 0)
+    assert not task.is_met_by_another(view, Goal(1, 0, ""))
+    assert not task.is_met(view, 0, 1)
+    assert task.is_met_by_another(view, Goal(0, 1, ""))
+    view.tcp = view.places[1] + [0.0, 0.0, 0.041]
+    assert not task.is_met(view, 1, 0)
+
+
+def test_push() -> None:
+    task, view = TASKS["push"], make_view(has_area=True)
+    assert view.scene.area is not None
+    goal = Goal(0, 1, "")
+    distance = task.goal_distance(view, goal)
+    assert distance == pytest.approx(np.hypot(*np.subtract(view.scene.objects[0].place, view.scene.area)))
+    view.places[0, :2] = np.add(view.scene.area, [0.039, 0.0])
+    assert task.is_met(view, 0, 1)
+    view.places[0, 2] += 0.05  # held above the area
+    assert not task.is_met(view, 0, 1)
+    view.places[1, :2] = view.scene.area
+    assert task.is_met_by_another(view, goal)
+
+
+def test_pick() -> None:
+    task, view = TASKS["pick"], make_view()
+    view.places[0, 2] = view.rest_height(0) + 0.081
+    assert not task.is_met(view, 0, 1)  # it flies
+    view.tcp = view.places[0].copy()
+    assert task.is_met(view, 0, 1)
+    assert task.is_met_by_another(view, Goal(1, 0, ""))
+    assert task.goal_distance(view, Goal(0, 1, "")) == 0
+    assert task.goal_distance(view, Goal(1, 0, "")) == pytest.approx(0.08)
+
+
+def test_place() -> None:
+    task, view = TASKS["place"], make_view()
+    goal = Goal(0, 1, "")
+    view.places[0] = stack_place(view, goal)
+    height = view.places[0, 2] - view.places[1, 2]
+    assert height == pytest.approx(view.scene.objects[0].half_height + view.scene.objects[1].half_height)
+    assert task.is_met(view, 0, 1)
+    assert not task.is_met(view, 1, 0)
+    assert task.is_met_by_another(view, Goal(1, 0, ""))  # the other way round was asked for
+    view.opening = view.scene.objects[0].half_width  # still held
+    assert not task.is_met(view, 0, 1)
+    view.opening = 0.04
+    view.velocities[0] = [0, 0, -0.06]  # still falling
+    assert not task.is_met(view, 0, 1)
+
+
+@pytest.mark.parametrize("name", GOAL_TASKS)
+def test_words_name_the_object(name: str) -> None:
+    task, view = TASKS[name], make_view(TASKS[name].has_area)
+    random = np.random.default_rng(0)
+    goals = [task.draw_goal(random, view.scene) for _ in range(40)]
+    assert {goal.index for goal in goals} == {0, 1}
+    assert len({goal.instruction for goal in goals if goal.index == 0}) == len(task.templates)
+    for goal in goals:
+        assert goal.base == 1 - goal.index
+        words = goal.instruction
+        assert view.scene.objects[goal.index].name in words
+        if name == "place":
+            positions = [words.index(view.scene.objects[index].name) for index in (goal.index, goal.base)]
+            assert positions[0] < positions[1]
+        else:
+            assert view.scene.objects[goal.base].name not in words
+        assert task.draw_goal(random, view.scene, index=1).index == 1
+
+
+def test_potentials_rise_towards_the_goal() -> None:
+    view = make_view()
+    goal = Goal(0, 1, "")
+    before = TASKS["pick"].potentials(view, goal)
+    view.tcp = view.tcp + 0.5 * (view.places[0] - view.tcp)
+    after = TASKS["pick"].potentials(view, goal)
+    # Half of the way: 2 a metre.
+    assert after[0] == pytest.approx(before[0] / 2)
+    view.places[0, 2] += 0.03
+    assert TASKS["pick"].potentials(view, goal)[1] - after[1] == pytest.approx(4 * 0.03)
+    assert TASKS["random_exploration"].potentials(view, goal) == (0, 0)
