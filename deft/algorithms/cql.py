@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy
+from deft.algorithms.optimization import descend
 from deft.config.settings import CQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.actor import ContinuousActor, Encoded
@@ -95,7 +96,7 @@ class CQL(OffPolicy):
             # Towards the entropy −A:  L_α = −log α · E[log π − A]
             alpha_loss = -self.log_alpha * (log_prob.detach() - policy.action_dim).mean(-1)
         total = q_loss + factor_loss + policy_loss + alpha_loss
-        self._descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
+        descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
         critics.move_target(settings.tau)
         return {
             "q_loss": td_loss.detach().mean(),

@@ -18,7 +18,7 @@ from torch import Tensor
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm
-from deft.algorithms.optimization import FusedAdam
+from deft.algorithms.optimization import FusedAdam, give_gradients
 from deft.config.settings import ActorConfig, DTSettings
 from deft.data.datasets.dataset import Dataset
 from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
@@ -102,13 +102,9 @@ class DecisionTransformer(OfflineAlgorithm):
         error = predicted - self.policy.to_unit(batch[schema.ACTION])
         # Σ w e² / Σ w, over steps and dims
         loss = (error.square() * weight).sum() / weight.expand_as(error).sum()
-        self.optimizer.zero_gradients()
-        loss.backward()
-        gradient = self.optimizer.gradient
-        norm = torch.linalg.vector_norm(gradient)
-        if self.settings.max_grad_norm is not None:
-            gradient.div_(torch.clamp(norm / self.settings.max_grad_norm, min=1.0))
-        self.optimizer.step()
+        give_gradients(loss, self.optimizer)
+        norm = torch.linalg.vector_norm(self.optimizer.gradient)
+        self.optimizer.step(self.settings.max_grad_norm)
         return {
             "action_loss": loss.detach(),
             "grad_norm": norm,

@@ -14,6 +14,7 @@ import torch
 
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy
+from deft.algorithms.optimization import descend
 from deft.config.settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.actor import ContinuousActor, Encoded
@@ -47,7 +48,7 @@ class IQL(OffPolicy):
         weight = (settings.temperature * advantage).exp().clamp(max=settings.max_weight)
         log_prob = policy.log_prob(Encoded(state.observation, state.features.detach()), action)
         policy_loss = -(weight * log_prob).mean(-1)
-        self._descend((v_loss + q_loss + policy_loss).sum(), self.critic_optimizer, self.actor_optimizer)
+        descend((v_loss + q_loss + policy_loss).sum(), self.critic_optimizer, self.actor_optimizer)
         critics.move_target(settings.tau)
         return {
             "v_loss": v_loss.detach().mean(),

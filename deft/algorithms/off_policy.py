@@ -103,13 +103,6 @@ class OffPolicy(OfflineAlgorithm):
             gamma = self.settings.gamma
             return state, action, next_state, reward, gamma - gamma * terminated
 
-    def _descend(self, loss: Tensor, *optimizers: FusedAdam) -> None:
-        for optimizer in optimizers:
-            optimizer.zero_gradients()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _parts(self) -> dict[str, Any]:

@@ -7,13 +7,31 @@ networks that is a third of an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deft.errors import InputError
+
+
+def descend(loss: Tensor, *optimizers: FusedAdam) -> None:
+    """One step of each optimizer down the gradient of a loss."""
+    give_gradients(loss, *optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def give_gradients(loss: Tensor, *optimizers: FusedAdam) -> None:
+    """Hand the gradients of a loss to the optimizers, and to nothing else."""
+    parameters = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    start = 0
+    for optimizer in optimizers:
+        stop = start + len(optimizer.parameters)
+        optimizer.set_gradients(gradients[start:stop])
+        start = stop
 
 
 class FusedAdam:
@@ -30,20 +48,25 @@ class FusedAdam:
         if not trainable:
             raise InputError("nothing to train: every parameter is frozen")
         self.weight_decay, self.epsilon = weight_decay, epsilon
+        self.parameters = trainable
         self._value, self.gradient = _flatten(trainable)
         self._first, self._second = torch.zeros_like(self._value), torch.zeros_like(self._value)
         device = self._value.device
         self._count = torch.zeros((), device=device)
         self.learning_rate = torch.tensor(learning_rate, device=device)
 
-    def zero_gradients(self) -> None:
-        """Set every gradient to zero in place."""
-        self.gradient.zero_()
+    @torch.no_grad()
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take one gradient a parameter, zero where there is none; one copy instead of an addition for each."""
+        parts = [
+            parameter.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
+            for parameter, gradient in zip(self.parameters, gradients, strict=True)
+        ]
+        torch.cat(parts, out=self.gradient)
 
     @torch.no_grad()
-    def step(self, max_grad_norm: float | None = None) -> Tensor | None:
-        """One step with the gradients that are there; with a limit, clip to it and return the norm before."""
-        norm = None
+    def step(self, max_grad_norm: float | None = None) -> None:
+        """One step with the gradients that are there, clipped to the norm that is given."""
         if max_grad_norm is not None:
             norm = torch.linalg.vector_norm(self.gradient)
             self.gradient.div_(torch.clamp(norm / max_grad_norm, min=1.0))
@@ -63,7 +86,6 @@ class FusedAdam:
             amsgrad=False,
             maximize=False,
         )
-        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Adam's moments, step count and step size."""

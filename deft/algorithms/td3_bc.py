@@ -11,6 +11,7 @@ from torch import Tensor
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy, frozen_copy, soft_update
 from deft.algorithms.offline import to_cpu
+from deft.algorithms.optimization import descend
 from deft.config.settings import TD3BCSettings
 from deft.models.actor import ContinuousActor, Encoded
 
@@ -41,7 +42,7 @@ class TD3BC(OffPolicy):
             backup = torch.addcmul(reward, discount, next_q)
         q = critics(state.features, action)
         q_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
-        self._descend(q_loss.sum(), self.critic_optimizer)
+        descend(q_loss.sum(), self.critic_optimizer)
         if (self.version + 1) % settings.policy_delay == 0:
             self._policy_metrics = self._improve(Encoded(state.observation, state.features.detach()), action)
             critics.move_target(settings.tau)
@@ -55,7 +56,7 @@ class TD3BC(OffPolicy):
         scale = self.settings.alpha / q.detach().abs().mean(-1).clamp(min=1e-8)
         bc_loss = (chosen - action).square().mean((-1, -2))
         policy_loss = bc_loss - scale * q.mean(-1)
-        self._descend(policy_loss.sum(), self.actor_optimizer)
+        descend(policy_loss.sum(), self.actor_optimizer)
         return {"policy_loss": policy_loss.detach().mean(), "bc_loss": bc_loss.detach().mean()}
 
     def _parts(self) -> dict[str, Any]:
