@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 
 from deft.envs.vector import VectorEnv
-from deft.errors import InputError
+from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import evaluate_policy
 from deft.models.policy import Policy
 from deft.training.random_state import separate_random_state
@@ -59,7 +59,11 @@ class Evaluator:
         results = []
         while self._pending and (wait or self._pending[0][1].done()):
             step, future = self._pending.pop(0)
-            results.append((step, future.result()))
+            try:
+                results.append((step, future.result()))
+            except concurrent.futures.BrokenExecutor as error:
+                reason = "was it killed, or short of memory?"
+                raise RunError(f"the process of the evaluation at step {step} died; {reason}") from error
         return results
 
     @property

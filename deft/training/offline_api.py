@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -10,13 +9,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from deft.config.loading import replace
+from deft.config.loading import replace, resolve
 from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.settings import OfflineRunConfig
-from deft.data.datasets import load_dataset
+from deft.data.datasets import find_dataset, load_dataset
 from deft.data.datasets.dataset import Dataset
 from deft.data.offline_buffer import OfflineReplayBuffer
-from deft.envs.make import make_another, wrap
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.training.offline import OfflineTrainer
@@ -25,6 +23,7 @@ from deft.training.random_state import seed_everything
 from deft.training.run import load_policy_weights
 
 Data: TypeAlias = OfflineReplayBuffer | Dataset | str | Path
+Config: TypeAlias = OfflineRLConfig | OfflineRunConfig | None
 
 
 class OfflineRLTrainer:
@@ -41,7 +40,7 @@ class OfflineRLTrainer:
         self,
         obs_dim: int | None = None,
         action_dim: int | None = None,
-        config: OfflineRLConfig | OfflineRunConfig | None = None,
+        config: Config = None,
         *,
         observation_space: gymnasium.Space | None = None,
         action_space: gymnasium.Space | None = None,
@@ -49,7 +48,8 @@ class OfflineRLTrainer:
         policy: Policy | None = None,
         **settings: Any,
     ) -> None:
-        config = config or OfflineRLConfig()
+        if config is None:  # the algorithm's own defaults, which a transformer's batches and step size differ in
+            config = resolve({"algorithm": {"name": self.algorithm_name}, "output_dir": OfflineRLConfig.output_dir})
         if isinstance(config, OfflineRLConfig):
             run_config = config.to_run_config(self.algorithm_name, **settings)
         else:
@@ -62,12 +62,16 @@ class OfflineRLTrainer:
         self.config = replace(run_config, **{"env.id": env}) if isinstance(env, str) else run_config
         self._env = env if isinstance(env, gymnasium.Env) else None
         seed_everything(self.config.seed)
+        self._spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None
         if policy is None:
-            observation_space = observation_space or _box("obs_dim", obs_dim, np.inf)
-            action_space = action_space or _box("action_dim", action_dim, 1.0)
-            policy = build_offline_policy(self.config, observation_space, action_space)
+            self._spaces = (
+                observation_space or _box("obs_dim", obs_dim, np.inf),
+                action_space or _box("action_dim", action_dim, 1.0),
+            )
+            policy = build_offline_policy(self.config, *self._spaces)
         self._policy = policy
         self._dataset: Dataset | None = None
+        self._source: Path | None = None
         self._trainer: OfflineTrainer | None = None
         self._loaded_from: Path | None = None
 
@@ -86,9 +90,7 @@ class OfflineRLTrainer:
         """The run's folder."""
         return self._started().run_dir
 
-    def train(
-        self, buffer: OfflineReplayBuffer | Dataset | str | Path, num_epochs: int | None = None
-    ) -> dict[str, Any]:
+    def train(self, buffer: Data, num_epochs: int | None = None) -> dict[str, Any]:
         """Train on a dataset to the configured number of epochs (or to `num_epochs`); returns a summary.
 
         Called again with the same dataset, it goes on.
@@ -96,22 +98,31 @@ class OfflineRLTrainer:
         return self.prepare(buffer).train(num_epochs)
 
     def prepare(self, buffer: Data) -> OfflineTrainer:
-        """The trainer for a dataset, before its first update."""
+        """The trainer for a dataset, before its first update; the one there is, where the dataset is the same."""
+        source = find_dataset(buffer)[0].resolve() if isinstance(buffer, str | Path) else None
+        if self._trainer is not None and source is not None and source == self._source:
+            return self._trainer
+        dataset = self._load(buffer)
+        if self._trainer is not None and self._dataset is not None:
+            if self._dataset is dataset:
+                return self._trainer
+            raise InputError(
+                f"train: this {type(self).__name__} trains on {self._dataset.name}; make another one for "
+                f"{dataset.name}, from its weights with policy= or model_path"
+            )
+        trainer = build_offline_trainer(self.config, dataset, self._policy, self._env, self._spaces)
+        if self._loaded_from is not None:
+            trainer.load(self._loaded_from)
+        self._trainer, self._dataset, self._source = trainer, dataset, source
+        return trainer
+
+    def _load(self, buffer: Data) -> Dataset:
         if isinstance(buffer, OfflineReplayBuffer):
-            dataset = buffer.dataset
-        else:
-            dataset = buffer if isinstance(buffer, Dataset) else load_dataset(buffer)
-        if self._trainer is None or self._dataset is not dataset:
-            self.close()
-            make_env = None
-            if self._env is not None:
-                make_env = partial(_another, self._env)
-            self._trainer = build_offline_trainer(self.config, dataset, self._policy, make_env)
-            self._dataset = dataset
-            if self._loaded_from is not None:
-                self._trainer.load(self._loaded_from)
-                self._loaded_from = None
-        return self._trainer
+            return buffer.dataset
+        if isinstance(buffer, Dataset):
+            return buffer
+        settings = self.config.dataset
+        return load_dataset(buffer, download=settings.download, **settings.options)
 
     def evaluate(self, num_episodes: int = 10, video: str | Path | None = None) -> dict[str, Any]:
         """`mean_reward`, `std_reward`, `normalized_score` and the rest over whole episodes."""
@@ -145,11 +156,35 @@ class IQLTrainer(OfflineRLTrainer):
 
     algorithm_name = "iql"
 
+    def __init__(
+        self,
+        obs_dim: int | None = None,
+        action_dim: int | None = None,
+        config: Config = None,
+        expectile: float | None = None,
+        temperature: float | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(obs_dim, action_dim, config, **_given(expectile=expectile, temperature=temperature), **more)
+
 
 class CQLTrainer(OfflineRLTrainer):
     """Conservative Q-learning."""
 
     algorithm_name = "cql"
+
+    def __init__(
+        self,
+        obs_dim: int | None = None,
+        action_dim: int | None = None,
+        config: Config = None,
+        cql_alpha: float | None = None,
+        cql_samples: int | None = None,
+        min_q_weight: float | None = None,
+        **more: Any,
+    ) -> None:
+        own = _given(cql_alpha=cql_alpha, cql_samples=cql_samples, min_q_weight=min_q_weight)
+        super().__init__(obs_dim, action_dim, config, **own, **more)
 
 
 class TD3BCTrainer(OfflineRLTrainer):
@@ -157,18 +192,46 @@ class TD3BCTrainer(OfflineRLTrainer):
 
     algorithm_name = "td3-bc"
 
+    def __init__(
+        self,
+        obs_dim: int | None = None,
+        action_dim: int | None = None,
+        config: Config = None,
+        alpha: float | None = None,
+        noise_clip: float | None = None,
+        policy_delay: int | None = None,
+        **more: Any,
+    ) -> None:
+        own = _given(alpha=alpha, noise_clip=noise_clip, policy_delay=policy_delay)
+        super().__init__(obs_dim, action_dim, config, **own, **more)
+
 
 class DecisionTransformerTrainer(OfflineRLTrainer):
     """Decision Transformer."""
 
     algorithm_name = "dt"
 
+    def __init__(
+        self,
+        obs_dim: int | None = None,
+        action_dim: int | None = None,
+        config: Config = None,
+        context_length: int | None = None,
+        n_layer: int | None = None,
+        n_head: int | None = None,
+        embed_dim: int | None = None,
+        **more: Any,
+    ) -> None:
+        own = _given(context_length=context_length, n_layer=n_layer, n_head=n_head, embed_dim=embed_dim)
+        super().__init__(obs_dim, action_dim, config, **own, **more)
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    """The settings that are not None: the config, or the algorithm's defaults, say the others."""
+    return {name: value for name, value in settings.items() if value is not None}
+
 
 def _box(name: str, dim: int | None, bound: float) -> spaces.Box:
     if dim is None:
         raise InputError(f"{name}: missing; give the sizes, or observation_space and action_space")
     return spaces.Box(-bound, bound, (dim,), np.float32)
-
-
-def _another(env: gymnasium.Env) -> Any:
-    return wrap(make_another(env))

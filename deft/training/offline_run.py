@@ -20,10 +20,11 @@ from deft.config.loading import replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.dataset import Dataset
-from deft.envs.make import make_env, make_vector_env
+from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
+from deft.models.normalization import RunningNormalizer
 from deft.models.policy import Policy
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_spaces
@@ -59,9 +60,13 @@ def build_offline_trainer(
     config: OfflineRunConfig,
     dataset: Dataset | None = None,
     policy: Policy | None = None,
-    make_eval_env: Callable[[], VectorEnv] | None = None,
+    eval_env: gymnasium.Env | None = None,
+    spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None,
 ) -> OfflineTrainer:
-    """A trainer for a config, in its run folder; dataset, policy and environment may be given instead of made."""
+    """A trainer for a config, in its run folder; dataset, policy and environment may be given instead of made.
+
+    `spaces` are the observations and actions that the given policy was made for.
+    """
     if dataset is None and config.dataset.path is None:
         raise InputError("dataset: missing; give a name (hopper-medium-v2) or a path with --dataset")
     subject = dataset.name if dataset is not None else str(config.dataset.path)
@@ -72,35 +77,39 @@ def build_offline_trainer(
     if dataset is None:
         assert config.dataset.path is not None
         dataset = load_dataset(config.dataset.path, download=config.dataset.download, **config.dataset.options)
-    env_config = evaluation_env(config, dataset)
+    env_config = None if eval_env is not None else evaluation_env(config, dataset)
     config = _told(config, dataset, env_config)
     assert config.output_dir is not None
-    evaluator = None
+    evaluator, video_env = None, None
     action_space = dataset.action_space
-    if env_config is not None:
+    make: Callable[..., VectorEnv] | None = None
+    if eval_env is not None:
+        make, video_env = partial(_copies, eval_env), partial(make_another, eval_env, "rgb_array")
+    elif env_config is not None:
+        make, video_env = partial(make_vector_env, env_config), partial(make_env, env_config, render_mode="rgb_array")
+    if make is not None:
         count = min(config.trainer.eval_episodes, EVALUATION_ENVS)
-        make = partial(make_vector_env, env_config, num_envs=count)
-        evaluator = Evaluator(make, config.seed + EVALUATION_SEED, beside=device.type == "cuda")
-        action_space = _checked_env(env_config, dataset)
-    settings = config.algorithm.cfg
-    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+        make_all = partial(make, num_envs=count)
+        evaluator = Evaluator(make_all, config.seed + EVALUATION_SEED, beside=device.type == "cuda")
+        action_space = _checked_env(partial(make, num_envs=1), dataset, env_config.id if env_config else str(eval_env))
+    if spaces is not None:
+        _check_policy_spaces(spaces, dataset.observation_space, action_space)
     if policy is None:
-        members = config.trainer.num_seeds
-        policy = algorithm_class.make_policy(dataset.observation_space, action_space, config.policy, settings, members)
+        policy = build_offline_policy(config, dataset.observation_space, action_space, resume_from is not None)
     policy.to(device)
-    if config.model_path is not None:
-        load_policy_weights(policy, config.model_path)
+    whole = config.model_path is not None and load_policy_weights(policy, config.model_path)
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
     sampler = algorithm.make_sampler(dataset, config.seed, device, int(config.dataset.cache_gb * 2**30))
-    algorithm.prepare(dataset, sampler, fresh=resume_from is None and config.model_path is None)
+    fresh = resume_from is None and not whole and not _has_seen_data(policy)
+    algorithm.prepare(dataset, sampler, fresh)
     trainer = OfflineTrainer(
         policy,
         algorithm,
         sampler,
         evaluator=evaluator,
         score=partial(normalized_score, config),
-        video_env=None if env_config is None else partial(make_env, env_config, render_mode="rgb_array"),
+        video_env=video_env,
         output_dir=config.output_dir,
         logging_config=config.logging,
         seed=config.seed,
@@ -115,12 +124,25 @@ def build_offline_trainer(
 
 
 def build_offline_policy(
-    config: OfflineRunConfig, observation_space: gymnasium.Space, action_space: gymnasium.Space
+    config: OfflineRunConfig,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    weights_follow: bool = False,
 ) -> Policy:
-    """The policy that a config's algorithm trains, for the spaces of a dataset."""
+    """The policy that a config's algorithm trains, for the spaces of a dataset.
+
+    `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
+    """
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     settings, members = config.algorithm.cfg, config.trainer.num_seeds
-    return algorithm_class.make_policy(observation_space, action_space, config.policy, settings, members)
+    return algorithm_class.make_policy(
+        observation_space, action_space, config.policy, settings, members, weights_follow
+    )
+
+
+def _has_seen_data(policy: Policy) -> bool:
+    """Whether a policy that was given comes with the normalisation that it was trained with."""
+    return any(bool(part.count > 0) for part in policy.modules() if isinstance(part, RunningNormalizer))
 
 
 def normalized_score(config: OfflineRunConfig | RunConfig, mean_return: float) -> float | None:
@@ -150,11 +172,28 @@ def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | No
     return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps)
 
 
-def _checked_env(env_config: EnvConfig, dataset: Dataset) -> gymnasium.Space:
+def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> gymnasium.Space:
     """The action space of the evaluation environment, which must have the dataset's observations and actions."""
-    env: VectorEnv = make_vector_env(env_config, num_envs=1)
+    env = make()
     try:
-        check_spaces(env, dataset.observation_space, dataset.action_space, f"env {env_config.id}")
+        check_spaces(env, dataset.observation_space, dataset.action_space, f"env {name}")
         return env.action_space
     finally:
         env.close()
+
+
+def _copies(env: gymnasium.Env, num_envs: int) -> VectorEnv:
+    """Environments like the one that a user made."""
+    return wrap([make_another(env) for _ in range(num_envs)])
+
+
+def _check_policy_spaces(
+    made_for: tuple[gymnasium.Space, gymnasium.Space], observation: gymnasium.Space, action: gymnasium.Space
+) -> None:
+    """Refuse a policy of other sizes, or one whose actions end elsewhere: it would act on another scale."""
+    if made_for[0].shape != observation.shape:
+        raise InputError(f"obs_dim: the policy was made for {made_for[0]}, the dataset has {observation}")
+    if made_for[1] != action:
+        raise InputError(
+            f"action_dim: the policy acts in {made_for[1]}, here actions are {action}; give that as action_space"
+        )

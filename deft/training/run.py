@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-from gymnasium import spaces
 
 from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.ppo import PPO
@@ -23,8 +22,8 @@ from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
-from deft.models.vla.defaults import model_defaults
-from deft.models.vla.loading import build_vla_model, find_vla_class, load_vla_model
+from deft.models.vla.actor import weights_of_the_other_kind
+from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
@@ -114,37 +113,37 @@ def build_policy(config: RunConfig, env: VectorEnv, weights_follow: bool = False
 
 
 def _build_vla_policy(config: RunConfig, env: VectorEnv, weights_follow: bool) -> VLAPolicy:
-    settings, observation_space, action_space = config.policy, env.observation_space, env.action_space
+    settings = config.policy
     assert settings.vla_config is not None
-    action_dims = 1 if settings.chunk_length == 1 else 2
-    if not isinstance(action_space, spaces.Box) or len(action_space.shape) != action_dims:
-        raise InputError(
-            f"policy.name: a VLA policy acts in a Box with one dimension; {config.env.id} has {action_space}"
-        )
-    if not isinstance(observation_space, spaces.Dict):
-        raise InputError(
-            f"policy.name: a VLA policy reads named streams; {config.env.id} observes {observation_space}: use an "
-            "environment with a Dict of them (reach: env.kwargs {observation: vla})"
-        )
-    model_class = find_vla_class(settings.vla_config.model_class)
-    given = settings.vla_config.model_config
-    defaults = model_defaults(model_class, given, observation_space, action_space, settings.chunk_length)
-    if weights_follow:
-        model = build_vla_model(model_class, defaults | given)
-    else:
-        model = load_vla_model(settings.vla_config.model_path, model_class, defaults | given)
-    return VLAPolicy(model, int(action_space.shape[-1]), settings.chunk_length, settings.normalize_reward)
+    model = load_vla_model_for(
+        settings.vla_config,
+        env.observation_space,
+        env.action_space,
+        config.env.id,
+        settings.chunk_length,
+        weights_follow,
+    )
+    assert env.action_space.shape is not None
+    return VLAPolicy(model, int(env.action_space.shape[-1]), settings.chunk_length, settings.normalize_reward)
 
 
-def load_policy_weights(policy: Policy, path: str | Path) -> None:
-    """Weights from a run folder (its best checkpoint, else its latest), a checkpoint, or a weights file."""
+def load_policy_weights(policy: Policy, path: str | Path) -> bool:
+    """Weights from a run folder (its best checkpoint, else its latest), a checkpoint, or a weights file.
+
+    False where they were those of a VLA model alone, trained offline and now online or the other way round.
+    """
     source = Path(path)
     if source.is_dir():
         best = source / checkpoint.BEST
         source = checkpoint.find_checkpoint(best if best.exists() else source) / checkpoint.MODEL
     elif not source.exists():
         raise InputError(f"model_path: {path} does not exist")
-    checkpoint.load_weights(policy, checkpoint.load_tensors(source), source)
+    weights = checkpoint.load_tensors(source)
+    adapted = None
+    if isinstance(policy, VLAPolicy) and isinstance(weights, dict):
+        adapted = weights_of_the_other_kind(policy, weights, source)
+    checkpoint.load_weights(policy, weights if adapted is None else adapted, source)
+    return adapted is None
 
 
 def _check_action_dim(config: RunConfig, env: VectorEnv) -> None:

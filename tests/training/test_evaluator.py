@@ -1,3 +1,4 @@
+import os
 import time
 
 import pytest
@@ -7,7 +8,7 @@ from worlds import Counting
 
 from deft.data.datasets.dataset import box
 from deft.envs.make import wrap
-from deft.errors import InputError
+from deft.errors import InputError, RunError
 from deft.training.evaluator import Evaluator, check_spaces
 
 
@@ -17,6 +18,10 @@ def make_env():
 
 def broken_env():
     return wrap([TwoStep(broken=True)])
+
+
+def deadly_env():
+    os._exit(9)
 
 
 def test_a_process_beside_finds_what_this_one_finds():
@@ -41,6 +46,10 @@ def test_a_process_beside_finds_what_this_one_finds():
         beside._make_env = broken_env
         beside.start(30, policies[1:], 3)
         with pytest.raises(ValueError, match="no display"):  # a failure there is heard of here
+            beside.finished(wait=True)
+        beside._make_env = deadly_env
+        beside.start(40, policies[1:], 3)
+        with pytest.raises(RunError, match="step 40 died"):
             beside.finished(wait=True)
     finally:
         beside.close()

@@ -1,0 +1,329 @@
+"""Offline training from Python: the document's example, going on, saving, loading, evaluating, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import h5py
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from offline_worlds import TwoStep, two_step_dataset
+
+from deft import (
+    CQLTrainer,
+    DecisionTransformerTrainer,
+    IQLTrainer,
+    OfflineReplayBuffer,
+    OfflineRLConfig,
+    PPOTrainer,
+    RLConfig,
+    TD3BCTrainer,
+)
+from deft.config.settings import DTSettings
+from deft.data.datasets.dataset import box
+from deft.errors import InputError
+
+TRAINERS: list[Any] = [IQLTrainer, CQLTrainer, TD3BCTrainer, DecisionTransformerTrainer]
+ENV = "deft-test/TwoStep-v0"
+
+# The document's example; its two import lines from `train.offline_rl` are what changes.
+EXAMPLE = """
+from deft import IQLTrainer
+from deft import OfflineRLConfig, OfflineReplayBuffer
+
+# Configuration
+config = OfflineRLConfig(
+    num_epochs=100,
+    batch_size=256,
+    learning_rate=3e-4,
+    output_dir="./output/iql",
+)
+
+# Create trainer
+trainer = IQLTrainer(
+    obs_dim=11,
+    action_dim=3,
+    config=config,
+    expectile=0.7,      # Expectile for value regression
+    temperature=3.0,    # Temperature for advantage weighting
+)
+
+# Load dataset (D4RL format)
+import d4rl
+import gymnasium as gym
+
+env = gym.make("hopper-medium-v2")
+dataset = env.get_dataset()
+
+buffer = OfflineReplayBuffer(obs_dim=11, action_dim=3)
+buffer.load_dataset(dataset)
+
+# Train
+trainer.train(buffer)
+"""
+OWN = {
+    "IQLTrainer": "expectile=0.7,      # Expectile for value regression\n    temperature=3.0,",
+    "CQLTrainer": "cql_alpha=5.0, cql_samples=10, min_q_weight=1.0,",
+    "TD3BCTrainer": "alpha=2.5, noise_clip=0.5, policy_delay=2,",
+    "DecisionTransformerTrainer": "context_length=20, n_layer=3, n_head=1, embed_dim=128,",
+}
+
+
+class HopperMedium(gymnasium.Env):
+    """What D4RL's environments add: `get_dataset`. Hopper's sizes, three episodes of noise."""
+
+    def __init__(self) -> None:
+        self.observation_space, self.action_space = box(11), box(3, -1.0, 1.0)
+
+    def get_dataset(self) -> dict[str, np.ndarray]:
+        generator = np.random.default_rng(0)
+        return {
+            "observations": generator.normal(size=(90, 11)).astype(np.float32),
+            "actions": generator.uniform(-1, 1, (90, 3)).astype(np.float32),
+            "rewards": generator.normal(size=90).astype(np.float32),
+            "terminals": np.arange(90) % 30 == 29,
+            "timeouts": np.zeros(90, bool),
+        }
+
+
+@pytest.fixture(autouse=True)
+def _environments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in for d4rl, which registers its environments; and the two-step world under an id."""
+    monkeypatch.setitem(sys.modules, "d4rl", types.ModuleType("d4rl"))
+    gymnasium.register("hopper-medium-v2", HopperMedium, order_enforce=False, disable_env_checker=True)
+    gymnasium.register(ENV, entry_point="offline_worlds:TwoStep")
+    yield
+    del gymnasium.registry["hopper-medium-v2"], gymnasium.registry[ENV]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_example_of_the_document_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = EXAMPLE.replace("IQLTrainer", name).replace(OWN["IQLTrainer"], OWN[name])
+    names: dict[str, Any] = {}
+    exec(re.sub("num_epochs=100", "num_epochs=2", example), names)
+    trainer = names["trainer"]
+    # 90 transitions in batches of 256: an epoch is one update.
+    assert trainer.global_step == 2
+    assert (tmp_path / "output" / "iql" / "checkpoint-2").is_dir()
+    assert trainer.run_dir.resolve() == (tmp_path / "output" / "iql").resolve()
+    assert all(bool(torch.isfinite(value).all()) for value in trainer.policy.state_dict().values())
+
+
+def config(folder: Path, **changes: Any) -> OfflineRLConfig:
+    """Epochs of ⌈400 / 100⌉ = 4 updates on the two-step dataset."""
+    quiet = {"console_level": "CRITICAL", "tensorboard": False, "enable_file_logging": False}
+    small = {"hidden_dim": 8, "batch_size": 100, "num_epochs": 1, "eval_freq": 0, "device": "cpu", "threads": 1}
+    return OfflineRLConfig(**{"output_dir": str(folder), **quiet, **small, **changes})
+
+
+def own(trainer_class: Any) -> dict[str, Any]:
+    """What keeps an algorithm small."""
+    return {
+        "IQLTrainer": {"learning_rate_schedule": "constant"},
+        "CQLTrainer": {"cql_samples": 2},
+        "DecisionTransformerTrainer": {"embed_dim": 8, "n_layer": 1, "context_length": 2},
+    }.get(trainer_class.__name__, {})
+
+
+def make(trainer_class: Any, folder: Path, env: Any = None, **changes: Any) -> Any:
+    return trainer_class(2, 1, config(folder, **changes), env=env, **own(trainer_class))
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_train_called_again_goes_on(trainer_class: Any, tmp_path: Path) -> None:
+    dataset = two_step_dataset()
+    whole = make(trainer_class, tmp_path / "whole")
+    whole.train(dataset, num_epochs=2)
+    parts = make(trainer_class, tmp_path / "parts")
+    assert parts.train(OfflineReplayBuffer(2, 1).load_dataset(dataset))["updates"] == 4
+    assert parts.train(dataset, num_epochs=2)["updates"] == 8
+    assert parts.global_step == 8
+    assert_same(weights(whole), weights(parts))
+
+
+def columns(num_episodes: int = 200) -> dict[str, np.ndarray]:
+    """The two-step dataset as D4RL has it."""
+    dataset = two_step_dataset(num_episodes)
+    episodes = [dataset.episode(index) for index in range(num_episodes)]
+    return {
+        "observations": np.concatenate([episode.observation[:-1] for episode in episodes]),
+        "actions": np.concatenate([episode.action for episode in episodes]),
+        "rewards": np.concatenate([episode.reward for episode in episodes]),
+        "terminals": np.concatenate([episode.terminated for episode in episodes]),
+        "timeouts": np.zeros(len(dataset), bool),
+    }
+
+
+def test_a_path_given_again_is_the_same_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own.hdf5"
+    with h5py.File(path, "w") as file:
+        for name, values in columns().items():
+            file[name] = values
+    monkeypatch.chdir(tmp_path)
+    trainer = make(IQLTrainer, tmp_path / "run")
+    assert trainer.train(str(path))["updates"] == 4
+    assert trainer.train("own.hdf5", num_epochs=2)["updates"] == 8
+    assert trainer.train(path, num_epochs=3)["updates"] == 12
+
+
+def test_another_dataset_needs_another_trainer(tmp_path: Path) -> None:
+    trainer, dataset = make(TD3BCTrainer, tmp_path), two_step_dataset()
+    trainer.train(dataset)
+    with pytest.raises(InputError, match=r"^train: this TD3BCTrainer trains on two-step; make another one for arrays"):
+        trainer.train(OfflineReplayBuffer(2, 1).load_dataset(columns(10)))
+    assert trainer.train(dataset, num_epochs=2)["updates"] == 8
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_saved_and_loaded_it_goes_on_as_if_it_had_not_stopped(trainer_class: Any, tmp_path: Path) -> None:
+    dataset = two_step_dataset()
+    whole = make(trainer_class, tmp_path / "whole")
+    whole.train(dataset, num_epochs=2)
+
+    first = make(trainer_class, tmp_path / "first")
+    first.train(dataset)
+    saved = first.save(tmp_path / "kept" / "halfway")
+    assert saved == tmp_path / "kept" / "halfway"
+    second = make(trainer_class, tmp_path / "second", seed=5)
+    second.load(saved)
+    assert_same(weights(first), weights(second))  # at once, for whoever wants to act
+    assert second.train(dataset, num_epochs=2)["updates"] == 8
+    assert_same(weights(whole), weights(second))
+    second.load(saved)  # a trainer that is under way goes back
+    assert second.global_step == 4
+    assert_same(weights(first), weights(second))
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+@pytest.mark.parametrize("env", [ENV, TwoStep()], ids=["id", "environment"])
+def test_evaluate_plays_in_the_given_environment(trainer_class: Any, env: Any, tmp_path: Path) -> None:
+    trainer = make(trainer_class, tmp_path, env=env)
+    trainer.train(two_step_dataset())
+    results = trainer.evaluate(num_episodes=3)
+    assert results["episodes"] == 3
+    assert results["mean_length"] == 2.0
+    assert results["mean_reward"] in (0.0, 1.0)  # the policy acts without exploring, and every episode is the same
+    assert results["normalized_score"] == 100 * results["mean_reward"]  # its references are 0 and 1
+    trainer.close()
+
+
+def test_evaluation_while_training_uses_the_given_environment(tmp_path: Path) -> None:
+    trainer = make(TD3BCTrainer, tmp_path, env=TwoStep(), eval_freq=1, num_epochs=2)
+    assert trainer.train(two_step_dataset())["best_reward"] in (0.0, 1.0)
+    assert (tmp_path / "best").exists()
+    trainer.close()
+
+
+def test_without_an_environment_or_a_dataset_it_says_what_is_missing(tmp_path: Path) -> None:
+    trainer = make(IQLTrainer, tmp_path)
+    for call in (trainer.evaluate, trainer.save, lambda: trainer.run_dir):
+        with pytest.raises(InputError, match="IQLTrainer has no dataset yet"):
+            call()
+    assert trainer.global_step == 0
+    trainer.train(two_step_dataset())
+    with pytest.raises(InputError, match=r"env="):
+        trainer.evaluate()
+
+
+def test_settings_may_be_given_in_their_order(tmp_path: Path) -> None:
+    assert IQLTrainer(2, 1, config(tmp_path), 0.9, 10.0).config.algorithm.cfg.expectile == 0.9  # type: ignore[attr-defined]
+    cfg: Any = CQLTrainer(2, 1, config(tmp_path), 1.0, 4, 0.75).config.algorithm.cfg
+    assert (cfg.cql_alpha, cfg.cql_samples, cfg.min_q_weight) == (1.0, 4, 0.75)
+    cfg = TD3BCTrainer(2, 1, config(tmp_path), 1.0, 0.3, 3, policy_noise=0.1).config.algorithm.cfg
+    assert (cfg.alpha, cfg.noise_clip, cfg.policy_delay, cfg.policy_noise) == (1.0, 0.3, 3, 0.1)
+    cfg = DecisionTransformerTrainer(2, 1, config(tmp_path), 5, 2, 2, 16).config.algorithm.cfg
+    assert (cfg.context_length, cfg.n_layer, cfg.n_head, cfg.embed_dim) == (5, 2, 2, 16)
+
+
+def test_without_a_config_the_algorithm_has_its_own_defaults() -> None:
+    assert DecisionTransformerTrainer(2, 1).config.algorithm.cfg == DTSettings()
+    assert DecisionTransformerTrainer(2, 1).config.output_dir == "./output/offline_rl"
+
+
+@pytest.mark.parametrize(
+    ("make_trainer", "line"),
+    [
+        (lambda: IQLTrainer(2, 1, expectile=1.5), "expectile: 1.5 is out of range"),
+        (lambda: IQLTrainer(2, 1, expectil=0.5), "did you mean 'expectile'?"),
+        (lambda: IQLTrainer(2, 1, OfflineRLConfig(), expectil=0.5), "did you mean 'expectile'?"),
+        (lambda: IQLTrainer(2, 1, OfflineRLConfig(), num_epochs=5), "num_epochs: is a setting of OfflineRLConfig"),
+        (lambda: IQLTrainer(action_dim=1), "obs_dim: missing"),
+        (lambda: IQLTrainer(obs_dim=2), "action_dim: missing"),
+        (lambda: CQLTrainer(2, 1, OfflineRLConfig().to_run_config("iql")), "CQLTrainer trains with 'cql'"),
+        (lambda: DecisionTransformerTrainer(2, 1, OfflineRLConfig(num_seeds=3)), "num_seeds: dt trains one"),
+        (lambda: TD3BCTrainer(2, action_space=spaces.Discrete(3)), "bounded Box"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(make_trainer: Any, line: str) -> None:
+    with pytest.raises(InputError) as refused:
+        make_trainer()
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"obs_dim": 3, "action_dim": 1}, "obs_dim: the policy was made for Box(-inf, inf, (3,)"),
+        ({"obs_dim": 2, "action_dim": 2}, "action_dim: the policy acts in Box(-1.0, 1.0, (2,)"),
+        # Half the range of the data's actions: it would act on another scale than it learned from.
+        ({"obs_dim": 2, "action_space": box(1, -0.5, 0.5)}, "give that as action_space"),
+    ],
+)
+def test_a_dataset_that_does_not_fit_is_refused_in_one_line(options: Any, line: str, tmp_path: Path) -> None:
+    trainer = TD3BCTrainer(config=config(tmp_path / "run"), **options)
+    with pytest.raises(InputError) as refused:
+        trainer.train(two_step_dataset())
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_policy_that_was_trained_keeps_its_normalisation(tmp_path: Path) -> None:
+    first = make(TD3BCTrainer, tmp_path / "first")
+    first.train(two_step_dataset())
+    before = weights(first)
+    second = TD3BCTrainer(config=config(tmp_path / "second"), policy=first.policy)
+    second.prepare(two_step_dataset(10))
+    assert_same(before, weights(second))
+
+
+def test_offline_and_then_online(tmp_path: Path) -> None:
+    """The document's second step: PPO goes on with the policy that IQL trained."""
+    offline = make(IQLTrainer, tmp_path / "iql")
+    offline.train(two_step_dataset())
+    before = weights(offline)
+    online = RLConfig(
+        total_timesteps=64,
+        rollout_steps=32,
+        learning_rate=1e-3,
+        output_dir=str(tmp_path / "ppo"),
+        console_level="CRITICAL",
+        eval_freq=0,
+        device="cpu",
+    )
+    trainer = PPOTrainer(TwoStep(), policy=offline.policy, config=online)
+    trainer.train()
+    after = dict(trainer.policy.state_dict())
+    assert trainer.policy is offline.policy
+    assert any(not torch.equal(value, after[name]) for name, value in before.items() if "actor" in name)
+    trainer.close()
