@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from deft.data.rollout import RolloutBuffer
     from deft.data.vla_buffer import VLABuffer
     from deft.envs import make_env, make_vector_env
+    from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
+    from deft.envs.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
     from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
     from deft.models.vla.interface import VLAModelInterface
@@ -49,6 +51,11 @@ _MODULES = {
     "VLABuffer": "deft.data.vla_buffer",
     "make_env": "deft.envs",
     "make_vector_env": "deft.envs",
+    "F1RLEnv": "deft.envs.f1",
+    "StudentEnv": "deft.envs.f1",
+    "TeacherEnv": "deft.envs.f1",
+    "get_physical_gpu_id": "deft.envs.sapien_gpu",
+    "setup_sapien_gpu": "deft.envs.sapien_gpu",
     "Actor": "deft.models.actor",
     "ActorCritic": "deft.models.actor_critic",
     "VLAModelInterface": "deft.models.vla.interface",
@@ -73,6 +80,7 @@ __all__ = [
     "CQLTrainer",
     "DecisionTransformer",
     "DecisionTransformerTrainer",
+    "F1RLEnv",
     "IQLTrainer",
     "OfflineRLConfig",
     "OfflineReplayBuffer",
@@ -81,16 +89,20 @@ __all__ = [
     "RLConfig",
     "ReplayBuffer",
     "RolloutBuffer",
+    "StudentEnv",
     "TD3BCTrainer",
+    "TeacherEnv",
     "Trainer",
     "VLABuffer",
     "VLAModelInterface",
     "VLAPolicy",
     "__version__",
+    "get_physical_gpu_id",
     "load_dataset",
     "load_vla_model",
     "make_env",
     "make_vector_env",
+    "setup_sapien_gpu",
 ]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -227,9 +228,45 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_vla("vla-keyword.yaml", model_config="{image_sizes: 16}")
     write_vla("vla-action-dim.yaml", policy="action_dim: 7,")
     write_vla("vla-discrete.yaml", env="CartPole-v1")
+    write_offline(place)
     return place
 
 
+def write_offline(place: Path) -> None:
+    """Datasets good and damaged, runs on a dataset with an environment and without one, and their parts."""
+    generator, rows = np.random.default_rng(0), 40
+    columns = {
+        "observations": generator.normal(size=(rows, 3)).astype(np.float32),
+        "actions": generator.uniform(-2, 2, (rows, 1)).astype(np.float32),
+        "rewards": generator.normal(size=rows).astype(np.float32),
+        "terminals": np.arange(rows) % 10 == 9,
+        "timeouts": np.zeros(rows, bool),
+    }
+    spoiled = columns["rewards"].copy()
+    spoiled[13] = np.nan
+    for name, change in {
+        "good": {},
+        "nan": {"rewards": spoiled},
+        "short": {"actions": columns["actions"][:7]},
+        "lacks": {"rewards": None},
+        "empty-rows": {key: values[:0] for key, values in columns.items()},
+    }.items():
+        with h5py.File(place / f"{name}.hdf5", "w") as file:
+            for key, values in (columns | change).items():
+                if values is not None:
+                    file[key] = values
+    shutil.copy(place / "good.hdf5", place / "cut.hdf5")
+    cut(place / "cut.hdf5", 0.5)
+    (place / "text.hdf5").write_text("not a dataset\n")
+    for name, flags in {"offline": "--env Pendulum-v1", "no-env": ""}.items():
+        command = f"train td3-bc --dataset {place}/good.hdf5 {OFFLINE} {flags} --output-dir {place}/{name}"
+        assert main(shlex.split(command)) == 0
+
+
+OFFLINE = (
+    "--num-epochs 1 --batch-size 20 --hidden-dim 8 --eval-freq 0 --device cpu --no-tensorboard "
+    "--no-enable-file-logging --console-level CRITICAL"
+)
 REFUSED = [
     # The command line
     ("trian", "trian", "no such command", "'train'"),
@@ -321,6 +358,72 @@ REFUSED = [
     ("evaluate {place}/run --video film.mp4", "bad/Faulty-v0", "cannot be rendered"),
     ("evaluate {place}/no-config", "{place}/no-config/config.yaml", "missing"),
     ("evaluate {place}/cut-model", "{place}/cut-model/checkpoint-64/model.pt", "cut short"),
+    # Offline: the command line
+    ("train iql", "dataset", "missing", "--dataset"),
+    ("train iql --expectile 1.5", "--expectile", "1.5", "less than 1"),
+    ("train iql --expectile 0", "--expectile", "0", "more than 0"),
+    ("train iql --cql-alpha 1", "--cql-alpha", "unknown flag"),
+    ("train iql --total-timesteps 100", "--total-timesteps", "unknown flag"),
+    ("train iql --num-epochs 0", "--num-epochs", "at least 1"),
+    ("train iql --precision half", "--precision", "'half'", "'bf16'"),
+    ("train cql --alpha hot", "--alpha: ", "'hot'", "one of 'auto'", "not a number"),
+    ("train cql --alpha -1", "--alpha: ", "-1", "one of 'auto'", "at least 0"),
+    ("train cql --min-q-weight 2", "--min-q-weight", "2", "at most 1"),
+    ("train td3-bc --policy-delay 0", "--policy-delay", "at least 1"),
+    ("train dt --n-head 3", "n_head 3", "embed_dim 128"),
+    ("train dt --tau 0.1", "--tau", "unknown flag"),
+    ("train td3bc --dataset {place}/good.hdf5", "td3bc", "td3-bc"),
+    # Offline: datasets
+    ("train iql {new} --dataset nowhere-medium-v2", "nowhere-medium-v2", "not found", "DEFT_DATASETS", "deft collect"),
+    ("train iql {new} --dataset {place}/nowhere.hdf5", "{place}/nowhere.hdf5", "not found"),
+    ("train iql {new} --dataset ''", "dataset", "name or a path"),
+    ("train iql {new} --dataset {place}/cut.hdf5", "{place}/cut.hdf5"),
+    ("train iql {new} --dataset {place}/text.hdf5", "{place}/text.hdf5"),
+    ("train iql {new} --dataset {place}/file", "{place}/file", "formats"),
+    ("train iql {new} --dataset {place}/empty", "{place}/empty", "formats"),
+    ("train iql {new} --dataset {place}/nan.hdf5", "{place}/nan.hdf5", "row 13 (episode 1)", "rewards"),
+    ("train iql {new} --dataset {place}/short.hdf5", "{place}/short.hdf5", "actions", "(7, 1)"),
+    ("train iql {new} --dataset {place}/lacks.hdf5", "{place}/lacks.hdf5", "rewards"),
+    ("train iql {new} --dataset {place}/empty-rows.hdf5", "{place}/empty-rows.hdf5", "empty"),
+    ("train iql {new} --dataset {place}/good.hdf5 --dataset-options split=train", "{place}/good.hdf5", "split"),
+    # Offline: environments, policies, the machine
+    ("train iql {new} --dataset {place}/good.hdf5 --env CartPole-v1", "CartPole-v1", "observations", "(4,)", "(3,)"),
+    ("train iql {new} --dataset {place}/good.hdf5 --env Pendulum-v9", "Pendulum-v9", "use Pendulum-v1"),
+    ("train dt {new} --dataset {place}/good.hdf5 --num-seeds 3", "num_seeds", "one seed at a time"),
+    ("train dt {new} --dataset {place}/good.hdf5 --max-episode-length 5", "max_episode_length", "10"),
+    ("train iql {new} --dataset {place}/good.hdf5 --capture on --device cpu", "capture", "GPU", "auto"),
+    ("train iql {new} --dataset {place}/good.hdf5 --device cuda:64", "cuda:64", "CUDA devices"),
+    ("train iql {new} --dataset {place}/good.hdf5 --policy vla", "vla_config"),
+    ("train dt {new} --dataset {place}/good.hdf5 --policy vla --vla-model-class gpt-vla", "policy", "dt"),
+    # Offline: checkpoints
+    ("train iql --dataset {place}/good.hdf5 --resume {place}/run", "iql", "{place}/run", "'ppo'"),
+    ("train {new} --config {place}/offline/config.yaml --resume {place}/run", "{place}/run/checkpoint-64", "lacks"),
+    ("train iql --dataset {place}/good.hdf5 --resume {place}/offline", "iql", "'td3-bc'"),
+    ("train td3-bc --dataset {place}/good.hdf5 --output-dir {place}/offline", "{place}/offline", "--auto-resume"),
+    ("train --resume {place}/offline --hidden-dim 16", "{place}/offline/checkpoint-2/model.pt", "8", "16"),
+    ("train iql {new} --dataset {place}/good.hdf5 --model-path {place}/nowhere", "{place}/nowhere", "does not exist"),
+    ("train iql {new} --dataset {place}/good.hdf5 --model-path {place}/run", "{place}/run", "does not fit"),
+    ("train iql {new} --dataset {place}/good.hdf5 --model-path {place}/offline", "{place}/offline", "does not fit"),
+    ("train dt {new} --dataset {place}/good.hdf5 --model-path {place}/offline", "{place}/offline", "does not fit"),
+    ("evaluate {place}/no-env", "env", "names no environment", "--env"),
+    ("evaluate {place}/no-env --env CartPole-v1", "bounded Box", "Discrete(2)"),
+    ("evaluate {place}/offline --env Hopper-v5", "{place}/offline/checkpoint-2/model.pt", "does not fit"),
+    ("evaluate {place}/offline --env Pendulum-v9", "Pendulum-v9", "use Pendulum-v1"),
+    # Recording and watching
+    ("collect", "--policy"),
+    ("collect --policy random --env reach --out x/y-v0", "--steps", "--episodes"),
+    ("collect --policy random --env reach --out x/y-v0 --steps 5 --episodes 5", "--steps", "one of them"),
+    ("collect --policy random --out x/y-v0 --steps 5", "--env"),
+    ("collect --policy {place}/nowhere --out x/y-v0 --steps 5", "{place}/nowhere"),
+    ("collect --policy expert --env CartPole-v1 --out x/y-v0 --steps 5", "CartPole-v1", "expert"),
+    ("collect --policy random --env CartPole-v7 --out x/y-v0 --steps 5", "CartPole-v7", "use CartPole-v1"),
+    ("collect --policy {place}/no-env --out x/y-v0 --steps 5", "--env"),
+    ("play --env CartPole-v1 --policy expert", "CartPole-v1", "expert"),
+    ("play --env CartPol --policy random", "CartPol", "CartPole-v1"),
+    ("play --policy {place}/nowhere", "{place}/nowhere"),
+    ("play --policy {place}/no-env", "--env"),
+    ("play --env tabletop --task fold --policy random", "fold"),
+    ("doctor now", "now"),
     # VLA models
     ("train {new} --config {place}/vla-file.yaml", "{place}/nowhere.pth", "does not exist"),
     ("train {new} --config {place}/vla-class.yaml", "'GPTVLAMode'", "GPTVLAModel"),
@@ -788,8 +891,20 @@ def test_a_signal_stops_the_run_and_saves_it(
 
 
 @in_proc
-def test_a_killed_worker_ends_the_run(start: Any, tmp_path: Path, deft: Command) -> None:
+def test_a_killed_worker_is_replaced(start: Any, tmp_path: Path) -> None:
     process = start("--num-envs 2 --num-workers 2 --vector process")
+    first, second = children(process.pid)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: set(children(process.pid)) - {first, second})
+    metrics = tmp_path / "run" / "episode_metrics.jsonl"
+    wait_for(lambda: '"rollout/lost_episodes": 1' in metrics.read_text())  # an update after the loss
+    assert process.poll() is None
+    assert is_running(second)
+
+
+@in_proc
+def test_a_killed_worker_ends_the_run_where_none_may_be_replaced(start: Any, tmp_path: Path, deft: Command) -> None:
+    process = start("--num-envs 2 --num-workers 2 --vector process --restart-workers 0")
     first, second = children(process.pid)
     os.kill(first, signal.SIGKILL)
     _, complaint = process.communicate(timeout=30)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from deft import cli
-from deft.config.loading import replace, write_config
-from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, RunConfig
+from deft.config.loading import replace, resolve, write_config
+from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, OfflineRunConfig, RunConfig
 from deft.errors import InputError, RunError
 
 ALGORITHM_NAMES = ", ".join(ALGORITHM_SETTINGS)
@@ -26,6 +26,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     run = types.ModuleType("deft.training.run")
     run.train = lambda config: seen.append(config) or {"run_dir": Path("a/b"), "mean_reward": np.float32(1.5)}  # type: ignore[attr-defined]
+    offline = types.ModuleType("deft.training.offline_run")
+    offline.train = lambda config: seen.append(("offline", config)) or {"updates": np.int64(7)}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deft.training.offline_run", offline)
     evaluation = types.ModuleType("deft.evaluation.evaluate")
     evaluation.evaluate_run = lambda path, **given: seen.append((path, given)) or {"mean_reward": float("nan")}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deft.training.run", run)
@@ -49,6 +52,68 @@ def test_the_command_of_the_documents() -> None:
         "logging.use_wandb": True,
     }
     assert parsed(*command.split()) == replace(RunConfig(), **expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        (
+            "iql --dataset hopper-medium-v2 --num_epochs 100 --batch_size 256 --learning_rate 3e-4 --expectile 0.7 "
+            "--temperature 3.0 --output_dir ./output/iql",
+            {"output_dir": "./output/iql"},
+        ),
+        (
+            "cql --dataset hopper-medium-v2 --num_epochs 100 --batch_size 256 --cql_alpha 5.0 "
+            "--output_dir ./output/cql",
+            {"output_dir": "./output/cql"},
+        ),
+        (
+            "td3-bc --dataset hopper-medium-v2 --num_epochs 100 --alpha 2.5 --output_dir ./output/td3bc",
+            {"output_dir": "./output/td3bc"},
+        ),
+        (
+            "dt --dataset hopper-medium-v2 --context_length 20 --n_layer 3 --n_head 1 --embed_dim 128 "
+            "--output_dir ./output/dt",
+            {"output_dir": "./output/dt"},
+        ),
+        (
+            "iql --model_path ./output/stage2_action_head/best --dataset hopper-medium-v2 --num_epochs 10",
+            {"model_path": "./output/stage2_action_head/best", "trainer.num_epochs": 10},
+        ),
+        (
+            "cql --dataset hopper-medium-v2 --cql-samples 4 --min_q_weight 0.75 --cql-lagrange --alpha 0.2",
+            {
+                "algorithm.cfg.cql_samples": 4,
+                "algorithm.cfg.min_q_weight": 0.75,
+                "algorithm.cfg.cql_lagrange": True,
+                "algorithm.cfg.alpha": 0.2,
+            },
+        ),
+        ("cql --dataset hopper-medium-v2 --alpha auto", {}),
+        (
+            "td3-bc --dataset hopper-medium-v2 --noise_clip 0.3 --policy_delay 3 --num-seeds 3 --capture off",
+            {
+                "algorithm.cfg.noise_clip": 0.3,
+                "algorithm.cfg.policy_delay": 3,
+                "trainer.num_seeds": 3,
+                "trainer.capture": "off",
+            },
+        ),
+        (
+            "dt --dataset hopper-medium-v2 --target-return 3600 1800 --env Hopper-v4 --dataset-options split=better",
+            {
+                "algorithm.cfg.target_return": [3600.0, 1800.0],
+                "env.id": "Hopper-v4",
+                "dataset.options": {"split": "better"},
+            },
+        ),
+    ],
+)
+def test_the_offline_commands_of_the_documents(command: str, settings: dict[str, Any]) -> None:
+    """The values in the document's four commands are the defaults, so that only the rest differs from them."""
+    default = resolve({"algorithm": command.split()[0], "dataset": "hopper-medium-v2"})
+    assert isinstance(default, OfflineRunConfig)
+    assert parsed(*command.split()) == replace(default, **settings)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +209,13 @@ WRONG = [
     ("train ppo --policy vla", "policy: name 'vla' needs vla_config with at least model_class"),
     ("train --config none.json", "none.json: no such config file"),
     ("train --resume none", "--resume none: no run: there is no config.yaml in it, nor in the folder above"),
+    ("train iql --expectile 1.5", "--expectile: 1.5 is out of range; must be less than 1"),
+    (
+        "train cql --alpha hot",
+        "--alpha: 'hot' is not allowed; one of 'auto'; and 'hot' is not a number",
+    ),
+    ("train dt --n-head 3", "algorithm.cfg: embed_dim 128 does not divide into n_head 3"),
+    ("train td3-bc --expectile 0.7", "--expectile: unknown flag; see --help"),
     ("evaluate", "evaluate: give one run folder or checkpoint; got none"),
     ("evaluate a b", "evaluate: give one run folder or checkpoint; got a b"),
     ("evaluate a --episodes 0", "--episodes: 0 is out of range; must be at least 1"),
@@ -178,11 +250,21 @@ def test_train_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "run_dir: a/b\nmean_reward: 1.5\n"
 
 
+def test_train_calls_the_offline_run(calls: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["train", "td3-bc", "--dataset", "a.hdf5", "--json"]) == 0
+    ((kind, config),) = calls
+    assert (kind, config.algorithm.name, config.dataset.path) == ("offline", "td3-bc", "a.hdf5")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"updates": 7}
+    # The config.yaml of such a run is enough to repeat it, and to go on with it.
+    write_config(config, tmp_path / "config.yaml")
+    assert parsed("--config", str(tmp_path / "config.yaml")) == config
+    assert parsed("--resume", str(tmp_path)) == replace(config, resume=str(tmp_path))
+
+
 def test_evaluate_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", "--episodes", "3", "--json", "outputs/a", "--video", "a.mp4"]) == 0
-    assert calls == [
-        ("outputs/a", {"episodes": 3, "video": "a.mp4", "random_policy": False, "seed": 0, "device": "auto"})
-    ]
+    rest = {"env": None, "random_policy": False, "seed": 0, "device": "auto"}
+    assert calls == [("outputs/a", {"episodes": 3, "video": "a.mp4", **rest})]
     assert json.loads(capsys.readouterr().out) == {"mean_reward": None}  # JSON has no NaN
 
 
@@ -252,7 +334,10 @@ def test_version_and_help_are_quick_and_without_torch() -> None:
 
 def test_python_m_deft_is_the_same_command() -> None:
     ran = subprocess.run([sys.executable, "-m", "deft", "train"], capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (2, f"deft: train: give an algorithm ({ALGORITHM_NAMES}), or --config FILE\n")
+    assert (ran.returncode, ran.stderr) == (
+        2,
+        f"deft: train: give an algorithm ({ALGORITHM_NAMES}), or --config FILE\n",
+    )
 
 
 def test_parsing_imports_no_torch() -> None:

@@ -19,8 +19,10 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import h5py
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
@@ -36,13 +40,15 @@ from deft import PPO, ActorCritic, Trainer, schema
 from deft.cli import main
 from deft.config import settings
 from deft.config.flags import Flag, class_flags, run_flags
-from deft.config.loading import PRESETS, to_dict
+from deft.config.loading import PRESETS, resolve, to_dict
+from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.rl_config import RLConfig
 from deft.config.validation import nested_class, setting_names
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CONFIGURATION = DOCS / "configuration.md"
 OTHER_COMMANDS = {"make", "pip", "tensorboard", "wandb", "trackio", "python"}  # in `bash` blocks, and not run
 
@@ -81,6 +87,10 @@ def fewer_steps(total: str) -> str:
     return str(max(64, int(float(total.replace("_", ""))) // 1000))
 
 
+def fewer_epochs(total: str) -> str:
+    return str(max(1, int(total) // 20))
+
+
 def with_flag(arguments: list[str], name: str, value: str, *other_names: str) -> list[str]:
     """The arguments with one flag set, whatever it was before, under whatever name."""
     spelled = {f"--{one}" for one in (name, *other_names)}
@@ -94,16 +104,34 @@ def with_flag(arguments: list[str], name: str, value: str, *other_names: str) ->
 
 
 def scaled_down(arguments: list[str]) -> list[str]:
-    if arguments[0] == "evaluate":
+    if arguments[0] in ("evaluate", "play"):
         return with_flag(arguments, "episodes", "2")
+    if arguments[0] == "collect":
+        return with_flag(arguments, "steps", "200", "episodes")
     if arguments[0] != "train":
         return arguments
     given = [word.replace("_", "-") for word in arguments]
+    if is_offline(arguments):
+        epochs = arguments[given.index("--num-epochs") + 1] if "--num-epochs" in given else "20"
+        arguments = with_flag(arguments, "num-epochs", fewer_epochs(epochs))
+        arguments = with_flag(arguments, "updates-per-epoch", "2")
+        arguments = with_flag(arguments, "batch-size", "8")
+        arguments = with_flag(arguments, "eval-episodes", "2")
+        return with_flag(arguments, "threads", "1")
     total = arguments[given.index("--total-timesteps") + 1] if "--total-timesteps" in given else "100000"
     arguments = with_flag(arguments, "total-timesteps", fewer_steps(total))
     arguments = with_flag(arguments, "rollout-steps", "8", "buffer-size")
     arguments = with_flag(arguments, "eval-episodes", "2")
     return with_flag(arguments, "threads", "1")
+
+
+def is_offline(arguments: list[str]) -> bool:
+    """Whether a `train` command is of an offline algorithm: by its name, by the run that it resumes, or by its file."""
+    algorithm = settings.ALGORITHM_SETTINGS.get(arguments[1])
+    for flag, name in {"--resume": "config.yaml", "--config": ""}.items():
+        if flag in arguments and (file := Path(arguments[arguments.index(flag) + 1], name)).is_file():
+            return re.search("^dataset:", file.read_text(), re.MULTILINE) is not None
+    return algorithm is not None and issubclass(algorithm, settings.OfflineSettings)
 
 
 def run_command(arguments: list[str]) -> tuple[int, str]:
@@ -113,10 +141,24 @@ def run_command(arguments: list[str]) -> tuple[int, str]:
     return status, output.getvalue()
 
 
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dataset of the name in the examples: Hopper's shapes, three episodes of noise."""
+    place, generator = tmp_path_factory.mktemp("datasets"), np.random.default_rng(0)
+    with h5py.File(place / "hopper-medium-v2.hdf5", "w") as file:
+        file["observations"] = generator.normal(size=(90, 11)).astype(np.float32)
+        file["actions"] = generator.uniform(-1, 1, (90, 3)).astype(np.float32)
+        file["rewards"] = generator.normal(size=90).astype(np.float32)
+        file["terminals"] = np.arange(90) % 30 == 29
+        file["timeouts"] = np.zeros(90, bool)
+    return place
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, datasets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A new working folder whose modules can be imported; they and their environments are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEFT_DATASETS", str(datasets))
     monkeypatch.syspath_prepend(tmp_path)
     environments, modules = dict(gymnasium.registry), set(sys.modules)
     yield tmp_path
@@ -127,7 +169,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 def test_commands_and_python_run(page: Path, folder: Path) -> None:
     names: dict[str, Any] = {"__name__": "docs"}
     for block in blocks(page):
@@ -136,11 +178,14 @@ def test_commands_and_python_run(page: Path, folder: Path) -> None:
             Path(block.file).write_text(block.text)
         elif block.language == "python":
             source = re.sub(r"(total_timesteps=)([\d_]+)", lambda m: m[1] + fewer_steps(m[2]), block.text)
+            source = re.sub(r"(num_epochs=)(\d+)", lambda m: m[1] + fewer_epochs(m[2]), source)
             exec(compile(source, str(page), "exec"), names)
         elif block.language == "bash":
             run_bash(block.text)
         elif block.language == "console":
             run_console(block.text)
+        else:
+            assert block.language in ("", "text", "toml"), f"```{block.language} would not be run"
 
 
 def run_bash(text: str) -> None:
@@ -170,7 +215,7 @@ def test_make_targets_exist() -> None:
     assert used <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if target.startswith("http"):
@@ -189,25 +234,31 @@ def anchors(page: Path) -> set[str]:
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-SETTINGS_CLASSES: dict[str, str] = {  # class → where it stands in a file
-    "RunConfig": "",
-    "EnvConfig": "env",
-    "PolicyConfig": "policy",
-    "VLAConfig": "policy.vla_config",
-    **{cls.__name__: "algorithm.cfg" for cls in settings.ALGORITHM_SETTINGS.values()},
-    "TrainerConfig": "trainer",
-    "LoggingConfig": "logging",
-    "EvaluateConfig": "",
+SETTINGS_CLASSES: dict[str, tuple[str, str]] = {  # class → an algorithm whose runs have it, where it stands in a file
+    "RunConfig": ("ppo", ""),
+    "EnvConfig": ("ppo", "env"),
+    "PolicyConfig": ("ppo", "policy"),
+    "VLAConfig": ("ppo", "policy.vla_config"),
+    "TrainerConfig": ("ppo", "trainer"),
+    "LoggingConfig": ("ppo", "logging"),
+    **{cls.__name__: (name, "algorithm.cfg") for name, cls in settings.ALGORITHM_SETTINGS.items()},
+    "DatasetConfig": ("iql", "dataset"),
+    "EvaluationEnvConfig": ("iql", "env"),
+    "ActorConfig": ("iql", "policy"),
+    "OfflineTrainerConfig": ("iql", "trainer"),
 }
+COMMAND_CLASSES = ("EvaluateConfig", "CollectConfig", "PlayConfig")
+NOT_SHOWN = {  # bases, and classes whose settings are all in another's table
+    "AlgorithmConfig", "AlgorithmSettings", "OfflineSettings", "OffPolicySettings", "RunSettings", "OfflineRunConfig",
+}  # fmt: skip
 
 
 @functools.cache
 def flags_of(class_name: str) -> dict[str, Flag]:
     """The flags of a settings class by the setting's name."""
-    if class_name == "EvaluateConfig":
-        return {flag.path: flag for flag in class_flags(settings.EvaluateConfig)}
-    algorithm = next((n for n, c in settings.ALGORITHM_SETTINGS.items() if c.__name__ == class_name), "ppo")
-    section = SETTINGS_CLASSES[class_name]
+    if class_name in COMMAND_CLASSES:
+        return {flag.path: flag for flag in class_flags(getattr(settings, class_name))}
+    algorithm, section = SETTINGS_CLASSES[class_name]
     flags = [flag for group in run_flags(algorithm) for flag in group.flags]
     return {f.path.rpartition(".")[2]: f for f in flags if f.path.rpartition(".")[0] == section}
 
@@ -216,8 +267,10 @@ def allowed(values: dict[str, Any]) -> str:
     """What a setting may be, from its JSON schema."""
     if "anyOf" in values:
         return " or ".join("none" if v.get("type") == "null" else allowed(v) for v in values["anyOf"])
-    if "enum" in values:
-        return ", ".join(f"`{value}`" for value in values["enum"])
+    if "enum" in values or "const" in values:
+        return ", ".join(f"`{value}`" for value in values.get("enum", [values.get("const")]))
+    if "prefixItems" in values:
+        return f"list of {len(values['prefixItems'])} numbers"
     if values["type"] == "array":
         return f"list of {allowed(values['items']).replace('number', 'numbers', 1)}"
     word = {
@@ -229,8 +282,8 @@ def allowed(values: dict[str, Any]) -> str:
     }
     limits = [
         f"{sign} {values[key]}"
-        for key, sign in {"exclusiveMinimum": ">", "minimum": "≥", "maximum": "≤"}.items()
-        if key in values
+        for key, sign in {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}.items()
+        if key in values and values[key] < 2**63  # which is where seeds end
     ]
     return " ".join([word[values["type"]], ", ".join(limits)]).strip()
 
@@ -277,22 +330,32 @@ def with_tables(text: str) -> str:
 
 
 def test_every_setting_is_there_with_its_default() -> None:
-    text = CONFIGURATION.read_text()
-    assert {match[2] for match in TABLE.finditer(text)} == set(SETTINGS_CLASSES)
-    assert text == with_tables(text), "settings changed: python tests/test_docs.py writes the tables anew"
+    """Each class has its table on the page of the settings, or on that of its algorithm."""
+    shown = [match[2] for page in PAGES for match in TABLE.finditer(page.read_text())]
+    assert sorted(shown) == sorted([*SETTINGS_CLASSES, *COMMAND_CLASSES])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
+def test_tables_of_settings_are_of_the_classes_now(page: Path) -> None:
+    assert page.read_text() == with_tables(page.read_text()), "python tests/test_docs.py writes the tables anew"
 
 
 def test_every_settings_class_is_there() -> None:
     classes = {n for n, v in vars(settings).items() if isinstance(v, type) and hasattr(v, "__pydantic_fields__")}
-    assert classes - {"AlgorithmConfig", "AlgorithmSettings"} == set(SETTINGS_CLASSES)
+    assert classes - NOT_SHOWN == {*SETTINGS_CLASSES, *COMMAND_CLASSES}
     assert set(setting_names(settings.AlgorithmConfig)) == {"name", "cfg"}
+    own = {
+        name for name in setting_names(settings.OfflineRunConfig) if not nested_class(settings.OfflineRunConfig, name)
+    }
+    assert own == set(setting_names(settings.RunSettings))  # the table of RunConfig shows these
 
 
 def test_flat_names_presets_and_aliases_are_there() -> None:
     text = CONFIGURATION.read_text()
     words = set(re.findall(r"`(?:--)?([\w.-]+)`", text))
     words |= {word.replace("-", "_") for word in words}
-    assert set(setting_names(RLConfig)) <= words
+    words |= {word for page in PAGES for word in re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)}
+    assert set(setting_names(RLConfig)) | set(setting_names(OfflineRLConfig)) <= words
     assert {preset.stem for preset in PRESETS.glob("*.yaml")} <= words
     assert set(settings.MOVED_SETTINGS) <= words
     for cls in settings.ALGORITHM_SETTINGS.values():
@@ -317,6 +380,23 @@ def test_every_metric_of_ppo_is_there(tmp_path: Path) -> None:
     assert logged <= documented
 
 
+@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc", "dt"])
+def test_every_metric_of_the_offline_algorithms_is_there(algorithm: str, folder: Path) -> None:
+    arguments = ["train", algorithm, "--dataset", "hopper-medium-v2", "--num-epochs", "20", "--output-dir", "run"]
+    status, output = run_command(scaled_down([*arguments, "--log-freq", "1", "--eval-freq", "1", "--hidden-dim", "8"]))
+    assert status == 0, output
+    lines = [json.loads(line) for line in Path("run/episode_metrics.jsonl").read_text().splitlines()]
+    assert {line["type"] for line in lines} == {"update", "evaluation"}
+    page = DOCS / "algorithms" / f"{'decision-transformer' if algorithm == 'dt' else algorithm}.md"
+    documented = set(re.findall(r"`([\w/]+)`", page.read_text()))
+    logged = {
+        kind: {name for line in lines if line["type"] == kind for name in line} for kind in ("update", "evaluation")
+    }
+    assert logged["update"] - {"type", "step", "time"} <= documented
+    documented |= set(re.findall(r"`([\w/]+)`", (DOCS / "offline.md").read_text()))
+    assert logged["evaluation"] - {"step", "time"} <= documented
+
+
 def test_every_key_of_the_schema_is_there() -> None:
     keys = {value for name, value in vars(schema).items() if name.isupper() and isinstance(value, str)}
     assert keys <= set(re.findall(r"`(\w+)`", (DOCS / "extending.md").read_text()))
@@ -333,10 +413,22 @@ def test_what_the_map_says_is_there_and_what_is_not_is_not() -> None:
     assert {row[-1] for row in found} == {"now", "later"}
     for *row, when in found:
         text = " ".join(row[1:])
-        for name in re.findall(r"`deft\.([A-Z]\w+|load_\w+|make_\w+)", text):
+        for name in re.findall(r"`deft\.([A-Z]\w+|(?:load|make|get|set|setup)_\w+)", text):
             assert (name in deft.__all__) == (when == "now"), f"{name} is said to be here {when}"
         for name in re.findall(r"`deft train ([a-z]\S*?)[ `]", text):
             assert (name in settings.ALGORITHM_SETTINGS) == (when == "now"), f"{name} is said to be here {when}"
+        for name in re.findall(r"`scripts/(\S+?\.sh)", text):
+            assert (ROOT / "scripts" / name).is_file() == (when == "now"), f"{name} is said to be here {when}"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("run_*.sh")), ids=lambda path: path.name)
+def test_scripts_run_their_algorithm(script: Path) -> None:
+    """`run_offline_rl_td3bc.sh FLAGS` is `python -m deft train td3-bc FLAGS`, and the map knows the script."""
+    environment = {"PYTHON": "echo", "PATH": os.environ["PATH"]}
+    told = subprocess.run([script, "--seed", "a b"], env=environment, capture_output=True, text=True, check=True)
+    name = {"td3bc": "td3-bc"}.get(script.stem.rpartition("_")[2], script.stem.rpartition("_")[2])
+    assert told.stdout == f"-m deft train {name} --seed a b\n"
+    assert f"`scripts/{script.name}" in (DOCS / "from-the-documents.md").read_text()
 
 
 def test_every_name_of_the_package_is_in_the_map() -> None:
@@ -346,15 +438,17 @@ def test_every_name_of_the_package_is_in_the_map() -> None:
 
 def test_defaults_in_the_tables_are_those_of_a_run() -> None:
     """The JSON schema that the tables are made from agrees with what a run without settings has."""
-    run = to_dict(settings.RunConfig())
-    for class_name, section in SETTINGS_CLASSES.items():
-        if class_name in ("EvaluateConfig", "VLAConfig"):
+    for class_name, (algorithm, section) in SETTINGS_CLASSES.items():
+        if class_name == "VLAConfig":  # none by default
             continue
+        run = to_dict(resolve({"algorithm": algorithm}))
         values = functools.reduce(lambda part, name: part[name], filter(None, section.split(".")), run)
         for name, _, _, default, _ in rows(class_name):
             assert default == shown_default({"default": values[name.strip("`")]}), name
 
 
 if __name__ == "__main__":
-    CONFIGURATION.write_text(with_tables(CONFIGURATION.read_text()))
-    print(f"{CONFIGURATION}: written", file=sys.stderr)
+    for page in PAGES:
+        if (text := page.read_text()) != with_tables(text):
+            page.write_text(with_tables(text))
+            print(f"{page}: written", file=sys.stderr)

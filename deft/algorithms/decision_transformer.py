@@ -53,6 +53,7 @@ class DecisionTransformer(OfflineAlgorithm):
         config: ActorConfig,
         settings: DTSettings,
         num_members: int = 1,
+        weights_follow: bool = False,
     ) -> DecisionTransformerPolicy:
         """A transformer for the spaces."""
         if num_members > 1:
@@ -121,7 +122,7 @@ class DecisionTransformer(OfflineAlgorithm):
         self.version = state["version"]
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.precision == "float32":
+        if self.settings.precision != "bf16":  # tf32 is a setting of the device
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, PRECISIONS[self.settings.precision])
 

@@ -21,6 +21,8 @@ from deft.errors import InputError
 from deft.models.actor import Actor, ContinuousActor, Encoded
 from deft.models.critics import Critics
 from deft.models.policy import Policy
+from deft.models.vla.actor import VLAActor
+from deft.models.vla.loading import load_vla_model_for
 
 
 class OffPolicy(OfflineAlgorithm):
@@ -72,9 +74,17 @@ class OffPolicy(OfflineAlgorithm):
         config: ActorConfig,
         settings: Any,
         num_members: int = 1,
+        weights_follow: bool = False,
     ) -> Policy:
-        """An `Actor` for the spaces."""
+        """An `Actor` for the spaces, or a `VLAActor` around the model that the config names."""
         dtype = PRECISIONS[settings.precision]
+        if config.vla_config is not None:
+            if num_members > 1:
+                raise InputError("num_seeds: a VLA model is trained one seed at a time; start a run for each")
+            model = load_vla_model_for(
+                config.vla_config, observation_space, action_space, "the dataset", weights_follow=weights_follow
+            )
+            return VLAActor(model, observation_space, action_space, config, dtype)
         return Actor(observation_space, action_space, config, cls.distribution, num_members, dtype)
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:

@@ -35,8 +35,12 @@ class OfflineAlgorithm(Algorithm):
         config: ActorConfig,
         settings: Any,
         num_members: int = 1,
+        weights_follow: bool = False,
     ) -> Policy:
-        """The policy that this algorithm trains."""
+        """The policy that this algorithm trains.
+
+        `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
+        """
         raise TypeError(f"{cls.__name__} does not define make_policy")
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:

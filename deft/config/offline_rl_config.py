@@ -99,6 +99,8 @@ class OfflineRLConfig:
         for name, value in own.items():
             path = paths.get(name, "")
             if not path.startswith("algorithm.cfg."):
+                if name in setting_names(OfflineRLConfig):
+                    raise InputError(f"{name}: is a setting of OfflineRLConfig; give it there")
                 names = [known for known, place in paths.items() if place.startswith("algorithm.cfg.")]
                 raise InputError(f"{name}: {algorithm} has no such setting; {suggestion(name, names)}")
             set_path(mapping, path, value)

@@ -99,6 +99,7 @@ class RLConfig:
     max_episode_steps: Count | None = EnvConfig.max_episode_steps
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     env_timeout: Positive = EnvConfig.timeout
+    restart_workers: NonNegativeInt = EnvConfig.restart_workers
 
     # Policy
     hidden_sizes: tuple[Count, ...] = PolicyConfig.hidden_sizes

@@ -476,7 +476,7 @@ class OfflineTrainerConfig:
     updates_per_epoch: Count | None = None
     """Gradient updates of an epoch; by default one pass over the dataset, transitions / batch_size."""
     num_seeds: Count = 1
-    """Independent learners (seed, seed + 1, …) trained at once in one batched update; vector observations."""
+    """Independent learners trained at once in one batched update, each with its own weights and batches."""
     eval_freq: NonNegativeInt = 5
     """Epochs between evaluations; 0: none."""
     eval_episodes: Count = 10

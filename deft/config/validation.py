@@ -90,15 +90,16 @@ def explain(
     problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
     unknown = [problem for problem in problems if problem["type"] == "unexpected_keyword_argument"]
     problem = (unknown or problems)[0]  # a misspelled name may also be why another one is missing
-    path = dotted(problem["loc"])
+    path = _setting(root, problem["loc"], concrete or {})
+    same = [other for other in problems if _setting(root, other["loc"], concrete or {}) == path]
     if unknown:
         owner = _owner(root, problem["loc"][:-1], concrete or {})
         advice = suggestion(str(problem["loc"][-1]), setting_names(owner), elsewhere or {})
         reason = f"unknown setting; {advice}" if advice else "unknown setting"
     else:
-        reason = _reason(problem)
+        reason = "; and ".join(_reason(other) for other in same)  # several where a setting has alternatives
     line = f"{(written or {}).get(path, path)}: {reason}" if path else reason
-    return line if len(problems) == 1 else f"{line} (and {len(problems) - 1} more)"
+    return line if len(problems) == len(same) else f"{line} (and {len(problems) - len(same)} more)"
 
 
 def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
@@ -139,6 +140,20 @@ def dotted(location: Iterable[int | str]) -> str:
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
+
+
+def _setting(root: type, location: Iterable[int | str], concrete: Mapping[type, type]) -> str:
+    """The path of the setting that a location is in; which alternative of its type was tried is left out."""
+    kept: list[int | str] = []
+    owner: type | None = root
+    for part in location:
+        if isinstance(part, int):
+            kept.append(part)
+        elif owner is not None:
+            kept.append(part)
+            nested = nested_class(owner, part)
+            owner = None if nested is None else concrete.get(nested, nested)
+    return dotted(kept)
 
 
 def _owner(root: type, location: Iterable[int | str], concrete: Mapping[type, type]) -> type:

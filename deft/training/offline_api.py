@@ -110,6 +110,8 @@ class OfflineRLTrainer:
                 f"train: this {type(self).__name__} trains on {self._dataset.name}; make another one for "
                 f"{dataset.name}, from its weights with policy= or model_path"
             )
+        if source is not None:
+            self.config = replace(self.config, **{"dataset.path": str(buffer)})  # for who resumes from the command line
         trainer = build_offline_trainer(self.config, dataset, self._policy, self._env, self._spaces)
         if self._loaded_from is not None:
             trainer.load(self._loaded_from)

@@ -1,4 +1,4 @@
-"""Environments whose every number can be told in advance."""
+"""What the tests of environments share: one that can render, and ones whose every number can be told in advance."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,18 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+
+from deft.envs.tabletop.rendering import renderer
+from deft.errors import InputError
+
+
+@pytest.fixture(scope="session")
+def gl() -> None:
+    """Skips where nothing can be rendered."""
+    try:
+        renderer()
+    except InputError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

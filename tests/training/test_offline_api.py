@@ -27,6 +27,7 @@ from deft import (
     RLConfig,
     TD3BCTrainer,
 )
+from deft.cli import main
 from deft.config.settings import DTSettings
 from deft.data.datasets.dataset import box
 from deft.errors import InputError
@@ -183,6 +184,8 @@ def test_a_path_given_again_is_the_same_dataset(tmp_path: Path, monkeypatch: pyt
     assert trainer.train(str(path))["updates"] == 4
     assert trainer.train("own.hdf5", num_epochs=2)["updates"] == 8
     assert trainer.train(path, num_epochs=3)["updates"] == 12
+    assert main(["train", "--resume", str(tmp_path / "run"), "--num-epochs", "4"]) == 0  # the run knows its dataset
+    assert (tmp_path / "run" / "checkpoint-16").is_dir()
 
 
 def test_another_dataset_needs_another_trainer(tmp_path: Path) -> None:
