@@ -36,6 +36,13 @@ RETURN_TO_GO = "return_to_go"  # [B, K]: undiscounted, from this step to the end
 TIMESTEP = "timestep"  # int64 [B, K]: place in the episode, from 0
 STEP_MASK = "step_mask"  # bool [B, K]: which steps of a window are real; padding stands at its end
 
+# The streams of a robot's observation.
+STATE = "state"  # [B, 32]: joints (or the hand) and gripper in the padded layout of the actions, each about -1 to 1
+WRIST_RGB = "wrist_rgb"  # uint8 [B, 3, h, w], with history [B, H, 3, h, w], oldest first
+HEAD_RGB = "head_rgb"  # likewise
+ACTION_HISTORY = "action_history"  # [B, H, 32]: the actions before this observation, oldest first
+INSTRUCTION = "instruction"  # uint8 [B, L]: see `encode_text`
+
 NEXT_OBSERVATION = (NEXT, OBSERVATION)  # the true final one at an episode's end, never the one after a reset
 NEXT_MEMORY = (NEXT, MEMORY)
 NEXT_REWARD = (NEXT, REWARD)

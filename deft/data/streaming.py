@@ -119,6 +119,21 @@ class StreamingBuffer:
         while True:
             yield self.sample(batch_size)
 
+    def observations(self) -> Iterator[dict[str, Tensor] | Tensor]:
+        """Every observation that a transition starts from, without its images, an episode at a time; for normalisers.
+
+        Reads the whole dataset once, unless it has images alone.
+        """
+        space = self.dataset.observation_space
+        parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        names = [name for name, part in parts.items() if part.dtype != np.uint8 or len(part.shape or ()) < 2]
+        if names and self.fits:
+            self._rotate(0)  # what is read now need not be read again
+        for index in range(self.dataset.num_episodes if names else 0):
+            streams = (self._pool.get(index) or self.dataset.episode(index)).streams
+            vectors = {name: torch.from_numpy(streams[name][:-1]) for name in names}
+            yield vectors.get("", vectors)
+
     def observation_statistics(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Mean and deviation of each stream of float vectors, over the observations that transitions start from.
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from deft import schema
@@ -132,19 +131,6 @@ class StreamingWindows(StreamingBuffer):
             schema.TIMESTEP: self._stack(list(timestep)),
             schema.STEP_MASK: self._stack(list(mask)),
         }
-
-    def observations(self) -> Iterator[dict[str, Tensor] | Tensor]:
-        """Every observation that a transition starts from, without its images, an episode at a time; for normalisers.
-
-        Reads the whole dataset once, unless it has images alone.
-        """
-        space = self.dataset.observation_space
-        parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
-        names = [name for name, part in parts.items() if part.dtype != np.uint8 or len(part.shape or ()) < 2]
-        for index in range(self.dataset.num_episodes if names else 0):
-            streams = self.dataset.episode(index).streams
-            vectors = {name: torch.from_numpy(streams[name][:-1]) for name in names}
-            yield vectors.get("", vectors)
 
     def _stack(self, rows: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.stack(rows)).to(self.device)

@@ -28,6 +28,8 @@ from deft.errors import DeftError, InputError
 SHORT_NAMES = {
     "reach": "deft/Reach-v0",
     "tabletop": "deft/Tabletop-v0",
+    "f1-teacher": "deft/F1Teacher-v0",
+    "f1-student": "deft/F1Student-v0",
     "maniskill": "deft/ManiSkill-v0",
     "robotwin": "deft/RoboTwin-v0",
 }

@@ -62,7 +62,7 @@ def evaluate_run(
 def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorEnv, device: str = "auto") -> Policy:
     """The policy of a checkpoint, for an environment like the one that it was trained in or for."""
     if isinstance(config, OfflineRunConfig):
-        policy = build_offline_policy(config, env.observation_space, env.action_space)
+        policy = build_offline_policy(config, env.observation_space, env.action_space, weights_follow=True)
     else:
         policy = build_policy(config, env, weights_follow=True)
     weights = checkpoint.load_part(folder, checkpoint.MODEL)

@@ -97,6 +97,15 @@ class ContinuousActor(Policy):
         raise TypeError(type(self).__name__)
 
 
+def make_encoder(observation_space: gymnasium.Space, config: ActorConfig) -> ObservationEncoder:
+    """What the critics, and V, see of an observation."""
+    encoder = ObservationEncoder(observation_space, config.encoder_dim, config.normalize_observation)
+    for stream in encoder.streams.values():
+        if isinstance(stream, VectorEncoder) and stream.normalizer is not None:
+            stream.normalizer.epsilon = NORMALIZER_EPSILON
+    return encoder
+
+
 class Actor(ContinuousActor):
     """An MLP actor and an MLP value on a shared encoder.
 
@@ -118,11 +127,8 @@ class Actor(ContinuousActor):
         self._made_with = (observation_space, action_space, config, distribution)
         self.set_box(action_space)
         self.num_members, self.distribution = num_members, distribution
-        self.encoder = ObservationEncoder(observation_space, config.encoder_dim, config.normalize_observation)
+        self.encoder = make_encoder(observation_space, config)
         self.feature_dim = self.encoder.dim
-        for encoder in self.encoder.streams.values():
-            if isinstance(encoder, VectorEncoder) and encoder.normalizer is not None:
-                encoder.normalizer.epsilon = NORMALIZER_EPSILON
         self.trains_encoder = any(True for _ in self.encoder.parameters())
         if num_members > 1 and self.trains_encoder:
             raise InputError("num_seeds: several seeds at once need vector observations; here an encoder is learned")

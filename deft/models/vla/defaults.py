@@ -1,6 +1,6 @@
 """What an environment's spaces say about a vision-language-action model: sizes and names that a config need not repeat.
 
-`deft.training.run` calls it before it builds the model of a policy with `name: vla`.
+`load_vla_model_for` calls it before it builds the model of a policy with `name: vla`.
 """
 
 from __future__ import annotations

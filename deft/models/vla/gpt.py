@@ -306,6 +306,11 @@ class GPTVLAModel(nn.Module):
         entropy = (0.5 + HALF_LOG_TWO_PI + self.log_std).expand_as(mean)
         return self._log_prob(mean, actions, action_mask), _sum_real_dims(entropy, action_mask), value
 
+    def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Mean [B, A] and log deviation [A] of what `forward` draws from; [B, K, A] and [K, A] with chunks."""
+        mean, _ = self._distribution_and_value(observations)
+        return (mean.squeeze(1), self.log_std.squeeze(0)) if self.chunk_length == 1 else (mean, self.log_std)
+
     # How it is computed ----------------------------------------------------------------------------------------------
 
     def _draw(self, mean: Tensor, deterministic: bool, action_mask: Tensor | None) -> Tensor:

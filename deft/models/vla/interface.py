@@ -25,6 +25,8 @@ class VLAModelInterface(Protocol):
       dims must not enter log-prob or entropy. Environments with padded dims need a model with this keyword.
     - `act(observations, deterministic=False) -> (action, log_prob [B], value [B, 1])`: acting in one forward pass.
     - `evaluate(observations, actions) -> (log_prob [B], entropy [B], value [B, 1])`: scoring in one forward pass.
+    - `gaussian(observations) -> (mean [B, A], log_std [A] or [B, A])`: which Gaussian `forward` draws from. CQL draws
+      many actions a state; with it they cost one forward pass.
     - `chunk_length`, `action_dim`: attributes, checked against what the policy is told.
     """
 

@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from deft.config.settings import VLAConfig
 from deft.errors import InputError, RunError
+from deft.models.vla.defaults import model_defaults
 from deft.models.vla.interface import missing_methods
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,33 @@ def load_vla_model(
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {str(device)!r} cannot be used: {_first_line(error)}") from error
+
+
+def load_vla_model_for(
+    config: VLAConfig,
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    where: str,
+    chunk_length: int = 1,
+    weights_follow: bool = False,
+) -> nn.Module:
+    """The model that a config names, with what the config leaves out filled in from the spaces of `where`.
+
+    `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
+    """
+    if not isinstance(action_space, spaces.Box) or len(action_space.shape) != (1 if chunk_length == 1 else 2):
+        raise InputError(f"policy.name: a VLA policy acts in a Box with one dimension; {where} has {action_space}")
+    if not isinstance(observation_space, spaces.Dict):
+        raise InputError(
+            f"policy.name: a VLA policy reads named streams; {where} observes {observation_space}: use an "
+            "environment with a Dict of them (reach: env.kwargs {observation: vla})"
+        )
+    model_class = find_vla_class(config.model_class)
+    given = config.model_config
+    keywords = model_defaults(model_class, given, observation_space, action_space, chunk_length) | given
+    if weights_follow:
+        return build_vla_model(model_class, keywords)
+    return load_vla_model(config.model_path, model_class, keywords)
 
 
 def save_vla_model(model: nn.Module, path: str | Path) -> None:

@@ -51,8 +51,8 @@ class VLAPolicy(Policy):
         scoring = [model.evaluate if self._evaluates else model.evaluate_actions]
         if not self._acts:
             scoring.append(model.evaluate_actions)
-        self._takes_deterministic = _takes(drawing, "deterministic")
-        self._takes_mask = all(_takes(method, "action_mask") for method in [drawing, *scoring])
+        self._takes_deterministic = takes_keyword(drawing, "deterministic")
+        self._takes_mask = all(takes_keyword(method, "action_mask") for method in [drawing, *scoring])
         self._said_sampling = False
         self.reward_normalizer = RewardNormalizer() if normalize_reward else None
         self.model.eval()
@@ -174,7 +174,7 @@ class VLAPolicy(Policy):
         return values.squeeze(1)
 
 
-def _takes(method: Any, keyword: str) -> bool:
+def takes_keyword(method: Any, keyword: str) -> bool:
     """Whether a method may be called with this keyword."""
     parameters = inspect.signature(method).parameters.values()
     return any(parameter.name == keyword or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

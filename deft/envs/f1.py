@@ -1,0 +1,241 @@
+"""The F1 environments: what the three training phases act in. Histories of frames and actions in the 32-dim layout.
+
+`F1RLEnv` puts them around any `RobotWorld`; `TeacherEnv` (head and wrist camera) and `StudentEnv` (wrist alone) are its
+two views, registered as `deft/F1Teacher-v0` and `deft/F1Student-v0`. Pictures leave as uint8: the model scales them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from deft import schema
+from deft.config.validation import checked, shown
+from deft.envs.history import History, executed_action, prediction_pair
+from deft.envs.robot_world import EXPLORATION, RobotWorld, TaskConfig
+from deft.envs.state import StateObstacle, restore_state, save_state
+from deft.envs.tabletop.control import PADDED_SIZE, pad_action
+from deft.errors import InputError, RunError
+
+PHASES = ("teacher", "student")
+STATE_LIMIT = 2.0  # states are from -1 to 1 within the robot's limits
+
+
+class TeacherPolicy(Protocol):
+    """What `teacher_policy` must offer for its reward to be the environment's."""
+
+    def reset(self) -> None:
+        """An episode begins: memory is zeros."""
+
+    def reward(self, inputs: dict[str, np.ndarray], target: np.ndarray) -> Mapping[str, float]:
+        """Named parts of the reward for (s_t, a_t, s_{t+1}), from a prediction's inputs and target.
+
+        The inputs are the teacher's: head and wrist frames, whatever the student sees, and the actions up to a_t.
+        """
+
+
+class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """A robot with a memory of the last H steps.
+
+    **Observation**, a Dict: `state` (32), `action_history` (H, 32), `wrist_rgb` (H, 3, h, w) uint8, in the teacher's
+    phase `head_rgb` alike, and, for tasks that have a goal, `instruction`. Oldest first. `wrist_rgb[-1]` is img_t,
+    `action_history[-1]` is a_{t-1}: a_t is not known yet. `prediction_pair` adds it: [img_{t-3} … img_t] and
+    [a_{t-3} … a_t] predict img_{t+1}. An episode begins with its first frame H times, and actions of zeros.
+
+    **Action**: Box(-1, 1, (32,)): left arm 0 to 7 (a Panda has 0 to 6), left gripper 8, right arm 9 to 16, right
+    gripper 17, padding 18 to 31. `action_mask` says which are real; the others do nothing and enter no history.
+
+    **Reward**: the world's (0 in `random_exploration`), or that of `teacher_policy`. **Episode**: ends as the world
+    says (terminated); after `max_steps` it is truncated.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012 (Gymnasium's own declaration)
+
+    def __init__(
+        self,
+        task_config: Mapping[str, Any] | None = None,
+        phase: Literal["teacher", "student"] = "teacher",
+        teacher_policy: TeacherPolicy | None = None,
+        history_length: int | None = None,
+        max_steps: int | None = None,
+        device: str = "cpu",
+        action_scale: float | None = None,
+        single_arm: bool | None = None,
+        render_mode: Literal["rgb_array"] | None = None,
+    ) -> None:
+        """`task_config` holds the settings of `TaskConfig`, or a whole config with a section `environment` of them.
+
+        The other arguments come before it: `history_length` is its `n_obs_img_steps`. `device` is where
+        `teacher_policy` runs; the worlds themselves are simulated on the CPU.
+        """
+        if phase not in PHASES:
+            raise InputError(f"phase is {phase!r}; choose {' or '.join(PHASES)}")
+        if render_mode not in (None, "rgb_array"):
+            raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
+        given = {
+            "n_obs_img_steps": history_length,
+            "max_steps": max_steps,
+            "action_scale": action_scale,
+            "single_arm": single_arm,
+        }
+        config = read_task_config(task_config, {name: value for name, value in given.items() if value is not None})
+        self.config = config
+        self.phase = phase
+        self.device = device
+        self.teacher_policy = _on_device(teacher_policy, device)
+        self.history_length = config.n_obs_img_steps
+        self.max_steps = config.max_steps
+        self.render_mode = render_mode
+        shows_head = phase == "teacher" if config.need_head_camera is None else config.need_head_camera
+        self._world = RobotWorld(config, shows_head or teacher_policy is not None, render_mode)
+        self._history = History(config.n_obs_img_steps, config.obs_img_stride, PADDED_SIZE)
+        self._shown = (schema.HEAD_RGB, schema.WRIST_RGB) if shows_head else (schema.WRIST_RGB,)
+        self._has_goal = config.task_name != EXPLORATION
+        self._full: dict[str, Any] = {}  # the observation with all cameras
+        self._elapsed_steps = 0
+        self.action_mask = self._world.action_mask
+        self.action_normalizer = self._world.action_normalizer
+        self.state_normalizer = self._world.state_normalizer
+        self.action_space = spaces.Box(-1.0, 1.0, (PADDED_SIZE,), np.float32)
+        self.observation_space = self._make_observation_space()
+
+    @property
+    def world(self) -> gymnasium.Env:
+        """The simulated world behind the histories."""
+        return self._world.env
+
+    @property
+    def instruction(self) -> str:
+        """What the robot is told to do."""
+        return str(self.world.get_wrapper_attr("instruction"))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode: histories of its first frame, and of no action."""
+        super().reset(seed=seed)
+        observation, info = self.world.reset(seed=seed, options=options)
+        self._elapsed_steps = 0
+        self._history.start(self._world.frames(observation))
+        if self.teacher_policy is not None:
+            self.teacher_policy.reset()
+        self._full = self._look_at(observation)
+        return self._view(), info
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Act, and see what came of it; `info["executed_action"]` is the action as it enters the history."""
+        action = np.asarray(action, np.float32)
+        if action.shape != (PADDED_SIZE,) or not np.isfinite(action).all():
+            raise RunError(f"action is {shown(action)}; F1 environments take {PADDED_SIZE} numbers")
+        action = executed_action(action, self.action_mask)
+        observation, reward, terminated, truncated, info = self.world.step(self._world.native(action))
+        self._elapsed_steps += 1
+        self._history.add(action, self._world.frames(observation))
+        before, self._full = self._full, self._look_at(observation)
+        info = {**info, "executed_action": action}
+        if self.teacher_policy is not None:
+            terms = self.teacher_policy.reward(*prediction_pair(before, action, self._full))
+            info["reward_terms"] = {name: float(value) for name, value in terms.items()}
+            reward = sum(info["reward_terms"].values())
+        is_late = self._elapsed_steps >= self.max_steps
+        return self._view(), float(reward), bool(terminated), bool(truncated) or is_late, info
+
+    def render(self) -> Any:
+        """The world's picture for videos."""
+        return None if self.render_mode is None else self.world.render()
+
+    def close(self) -> None:
+        """Free the simulation."""
+        self.world.close()
+
+    def expert_action(self) -> np.ndarray:
+        """The world's scripted action in the 32-dim layout, where it has one."""
+        if not self.world.has_wrapper_attr("expert_action"):
+            raise InputError(f"{self.config.world} has no expert")
+        action = np.asarray(self.world.get_wrapper_attr("expert_action")())
+        return action if action.shape == (PADDED_SIZE,) else pad_action(action, self.config.control_mode)
+
+    def get_state(self) -> dict[str, Any]:
+        """All that the future depends on, histories included, as plain data."""
+        if self.teacher_policy is not None:
+            raise StateObstacle("a teacher_policy, whose memory the environment does not know")
+        return {
+            "world": save_state(self.world),
+            "history": self._history.get_state(),
+            "full": dict(self._full),
+            "elapsed_steps": self._elapsed_steps,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state: the same actions then give the same observations and rewards."""
+        restore_state(self.world, state["world"])
+        self._history.set_state(state["history"])
+        self._full = dict(state["full"])
+        self._elapsed_steps = state["elapsed_steps"]
+
+    def _make_observation_space(self) -> spaces.Dict:
+        length = self.history_length
+        images = (length, *self._world.frame_shape)
+        streams: dict[str, spaces.Space] = {
+            schema.STATE: spaces.Box(-STATE_LIMIT, STATE_LIMIT, (PADDED_SIZE,), np.float32),
+            schema.ACTION_HISTORY: spaces.Box(-1.0, 1.0, (length, PADDED_SIZE), np.float32),
+            **{name: spaces.Box(0, 255, images, np.uint8) for name in self._shown},
+        }
+        found = self.world.observation_space
+        if self._has_goal and isinstance(found, spaces.Dict) and schema.INSTRUCTION in found.spaces:
+            streams[schema.INSTRUCTION] = found[schema.INSTRUCTION]
+        return spaces.Dict(streams)
+
+    def _look_at(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        """The observation with histories, and with every camera there is."""
+        full: dict[str, Any] = {
+            schema.STATE: self._world.state(observation),
+            schema.ACTION_HISTORY: self._history.actions(),
+            **self._history.frames(),
+        }
+        if schema.INSTRUCTION in observation:
+            full[schema.INSTRUCTION] = observation[schema.INSTRUCTION]
+        return full
+
+    def _view(self) -> dict[str, Any]:
+        """What of it the policy is shown."""
+        return {name: self._full[name] for name in self.observation_space.spaces}  # type: ignore[attr-defined]
+
+
+class TeacherEnv(F1RLEnv):
+    """Phase 1: head and wrist camera."""
+
+    def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        """The arguments of `F1RLEnv` but for `phase`."""
+        super().__init__(task_config, "teacher", **arguments)
+
+
+class StudentEnv(F1RLEnv):
+    """Phases 2 and 3: the wrist camera alone."""
+
+    def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        """The arguments of `F1RLEnv` but for `phase`."""
+        super().__init__(task_config, "student", **arguments)
+
+
+def read_task_config(task_config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> TaskConfig:
+    """Settings from a config (or the `environment` section of a whole one) and from arguments, which come first.
+
+    Of a whole config's `training` section, `steps_per_episode` is the time limit and the two sizes must be 32.
+    """
+    values = dict(task_config or {})
+    if "environment" in values:
+        training = dict(values.get("training") or {})
+        for name in ("action_dim", "state_dim"):
+            if training.get(name, PADDED_SIZE) != PADDED_SIZE:
+                raise InputError(f"training.{name} is {training[name]}; the F1 layout has {PADDED_SIZE}")
+        limit = {"max_steps": training["steps_per_episode"]} if "steps_per_episode" in training else {}
+        values = {**limit, **dict(values["environment"] or {})}
+    names = {name: f"task_config.{name}" for name in values}
+    return checked(TaskConfig, {**values, **given}, written={**names, **{name: name for name in given}})
+
+
+def _on_device(policy: Any, device: str) -> Any:
+    return policy.to(device) if hasattr(policy, "to") else policy

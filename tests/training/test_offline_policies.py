@@ -1,0 +1,367 @@
+"""Offline training of policies that see: pixels, and VLA models on datasets with language."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from shared_data import shared_data
+from vla_worlds import PointToColour
+
+from deft import PPO, Trainer, cli, schema
+from deft.config.loading import resolve
+from deft.config.settings import CollectConfig, LoggingConfig, PPOSettings
+from deft.data.datasets import load_dataset
+from deft.data.datasets.dataset import Dataset, Episode
+from deft.envs.make import wrap
+from deft.errors import InputError
+from deft.evaluation.rollouts import play_episodes, summarize
+from deft.models.vla import gpt
+from deft.models.vla.actor import VLAActor
+from deft.models.vla.loading import save_vla_model
+from deft.training import offline_run, run
+from deft.training.collect import collect
+from deft.training.offline import OfflineTrainer
+from deft.training.offline_run import build_offline_trainer
+
+QUIET = {"console_level": "CRITICAL", "tensorboard": False, "progress_bar": False}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "iql": {},
+    "cql": {"cql_samples": 2},
+    "td3-bc": {},
+    "dt": {"embed_dim": 16, "n_layer": 1, "n_head": 1, "context_length": 4, "warmup_steps": 0},
+}
+SMALL = {"hidden_dim": 16, "encoder_dim": 16}
+POINT = "deft-test/PointToColour-v0"
+NUM_UPDATES = 3
+
+
+@pytest.fixture(autouse=True)
+def _small_models_and_no_plots(monkeypatch):
+    monkeypatch.setitem(gpt.LANGUAGE_MODELS, "gpt-tiny", gpt.LanguageSpec(1, 64, 2))
+    monkeypatch.setitem(gpt.VISION_ENCODERS, "resnet-tiny", gpt.VisionSpec(4, 4, False, 16, (32,), (1,), (2,), False))
+    for module in (run, offline_run):
+        monkeypatch.setattr(module, "plot_run", lambda folder: [])
+    gymnasium.register(POINT, entry_point="vla_worlds:PointToColour")
+    yield
+    del gymnasium.registry[POINT]
+
+
+@pytest.fixture(scope="module")
+def reach(tmp_path_factory) -> Path:
+    """90 steps of chance in the reach world: a camera, proprioception, and an instruction."""
+    out = tmp_path_factory.mktemp("data") / "reach-v0"
+    kwargs = {"observation": "vla", "image_size": 16}
+    collect(CollectConfig(out=str(out), policy="random", env="deft/Reach-v0", env_kwargs=kwargs, steps=90))
+    return out
+
+
+def vla(**model_config: Any) -> dict[str, Any]:
+    return {**SMALL, "name": "vla", "vla_config": {"model_class": "gpt-vla", "model_config": model_config}}
+
+
+def make_trainer(folder: Path, algorithm: str, data: Path | Dataset, policy: Any, **changes: Any) -> OfflineTrainer:
+    given = {"path": str(data)} if isinstance(data, Path) else {}
+    config = {
+        "algorithm": {"name": algorithm, "cfg": {"batch_size": 8, **SETTINGS[algorithm], **changes.pop("cfg", {})}},
+        "dataset": {**given, **changes.pop("dataset", {})},
+        "policy": policy,
+        "trainer": {
+            "num_epochs": 1, "updates_per_epoch": NUM_UPDATES, "eval_freq": 0, "log_freq": 1,
+            **changes.pop("trainer", {}),
+        },
+        "logging": QUIET,
+        "output_dir": str(folder),
+        "device": "cpu",
+        "threads": 1,
+        **changes,
+    }  # fmt: skip
+    return build_offline_trainer(resolve(config), data if isinstance(data, Dataset) else None)
+
+
+def assert_trains(trainer: OfflineTrainer, *parts: str) -> None:
+    """Each of the policy's named parts moves, and every metric is a number."""
+    before = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+    summary = trainer.train()
+    trainer.close()
+    assert summary["updates"] == NUM_UPDATES
+    moved = {name for name, value in trainer.policy.state_dict().items() if not torch.equal(value, before[name])}
+    for part in parts:
+        assert any(part in name for name in moved), part
+    line = json.loads((trainer.run_dir / "episode_metrics.jsonl").read_text().splitlines()[-1])
+    assert all(np.isfinite(value) for value in line.values() if isinstance(value, float))
+    assert any(name.endswith("loss") for name in line)
+
+
+# -- all four on what there is -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", SETTINGS)
+def test_pixels(tmp_path, algorithm):
+    trainer = make_trainer(tmp_path, algorithm, shared_data("metaworld_pixels/hammer"), SMALL)
+    assert_trains(
+        trainer, "encoder.streams.observation.convolutions", "query_key_value" if algorithm == "dt" else "actor"
+    )
+
+
+@pytest.mark.parametrize("algorithm", SETTINGS)
+def test_language(tmp_path, reach, algorithm):
+    streams = [f"encoder.streams.{name}" for name in ("rgb", "instruction")]
+    if algorithm == "dt":
+        assert_trains(make_trainer(tmp_path, algorithm, reach, SMALL), "query_key_value", *streams)
+        return
+    trainer = make_trainer(tmp_path, algorithm, reach, vla())
+    assert isinstance(trainer.policy, VLAActor)
+    model = trainer.policy.model
+    # What the dataset says of itself need not be configured.
+    assert (model.action_dim, model.image_size, model.proprio_dim) == (2, 16, 8)
+    assert trainer.policy.encoder.streams["proprio"].normalizer.count == 90
+    assert_trains(trainer, "model.byte_embedding", "model.vision", "model.proprio_projection", *streams)
+
+
+@pytest.mark.parametrize("algorithm", SETTINGS)
+def test_a_real_robots_videos_and_tasks(tmp_path, algorithm):
+    folder = shared_data("lerobot_v2/robot_sim_picknplace")
+    options = {"skip_missing": True, "image_size": 32, "episodes": [0]}
+    policy = SMALL if algorithm == "dt" else vla()
+    trainer = make_trainer(tmp_path, algorithm, folder, policy, dataset={"options": options})
+    assert_trains(trainer, "query_key_value" if algorithm == "dt" else "model.byte_embedding", "convolutions")
+
+
+# -- frozen, resumed, started from elsewhere ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc"])
+def test_what_is_frozen_stays_as_it_is_also_with_weight_decay(tmp_path, reach, algorithm):
+    cfg = {"weight_decay": 0.1}
+    trainer = make_trainer(tmp_path, algorithm, reach, vla(freeze_vision_encoder=True), cfg=cfg)
+    before = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+    trainer.train()
+    after = trainer.policy.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("model.vision."))
+    assert not torch.equal(after["model.vision_projection.weight"], before["model.vision_projection.weight"])
+
+
+def everything(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor and number of a nested state, by its path."""
+    if isinstance(value, dict):
+        return {k: v for part, nested in value.items() for k, v in everything(nested, f"{name}.{part}").items()}
+    if isinstance(value, list):
+        return {name: torch.tensor(value)}
+    return {name: torch.as_tensor(value)} if isinstance(value, torch.Tensor | int | float) else {}
+
+
+def fail_at(trainer: OfflineTrainer, call: int) -> None:
+    """The disk fails when the trainer draws this batch."""
+    sample, calls = trainer.sampler.sample, iter(range(1, call + 1))
+
+    def failing(batch_size: int) -> Any:
+        if next(calls) == call:
+            raise OSError("unplugged")
+        return sample(batch_size)
+
+    trainer.sampler.sample = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("algorithm", SETTINGS)
+def test_a_resumed_run_is_the_same_while_episodes_pass_through_memory(tmp_path, algorithm):
+    # 40 episodes of one step; the pool holds ten of them, and every sixteen draws another one comes in.
+    data = tmp_path / "point-v0"
+    collect(CollectConfig(out=str(data), policy="random", env=POINT, steps=40))
+    policy = SMALL if algorithm == "dt" else vla()
+    episode_bytes = 2 * (16 * 16 * 3 + 4) + 10
+    options: dict[str, Any] = {"dataset": {"cache_gb": 10.5 * episode_bytes / 2**30}}
+
+    def trainer(folder: str, **more: Any) -> OfflineTrainer:
+        lengths = {"updates_per_epoch": 5, "num_epochs": 3}
+        return make_trainer(tmp_path / folder, algorithm, data, policy, trainer=lengths, **options, **more)
+
+    whole, half = trainer("whole"), trainer("half")
+    assert not whole.sampler.fits  # type: ignore[attr-defined]
+    whole.sampler.sample(1)
+    fresh = whole.sampler.state_dict()
+    whole = trainer("whole")
+    whole.train()
+    fail_at(half, 8)
+    with pytest.raises(OSError, match="unplugged"):
+        half.train()
+    torch.manual_seed(99)  # whatever this process has drawn before must not matter
+    resumed = trainer("half", auto_resume=True)
+    assert resumed.num_updates == 7  # in the second epoch
+    resumed.train()
+    states = [
+        everything(
+            {
+                "policy": dict(one.policy.state_dict()),
+                "algorithm": one.algorithm.state_dict(),
+                "sampler": one.sampler.state_dict(),
+            }
+        )
+        for one in (whole, resumed)
+    ]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+    assert len(whole.sampler.state_dict()["pool"]) == 10
+    assert whole.sampler.state_dict()["order"] != fresh["order"]  # episodes did come and go
+
+
+def deft(capsys, *arguments: object) -> dict:
+    """What a command prints as JSON; it must succeed."""
+    status = cli.main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    return json.loads(output.out.splitlines()[-1])
+
+
+COMMAND = [
+    "--policy",
+    "vla",
+    "--vla-model-class",
+    "gpt-vla",
+    "--hidden-dim",
+    16,
+    "--encoder-dim",
+    16,
+    "--batch-size",
+    8,
+]
+COMMAND += ["--updates-per-epoch", 2, "--num-epochs", 1, "--eval-freq", 1, "--eval-episodes", 2, "--threads", 1]
+COMMAND += ["--device", "cpu", "--console-level", "ERROR", "--json"]
+
+
+def test_the_command_from_pretrained_weights_which_a_checkpoint_then_stands_for(tmp_path, reach, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = gpt.GPTVLAModel(action_dim=2, proprio_dim=8, image_size=16)
+    save_vla_model(model, "weights.safetensors")
+    flags = [*COMMAND, "--vla-model-path", "weights.safetensors", "--lr", 1e-6, "--output-dir", "run"]
+    summary = deft(capsys, "train", "iql", "--dataset", reach, *flags)
+    assert summary["final_episodes"] == 2
+    saved = torch.load(tmp_path / "run" / "checkpoint-2" / "model.pt", weights_only=True)
+    # Adam moves a weight by at most the learning rate an update: the file's weights, trained on.
+    distance = max(float((saved[f"model.{name}"] - value).abs().max()) for name, value in model.state_dict().items())
+    assert 0 < distance < 3e-6
+    (tmp_path / "weights.safetensors").unlink()
+    assert deft(capsys, "train", "--resume", "run", "--num-epochs", 2, "--json")["updates"] == 4
+    assert deft(capsys, "evaluate", "run", "--episodes", 2, "--json")["episodes"] == 2
+
+
+def test_from_a_run_with_ppo_and_back_to_it(tmp_path, reach, capsys, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    world = ["--env", "deft/Reach-v0", "--env-kwargs", "observation=vla", "image_size=16", "--policy", "vla"]
+    world += ["--vla-model-class", "gpt-vla", "--rollout-steps", 8, "--total-timesteps", 8, "--n-epochs", 1]
+    world += ["--batch-size", 8, "--eval-freq", 0, "--threads", 1, "--device", "cpu", "--json"]
+    deft(capsys, "train", "ppo", *world, "--output-dir", "online")
+    deft(capsys, "train", "iql", "--dataset", reach, *COMMAND, "--model-path", "online", "--output-dir", "offline")
+    assert any("V start anew" in message for message in caplog.messages)
+    saved = torch.load(tmp_path / "offline" / "checkpoint-2" / "model.pt", weights_only=True)
+    assert float(saved["encoder.streams.proprio.normalizer.count"]) == 90  # new, so it was fitted to the dataset
+    deft(capsys, "train", "ppo", *world, "--model-path", "offline", "--output-dir", "again")
+    # An offline run's policy as a whole, with its V and its normalisation
+    deft(capsys, "train", "td3-bc", "--dataset", reach, *COMMAND, "--model-path", "offline", "--output-dir", "second")
+    assert sum("model is taken over" in message for message in caplog.messages) == 2
+    saved = torch.load(tmp_path / "second" / "checkpoint-2" / "model.pt", weights_only=True)
+    assert float(saved["encoder.streams.proprio.normalizer.count"]) == 90
+
+
+def test_ppo_takes_over_the_whole_policy(tmp_path, reach):
+    offline = make_trainer(tmp_path / "offline", "iql", reach, vla())
+    offline.train()
+    policy = offline.policy
+    env = gymnasium.make("deft/Reach-v0", observation="vla", image_size=16)
+    trainer = Trainer(
+        policy, env, PPO(policy, PPOSettings(batch_size=8, n_epochs=1)), 16,
+        eval_freq=0, output_dir=tmp_path / "online", logging_config=LoggingConfig(**QUIET),
+    )  # fmt: skip
+    trainer.collection.start(16, 16)
+    assert trainer.collection.gather(16, lambda: False)
+    rollout = next(trainer.collection.batches(16)).flatten(0, 1)
+    with torch.no_grad():
+        scored = policy.evaluate_actions(rollout)
+    torch.testing.assert_close(scored["log_prob"], rollout[schema.LOG_PROB], rtol=0, atol=1e-4)
+    torch.testing.assert_close(scored["value"], rollout[schema.VALUE])
+    trainer.close()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    trainer = Trainer(
+        policy, gymnasium.make("deft/Reach-v0", observation="vla", image_size=16), PPO(policy), 16,
+        eval_freq=0, output_dir=tmp_path / "trained", logging_config=LoggingConfig(**QUIET),
+    )  # fmt: skip
+    trainer.train(16)
+    trainer.close()
+    for name in ("model.action_head.weight", "value.weights.0"):
+        assert not torch.equal(policy.state_dict()[name], before[name])
+
+
+def test_a_decision_transformer_is_no_vla_model(tmp_path, reach):
+    with pytest.raises(InputError, match="transformer of its own"):
+        make_trainer(tmp_path, "dt", reach, vla())
+
+
+# -- the words are read ------------------------------------------------------------------------------------------------
+
+
+class OtherWords(Dataset):
+    """A dataset whose episodes have each other's words."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__("other words", dataset.observation_space, dataset.action_space, dataset.lengths)
+        self.episodes = [dataset.episode(index) for index in range(dataset.num_episodes)]
+        self.giver = np.random.default_rng(0).permutation(dataset.num_episodes)
+
+    def episode(self, index: int) -> Episode:
+        episode = self.episodes[index]
+        words = self.episodes[self.giver[index]].streams["command"]
+        return Episode(
+            {**episode.streams, "command": words}, episode.action, episode.reward, episode.terminated, episode.truncated
+        )
+
+
+def point(tmp_path: Path, algorithm: str, updates: int, shuffled: bool = False, **cfg: Any) -> dict[str | None, dict]:
+    """Train on 500 pushes at random; then how it does when it sees everything, and when one stream is withheld."""
+    data = tmp_path / "point-v0"
+    if not data.exists():
+        collect(CollectConfig(out=str(data), policy="random", env=POINT, steps=500, num_envs=4))
+    dataset = load_dataset(data)
+    trainer = make_trainer(
+        tmp_path / f"run-{shuffled}", algorithm, OtherWords(dataset) if shuffled else dataset,
+        {**vla(), "hidden_dim": 64, "encoder_dim": 32},
+        trainer={"updates_per_epoch": updates}, cfg={"batch_size": 32, "learning_rate": 1e-3, **cfg},
+    )  # fmt: skip
+    trainer.train()
+    results = {}
+    for hidden in (None, "camera", "command"):
+        world = wrap([PointToColour(hidden) for _ in range(50)])
+        results[hidden] = summarize(play_episodes(trainer.policy, world, 200, seed=10_000))
+    return results
+
+
+def test_td3_bc_comes_to_read_picture_and_words(tmp_path):
+    results = point(tmp_path, "td3-bc", 100)
+    assert results[None]["success_rate"] > 0.95
+    assert results[None]["mean_reward"] > 0.5  # of 1; and 0 for a policy that reads the picture or the words alone
+    for hidden in ("camera", "command"):
+        assert 0.3 < results[hidden]["success_rate"] < 0.7
+
+
+@pytest.mark.slow
+def test_iql_comes_to_read_the_words_and_not_those_of_another_episode(tmp_path):
+    cfg = {"reward_scaling": "none", "temperature": 6.0, "learning_rate_schedule": "constant"}
+    right = point(tmp_path, "iql", 300, **cfg)
+    assert right[None]["success_rate"] > 0.9
+    assert right[None]["mean_reward"] > 0.3
+    assert 0.3 < right["command"]["success_rate"] < 0.7
+    # With words that say nothing there is nothing to learn: the reward is 0 on average, whatever is done.
+    wrong = point(tmp_path, "iql", 300, shuffled=True, **cfg)
+    assert abs(wrong[None]["mean_reward"]) < 0.15
+
+
+@pytest.mark.slow
+def test_cql_comes_to_read_picture_and_words(tmp_path):
+    cfg = {"batch_size": 64, "policy_learning_rate": 1e-3, "cql_samples": 4}
+    results = point(tmp_path, "cql", 240, cql_alpha=0.2, alpha=0.05, **cfg)
+    assert results[None]["success_rate"] > 0.9
+    assert results[None]["mean_reward"] > 0.5
+    assert 0.3 < results["command"]["success_rate"] < 0.7
