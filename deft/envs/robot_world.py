@@ -44,7 +44,7 @@ class TaskConfig:
     """Whether the left arm alone acts. The tabletop and ManiSkill have no other."""
     scene_reset_interval: Count = 1
     """Episodes for which a scene is kept (tabletop)."""
-    embodiment: list[Any] = Field(default_factory=lambda: ["franka-panda"])
+    embodiment: list[Any] = Field(default_factory=lambda: ["franka-panda"], min_length=1)
     """The robot."""
     domain_randomization: dict[str, Any] = Field(default_factory=dict)
     """What differs from scene to scene."""
