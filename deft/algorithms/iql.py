@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy
@@ -33,6 +34,10 @@ class IQL(OffPolicy):
 
     def __init__(self, policy: ContinuousActor, settings: IQLSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or IQLSettings(), seed)
+
+    def _critic_trains(self) -> Iterator[nn.Parameter]:
+        yield from super()._critic_trains()
+        yield from self.policy.value_parameters()
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         settings, policy, critics = self.settings, self.policy, self.critics

@@ -58,7 +58,7 @@ class OffPolicy(OfflineAlgorithm):
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from self.critics.online.parameters()
-        yield from self.policy.critic_parameters()
+        yield from self.policy.encoder_parameters()
 
     def _actor_learning_rate(self) -> float:
         return self.settings.learning_rate

@@ -92,8 +92,12 @@ class ContinuousActor(Policy):
         """What the policy loss trains."""
         raise TypeError(type(self).__name__)
 
-    def critic_parameters(self) -> Iterator[nn.Parameter]:
-        """What the critic and value losses train in the policy: the encoder and V."""
+    def encoder_parameters(self) -> Iterator[nn.Parameter]:
+        """What the critics' loss trains in the policy: the encoder that they stand on."""
+        raise TypeError(type(self).__name__)
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """V, for the algorithms that have one."""
         raise TypeError(type(self).__name__)
 
 
@@ -174,9 +178,12 @@ class Actor(ContinuousActor):
         if self.distribution == "gaussian":
             yield self.log_std
 
-    def critic_parameters(self) -> Iterator[nn.Parameter]:
-        """The encoder, where it learns, and the value network."""
+    def encoder_parameters(self) -> Iterator[nn.Parameter]:
+        """The encoder, where it learns."""
         yield from self.encoder.parameters()
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """The value network."""
         yield from self.value.parameters()
 
     @torch.no_grad()

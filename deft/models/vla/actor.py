@@ -114,9 +114,12 @@ class VLAActor(VLAPolicy, ContinuousActor):
         """The model; what is frozen in it is left alone by the optimizer."""
         yield from self.model.parameters()
 
-    def critic_parameters(self) -> Iterator[nn.Parameter]:
-        """The critics' encoder and the value network."""
+    def encoder_parameters(self) -> Iterator[nn.Parameter]:
+        """The critics' encoder."""
         yield from self.encoder.parameters()
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """The value network."""
         yield from self.value.parameters()
 
     # -- for the collector and the trainer -----------------------------------------------------------------------------

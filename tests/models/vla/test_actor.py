@@ -230,7 +230,7 @@ def test_the_policy_loss_trains_the_model_and_the_others_the_critics_encoder():
     state = policy.encode(streams())
     still = Encoded(state.observation, state.features.detach())
     policy.log_prob(still, torch.zeros(1, 5, 2)).sum().backward()
-    assert all(not parameter.grad.any() for parameter in policy.critic_parameters())
+    assert all(not parameter.grad.any() for parameter in [*policy.encoder_parameters(), *policy.value_parameters()])
     assert policy.model.byte_embedding.weight.grad.any()
     for parameter in policy.parameters():
         parameter.grad.zero_()
