@@ -130,80 +130,77 @@ def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
 
 def evaluate(arguments: list[str]) -> int:
     """`deft evaluate RUN|CHECKPOINT [flags]`."""
-    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, parse_flags
     from deft.config.settings import EvaluateConfig
-    from deft.config.validation import checked
 
-    flags = [flag for flag in class_flags(EvaluateConfig) if flag.path != "path"]
-    given = parse_flags(
-        [FlagGroup("evaluation", EvaluateConfig.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
-        {**{flag.path: getattr(EvaluateConfig, flag.path) for flag in flags}, "json": False, "debug": False},
+    config, as_json = _parse_command(
+        EvaluateConfig,
         arguments,
-        usage="deft evaluate RUN|CHECKPOINT",
-        description="Play episodes with a trained policy, without exploring, and measure them.",
+        "evaluate RUN|CHECKPOINT",
+        "Play episodes with a trained policy, without exploring, and measure them.",
+        word=("path", "one run folder or checkpoint"),
     )
-    if len(given.words) != 1:
-        found = "got " + (" ".join(given.words) or "none")
-        raise InputError(f"evaluate: give one run folder or checkpoint; {found}")
-    settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
-    config = checked(EvaluateConfig, {"path": given.words[0], **settings}, written=given.written)
 
     from deft.evaluation.evaluate import evaluate_run
 
-    results = evaluate_run(**dataclasses.asdict(config))
-    return _report(results, given.values.get("json", False))
+    return _report(evaluate_run(**dataclasses.asdict(config)), as_json)
 
 
 def collect(arguments: list[str]) -> int:
     """`deft collect --policy CHECKPOINT|random|expert --out DATASET [flags]`."""
-    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, parse_flags
     from deft.config.settings import CollectConfig
-    from deft.config.validation import checked
 
-    flags = list(class_flags(CollectConfig))
-    shown = CollectConfig(policy="", out="", steps=1)  # for the defaults of the rest
-    defaults = {flag.path: getattr(shown, flag.path) for flag in flags} | dict.fromkeys(("policy", "out", "steps"))
-    given = parse_flags(
-        [FlagGroup("collection", CollectConfig.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
-        {**defaults, "json": False, "debug": False},
-        arguments,
-        usage="deft collect",
-        description="Play a policy in an environment and record what happens as a dataset, in Minari's layout.",
-    )
-    if given.words:
-        raise InputError(f"collect: unexpected '{given.words[0]}'; a value follows its flag")
-    settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
-    written = {flag.path: f"--{flag.name}".replace("_", "-") for flag in flags}
-    config = checked(CollectConfig, settings, written=written | given.written)
+    description = "Play a policy in an environment and record what happens as a dataset, in Minari's layout."
+    config, as_json = _parse_command(CollectConfig, arguments, "collect", description)
 
     from deft.training.collect import collect as record
 
-    return _report(record(config), given.values.get("json", False))
+    return _report(record(config), as_json)
 
 
 def play(arguments: list[str]) -> int:
     """`deft play [--env ID] [--task NAME] [--policy RUN|random|expert] [--video FILE] [flags]`."""
-    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, parse_flags
     from deft.config.settings import PlayConfig
-    from deft.config.validation import checked
 
-    flags = list(class_flags(PlayConfig))
-    defaults = {flag.path: getattr(PlayConfig(), flag.path) for flag in flags}
-    given = parse_flags(
-        [FlagGroup("play", PlayConfig.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
-        {**defaults, "json": False, "debug": False},
-        arguments,
-        usage="deft play",
-        description="Watch a policy, a scripted expert or random actions in an environment.",
-    )
-    if given.words:
-        raise InputError(f"play: unexpected '{given.words[0]}'; a value follows its flag")
-    settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
-    config = checked(PlayConfig, settings, written=given.written)
+    description = "Watch a policy, a scripted expert or random actions in an environment."
+    config, as_json = _parse_command(PlayConfig, arguments, "play", description)
 
     from deft.evaluation.play import play as watch
 
-    return _report(watch(config), given.values.get("json", False))
+    return _report(watch(config), as_json)
+
+
+def _parse_command(
+    cls: type[Any],
+    arguments: list[str],
+    usage: str,
+    description: str,
+    word: tuple[str, str] | None = None,
+) -> tuple[Any, bool]:
+    """The settings of a command out of its flags, and whether to print JSON.
+
+    `word`: the setting that is given without a flag, and what it is to the user.
+    """
+    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, default_of, parse_flags
+    from deft.config.validation import checked
+
+    name = usage.split()[0]
+    flags = [flag for flag in class_flags(cls) if word is None or flag.path != word[0]]
+    given = parse_flags(
+        [FlagGroup(name, cls.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
+        {**{flag.path: default_of(cls, flag.path) for flag in flags}, "json": False, "debug": False},
+        arguments,
+        usage=f"deft {usage}",
+        description=description,
+    )
+    settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
+    if word is not None:
+        if len(given.words) != 1:
+            raise InputError(f"{name}: give {word[1]}; got {' '.join(given.words) or 'none'}")
+        settings[word[0]] = given.words[0]
+    elif given.words:
+        raise InputError(f"{name}: unexpected '{given.words[0]}'; a value follows its flag")
+    spelled = {flag.path: f"--{flag.name}".replace("_", "-") for flag in flags}
+    return checked(cls, settings, written=spelled | given.written), given.values.get("json", False)
 
 
 def doctor(arguments: list[str]) -> int:

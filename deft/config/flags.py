@@ -108,6 +108,12 @@ def class_flags(cls: type, prefix: str = "") -> Iterator[Flag]:
             yield Flag(path, _NAMES.get(path, name), (), field.annotation, _description(cls, name))
 
 
+def default_of(cls: type, name: str) -> Any:
+    """The default of a setting; None where it must be given."""
+    field = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
 def _description(cls: type, name: str) -> str:
     """The docstring under a setting; pydantic keeps it in the class that defines the setting, not in its children."""
     fields = (getattr(base, "__pydantic_fields__", {}).get(name) for base in cls.__mro__)
