@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.decision_transformer import DecisionTransformer
-from deft.config.settings import DTSettings
+from deft.config.algorithm_settings import DTSettings
 from deft.data.datasets.dataset import VectorDataset
 from deft.data.transitions import TransitionTable
 from deft.data.windows import EpisodeWindows

@@ -66,7 +66,7 @@ class Deft:
     def _make(name: str, dataset: Any, config: Any) -> tuple[Any, Any]:
         import torch
 
-        from deft.config.settings import ALGORITHM_SETTINGS
+        from deft.config.algorithm_settings import ALGORITHM_SETTINGS
         from deft.training.offline_run import OFFLINE_ALGORITHMS
 
         kind, settings = OFFLINE_ALGORITHMS[name], ALGORITHM_SETTINGS[name]()

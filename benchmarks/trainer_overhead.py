@@ -27,7 +27,8 @@ from tensordict import TensorDictBase
 
 from deft import Trainer, schema
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.config.settings import LoggingConfig, PPOSettings
+from deft.config.algorithm_settings import PPOSettings
+from deft.config.settings import LoggingConfig
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorStep
 from deft.models.policy import Policy

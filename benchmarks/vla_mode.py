@@ -139,7 +139,8 @@ def spender(compute: bool) -> Callable[[float], None]:
 def work(mode: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One training run in one mode; its rates and what it learned."""
     from deft import PPO, Trainer, VLAPolicy
-    from deft.config.settings import LoggingConfig, PPOSettings
+    from deft.config.algorithm_settings import PPOSettings
+    from deft.config.settings import LoggingConfig
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -100,8 +100,8 @@ def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
 
 def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
     """What the flags are put on: the file of `--config`, the run of `--resume`, or the defaults."""
+    from deft.config.algorithm_settings import ALGORITHM_SETTINGS
     from deft.config.loading import find_config, read_mapping, resolve
-    from deft.config.settings import ALGORITHM_SETTINGS
 
     known = ", ".join(ALGORITHM_SETTINGS)
     if algorithm is not None and algorithm not in ALGORITHM_SETTINGS:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from deft import cli
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.loading import replace, resolve, write_config
-from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, OfflineRunConfig, RunConfig
+from deft.config.settings import OfflineRunConfig, RunConfig
 from deft.errors import InputError, RunError
 
 ALGORITHM_NAMES = ", ".join(ALGORITHM_SETTINGS)

@@ -38,7 +38,7 @@ from pydantic import TypeAdapter
 import deft
 from deft import PPO, ActorCritic, Trainer, schema
 from deft.cli import main
-from deft.config import settings
+from deft.config import algorithm_settings, settings
 from deft.config.flags import Flag, class_flags, run_flags
 from deft.config.loading import PRESETS, resolve, to_dict
 from deft.config.offline_rl_config import OfflineRLConfig
@@ -127,11 +127,11 @@ def scaled_down(arguments: list[str]) -> list[str]:
 
 def is_offline(arguments: list[str]) -> bool:
     """Whether a `train` command is of an offline algorithm: by its name, by the run that it resumes, or by its file."""
-    algorithm = settings.ALGORITHM_SETTINGS.get(arguments[1])
+    algorithm = algorithm_settings.ALGORITHM_SETTINGS.get(arguments[1])
     for flag, name in {"--resume": "config.yaml", "--config": ""}.items():
         if flag in arguments and (file := Path(arguments[arguments.index(flag) + 1], name)).is_file():
             return re.search("^dataset:", file.read_text(), re.MULTILINE) is not None
-    return algorithm is not None and issubclass(algorithm, settings.OfflineSettings)
+    return algorithm is not None and issubclass(algorithm, algorithm_settings.OfflineSettings)
 
 
 def run_command(arguments: list[str]) -> tuple[int, str]:
@@ -241,7 +241,7 @@ SETTINGS_CLASSES: dict[str, tuple[str, str]] = {  # class → an algorithm whose
     "VLAConfig": ("ppo", "policy.vla_config"),
     "TrainerConfig": ("ppo", "trainer"),
     "LoggingConfig": ("ppo", "logging"),
-    **{cls.__name__: (name, "algorithm.cfg") for name, cls in settings.ALGORITHM_SETTINGS.items()},
+    **{cls.__name__: (name, "algorithm.cfg") for name, cls in algorithm_settings.ALGORITHM_SETTINGS.items()},
     "DatasetConfig": ("iql", "dataset"),
     "EvaluationEnvConfig": ("iql", "env"),
     "ActorConfig": ("iql", "policy"),
@@ -254,10 +254,15 @@ NOT_SHOWN = {  # bases, and classes whose settings are all in another's table
 
 
 @functools.cache
+def settings_class(name: str) -> Any:
+    """A class of settings, of a run or of an algorithm."""
+    return getattr(settings, name, None) or getattr(algorithm_settings, name)
+
+
 def flags_of(class_name: str) -> dict[str, Flag]:
     """The flags of a settings class by the setting's name."""
     if class_name in COMMAND_CLASSES:
-        return {flag.path: flag for flag in class_flags(getattr(settings, class_name))}
+        return {flag.path: flag for flag in class_flags(settings_class(class_name))}
     algorithm, section = SETTINGS_CLASSES[class_name]
     flags = [flag for group in run_flags(algorithm) for flag in group.flags]
     return {f.path.rpartition(".")[2]: f for f in flags if f.path.rpartition(".")[0] == section}
@@ -303,7 +308,7 @@ def shown_default(values: dict[str, Any]) -> str:
 
 def rows(class_name: str) -> Iterator[tuple[str, str, str, str, str]]:
     """Setting, flags, what it may be, default, meaning."""
-    cls = getattr(settings, class_name)
+    cls = settings_class(class_name)
     properties = TypeAdapter(cls).json_schema()["properties"]
     for name in setting_names(cls):
         if nested_class(cls, name) is not None:
@@ -341,7 +346,8 @@ def test_tables_of_settings_are_of_the_classes_now(page: Path) -> None:
 
 
 def test_every_settings_class_is_there() -> None:
-    classes = {n for n, v in vars(settings).items() if isinstance(v, type) and hasattr(v, "__pydantic_fields__")}
+    everything = vars(settings) | vars(algorithm_settings)
+    classes = {n for n, v in everything.items() if isinstance(v, type) and hasattr(v, "__pydantic_fields__")}
     assert classes - NOT_SHOWN == {*SETTINGS_CLASSES, *COMMAND_CLASSES}
     assert set(setting_names(settings.AlgorithmConfig)) == {"name", "cfg"}
     own = {
@@ -358,7 +364,7 @@ def test_flat_names_presets_and_aliases_are_there() -> None:
     assert set(setting_names(RLConfig)) | set(setting_names(OfflineRLConfig)) <= words
     assert {preset.stem for preset in PRESETS.glob("*.yaml")} <= words
     assert set(settings.MOVED_SETTINGS) <= words
-    for cls in settings.ALGORITHM_SETTINGS.values():
+    for cls in algorithm_settings.ALGORITHM_SETTINGS.values():
         assert set(cls.ALIASES) <= words
 
 
@@ -416,7 +422,9 @@ def test_what_the_map_says_is_there_and_what_is_not_is_not() -> None:
         for name in re.findall(r"`deft\.([A-Z]\w+|(?:load|make|get|set|setup)_\w+)", text):
             assert (name in deft.__all__) == (when == "now"), f"{name} is said to be here {when}"
         for name in re.findall(r"`deft train ([a-z]\S*?)[ `]", text):
-            assert (name in settings.ALGORITHM_SETTINGS) == (when == "now"), f"{name} is said to be here {when}"
+            assert (name in algorithm_settings.ALGORITHM_SETTINGS) == (when == "now"), (
+                f"{name} is said to be here {when}"
+            )
         for name in re.findall(r"`scripts/(\S+?\.sh)", text):
             assert (ROOT / "scripts" / name).is_file() == (when == "now"), f"{name} is said to be here {when}"
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from deft.config.settings import AlgorithmSettings
+from deft.config.algorithm_settings import AlgorithmSettings
 from deft.models.policy import Policy
 
 Metrics: TypeAlias = dict[str, Tensor]

@@ -13,7 +13,7 @@ from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.optimization import descend
-from deft.config.settings import CQLSettings
+from deft.config.algorithm_settings import CQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.actor import ContinuousActor, Encoded
 

@@ -19,7 +19,8 @@ from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm
 from deft.algorithms.optimization import FusedAdam, give_gradients
-from deft.config.settings import ActorConfig, DTSettings
+from deft.config.algorithm_settings import DTSettings
+from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import Dataset
 from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
 from deft.errors import InputError

@@ -16,7 +16,7 @@ from torch import nn
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.optimization import descend
-from deft.config.settings import IQLSettings
+from deft.config.algorithm_settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.actor import ContinuousActor, Encoded
 

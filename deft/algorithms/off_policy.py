@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
 from deft.algorithms.optimization import FusedAdam
-from deft.config.settings import ActorConfig, OffPolicySettings
+from deft.config.algorithm_settings import OffPolicySettings
+from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import Dataset
 from deft.data.replay import ReplayBuffer
 from deft.data.streaming import StreamingBuffer

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.config.settings import ActorConfig, OfflineSettings
+from deft.config.algorithm_settings import OfflineSettings
+from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import Dataset
 from deft.models.policy import Policy
 

@@ -19,7 +19,7 @@ from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.returns import generalized_advantage, returns_so_far
-from deft.config.settings import PPOSettings
+from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
 

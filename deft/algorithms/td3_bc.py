@@ -12,7 +12,7 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy, frozen_copy, soft_update
 from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
-from deft.config.settings import TD3BCSettings
+from deft.config.algorithm_settings import TD3BCSettings
 from deft.models.actor import ContinuousActor, Encoded
 
 

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.loading import canonical_path, parse_yaml
-from deft.config.settings import ALGORITHM_SETTINGS, MOVED_SETTINGS, AlgorithmSettings, run_class
+from deft.config.settings import MOVED_SETTINGS, run_class
 from deft.config.validation import nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
 

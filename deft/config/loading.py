@@ -17,15 +17,8 @@ from typing import Any, TypeAlias, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from deft.config.settings import (
-    ALGORITHM_SETTINGS,
-    MOVED_SETTINGS,
-    SHORTHANDS,
-    AlgorithmSettings,
-    OfflineRunConfig,
-    RunConfig,
-    run_class,
-)
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
+from deft.config.settings import MOVED_SETTINGS, SHORTHANDS, OfflineRunConfig, RunConfig, run_class
 from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
 

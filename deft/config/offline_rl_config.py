@@ -8,17 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
 from deft.config.flags import run_flags
 from deft.config.loading import resolve, set_path
-from deft.config.settings import (
-    ActorConfig,
-    DatasetConfig,
-    LoggingConfig,
-    OfflineRunConfig,
-    OfflineSettings,
-    OfflineTrainerConfig,
-    OffPolicySettings,
-)
+from deft.config.settings import ActorConfig, DatasetConfig, LoggingConfig, OfflineRunConfig, OfflineTrainerConfig
 from deft.config.validation import (
     Count,
     Fraction,

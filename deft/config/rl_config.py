@@ -10,17 +10,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, PPOSettings
 from deft.config.flags import run_flags
 from deft.config.loading import resolve, set_path
-from deft.config.settings import (
-    ALGORITHM_SETTINGS,
-    EnvConfig,
-    LoggingConfig,
-    PolicyConfig,
-    PPOSettings,
-    RunConfig,
-    TrainerConfig,
-)
+from deft.config.settings import EnvConfig, LoggingConfig, PolicyConfig, RunConfig, TrainerConfig
 from deft.config.validation import (
     Count,
     Fraction,

@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
-from deft.config.settings import DTSettings
+from deft.config.algorithm_settings import DTSettings
 from deft.errors import InputError
 from deft.models.encoders import ObservationEncoder, VectorEncoder
 from deft.models.policy import Policy

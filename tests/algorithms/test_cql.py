@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from deft import schema
 from deft.algorithms.cql import CQL
-from deft.config.settings import ActorConfig, CQLSettings
+from deft.config.algorithm_settings import CQLSettings
+from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import box
 
 FAST = {"learning_rate": 3e-3, "policy_learning_rate": 3e-3, "tau": 0.05, "cql_samples": 4}

@@ -11,7 +11,8 @@ from gymnasium import spaces
 
 from deft import schema
 from deft.algorithms.decision_transformer import DecisionTransformer, DropoutMasks, return_scale
-from deft.config.settings import ActorConfig, DTSettings, VLAConfig
+from deft.config.algorithm_settings import DTSettings
+from deft.config.settings import ActorConfig, VLAConfig
 from deft.data.datasets.dataset import VectorDataset
 from deft.data.transitions import TransitionTable
 from deft.data.windows import EpisodeWindows

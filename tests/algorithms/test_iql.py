@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from deft import schema
 from deft.algorithms.iql import IQL
-from deft.config.settings import ActorConfig, IQLSettings
+from deft.config.algorithm_settings import IQLSettings
+from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import box
 
 FAST = {"learning_rate": 3e-3, "tau": 0.05}

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from deft import schema
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.ppo import BEHAVIOR_WEIGHT, PPO
-from deft.config.settings import PolicyConfig, PPOSettings
+from deft.config.algorithm_settings import PPOSettings
+from deft.config.settings import PolicyConfig
 from deft.errors import InputError, RunError
 from deft.models.actor_critic import ActorCritic
 

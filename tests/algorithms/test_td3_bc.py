@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from deft import schema
 from deft.algorithms.td3_bc import TD3BC
-from deft.config.settings import ActorConfig, TD3BCSettings
+from deft.config.algorithm_settings import TD3BCSettings
+from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import box
 
 FAST = {"learning_rate": 3e-3, "tau": 0.05}

@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.flags import class_flags, run_flags
 from deft.config.loading import setting_paths
-from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, EvaluateConfig
+from deft.config.settings import EvaluateConfig
 from deft.config.validation import Count, settings
 
 

@@ -9,8 +9,9 @@ import pytest
 from documents import VLA_EXAMPLE
 
 from deft.config import loading
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, PPOSettings
 from deft.config.loading import load_config, read_mapping, replace, resolve, to_dict, write_config
-from deft.config.settings import ALGORITHM_SETTINGS, PPOSettings, RunConfig, VLAConfig
+from deft.config.settings import RunConfig, VLAConfig
 from deft.config.validation import quoted
 from deft.errors import InputError
 

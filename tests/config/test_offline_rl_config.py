@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from deft.config.flags import run_flags
-from deft.config.loading import replace, resolve, setting_paths, to_dict, value_at
-from deft.config.offline_rl_config import OfflineRLConfig
-from deft.config.settings import (
+from deft.config.algorithm_settings import (
     ALGORITHM_SETTINGS,
     CQLSettings,
     DTSettings,
@@ -17,6 +14,9 @@ from deft.config.settings import (
     OfflineSettings,
     TD3BCSettings,
 )
+from deft.config.flags import run_flags
+from deft.config.loading import replace, resolve, setting_paths, to_dict, value_at
+from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.validation import setting_names
 from deft.errors import InputError
 

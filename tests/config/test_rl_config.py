@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, PPOSettings
 from deft.config.loading import replace, setting_paths, to_dict, value_at
 from deft.config.rl_config import RLConfig
-from deft.config.settings import ALGORITHM_SETTINGS, AlgorithmSettings, PPOSettings, RunConfig
+from deft.config.settings import RunConfig
 from deft.config.validation import Count, NonNegativeInt, Positive, setting_names, settings
 from deft.errors import InputError
 

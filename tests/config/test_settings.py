@@ -8,16 +8,8 @@ import pickle
 import numpy as np
 import pytest
 
-from deft.config.settings import (
-    ALGORITHM_SETTINGS,
-    AlgorithmConfig,
-    AlgorithmSettings,
-    PolicyConfig,
-    PPOSettings,
-    RunConfig,
-    TrainerConfig,
-    VLAConfig,
-)
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, PPOSettings
+from deft.config.settings import AlgorithmConfig, PolicyConfig, RunConfig, TrainerConfig, VLAConfig
 from deft.config.validation import Fraction, quoted, settings
 from deft.errors import InputError
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from deft import schema
-from deft.config.settings import DTSettings
+from deft.config.algorithm_settings import DTSettings
 from deft.data.tensors import zero_rows
 from deft.envs.make import wrap
 from deft.errors import InputError

@@ -28,7 +28,7 @@ from deft import (
     TD3BCTrainer,
 )
 from deft.cli import main
-from deft.config.settings import DTSettings
+from deft.config.algorithm_settings import DTSettings
 from deft.data.datasets.dataset import box
 from deft.errors import InputError
 

@@ -12,8 +12,9 @@ from shared_data import shared_data
 from vla_worlds import PointToColour
 
 from deft import PPO, Trainer, cli, schema
+from deft.config.algorithm_settings import PPOSettings
 from deft.config.loading import resolve
-from deft.config.settings import CollectConfig, LoggingConfig, PPOSettings
+from deft.config.settings import CollectConfig, LoggingConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.dataset import Dataset, Episode
 from deft.envs.make import wrap

@@ -13,7 +13,8 @@ from gymnasium import spaces
 from worlds import Counting, Failing, Identity, Recall
 
 from deft import PPO, ActorCritic, Trainer
-from deft.config.settings import EnvConfig, LoggingConfig, PolicyConfig, PPOSettings
+from deft.config.algorithm_settings import PPOSettings
+from deft.config.settings import EnvConfig, LoggingConfig, PolicyConfig
 from deft.envs.make import make_vector_env, wrap
 from deft.envs.process import ProcessVectorEnv
 from deft.errors import InputError, RunError

@@ -9,8 +9,9 @@ from documents import VLA_EXAMPLE
 from vla_worlds import ListeningModel, PointToColour
 
 from deft import PPO, Trainer, VLAPolicy, cli, schema
+from deft.config.algorithm_settings import PPOSettings
 from deft.config.loading import load_config, replace
-from deft.config.settings import LoggingConfig, PPOSettings
+from deft.config.settings import LoggingConfig
 from deft.envs.make import wrap
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.vla import gpt

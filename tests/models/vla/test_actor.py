@@ -13,7 +13,8 @@ from deft import schema
 from deft.algorithms.cql import CQL
 from deft.algorithms.iql import IQL
 from deft.algorithms.td3_bc import TD3BC
-from deft.config.settings import ActorConfig, CQLSettings, IQLSettings, TD3BCSettings, VLAConfig
+from deft.config.algorithm_settings import CQLSettings, IQLSettings, TD3BCSettings
+from deft.config.settings import ActorConfig, VLAConfig
 from deft.errors import InputError
 from deft.models.actor import Encoded
 from deft.models.vla.actor import VLAActor, into_box, weights_of_the_other_kind

@@ -1,0 +1,222 @@
+"""The settings of each algorithm, as typed classes named in `ALGORITHM_SETTINGS`; a new algorithm adds its own here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from deft.config.validation import (
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Number,
+    Positive,
+    Switch,
+    settings,
+)
+
+
+@settings
+class AlgorithmSettings:
+    """The base of every algorithm's own settings."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {}
+    """Other names that the documents give to these settings; accepted in files and as flags."""
+
+    learning_rate: Positive = 3e-4
+    """Adam's step size."""
+    gamma: Fraction = 0.99
+    """Discount."""
+    batch_size: Count = 64
+    """Transitions in a minibatch (steps times sequences, with memory)."""
+
+
+@settings
+class PPOSettings(AlgorithmSettings):
+    """Proximal policy optimization."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "lr": "learning_rate",
+        "discount_gamma": "gamma",
+        "ppo_gae_lambda": "gae_lambda",
+        "ppo_epochs": "n_epochs",
+        "ppo_clip_range": "clip_range",
+        "clip_epsilon": "clip_range",
+        "ppo_clip_range_vf": "clip_range_vf",
+        "ppo_value_coef": "value_coef",
+        "ppo_entropy_coef": "entropy_coef",
+    }
+
+    gae_lambda: Fraction = 0.95
+    """Advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
+    n_epochs: Count = 4
+    """Passes over each rollout."""
+    clip_range: Positive = 0.2
+    """How far the probability ratio may move from 1."""
+    clip_range_vf: Positive | None = None
+    """How far the value may move from its old estimate; None: not clipped."""
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+    entropy_coef: NonNegative = 0.01
+    """Weight of the entropy bonus."""
+    max_grad_norm: Positive | None = 0.5
+    """Gradient clipping."""
+    normalize_advantage: Switch = True
+    """Per minibatch."""
+    target_kl: Positive | None = None
+    """Stop the epochs of an update when the approximate KL passes 1.5 times this."""
+    learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "constant"
+    """`linear` goes to 0 at the end of training; `adaptive` keeps the KL of an update near `desired_kl`."""
+    desired_kl: Positive = 0.01
+    """For the adaptive schedule."""
+    behavior_weight_cap: Positive = 5.0
+    """Largest importance weight of a transition that an older policy acted (VLA mode)."""
+    sequence_length: Count = 16
+    """Steps of a training sequence, for policies with memory."""
+    adam_epsilon: Positive = 1e-5
+    """Adam's epsilon."""
+    compile: Switch = False
+    """Compile the update with torch.compile."""
+
+
+@settings
+class OfflineSettings(AlgorithmSettings):
+    """The base of the algorithms that learn from a dataset."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"lr": "learning_rate", "discount_gamma": "gamma"}
+
+    batch_size: Count = 256
+    """Transitions (or windows) in a batch."""
+    weight_decay: NonNegative = 1e-6
+    """Decoupled weight decay (AdamW)."""
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    """What the matrix products compute in: `bf16` is quicker where the machine has units for it, `tf32` on a GPU."""
+
+
+@settings
+class OffPolicySettings(OfflineSettings):
+    """The base of the algorithms with critics."""
+
+    tau: Fraction = 0.005
+    """How far the target networks move towards the trained ones at each update."""
+    num_critics: Count = 2
+    """Size of the ensemble of critics; the smallest of their values counts."""
+    critic_layer_norm: Switch = False
+    """LayerNorm in the critics."""
+
+
+@settings
+class IQLSettings(OffPolicySettings):
+    """Implicit Q-learning."""
+
+    expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """τ of the expectile regression of V on Q: 0.5 is the mean, towards 1 the best action in the data."""
+    temperature: NonNegative = 3.0
+    """β of the weights exp(β · advantage); 0 is behaviour cloning."""
+    max_weight: Positive = 100.0
+    """Where those weights are clipped."""
+    reward_scaling: Literal["none", "return_range"] = "return_range"
+    """`return_range`: rewards times 1000 / (best − worst return of the dataset), as in the paper for locomotion."""
+    learning_rate_schedule: Literal["constant", "cosine"] = "cosine"
+    """Of the policy: `cosine` goes to 0 at the end of training."""
+
+
+@settings
+class CQLSettings(OffPolicySettings):
+    """Conservative Q-learning, CQL(H)."""
+
+    policy_learning_rate: Positive = 1e-4
+    """Adam's step size for the policy and the temperature; `learning_rate` is the critics'."""
+    cql_alpha: NonNegative = 5.0
+    """Weight of the conservative penalty."""
+    cql_samples: Count = 10
+    """Actions of each kind (random, of the policy here, of the policy at the next state) in the penalty."""
+    cql_temperature: Positive = 1.0
+    """Temperature of its logsumexp."""
+    min_q_weight: Fraction = 1.0
+    """The target is this times the smallest of the critics' values plus the rest times the largest."""
+    policy_warmup: NonNegativeInt = 0
+    """Updates at the start in which the policy clones the data instead of following the critics."""
+    cql_lagrange: Switch = False
+    """Learn a factor on the penalty that holds the gap between policy and data at `cql_target_action_gap`."""
+    cql_target_action_gap: Number = 10.0
+    """For `cql_lagrange`."""
+    cal_ql: Switch = False
+    """Bound the values of the policy's actions from below by the dataset's returns (Cal-QL), for offline to online."""
+    alpha: Literal["auto"] | NonNegative = "auto"
+    """Entropy temperature: learned towards an entropy of minus the action dims, or fixed."""
+    backup_entropy: Switch = False
+    """Whether the target counts the policy's entropy."""
+
+
+@settings
+class TD3BCSettings(OffPolicySettings):
+    """TD3 with behaviour cloning."""
+
+    alpha: NonNegative = 2.5
+    """Weight of the value against behaviour cloning, λ = α / mean |Q|; 0 is behaviour cloning."""
+    policy_noise: NonNegative = 0.2
+    """Deviation of the noise on the target policy's actions."""
+    noise_clip: NonNegative = 0.5
+    """Where that noise is clipped."""
+    policy_delay: Count = 2
+    """Critic updates for each policy update."""
+
+
+@settings
+class DTSettings(OfflineSettings):
+    """Decision Transformer."""
+
+    learning_rate: Positive = 1e-4
+    """AdamW's step size after the warm-up."""
+    batch_size: Count = 64
+    """Windows in a batch."""
+    context_length: Count = 20
+    """Steps of a window: return-to-go, observation and action each."""
+    n_layer: Count = 3
+    """Layers of the transformer."""
+    n_head: Count = 1
+    """Attention heads of a layer."""
+    embed_dim: Count = 128
+    """Width of the transformer."""
+    dropout: Fraction = 0.1
+    """On embeddings, attention and residual branches, while training."""
+    weight_decay: NonNegative = 1e-4
+    """Decoupled weight decay (AdamW)."""
+    warmup_steps: NonNegativeInt = 10_000
+    """Updates over which the learning rate rises from 0, linearly."""
+    max_grad_norm: Positive | None = 0.25
+    """Gradient clipping."""
+    target_return: tuple[Number, ...] | None = None
+    """Returns to aim at in evaluation, one or several; None: the best return of the dataset."""
+    return_scale: Positive | None = None
+    """What returns-to-go are divided by; None: the power of ten below the largest return of the dataset."""
+    max_episode_length: Count = 1000
+    """Timesteps that have an embedding; at least the dataset's longest episode."""
+    context_slide: Count = 1
+    """How many of its oldest steps a full window drops at once while acting: 1 is the paper's, more is quicker."""
+
+    @field_validator("target_return", mode="before")
+    @classmethod
+    def _one_target_is_a_list_of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> DTSettings:
+        if self.embed_dim % self.n_head:
+            raise ValueError(f"embed_dim {self.embed_dim} does not divide into n_head {self.n_head}")
+        if self.context_slide > self.context_length:
+            raise ValueError(f"context_slide {self.context_slide} is more than context_length {self.context_length}")
+        return self
+
+
+ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
+    "ppo": PPOSettings,
+    "iql": IQLSettings,
+    "cql": CQLSettings,
+    "td3-bc": TD3BCSettings,
+    "dt": DTSettings,
+}
