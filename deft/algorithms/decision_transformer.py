@@ -6,6 +6,7 @@ The network and the way it acts are in `deft.models.decision_transformer`; its w
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from deft.data.datasets.dataset import Dataset
 from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
 from deft.errors import InputError
 from deft.models.decision_transformer import DecisionTransformerPolicy
+
+log = logging.getLogger(__name__)
 
 
 class DecisionTransformer(OfflineAlgorithm):
@@ -59,6 +62,13 @@ class DecisionTransformer(OfflineAlgorithm):
         """A transformer for the spaces."""
         if num_members > 1:
             raise InputError("num_seeds: dt trains one seed at a time; start a run for each")
+        for name, instead in (
+            ("hidden_dim", "embed_dim"),
+            ("num_layers", "n_layer"),
+            ("log_std_init", "nothing like it"),
+        ):
+            if getattr(config, name) != getattr(ActorConfig, name):
+                log.warning("%s: not used: dt has %s", name, instead)
         if config.name == "vla":
             raise InputError("policy: dt trains a transformer of its own, not a VLA model; leave policy.name out")
         return DecisionTransformerPolicy(
@@ -89,8 +99,17 @@ class DecisionTransformer(OfflineAlgorithm):
             returns = dataset.episode_returns()
             scale = self.settings.return_scale or return_scale(returns)
             self.policy.set_data(scale, targets[0] if targets else float(returns.max()), longest)
-        elif targets:
-            self.policy.target_return.fill_(targets[0])
+        else:
+            self.resumed()
+            self.policy.last_timestep.clamp_(min=longest - 1)
+
+    def resumed(self) -> None:
+        """Aim at the targets that are given; the scale of returns is part of what was learned."""
+        given, learned = self.settings.return_scale, float(self.policy.return_scale)
+        if given is not None and self.version and abs(given - learned) > 1e-6 * learned:
+            raise InputError(f"return_scale: {given:g} is given, but the weights were trained with {learned:g}")
+        if self.settings.target_return:
+            self.policy.target_return.fill_(self.settings.target_return[0])
 
     def schedule(self) -> None:
         """Write the learning rate of the next update into the optimizer's tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from deft.models.critics import Critics
 from deft.models.policy import Policy
 from deft.models.vla.actor import VLAActor
 from deft.models.vla.loading import load_vla_model_for
+
+log = logging.getLogger(__name__)
 
 
 class OffPolicy(OfflineAlgorithm):
@@ -79,6 +82,8 @@ class OffPolicy(OfflineAlgorithm):
     ) -> Policy:
         """An `Actor` for the spaces, or a `VLAActor` around the model that the config names."""
         dtype = PRECISIONS[settings.precision]
+        if cls.distribution == "tanh_gaussian" and config.log_std_init != ActorConfig.log_std_init:
+            log.warning("log_std_init: not used: the deviation of %s's policy depends on the state", cls.name)
         if config.vla_config is not None:
             if num_members > 1:
                 raise InputError("num_seeds: a VLA model is trained one seed at a time; start a run for each")

@@ -51,6 +51,9 @@ class OfflineAlgorithm(Algorithm):
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Set up the sampler, and, where training is `fresh`, fit the policy's normalisation to the dataset."""
 
+    def resumed(self) -> None:
+        """Put settings that may change at a resume over what a checkpoint has brought; called after it is loaded."""
+
     def schedule(self) -> None:
         """Set what depends on `progress`; called before each step, never recorded."""
 

@@ -88,14 +88,9 @@ class FusedAdam:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Adam's moments, step count and step size."""
-        parts = {
-            "first": self._first,
-            "second": self._second,
-            "count": self._count,
-            "learning_rate": self.learning_rate,
-        }
-        return {name: tensor.detach().cpu().clone() for name, tensor in parts.items()}
+        """Adam's moments and step count. The step size is a setting: a resumed run may have another."""
+        parts = {"first": self._first, "second": self._second, "count": self._count}
+        return {name: part.detach().cpu().clone() for name, part in parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; refuses the state of another set of parameters."""
@@ -105,7 +100,6 @@ class FusedAdam:
         self._first.copy_(state["first"])
         self._second.copy_(state["second"])
         self._count.copy_(state["count"])
-        self.learning_rate.copy_(state["learning_rate"])
 
 
 class FlatAdam:

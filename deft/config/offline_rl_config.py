@@ -5,8 +5,9 @@ Every field is a setting of `deft.config.settings` under its flat name; the algo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
 from deft.config.flags import run_flags
@@ -23,6 +24,7 @@ from deft.config.validation import (
     Switch,
     setting_names,
     settings,
+    shown,
     suggestion,
 )
 from deft.errors import InputError
@@ -31,6 +33,8 @@ from deft.errors import InputError
 @settings
 class OfflineRLConfig:
     """Reinforcement learning from a dataset: what all its algorithms share, and the run's settings."""
+
+    given: ClassVar[set[str]] = set()
 
     # Training
     num_epochs: Count = OfflineTrainerConfig.num_epochs
@@ -83,12 +87,20 @@ class OfflineRLConfig:
     output_dir: str | None = "./output/offline_rl"
 
     def to_run_config(self, algorithm: str, **own: Any) -> OfflineRunConfig:
-        """The same settings for one algorithm, with those of its own."""
+        """The same settings for one algorithm, with those of its own.
+
+        Where an algorithm has another default than this class (dt: learning rate, batch size, weight decay), what was
+        not given is left to the algorithm.
+        """
         paths = _paths(algorithm)
         mapping: dict[str, Any] = {"algorithm": {"name": algorithm}}
         for name in setting_names(OfflineRLConfig):
-            if name in paths:  # a decision transformer has no critics
-                set_path(mapping, paths[name], getattr(self, name))
+            value = getattr(self, name)
+            is_default = value == getattr(OfflineRLConfig, name) and name not in self.given
+            if name in paths and not (is_default and paths[name].startswith("algorithm.cfg.")):
+                set_path(mapping, paths[name], value)
+            elif name not in paths and not is_default:
+                raise InputError(f"{name}: {shown(value)} is given, but {algorithm} has no such setting; leave it out")
         for name, value in own.items():
             path = paths.get(name, "")
             if not path.startswith("algorithm.cfg."):
@@ -98,6 +110,20 @@ class OfflineRLConfig:
                 raise InputError(f"{name}: {algorithm} has no such setting; {suggestion(name, names)}")
             set_path(mapping, path, value)
         return resolve(mapping)
+
+
+def _remember_what_is_given(init: Any) -> Any:
+    """The constructor, which also keeps the names of its arguments: a default that is given counts as given."""
+
+    @functools.wraps(init)
+    def remembering(self: OfflineRLConfig, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        object.__setattr__(self, "given", {*setting_names(OfflineRLConfig)[: len(args)], *kwargs})
+
+    return remembering
+
+
+OfflineRLConfig.__init__ = _remember_what_is_given(OfflineRLConfig.__init__)  # type: ignore[method-assign]
 
 
 def _paths(algorithm: str) -> Mapping[str, str]:

@@ -49,7 +49,8 @@ class StreamingBuffer:
         self.fits = int(self._bytes.sum()) <= cache_bytes
         if int(self._bytes.max()) > cache_bytes:
             raise InputError(
-                f"cache_bytes is {cache_bytes}; the longest episode of {dataset.name} alone takes {self._bytes.max()}"
+                f"cache_gb: {cache_bytes / 2**30:g} is too small: the longest episode of {dataset.name} alone takes "
+                f"{self._bytes.max() / 2**30:.3g}"
             )
         self._order: list[int] = []  # episodes still to come in this pass
         self._pool: dict[int, Episode] = {}  # by episode, the oldest first

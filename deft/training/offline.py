@@ -32,8 +32,8 @@ from deft.training.watch import OFFLINE_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
 STATE_KEYS = (
-    "algorithm_name", "algorithm", "num_updates", "updates_per_epoch", "best_reward", "sampler", "transitions", "log",
-    "random",
+    "algorithm_name", "algorithm", "num_updates", "updates_per_epoch", "best_reward", "sampler", "transitions",
+    "fingerprint", "log", "random",
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ class OfflineTrainer:
         *,
         evaluator: Evaluator | None = None,
         score: Callable[[float], float | None] | None = None,
+        fingerprint: int | None = None,
         video_env: Callable[[], Any] | None = None,
         output_dir: str | Path,
         logging_config: LoggingConfig | None = None,
@@ -71,6 +72,7 @@ class OfflineTrainer:
         self.best_reward = -math.inf
         self.evaluator = evaluator
         self._score = score or (lambda _: None)
+        self._fingerprint = fingerprint
         self._video_env = video_env
         self._run_config, self._on_start = run_config, on_start
         self._loaded = False
@@ -176,7 +178,10 @@ class OfflineTrainer:
         """Mean return over whole episodes, deterministic, with the normalised score where the dataset has one."""
         if self.evaluator is None:
             raise InputError("evaluate: the dataset names no environment; give one (--env, or env=)")
-        results = self.evaluator.evaluate(members_of(self.policy), num_episodes or self.settings.eval_episodes)
+        episodes = self.settings.eval_episodes if num_episodes is None else num_episodes
+        if episodes < 1:
+            raise InputError(f"num_episodes: {episodes} is out of range; must be at least 1")
+        results = self.evaluator.evaluate(members_of(self.policy), episodes)
         summary = merge_results(results, self._score)
         if video is not None:
             if self._video_env is None:
@@ -247,6 +252,7 @@ class OfflineTrainer:
             "best_reward": self.best_reward,
             "sampler": self.sampler.state_dict(),
             "transitions": len(self.sampler),
+            "fingerprint": self._fingerprint,
             "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
             "random": get_random_state(),
             "config": self._run_config,
@@ -273,13 +279,14 @@ class OfflineTrainer:
             raise InputError(f"{folder}: its training state lacks {', '.join(missing)}; it is not of an offline run")
         if state["algorithm_name"] != self.algorithm.name:
             raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
-        if state["transitions"] != len(self.sampler):
+        if state["transitions"] != len(self.sampler) or state["fingerprint"] != self._fingerprint:
             raise InputError(
-                f"{folder}: trained on a dataset of {state['transitions']} transitions; this one has "
-                f"{len(self.sampler)}: resume with the same, or start from its weights with --model-path"
+                f"{folder}: trained on another dataset ({state['transitions']} transitions; this one has "
+                f"{len(self.sampler)}): resume with the same, or start from its weights with --model-path"
             )
         checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
         self.algorithm.load_state_dict(state["algorithm"])
+        self.algorithm.resumed()
         self.sampler.load_state_dict(state["sampler"])
         self.num_updates = state["num_updates"]
         # An evaluation beside the training may have come back after the checkpoint was written.
@@ -298,6 +305,8 @@ class OfflineTrainer:
     def _start(self, total: int) -> None:
         if self.num_updates >= total:
             log.warning("nothing to do: the run has %d of %d updates", self.num_updates, total)
+        if self.evaluator is None and self.settings.eval_freq:
+            log.warning("not evaluated: the dataset names no environment that has its spaces; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:
             self.evaluator.env()  # what keeps it from being made is better known before training than after
         if self._random_state is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from deft.training.run_folder import open_run_folder, place_run
 from deft.training.sinks import check_extras
 from deft.training.trainer import EVALUATION_SEED
 
+log = logging.getLogger(__name__)
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
     "cql": CQL,
@@ -109,6 +111,7 @@ def build_offline_trainer(
         sampler,
         evaluator=evaluator,
         score=partial(normalized_score, config),
+        fingerprint=dataset.fingerprint(),
         video_env=video_env,
         output_dir=config.output_dir,
         logging_config=config.logging,
@@ -158,8 +161,12 @@ def _told(config: OfflineRunConfig, dataset: Dataset, env: EnvConfig | None) -> 
     told: dict[str, Any] = {}
     if env is not None:
         told |= {"env.id": env.id, "env.kwargs": env.kwargs}
+    own = evaluation_env(replace(config, **{"env.id": None, "env.kwargs": {}}), dataset)
     if config.dataset.reference_returns is None and dataset.reference_returns is not None:
-        told["dataset.reference_returns"] = dataset.reference_returns
+        if own is None or env in (None, own):
+            told["dataset.reference_returns"] = dataset.reference_returns
+        else:
+            log.info("no normalised score: the reference returns are of %s as the dataset has it", dataset.env_id)
     return replace(config, **told)
 
 

@@ -19,7 +19,9 @@ class Range:
     advice: str
 
 
-OVERESTIMATION = "if Q-values are high and the score is poor: a larger cql_alpha, a smaller expectile, more num_critics"
+OVERESTIMATION = (
+    "if Q-values are high and the score is poor: more num_critics, a larger cql_alpha (cql), a smaller expectile (iql)"
+)
 INSTABILITY = "if it spikes or the score crashes: a smaller learning_rate"
 OFFLINE_RANGES = {
     "v_loss": Range(0.01, 1.0, INSTABILITY),

@@ -62,11 +62,14 @@ def test_the_defaults_are_those_of_a_run(algorithm: str) -> None:
     assert OfflineRLConfig().to_run_config(algorithm) == expected
 
 
-def test_a_transformer_gets_what_the_config_says() -> None:
-    """Its own defaults are others; the config is explicit and counts."""
-    shared = {"learning_rate": 3e-4, "batch_size": 256, "weight_decay": 1e-6}
-    expected = resolve({"algorithm": {"name": "dt", "cfg": shared}, "output_dir": "./output/offline_rl"})
+def test_a_transformer_keeps_its_own_defaults_and_gets_what_is_given() -> None:
+    expected = resolve({"algorithm": "dt", "output_dir": "./output/offline_rl"})
     assert OfflineRLConfig().to_run_config("dt") == expected
+    given = OfflineRLConfig(learning_rate=5e-4).to_run_config("dt").algorithm.cfg
+    assert (given.learning_rate, given.batch_size) == (5e-4, 64)
+    assert OfflineRLConfig(batch_size=256).to_run_config("dt").algorithm.cfg.batch_size == 256  # a default, but given
+    with pytest.raises(InputError, match="num_critics: 7 is given, but dt has no such setting"):
+        OfflineRLConfig(num_critics=7).to_run_config("dt")
 
 
 OTHER_VALUES: dict[type, Any] = {

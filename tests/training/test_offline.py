@@ -154,9 +154,38 @@ def test_a_run_is_made_longer(tmp_path):
     assert [line["step"] for line in lines(tmp_path, "update")] == list(range(1, 27))
 
 
+def test_another_dataset_of_the_same_size_is_refused_at_resume(tmp_path):
+    make_trainer(tmp_path, num_epochs=1).train()
+    other = two_step_dataset()
+    other.table.reward.add_(1.0)
+    with pytest.raises(InputError, match="trained on another dataset"):
+        make_trainer(tmp_path, dataset=other, run={"auto_resume": True})
+
+
+def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(tmp_path):
+    constant = {"learning_rate_schedule": "constant"}
+    make_trainer(tmp_path, num_epochs=1, cfg=constant).train()
+    resumed = make_trainer(tmp_path, num_epochs=2, cfg={**constant, "learning_rate": 0.05}, run={"auto_resume": True})
+    for optimizer in (resumed.algorithm.actor_optimizer, resumed.algorithm.critic_optimizer):  # type: ignore[attr-defined]
+        assert float(optimizer.learning_rate) == pytest.approx(0.05)
+
+
+def test_an_environment_that_is_not_the_datasets_own_gives_no_score(tmp_path):
+    dataset = two_step_dataset()
+    dataset.env_id, dataset.reference_returns = ENV, (0.0, 1.0)
+    own = make_trainer(tmp_path / "own", dataset=dataset)
+    assert "normalized_score" in own.evaluate(1)
+    changed = make_trainer(tmp_path / "changed", dataset=dataset, run={"env": {"id": ENV, "kwargs": {"broken": False}}})
+    assert "normalized_score" not in changed.evaluate(1)
+    with pytest.raises(InputError, match="num_episodes: 0"):
+        own.evaluate(0)
+    own.close()
+    changed.close()
+
+
 def test_a_dataset_of_another_size_is_refused_at_resume(tmp_path):
     make_trainer(tmp_path, num_epochs=1).train()
-    with pytest.raises(InputError, match=r"of 400 transitions; this one has 20: .*--model-path") as refused:
+    with pytest.raises(InputError, match=r"\(400 transitions; this one has 20\): .*--model-path") as refused:
         make_trainer(tmp_path, dataset=two_step_dataset(10), run={"auto_resume": True})
     assert "\n" not in str(refused.value)
 

@@ -176,10 +176,13 @@ def _finite_blocks(
     """A column block by block as [rows, width], after refusing NaN and infinities."""
     for block in blocks(columns[key]):
         values = read(columns[key], path, f"rows {block.start} to {block.stop - 1}", key, block)
-        values = values.reshape(len(values), -1)
+        if values.dtype.kind not in "fiub":
+            raise damaged(path, f"rows {block.start} to {block.stop - 1}", key, f"is not of numbers but {values.dtype}")
+        with np.errstate(over="ignore"):  # what is too large for float32 is told below
+            values = values.reshape(len(values), -1).astype(np.float32, copy=False)
         finite = np.isfinite(values).all(1)
         if not finite.all():
             row = block.start + int(np.argmin(finite))
             episode = max(int(np.searchsorted(first_rows, row, "right")) - 1, 0)
-            raise damaged(path, f"row {row} (episode {episode})", key, "is not a finite number")
+            raise damaged(path, f"row {row} (episode {episode})", key, "is not a finite number of 32 bits")
         yield block, values

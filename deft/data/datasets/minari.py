@@ -19,7 +19,8 @@ from deft.data.datasets.dataset import (
     VectorDataset,
     check_finite,
     damaged,
-    task_of,
+    known_env,
+    known_task,
     write_episode,
 )
 from deft.data.datasets.hdf5 import column, is_hdf5, one_line, open_hdf5, read
@@ -101,8 +102,10 @@ class MinariDataset(Dataset):
             spec = _env_spec(metadata, folder)
             observation, action = stream_space(self.streams), self._action.space
             references = _reference_returns(metadata)
-            if references is None and isinstance(observation, spaces.Box):
-                _, references = task_of(name, 0, 0)
+            if references is None and isinstance(observation, spaces.Box) and not spec.get("kwargs"):
+                # What the recording says of its environment counts for more than its name.
+                task = known_env(spec["id"]) if spec.get("id") else known_task(name)
+                references = None if task is None else (task.random_return, task.expert_return)
             super().__init__(name, observation, action, lengths, spec.get("id"), references)
             self.env_kwargs = spec.get("kwargs") or {}
         except BaseException:

@@ -249,3 +249,22 @@ def test_loading_takes_less_than_one_and_a_half_tables(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, *map(str, paths)]
     ratio = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert 1.0 < ratio < 1.5
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "told"),
+    [
+        ("rewards", np.full(4, 1e300), "row 0 .*field rewards: is not a finite number of 32 bits"),
+        ("rewards", np.array([b"a", b"b", b"c", b"d"]), "field rewards: is not of numbers"),
+    ],
+)
+def test_what_is_no_number_of_32_bits_is_refused(column, values, told):
+    columns = {
+        "observations": np.zeros((4, 2)),
+        "actions": np.zeros((4, 1)),
+        "rewards": np.zeros(4),
+        "terminals": np.array([0, 0, 0, 1], bool),
+        "timeouts": np.zeros(4, bool),
+    }
+    with pytest.raises(InputError, match=told):
+        from_d4rl_arrays({**columns, column: values})
