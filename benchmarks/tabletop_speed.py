@@ -6,6 +6,7 @@ time is the environment's and the rest is the neighbours'. The verdict goes by C
 
     python benchmarks/tabletop_speed.py
     python benchmarks/tabletop_speed.py --workers
+    python benchmarks/tabletop_speed.py --maniskill
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from common import print_machine, print_table, run_worker, write_json
 
 from deft.config.settings import EnvConfig
-from deft.envs import make_vector_env
+from deft.envs import make_env, make_vector_env
 from deft.envs.tabletop.env import TabletopEnv
 
 EPISODE_STEPS = 150
@@ -38,9 +39,9 @@ CASES: dict[str, tuple[dict[str, Any], int, float | None]] = {  # kwargs, steps,
 }
 
 
-def measure(kwargs: dict[str, Any], steps: int) -> dict[str, float]:
+def measure(kwargs: dict[str, Any], steps: int, world: str = "tabletop") -> dict[str, float]:
     """Steps a second of one environment, resets included."""
-    env = TabletopEnv(**kwargs)
+    env = TabletopEnv(**kwargs) if world == "tabletop" else make_env(EnvConfig(id=world, kwargs=kwargs)).unwrapped
     env.reset(seed=0)
     actions = np.random.default_rng(0).uniform(-1, 1, (steps, *env.action_space.shape))
     for action in actions[:20]:
@@ -107,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", action="store_true", help="CPU milliseconds of each part of a step")
     parser.add_argument("--workers", action="store_true", help="worker processes, and the memory of 64 environments")
+    parser.add_argument("--maniskill", action="store_true", help="beside ManiSkill's PickCube with two cameras, 64 px")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # what a worker process measures
     arguments = parser.parse_args()
@@ -126,6 +128,13 @@ def main() -> None:
             found = result[name] = run("parts", kwargs, min(steps, 600))
             rows.append([name, *(f"{found[part]:.2f}" for part in ("physics", "pictures", "rest", "reset"))])
         print_table(["CPU milliseconds", "physics", "pictures", "rest", "a reset"], rows)
+    elif arguments.maniskill:
+        # Its simulator is an extra (`deft[maniskill]`) and needs Vulkan; without them the worker says what is missing.
+        ours = result["tabletop"] = run("speed", {**IMAGES, "image_size": 64}, 900)
+        theirs = result["maniskill"] = run("speed", {**IMAGES, "image_size": 64}, 100, "maniskill")
+        rows = [[name, f"{found['wall']:.0f}"] for name, found in result.items()]
+        print_table(["two cameras, 64 px", "steps/s (wall)"], rows)
+        print(f"the tabletop is {ours['wall'] / theirs['wall']:.1f}x as fast (bar: 20x)")
     elif arguments.workers:
         rows = []
         for num_envs, vector, workers in ((4, "sync", 0), (4, "process", 1), (4, "process", 2), (64, "sync", 0)):

@@ -157,13 +157,14 @@ def _chunked(env: gymnasium.Env, chunk_length: int, gamma: float) -> gymnasium.E
 def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_length: int, gamma: float) -> gymnasium.Env:
     """Make one environment from its spec; worker processes call it too, without the registry of the main process."""
     kwargs: dict[str, Any] = dict(config.kwargs)
+    limit = kwargs.pop("max_episode_steps", None) if config.max_episode_steps is None else config.max_episode_steps
     if render_mode is not None:
         kwargs["render_mode"] = render_mode
     try:
         with warnings.catch_warnings():
             if render_mode is not None:  # an environment that cannot is told below, or by having no picture
                 warnings.filterwarnings("ignore", ".*render_mode.*")
-            env = gymnasium.make(spec, max_episode_steps=config.max_episode_steps, disable_env_checker=True, **kwargs)
+            env = gymnasium.make(spec, max_episode_steps=limit, disable_env_checker=True, **kwargs)
     except DeftError:
         raise
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:

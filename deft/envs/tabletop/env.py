@@ -7,7 +7,7 @@ task for reward and success (`tasks.py`) and the expert for actions (`expert.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import gymnasium
@@ -71,7 +71,15 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         render_mode: Literal["rgb_array"] | None = None,
     ) -> None:
         """Choose task, control, what the policy sees, how it is rewarded, and what differs from scene to scene."""
-        if task not in TASKS and task != ALL_TASKS:
+        whole = {"image_size": image_size, "scene_reset_interval": scene_reset_interval, "num_objects": num_objects}
+        for name, value in whole.items():
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise InputError(f"{name} is {value!r}; choose a whole number")
+        if isinstance(action_scale, bool) or not isinstance(action_scale, int | float | np.number):
+            raise InputError(f"action_scale is {action_scale!r}; choose a number")
+        if domain_randomization is not None and not isinstance(domain_randomization, Mapping):
+            raise InputError(f"domain_randomization is {domain_randomization!r}; choose a mapping of its keys, or None")
+        if not isinstance(task, str) or (task not in TASKS and task != ALL_TASKS):
             raise InputError(f"task is {task!r}; choose {', '.join([*TASKS, ALL_TASKS])}")
         if observation not in ("state", "images", "both"):
             raise InputError(f"observation is {observation!r}; choose 'state', 'images' or 'both'")

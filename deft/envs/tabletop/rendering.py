@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from deft.errors import InputError
+from deft.errors import InputError, RunError
 
 _FLAGS_OFF = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE")
 _MAX_GEOMS = 160
 _HIDDEN_GROUP = 5  # MuJoCo draws groups 0 to 2
+# A row of pixels that no scene has: every other one magenta, the rest green.
+_UNWRITTEN = np.tile(np.array([[255, 0, 255], [0, 255, 0]], np.uint8), (4096, 1))
 
 
 def choose_backend() -> str:
@@ -81,8 +83,8 @@ class Renderer:
         self._gl = _make_gl_context()
         self._gl.make_current()
         model = texture_model()
-        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        self._lost_contexts: list[Any] = []
+        self._open_context()
         self._scene = mujoco.MjvScene(model, _MAX_GEOMS)
         for name in _FLAGS_OFF:
             if hasattr(mujoco.mjtRndFlag, name):
@@ -92,11 +94,36 @@ class Renderer:
         self._camera = mujoco.MjvCamera()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._perturb = mujoco.MjvPerturb()
-        self._size = (self._context.offWidth, self._context.offHeight)
         self._buffers: dict[tuple[int, int], np.ndarray] = {}
 
+    def _open_context(self) -> None:
+        import mujoco
+
+        from deft.envs.tabletop.model import texture_model
+
+        self._context = mujoco.MjrContext(texture_model(), mujoco.mjtFontScale.mjFONTSCALE_50)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        self._size = (self._context.offWidth, self._context.offHeight)
+
     def render(self, model: Any, data: Any, culling: Culling, cameras: Sequence[int], size: int) -> list[np.ndarray]:
-        """One picture a camera, uint8 [size, size, 3], top row first: views of a buffer that the next call reuses."""
+        """One picture a camera, uint8 [size, size, 3], top row first: views of a buffer that the next call reuses.
+
+        Another renderer in this process, when it is freed, may delete what belongs to this one: OpenGL's names are
+        small numbers, and its context is not always the current one then. Such a loss is seen, and mended once.
+        """
+        pictures = self._try_to_render(model, data, culling, cameras, size)
+        if pictures is None:
+            self._lost_contexts.append(self._context)  # freeing it would delete the new one's in turn
+            self._open_context()
+            pictures = self._try_to_render(model, data, culling, cameras, size)
+        if pictures is None:
+            raise RunError("the tabletop's cameras give no pictures: its off-screen buffer was lost, twice")
+        return pictures
+
+    def _try_to_render(
+        self, model: Any, data: Any, culling: Culling, cameras: Sequence[int], size: int
+    ) -> list[np.ndarray] | None:
+        """The pictures; None where nothing was written into the buffer."""
         import mujoco
 
         self._gl.make_current()
@@ -107,6 +134,7 @@ class Renderer:
         pixels = self._buffers.get((size, width))
         if pixels is None:
             pixels = self._buffers[(size, width)] = np.empty((size, width, 3), np.uint8)
+        pixels[0] = _UNWRITTEN[:width]
         for place, camera in enumerate(cameras):
             self._camera.fixedcamid = camera
             model.geom_group[:] = np.where(culling.in_view(camera), 0, _HIDDEN_GROUP)
@@ -115,6 +143,8 @@ class Renderer:
             )
             mujoco.mjr_render(mujoco.MjrRect(place * size, 0, size, size), self._scene, self._context)
         mujoco.mjr_readPixels(pixels, None, mujoco.MjrRect(0, 0, width, size), self._context)
+        if np.array_equal(pixels[0], _UNWRITTEN[:width]):
+            return None
         upright = pixels[::-1]
         return [upright[:, place * size : (place + 1) * size] for place in range(len(cameras))]
 
@@ -127,12 +157,20 @@ class Renderer:
 
 
 _local = threading.local()
+_process: int | None = None  # the one that has rendered first
 
 
 def renderer() -> Renderer:
-    """This thread's renderer; made when first needed, and again in a forked process."""
+    """This thread's renderer; made when first needed."""
+    global _process
+    if _process not in (None, os.getpid()):
+        raise InputError(
+            "the tabletop cannot render in a forked process whose parent has rendered, as OpenGL does not survive it: "
+            "start workers by spawn (Deft's `--vector process` does)"
+        )
     found: Renderer | None = getattr(_local, "renderer", None)
-    if found is None or found._process != os.getpid():
+    if found is None:
+        _process = os.getpid()
         found = _local.renderer = Renderer()
         atexit.register(found.close)  # after EGL's own, hence run before it: EGL complains about what is left
     return found

@@ -300,6 +300,29 @@ def _place_task_objects(random: np.random.Generator, objects: list[SceneObject],
         for item, place in zip(objects, places, strict=True):
             item.place = place
         return area
+    return _place_one_by_one(random, objects) if has_area else None
+
+
+def _place_one_by_one(random: np.random.Generator, objects: list[SceneObject]) -> Vector | None:
+    """As above, with an area, for many objects: each place is drawn again until it fits those before it."""
+    for _ in range(100):
+        area = _draw_place(random)
+        places: list[Vector] = []
+        for _ in range(200):
+            place = _draw_place(random)
+            way = (push_start(place, area, 0.10), area)
+            if (
+                0.14 < math.dist(place, area) < 0.28
+                and _is_reachable(way[0])
+                and all(math.dist(place, other) >= OBJECT_GAP for other in places)
+                and all(distance_to_segment(other, *way) > 0.11 for other in places)
+                and all(distance_to_segment(place, push_start(other, area, 0.10), area) > 0.11 for other in places)
+            ):
+                places.append(place)
+            if len(places) == len(objects):
+                for item, chosen in zip(objects, places, strict=True):
+                    item.place = chosen
+                return area
     return None
 
 

@@ -424,3 +424,34 @@ def test_wrong_use_is_named() -> None:
     env.reset(seed=0)
     with pytest.raises(RunError, match="action is"):
         env.step(np.full(8, np.nan))
+
+
+@pytest.mark.parametrize("seed", [12, 51, 53])
+def test_four_objects_and_an_area_find_their_places(seed):
+    env = TabletopEnv(task="push", num_objects=4)
+    env.reset(seed=seed)
+    assert len(env.scene.objects) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_objects": 2.7},
+        {"image_size": "64"},
+        {"scene_reset_interval": 2.5},
+        {"action_scale": "x"},
+        {"domain_randomization": "all"},
+        {"task": ["pick"]},
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(wrong):
+    with pytest.raises(InputError, match=f"^{next(iter(wrong))} is "):
+        TabletopEnv(**wrong)
+
+
+def test_the_time_limit_may_be_given_with_the_other_arguments():
+    env = make_env(EnvConfig(id="tabletop", kwargs={"max_episode_steps": 5}))
+    env.reset(seed=0)
+    ends = [env.step(np.zeros(8, np.float32))[3] for _ in range(5)]
+    assert ends == [False] * 4 + [True]
+    env.close()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import mujoco.egl
@@ -155,3 +156,47 @@ def test_headless_default_is_egl() -> None:
     command = "import deft.envs.tabletop, os; print(os.environ['MUJOCO_GL'])"
     done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "egl"
+
+
+def test_a_foreign_renderer_that_is_freed_does_not_freeze_the_pictures(tmp_path: Path) -> None:
+    """Gymnasium's MuJoCo renderer deletes OpenGL objects by number when it is freed, ours among them."""
+    script = """
+import gc, gymnasium, numpy as np, deft.envs
+env = gymnasium.make("deft/Tabletop-v0", observation="images")
+env.reset(seed=0)
+other = gymnasium.make("HalfCheetah-v5", render_mode="rgb_array")
+other.reset(seed=0)
+other.render()
+env.reset(seed=0)
+other.close()
+before = env.reset(seed=0)[0]["head_rgb"].copy()
+del other
+gc.collect()
+for _ in range(10):
+    observation = env.step(np.eye(8, dtype=np.float32)[0])[0]
+changed = int((observation["head_rgb"] != before).sum())
+again = env.reset(seed=0)[0]["head_rgb"]
+print(changed > 100, np.array_equal(again, before))
+"""
+    # MuJoCo writes a log of its warning where it runs.
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ran.stdout.split()[-2:] == ["True", "True"], ran.stdout + ran.stderr[-500:]  # after a warning of MuJoCo
+
+
+def test_a_forked_process_is_told_that_it_cannot_render() -> None:
+    script = """
+import os, gymnasium, deft.envs
+from deft.errors import InputError
+env = gymnasium.make("deft/Tabletop-v0", observation="images")
+env.reset(seed=0)
+child = os.fork()
+if child == 0:
+    try:
+        env.reset(seed=0)
+    except InputError as error:
+        os.write(1, f"{'forked process' in str(error)}".encode())
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "True", ran.stderr[-500:]
