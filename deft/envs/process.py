@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT = 120.0  # seconds to import and construct; a step's own limit may be shorter
 CLOSE_TIMEOUT = 1.0  # seconds for the environments to close before their worker is killed
 PARENT_CHECK_INTERVAL = 1.0  # seconds
+_SOFTWARE_RENDERER_THREADS = "LP_NUM_THREADS"  # Mesa's, where there is no GPU; 0: it draws in the worker's own thread
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _WORKER_CODE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
@@ -139,7 +140,7 @@ class _Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1")},
+            env={_SOFTWARE_RENDERER_THREADS: "0", **os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1")},
             pass_fds=(theirs.fileno(), memory_file),
             process_group=0,
         )
