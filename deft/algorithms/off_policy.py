@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -146,14 +145,3 @@ class OffPolicy(OfflineAlgorithm):
                     f"{name} of the checkpoint does not fit: {' '.join(str(error).split())[:200]}"
                 ) from error
         self.version = state["version"]
-
-
-def frozen_copy(module: nn.Module) -> Any:
-    """A copy that only moves with `soft_update`."""
-    return copy.deepcopy(module).requires_grad_(False)
-
-
-@torch.no_grad()
-def soft_update(target: nn.Module, source: nn.Module, tau: float) -> None:
-    """target ← (1 − τ) target + τ source."""
-    torch._foreach_lerp_(list(target.parameters()), list(source.parameters()), tau)

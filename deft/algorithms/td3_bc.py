@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.off_policy import OffPolicy, frozen_copy, soft_update
+from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import TD3BCSettings
 from deft.models.actor import ContinuousActor, Encoded
+from deft.models.targets import frozen_copy, soft_update
 
 
 class TD3BC(OffPolicy):

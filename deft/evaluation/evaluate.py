@@ -9,6 +9,7 @@ from typing import Any
 
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
+from deft.data.datasets.dataset import normalized_score
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
@@ -17,7 +18,7 @@ from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.offline import members_of
-from deft.training.offline_run import build_offline_policy, normalized_score
+from deft.training.offline_run import build_offline_policy
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, build_policy
 from deft.training.run_folder import CONFIG_FILE
@@ -50,7 +51,8 @@ def evaluate_run(
         all_results = [evaluate_policy(policy, vector_env, episodes, seed) for policy in policies]
     finally:
         vector_env.close()
-    results = merge_results(all_results, partial(normalized_score, config))
+    references = config.dataset.reference_returns if isinstance(config, OfflineRunConfig) else None
+    results = merge_results(all_results, partial(normalized_score, reference_returns=references))
     results["checkpoint"] = str(folder)
     if video is not None:
         filmed = make_env(env_config, render_mode="rgb_array")

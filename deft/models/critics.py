@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from deft.models.mlp import BatchedMLP
+from deft.models.targets import frozen_copy, soft_update
 
 
 class Critics(nn.Module):
@@ -32,7 +32,7 @@ class Critics(nn.Module):
         self.online = BatchedMLP(
             num_members * num_critics, feature_dim + action_dim, hidden_sizes, 1, layer_norm, dtype
         )
-        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.target = frozen_copy(self.online)
 
     def forward(self, features: Tensor, action: Tensor, frozen: bool = False) -> Tensor:
         """Values; `frozen` keeps the gradient from the critics, not from the action."""
@@ -47,10 +47,9 @@ class Critics(nn.Module):
         """Values by the target networks."""
         return self._values(self.target(torch.cat([features, action], -1)))
 
-    @torch.no_grad()
     def move_target(self, tau: float) -> None:
         """target ← (1 − τ) target + τ online."""
-        torch._foreach_lerp_(list(self.target.parameters()), list(self.online.parameters()), tau)
+        soft_update(self.target, self.online, tau)
 
     def _values(self, output: Tensor) -> Tensor:
         return output.view(self.num_members, self.num_critics, -1)

@@ -162,13 +162,12 @@ class OfflineTrainer:
                     f"{bad[0]} is no longer finite at update {step}: lower learning_rate, or look at the dataset's "
                     "rewards; the checkpoints already saved are good"
                 )
-        evaluating = self.evaluator is not None and crossed(previous, step, settings.eval_freq * epoch)
-        if evaluating:
+        if self.evaluator is not None and crossed(previous, step, settings.eval_freq * epoch):
             self._evaluate_now(run_log)
         if crossed(previous, step, settings.save_freq * epoch):
             self._save_once()
             self._prune()
-        if evaluating or step % 256 < step - previous:
+        if step % 256 < step - previous:
             self._take_evaluations(run_log)
         run_log.progress(step)
 
@@ -197,12 +196,15 @@ class OfflineTrainer:
             self._record_evaluation(step, results, run_log)
         if self.evaluator.beside:  # what comes back later may be the best
             self._save_once()
+        self._prune()
 
     def _take_evaluations(self, run_log: RunLogger, wait: bool = False) -> None:
         if self.evaluator is not None:
-            for step, results in self.evaluator.finished(wait):
+            finished = self.evaluator.finished(wait)
+            for step, results in finished:
                 self._record_evaluation(step, results, run_log)
-            self._prune()  # not between two that came back together: the second may be the best
+            if finished:  # not between two that came back together: the second may be the best
+                self._prune()
 
     def _record_evaluation(self, step: int, results: list[dict[str, Any]], run_log: RunLogger) -> None:
         merged = merge_results(results, self._score)

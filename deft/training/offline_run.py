@@ -18,9 +18,9 @@ from deft.algorithms.iql import IQL
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.algorithms.td3_bc import TD3BC
 from deft.config.loading import replace, to_dict
-from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
+from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import load_dataset
-from deft.data.datasets.dataset import Dataset
+from deft.data.datasets.dataset import Dataset, normalized_score
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
@@ -110,7 +110,7 @@ def build_offline_trainer(
         algorithm,
         sampler,
         evaluator=evaluator,
-        score=partial(normalized_score, config),
+        score=partial(normalized_score, reference_returns=config.dataset.reference_returns),
         fingerprint=dataset.fingerprint(),
         video_env=video_env,
         output_dir=config.output_dir,
@@ -146,14 +146,6 @@ def build_offline_policy(
 def _has_seen_data(policy: Policy) -> bool:
     """Whether a policy that was given comes with the normalisation that it was trained with."""
     return any(bool(part.count > 0) for part in policy.modules() if isinstance(part, RunningNormalizer))
-
-
-def normalized_score(config: OfflineRunConfig | RunConfig, mean_return: float) -> float | None:
-    """100 · (return − random) / (expert − random); None where these are not known."""
-    if isinstance(config, RunConfig) or config.dataset.reference_returns is None:
-        return None
-    random, expert = config.dataset.reference_returns
-    return 100.0 * (mean_return - random) / (expert - random)
 
 
 def _told(config: OfflineRunConfig, dataset: Dataset, env: EnvConfig | None) -> OfflineRunConfig:

@@ -214,9 +214,6 @@ class Counter(Policy):
         td[schema.LOG_PROB] = td[schema.VALUE] = torch.zeros_like(t)
         return td
 
-    def evaluate_actions(self, td: TensorDict) -> TensorDict:
-        raise NotImplementedError
-
     def get_value(self, td: TensorDict) -> torch.Tensor:
         return torch.zeros(len(td))
 

@@ -99,6 +99,14 @@ def known_env(env_id: str) -> KnownTask | None:
     )
 
 
+def normalized_score(mean_return: float, reference_returns: tuple[float, float] | None) -> float | None:
+    """The D4RL-normalised score: 100 · (return − random) / (expert − random); None where these are not known."""
+    if reference_returns is None:
+        return None
+    random, expert = reference_returns
+    return 100.0 * (mean_return - random) / (expert - random)
+
+
 class Dataset(ABC):
     """Recorded episodes. Where `table` is None they are read from disk when asked for."""
 
@@ -143,11 +151,8 @@ class Dataset(ABC):
         return np.array([self.episode(index).reward.sum(dtype=np.float64) for index in range(self.num_episodes)])
 
     def score(self, mean_return: float) -> float | None:
-        """The D4RL-normalised score: 100 · (return − random) / (expert − random); None where these are not known."""
-        if self.reference_returns is None:
-            return None
-        random, expert = self.reference_returns
-        return 100.0 * (mean_return - random) / (expert - random)
+        """The D4RL-normalised score; None where its reference returns are not known."""
+        return normalized_score(mean_return, self.reference_returns)
 
     def fingerprint(self) -> int:
         """A number that tells this dataset from others: of its lengths and of its first and last episodes."""
