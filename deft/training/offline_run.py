@@ -24,14 +24,13 @@ from deft.data.datasets.dataset import Dataset, normalized_score
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
-from deft.evaluation.plots import plot_run
 from deft.models.normalization import RunningNormalizer
 from deft.models.policy import Policy
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_spaces
 from deft.training.offline import OfflineTrainer
 from deft.training.random_state import seed_everything
-from deft.training.run import EVALUATION_ENVS, load_policy_weights
+from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer
 from deft.training.run_folder import open_run_folder, place_run
 from deft.training.sinks import check_extras
 from deft.training.trainer import EVALUATION_SEED
@@ -48,14 +47,7 @@ OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
 def train(config: OfflineRunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_offline_trainer(config)
-    try:
-        summary = trainer.train()
-        if trainer.settings.eval_freq and trainer.evaluator is not None:
-            summary |= {f"final_{name}": value for name, value in trainer.evaluate().items()}
-        summary["plots"] = [str(path) for path in plot_run(trainer.run_dir)]
-    finally:
-        trainer.close()
-    return summary
+    return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0 and trainer.evaluator is not None)
 
 
 def build_offline_trainer(

@@ -39,9 +39,14 @@ EVALUATION_ENVS = 10  # copies that an evaluation plays at once
 def train(config: RunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_trainer(config)
+    return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0)
+
+
+def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:
+    """Train to the end, evaluate and plot, and close the trainer of an online or an offline run."""
     try:
         summary = trainer.train()
-        if trainer.settings.eval_freq:
+        if evaluates:
             summary |= {f"final_{name}": value for name, value in trainer.evaluate().items()}
         summary["plots"] = [str(path) for path in plot_run(trainer.run_dir)]
     finally:
