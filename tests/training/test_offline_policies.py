@@ -23,7 +23,7 @@ from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.vla import gpt
 from deft.models.vla.actor import VLAActor
 from deft.models.vla.loading import save_vla_model
-from deft.training import offline_run, run
+from deft.training import run
 from deft.training.collect import collect
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
@@ -44,8 +44,7 @@ NUM_UPDATES = 3
 def _small_models_and_no_plots(monkeypatch):
     monkeypatch.setitem(gpt.LANGUAGE_MODELS, "gpt-tiny", gpt.LanguageSpec(1, 64, 2))
     monkeypatch.setitem(gpt.VISION_ENCODERS, "resnet-tiny", gpt.VisionSpec(4, 4, False, 16, (32,), (1,), (2,), False))
-    for module in (run, offline_run):
-        monkeypatch.setattr(module, "plot_run", lambda folder: [])
+    monkeypatch.setattr(run, "plot_run", lambda folder: [])
     gymnasium.register(POINT, entry_point="vla_worlds:PointToColour")
     yield
     del gymnasium.registry[POINT]
