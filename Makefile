@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test demo lint slow-test clean
+.PHONY: setup test demo waypoints lint slow-test clean
 
 setup: $(VENV)/.installed
 	@bash scripts/system_packages.sh
@@ -29,6 +29,15 @@ slow-test: setup
 
 demo: setup
 	$(BIN)/python -m deft.demo
+
+# Records driving, trains a waypoint policy on it, refines it with PPO, and compares the two: out/waypoints.
+WAYPOINTS := out/waypoints
+waypoints: setup
+	$(BIN)/deft collect waypoints --out $(WAYPOINTS)/driving.npz --overwrite
+	$(BIN)/deft train waypoint-sft --dataset $(WAYPOINTS)/driving.npz --out-dir $(WAYPOINTS)/sft --overwrite
+	$(BIN)/deft train waypoint-ppo --sft-checkpoint $(WAYPOINTS)/sft --out-dir $(WAYPOINTS)/ppo --env driving \
+		--rollout-steps 32 --num-iterations 150 --overwrite
+	$(BIN)/deft compare --sft-checkpoint $(WAYPOINTS)/sft --rl-checkpoint $(WAYPOINTS)/ppo
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

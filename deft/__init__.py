@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deft.algorithms.cql import CQL
     from deft.algorithms.decision_transformer import DecisionTransformer
+    from deft.algorithms.grpo import GRPO
     from deft.algorithms.iql import IQL
     from deft.algorithms.ppo import PPO
+    from deft.algorithms.sac import SAC
+    from deft.algorithms.sft import SFT
     from deft.algorithms.td3_bc import TD3BC
     from deft.config.offline_rl_config import OfflineRLConfig
     from deft.config.rl_config import RLConfig
+    from deft.config.waypoint_settings import PPOConfig
     from deft.data.datasets import load_dataset
     from deft.data.offline_buffer import OfflineReplayBuffer
     from deft.data.replay import ReplayBuffer
@@ -24,14 +28,16 @@ if TYPE_CHECKING:
     from deft.envs import make_env, make_vector_env
     from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
     from deft.envs.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
+    from deft.envs.waypoints.toy import ToyWaypointEnv
     from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
     from deft.models.vla.interface import VLAModelInterface
     from deft.models.vla.loading import load_vla_model
     from deft.models.vla.policy import VLAPolicy
-    from deft.training.api import PPOTrainer
+    from deft.models.waypoint import DeltaHead, PPOPolicy, ValueHead
+    from deft.training.api import GRPOTrainer, PPOTrainer, SACTrainer
     from deft.training.offline import OfflineTrainer
-    from deft.training.offline_api import CQLTrainer, DecisionTransformerTrainer, IQLTrainer, TD3BCTrainer
+    from deft.training.offline_api import CQLTrainer, DecisionTransformerTrainer, IQLTrainer, SFTTrainer, TD3BCTrainer
     from deft.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -40,10 +46,14 @@ _MODULES = {
     "CQL": "deft.algorithms.cql",
     "DecisionTransformer": "deft.algorithms.decision_transformer",
     "IQL": "deft.algorithms.iql",
+    "GRPO": "deft.algorithms.grpo",
     "PPO": "deft.algorithms.ppo",
+    "SAC": "deft.algorithms.sac",
+    "SFT": "deft.algorithms.sft",
     "TD3BC": "deft.algorithms.td3_bc",
     "OfflineRLConfig": "deft.config.offline_rl_config",
     "RLConfig": "deft.config.rl_config",
+    "PPOConfig": "deft.config.waypoint_settings",
     "load_dataset": "deft.data.datasets",
     "OfflineReplayBuffer": "deft.data.offline_buffer",
     "ReplayBuffer": "deft.data.replay",
@@ -54,6 +64,7 @@ _MODULES = {
     "F1RLEnv": "deft.envs.f1",
     "StudentEnv": "deft.envs.f1",
     "TeacherEnv": "deft.envs.f1",
+    "ToyWaypointEnv": "deft.envs.waypoints.toy",
     "get_physical_gpu_id": "deft.envs.sapien_gpu",
     "setup_sapien_gpu": "deft.envs.sapien_gpu",
     "Actor": "deft.models.actor",
@@ -61,41 +72,58 @@ _MODULES = {
     "VLAModelInterface": "deft.models.vla.interface",
     "load_vla_model": "deft.models.vla.loading",
     "VLAPolicy": "deft.models.vla.policy",
+    "DeltaHead": "deft.models.waypoint",
+    "PPOPolicy": "deft.models.waypoint",
+    "ValueHead": "deft.models.waypoint",
+    "GRPOTrainer": "deft.training.api",
     "PPOTrainer": "deft.training.api",
+    "SACTrainer": "deft.training.api",
     "OfflineTrainer": "deft.training.offline",
     "CQLTrainer": "deft.training.offline_api",
     "DecisionTransformerTrainer": "deft.training.offline_api",
     "IQLTrainer": "deft.training.offline_api",
+    "SFTTrainer": "deft.training.offline_api",
     "TD3BCTrainer": "deft.training.offline_api",
     "Trainer": "deft.training.trainer",
 }
 
 __all__ = [
     "CQL",
+    "GRPO",
     "IQL",
     "PPO",
+    "SAC",
+    "SFT",
     "TD3BC",
     "Actor",
     "ActorCritic",
     "CQLTrainer",
     "DecisionTransformer",
     "DecisionTransformerTrainer",
+    "DeltaHead",
     "F1RLEnv",
+    "GRPOTrainer",
     "IQLTrainer",
     "OfflineRLConfig",
     "OfflineReplayBuffer",
     "OfflineTrainer",
+    "PPOConfig",
+    "PPOPolicy",
     "PPOTrainer",
     "RLConfig",
     "ReplayBuffer",
     "RolloutBuffer",
+    "SACTrainer",
+    "SFTTrainer",
     "StudentEnv",
     "TD3BCTrainer",
     "TeacherEnv",
+    "ToyWaypointEnv",
     "Trainer",
     "VLABuffer",
     "VLAModelInterface",
     "VLAPolicy",
+    "ValueHead",
     "__version__",
     "get_physical_gpu_id",
     "load_dataset",

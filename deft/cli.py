@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(arguments: list[str]) -> int:
     """`deft train [ALGORITHM] [--config FILE] [flags]`."""
+    if arguments and arguments[0] in WAYPOINT_TRAINING:
+        return _train_waypoints(arguments[0], arguments[1:])
     config, as_json = parse_train(arguments)
 
     from deft.config.settings import OfflineRunConfig
@@ -94,8 +96,24 @@ def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
     if "trainer.total_timesteps" in given.values:
         if "trainer.iterations" in given.values:
             raise InputError("--iterations: says how long to train, as --total-timesteps does; give one of them")
-        settings["trainer"]["iterations"] = None  # a flag comes before the file
+        if "iterations" in settings["trainer"]:
+            settings["trainer"]["iterations"] = None  # a flag comes before the file
     return resolve(settings, written=given.written), given.values.get("json", False)
+
+
+def _train_waypoints(name: str, arguments: list[str]) -> int:
+    """`deft train waypoint-sft --dataset FILE [flags]`, `deft train waypoint-ppo --sft-checkpoint FILE [flags]`."""
+    from deft.config.waypoint_settings import PPOConfig, WaypointSFTConfig
+
+    cls: type[Any] = WaypointSFTConfig if name == "waypoint-sft" else PPOConfig
+    config, as_json = _parse_command(cls, arguments, f"train {name}", WAYPOINT_TRAINING[name])
+    if name == "waypoint-sft":
+        from deft.training.waypoints.sft import train_sft
+
+        return _report(train_sft(config), as_json)
+    from deft.training.waypoints.ppo import train_ppo
+
+    return _report(train_ppo(config), as_json)
 
 
 def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
@@ -103,7 +121,7 @@ def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
     from deft.config.algorithm_settings import ALGORITHM_SETTINGS
     from deft.config.loading import find_config, read_mapping, resolve
 
-    known = ", ".join(ALGORITHM_SETTINGS)
+    known = ", ".join([*ALGORITHM_SETTINGS, *WAYPOINT_TRAINING])
     if algorithm is not None and algorithm not in ALGORITHM_SETTINGS:
         raise InputError(f"train {algorithm}: no such algorithm; one of {known}")
     config_file, resume = _peek(flags, "config"), _peek(flags, "resume")
@@ -146,7 +164,9 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def collect(arguments: list[str]) -> int:
-    """`deft collect --policy CHECKPOINT|random|expert --out DATASET [flags]`."""
+    """`deft collect --policy CHECKPOINT|random|expert --out DATASET [flags]`, `deft collect waypoints --out FILE`."""
+    if arguments[:1] == ["waypoints"]:
+        return _collect_waypoints(arguments[1:])
     from deft.config.settings import CollectConfig
 
     description = "Play a policy in an environment and record what happens as a dataset, in Minari's layout."
@@ -155,6 +175,33 @@ def collect(arguments: list[str]) -> int:
     from deft.training.collect import collect as record
 
     return _report(record(config), as_json)
+
+
+def _collect_waypoints(arguments: list[str]) -> int:
+    from deft.config.waypoint_settings import WaypointRecordingConfig
+
+    description = "Record what a world's scripted driver sees and plans, for `deft train waypoint-sft`."
+    config, as_json = _parse_command(WaypointRecordingConfig, arguments, "collect waypoints", description)
+
+    from deft.training.waypoints.record import record
+
+    return _report(record(config), as_json)
+
+
+def compare(arguments: list[str]) -> int:
+    """`deft compare --sft-checkpoint A --rl-checkpoint B [flags]`."""
+    from deft.config.waypoint_settings import CompareConfig
+
+    description = "Drive the same held-out episodes with a supervised waypoint policy and with what PPO made of it."
+    config, as_json = _parse_command(CompareConfig, arguments, "compare", description)
+
+    from deft.training.waypoints.compare import compare_policies, comparison_table
+
+    results = compare_policies(config)
+    if not as_json:
+        print(comparison_table(results), flush=True)
+        results = {name: results[name] for name in ("comparison", "plots")}
+    return _report(results, as_json)
 
 
 def play(arguments: list[str]) -> int:
@@ -230,8 +277,13 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (train, "train a policy:      deft train [ALGORITHM] [--config FILE] [flags]"),
     "evaluate": (evaluate, "evaluate a policy:   deft evaluate RUN|CHECKPOINT [--episodes N] [flags]"),
     "collect": (collect, "record a dataset:    deft collect --policy RUN|random|expert --out DATASET [flags]"),
+    "compare": (compare, "compare waypoints:   deft compare --sft-checkpoint A --rl-checkpoint B [flags]"),
     "play": (play, "watch a policy:      deft play --env ID [--task NAME] --policy RUN|random|expert --video FILE"),
     "doctor": (doctor, "examine the machine: deft doctor [--json]"),
+}
+WAYPOINT_TRAINING = {
+    "waypoint-sft": "Train a waypoint policy on recorded driving (`deft collect waypoints` records it).",
+    "waypoint-ppo": "Train a residual on the waypoints of a frozen supervised policy with PPO.",
 }
 TRAIN_HELP = """usage: deft train [ALGORITHM] [--config FILE] [flags]
 

@@ -29,9 +29,11 @@ REWARD = "reward"
 TERMINATED = "terminated"
 TRUNCATED = "truncated"
 NUM_STEPS = "num_steps"  # int64 [B]: env steps that this transition took; only with action chunks
+REWARD_TERMS = "reward_terms"  # [B, K]: the named parts of the reward, in the order of `VectorEnv.reward_terms`
 ADVANTAGE = "advantage"
 VALUE_TARGET = "value_target"
 PREVIOUS_REWARD = "previous_reward"  # [B]: what the last action earned, 0 at an episode's first step
+DISCOUNT = "discount"  # [B]: what the value of the next observation counts, γ (γ^n after n rewards), 0 at a terminal
 RETURN_TO_GO = "return_to_go"  # [B, K]: undiscounted, from this step to the end of its episode
 TIMESTEP = "timestep"  # int64 [B, K]: place in the episode, from 0
 STEP_MASK = "step_mask"  # bool [B, K]: which steps of a window are real; padding stands at its end
@@ -43,12 +45,29 @@ HEAD_RGB = "head_rgb"  # likewise
 ACTION_HISTORY = "action_history"  # [B, H, 32]: the actions before this observation, oldest first
 INSTRUCTION = "instruction"  # uint8 [B, L]: see `encode_text`
 
+# The batches of the F1 model, [B, …] or a sequence [T, B, …]; pictures are uint8, the model scales them.
+IMAGE0 = "image0"  # [B, 3, h, w]: what the understanding expert looks at; the teacher's is the head camera's
+IMAGE1 = "image1"  # likewise; the teacher's is the wrist camera's
+IMAGE0_HISTORY = "image0_history"  # [B, H + n, 3, h, w]: the wrist's img_{t-3} … img_t, then the n frames to predict
+FRAME_TOKENS = "frame_tokens"  # int64 [B, H + n, L], optional: the codes of these frames, where they are known already
+MASK_SUFFIX = "_mask"  # bool [B] under a picture's name with it: whether there is one
+ACTION_IS_PAD = "action_is_pad"  # bool [B, K]: which steps of an action chunk lie after the episode's end
+MEMORY_STATE = "memory_state"  # [layers, B, hidden] before the batch's first step
+
+# The streams of a driver's observation, and what a waypoint policy keeps of it in `sample`.
+CAMERA = "camera"  # uint8 [B, 3, h, w]
+MOTION = "motion"  # [B, M]: the vehicle's own movement, and how far the one ahead is
+SFT_OFFSET = "sft_offset"  # [B, K, 2]: metres by which the supervised policy's waypoints are wrong in this episode
+LATENT = "latent"  # [B, Z]: what the frozen encoder made of the observation
+SFT_WAYPOINTS = "sft_waypoints"  # [B, K, 2]: the supervised policy's waypoints, with the episode's error
+
 NEXT_OBSERVATION = (NEXT, OBSERVATION)  # the true final one at an episode's end, never the one after a reset
 NEXT_MEMORY = (NEXT, MEMORY)
 NEXT_REWARD = (NEXT, REWARD)
 NEXT_TERMINATED = (NEXT, TERMINATED)
 NEXT_TRUNCATED = (NEXT, TRUNCATED)
 NEXT_NUM_STEPS = (NEXT, NUM_STEPS)
+NEXT_REWARD_TERMS = (NEXT, REWARD_TERMS)
 # V(next observation) where a segment of a rollout ends without the next row following it: at a truncation and at the
 # rollout's last step. Elsewhere 0. Rollouts of images then need not hold every observation twice.
 NEXT_VALUE = (NEXT, VALUE)

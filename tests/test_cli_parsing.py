@@ -18,7 +18,7 @@ from deft.config.loading import replace, resolve, write_config
 from deft.config.settings import OfflineRunConfig, RunConfig
 from deft.errors import InputError, RunError
 
-ALGORITHM_NAMES = ", ".join(ALGORITHM_SETTINGS)
+ALGORITHM_NAMES = ", ".join([*ALGORITHM_SETTINGS, *cli.WAYPOINT_TRAINING])
 
 
 @pytest.fixture

@@ -119,7 +119,11 @@ def scaled_down(arguments: list[str]) -> list[str]:
         arguments = with_flag(arguments, "eval-episodes", "2")
         return with_flag(arguments, "threads", "1")
     total = arguments[given.index("--total-timesteps") + 1] if "--total-timesteps" in given else "100000"
-    arguments = with_flag(arguments, "total-timesteps", fewer_steps(total))
+    arguments = with_flag(arguments, "total-timesteps", fewer_steps(total), "num-iterations")
+    if arguments[1] == "sac":
+        arguments = with_flag(arguments, "learning-starts", "60")
+        arguments = with_flag(arguments, "eval-episodes", "1")
+        return with_flag(arguments, "threads", "1")
     arguments = with_flag(arguments, "rollout-steps", "8", "buffer-size")
     arguments = with_flag(arguments, "eval-episodes", "2")
     return with_flag(arguments, "threads", "1")
@@ -131,7 +135,7 @@ def is_offline(arguments: list[str]) -> bool:
     for flag, name in {"--resume": "config.yaml", "--config": ""}.items():
         if flag in arguments and (file := Path(arguments[arguments.index(flag) + 1], name)).is_file():
             return re.search("^dataset:", file.read_text(), re.MULTILINE) is not None
-    return algorithm is not None and issubclass(algorithm, algorithm_settings.OfflineSettings)
+    return algorithm is not None and algorithm.LEARNS_FROM == "dataset"
 
 
 def run_command(arguments: list[str]) -> tuple[int, str]:
@@ -237,6 +241,7 @@ def anchors(page: Path) -> set[str]:
 SETTINGS_CLASSES: dict[str, tuple[str, str]] = {  # class → an algorithm whose runs have it, where it stands in a file
     "RunConfig": ("ppo", ""),
     "EnvConfig": ("ppo", "env"),
+    "CurriculumConfig": ("ppo", "env.curriculum"),
     "PolicyConfig": ("ppo", "policy"),
     "VLAConfig": ("ppo", "policy.vla_config"),
     "TrainerConfig": ("ppo", "trainer"),
@@ -447,7 +452,7 @@ def test_every_name_of_the_package_is_in_the_map() -> None:
 def test_defaults_in_the_tables_are_those_of_a_run() -> None:
     """The JSON schema that the tables are made from agrees with what a run without settings has."""
     for class_name, (algorithm, section) in SETTINGS_CLASSES.items():
-        if class_name == "VLAConfig":  # none by default
+        if class_name in ("VLAConfig", "CurriculumConfig"):  # none by default
             continue
         run = to_dict(resolve({"algorithm": algorithm}))
         values = functools.reduce(lambda part, name: part[name], filter(None, section.split(".")), run)

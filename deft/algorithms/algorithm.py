@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -20,6 +20,10 @@ class Algorithm:
     name: str
     policy: Policy
     settings: AlgorithmSettings
+    experience: ClassVar[Literal["rollout", "replay", "groups"]] = "rollout"
+    """What `update` learns from: whole rollouts, draws from all transitions so far, or groups that began alike."""
+    needs_reward_terms: ClassVar[bool] = False
+    """Whether transitions carry the reward's named terms (`schema.NEXT_REWARD_TERMS`)."""
     on_policy: bool = True
     """Whether `update` takes whole rollouts with values in them (True) or any transitions with next observations."""
     version: int = 0

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.off_policy import OffPolicy
+from deft.algorithms.off_policy import Scalars, SoftPolicy
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import CQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.actor import ContinuousActor, Encoded
 
 
-class CQL(OffPolicy):
+class CQL(SoftPolicy):
     """L_Q = TD error² + α_c · ( log Σ_i exp(Q(s, a_i) − log p_i) − Q(s, a) ), over critics.
 
     The a_i are `cql_samples` each of uniform actions (p = 0.5^A), actions of π(s) and actions of π(s'), with their
@@ -32,16 +32,9 @@ class CQL(OffPolicy):
     def __init__(self, policy: ContinuousActor, settings: CQLSettings | None = None, seed: int = 0) -> None:
         settings = settings or CQLSettings()
         device, members = policy.center.device, policy.num_members
-        start = 1.0 if settings.alpha == "auto" else max(float(settings.alpha), 1e-8)
-        self.log_alpha = nn.Parameter(torch.full((members,), math.log(start), device=device))
         self._is_cloning = torch.zeros((), dtype=torch.bool, device=device)
         self.log_factor = nn.Parameter(torch.zeros(members, device=device))
         super().__init__(policy, settings, seed)
-
-    def _actor_trains(self) -> Iterator[nn.Parameter]:
-        yield from self.policy.actor_parameters()
-        if self.settings.alpha == "auto":  # else it is fixed, from weight decay too
-            yield self.log_alpha
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from super()._critic_trains()
@@ -91,11 +84,7 @@ class CQL(OffPolicy):
         if settings.policy_warmup:  # log π(a | s) in place of min Q(s, a')
             worth = torch.where(self._is_cloning, policy.log_prob(still, action), chosen_q)
         policy_loss = (alpha * log_prob - worth).mean(-1)
-        alpha_loss = torch.zeros_like(policy_loss)
-        if settings.alpha == "auto":
-            # Towards the entropy −A:  L_α = −log α · E[log π − A]
-            alpha_loss = -self.log_alpha * (log_prob.detach() - policy.action_dim).mean(-1)
-        total = q_loss + factor_loss + policy_loss + alpha_loss
+        total = q_loss + factor_loss + policy_loss + self._alpha_loss(log_prob)
         descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
         critics.move_target(settings.tau)
         return {
@@ -148,18 +137,4 @@ class CQL(OffPolicy):
         return factor.detach() * excess, -factor * excess.detach()
 
     def _parts(self) -> dict[str, Any]:
-        return {**super()._parts(), "scalars": _Scalars(self.log_alpha, self.log_factor)}
-
-
-class _Scalars:
-    """The learned scalars, as a part with a state."""
-
-    def __init__(self, *scalars: nn.Parameter) -> None:
-        self._scalars = scalars
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {str(index): scalar.detach() for index, scalar in enumerate(self._scalars)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for index, scalar in enumerate(self._scalars):
-            scalar.data.copy_(state[str(index)])
+        return {**super()._parts(), "scalars": Scalars(self.log_alpha, self.log_factor)}

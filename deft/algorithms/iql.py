@@ -71,6 +71,7 @@ class IQL(OffPolicy):
             returns = dataset.episode_returns()
             spread = float(returns.max() - returns.min())
             if spread > 0:
+                self.policy.reward_scale.fill_(1000.0 / spread)
                 sampler.scale_rewards(1000.0 / spread)
             else:
                 log.warning(

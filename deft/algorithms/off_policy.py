@@ -1,9 +1,10 @@
-"""What IQL, CQL and TD3+BC share: critics beside a policy, one update a batch, optimizers and targets that resume."""
+"""What IQL, CQL, TD3+BC and SAC share: critics beside a policy, one update a batch, and all of it resumes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
 from deft.algorithms.optimization import FusedAdam
-from deft.config.algorithm_settings import OffPolicySettings
+from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
 from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import Dataset
 from deft.data.replay import ReplayBuffer
@@ -28,40 +29,22 @@ from deft.models.vla.loading import load_vla_model_for
 log = logging.getLogger(__name__)
 
 
-class OffPolicy(OfflineAlgorithm):
-    """A policy, critics, an optimizer for each, and the step that a subclass defines.
+class ActorAlgorithm(OfflineAlgorithm):
+    """Trains an actor of unit actions on single transitions."""
 
-    Losses are written for several members at once ([members, …], a sum over members at the end): their networks share
-    no parameter, so each gets the gradient that it would get alone.
-    """
-
-    settings: OffPolicySettings
+    settings: OfflineSettings
     policy: ContinuousActor
     distribution: str = "gaussian"
     """Which of `Actor`'s distributions the algorithm trains."""
 
-    def __init__(self, policy: ContinuousActor, settings: OffPolicySettings, seed: int = 0) -> None:
+    def __init__(self, policy: ContinuousActor, settings: OfflineSettings, seed: int = 0) -> None:
         if not isinstance(policy, ContinuousActor):
             raise InputError(f"{self.name} trains an actor of unit actions; {type(policy).__name__} is not one")
         self.policy, self.settings = policy, settings
-        self.critics = Critics(
-            policy.num_members,
-            settings.num_critics,
-            policy.feature_dim,
-            policy.action_dim,
-            policy.hidden_sizes,
-            settings.critic_layer_norm,
-            PRECISIONS[settings.precision],
-        ).to(policy.center.device)
         self.actor_optimizer = self._optimizer(self._actor_trains(), self._actor_learning_rate())
-        self.critic_optimizer = self._optimizer(self._critic_trains(), settings.learning_rate)
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:
         return self.policy.actor_parameters()
-
-    def _critic_trains(self) -> Iterator[nn.Parameter]:
-        yield from self.critics.online.parameters()
-        yield from self.policy.encoder_parameters()
 
     def _actor_learning_rate(self) -> float:
         return self.settings.learning_rate
@@ -104,6 +87,68 @@ class OffPolicy(OfflineAlgorithm):
             for block in sampler.observations():
                 self.policy.observe({schema.OBSERVATION: block})
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[str, Any]:
+        """Everything with a state beside the policy."""
+        return {"actor_optimizer": self.actor_optimizer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizers, counters, and what else has a state."""
+        parts = {name: to_cpu(part.state_dict()) for name, part in self._parts().items()}
+        return {**parts, "version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; refuses what does not fit."""
+        self._load_parts(state, self._parts())
+        self.version = state["version"]
+
+    def _load_parts(self, state: dict[str, Any], names: Iterable[str]) -> None:
+        parts = self._parts()
+        for name in names:
+            if name not in state:
+                raise InputError(f"the checkpoint has no {name}; it cannot be resumed with these settings")
+            try:
+                parts[name].load_state_dict(state[name])
+            except RuntimeError as error:
+                raise InputError(
+                    f"{name} of the checkpoint does not fit: {' '.join(str(error).split())[:200]}"
+                ) from error
+
+
+class OffPolicy(ActorAlgorithm):
+    """A policy, critics, an optimizer for each, and the step that a subclass defines.
+
+    Losses are written for several members at once ([members, …], a sum over members at the end): their networks share
+    no parameter, so each gets the gradient that it would get alone.
+    """
+
+    settings: OffPolicySettings
+
+    def __init__(self, policy: ContinuousActor, settings: OffPolicySettings, seed: int = 0) -> None:
+        super().__init__(policy, settings, seed)
+        self.critics = Critics(
+            policy.num_members,
+            settings.num_critics,
+            policy.feature_dim,
+            policy.action_dim,
+            policy.hidden_sizes,
+            settings.critic_layer_norm,
+            PRECISIONS[settings.precision],
+        ).to(policy.center.device)
+        self.critic_optimizer = self._optimizer(self._critic_trains(), settings.learning_rate)
+
+    def _critic_trains(self) -> Iterator[nn.Parameter]:
+        yield from self.critics.online.parameters()
+        yield from self.policy.encoder_parameters()
+
+    def _parts(self) -> dict[str, Any]:
+        return {"critics": self.critics, **super()._parts(), "critic_optimizer": self.critic_optimizer}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take the critics out of the state of another off-policy algorithm."""
+        self._load_parts(state, ("critics",))
+
     # -- pieces of a step ----------------------------------------------------------------------------------------------
 
     def _read(self, batch: Mapping[Any, Any]) -> tuple[Encoded, Tensor, Encoded, Tensor, Tensor]:
@@ -112,36 +157,53 @@ class OffPolicy(OfflineAlgorithm):
         with torch.no_grad():
             next_state = self.policy.encode(batch[schema.NEXT_OBSERVATION])
             action = self.policy.to_unit(batch[schema.ACTION])
-            reward, terminated = batch[schema.NEXT_REWARD], batch[schema.NEXT_TERMINATED]
+            reward, discount = batch[schema.NEXT_REWARD], batch.get(schema.DISCOUNT)
+            if discount is None:
+                gamma = self.settings.gamma
+                discount = gamma - gamma * batch[schema.NEXT_TERMINATED]
             if action.ndim == 2:  # one member
-                action, reward, terminated = action.unsqueeze(0), reward.unsqueeze(0), terminated.unsqueeze(0)
-            gamma = self.settings.gamma
-            return state, action, next_state, reward, gamma - gamma * terminated
+                action, reward, discount = action.unsqueeze(0), reward.unsqueeze(0), discount.unsqueeze(0)
+            return state, action, next_state, reward, discount
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _parts(self) -> dict[str, Any]:
-        """Everything with a state beside the policy."""
-        return {
-            "critics": self.critics,
-            "actor_optimizer": self.actor_optimizer,
-            "critic_optimizer": self.critic_optimizer,
-        }
+class SoftPolicy(OffPolicy):
+    """An off-policy algorithm whose policy is paid for entropy, with a temperature α that is learned or fixed."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Critics, targets, optimizers and counters."""
-        parts = {name: to_cpu(part.state_dict()) for name, part in self._parts().items()}
-        return {**parts, "version": self.version}
+    settings: Any
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; refuses what does not fit."""
-        for name, part in self._parts().items():
-            if name not in state:
-                raise InputError(f"the checkpoint has no {name}; it cannot be resumed with these settings")
-            try:
-                part.load_state_dict(state[name])
-            except RuntimeError as error:
-                raise InputError(
-                    f"{name} of the checkpoint does not fit: {' '.join(str(error).split())[:200]}"
-                ) from error
-        self.version = state["version"]
+    def __init__(self, policy: ContinuousActor, settings: Any, seed: int = 0) -> None:
+        start = 1.0 if settings.alpha == "auto" else max(float(settings.alpha), 1e-8)
+        self.log_alpha = nn.Parameter(torch.full((policy.num_members,), math.log(start), device=policy.center.device))
+        super().__init__(policy, settings, seed)
+
+    @property
+    def target_entropy(self) -> float:
+        """The entropy that a learned temperature holds: minus the action dims."""
+        return -float(self.policy.action_dim)
+
+    def _actor_trains(self) -> Iterator[nn.Parameter]:
+        yield from self.policy.actor_parameters()
+        if self.settings.alpha == "auto":  # else it is fixed, from weight decay too
+            yield self.log_alpha
+
+    def _alpha_loss(self, log_prob: Tensor) -> Tensor:
+        """L_α = −log α · E[log π + target entropy], a value for each member."""
+        if self.settings.alpha != "auto":
+            return torch.zeros_like(self.log_alpha)
+        return -self.log_alpha * (log_prob.detach() + self.target_entropy).mean(-1)
+
+
+class Scalars:
+    """Learned scalars, as a part of an algorithm with a state."""
+
+    def __init__(self, *scalars: nn.Parameter) -> None:
+        self._scalars = scalars
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Their values, numbered."""
+        return {str(index): scalar.detach() for index, scalar in enumerate(self._scalars)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse."""
+        for index, scalar in enumerate(self._scalars):
+            scalar.data.copy_(state[str(index)])

@@ -125,8 +125,9 @@ class PPO(Algorithm):
 
     def _normalize_reward(self, reward: Tensor, done: Tensor, discount: Tensor | float) -> Tensor:
         normalizer = self.policy.reward_normalizer
-        if normalizer is None:
-            return reward
+        if normalizer is None:  # an actor's value may have learned from scaled rewards
+            scale = getattr(self.policy, "reward_scale", None)
+            return reward if scale is None else reward * scale.to(reward.device)
         if self.running_return is None or self.running_return.shape != reward.shape[1:]:
             self.running_return = torch.zeros_like(reward[0])
         returns, self.running_return = returns_so_far(reward, done, discount, self.running_return)
@@ -194,6 +195,8 @@ class PPO(Algorithm):
         losses, gradients = self._losses({name: value.detach() for name, value in scored.items()}, minibatch)
         self.optimizer.zero_gradients()
         names = [name for name in gradients if scored[name].requires_grad]
+        if self.version < self.settings.value_warmup:
+            names = ["value"]
         torch.autograd.backward([scored[name] for name in names], [gradients[name] for name in names])
         losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
         return losses

@@ -18,6 +18,8 @@ from deft.config.validation import (
     settings,
 )
 
+DEFAULT_GROUPS = 8  # of GRPO, where neither num_envs nor groups_per_iteration is given
+
 
 @settings
 class AlgorithmSettings:
@@ -25,6 +27,8 @@ class AlgorithmSettings:
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
     """Other names that the documents give to these settings; accepted in files and as flags."""
+    LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "rollouts"
+    """Which kind of run it is: in an environment, by rollouts or from a replay buffer, or on a dataset."""
 
     learning_rate: Positive = 3e-4
     """Adam's step size."""
@@ -32,6 +36,10 @@ class AlgorithmSettings:
     """Discount."""
     batch_size: Count = 64
     """Transitions in a minibatch (steps times sequences, with memory)."""
+
+    def copies(self, num_envs: int) -> int:
+        """How many environments a run steps together, where `env.num_envs` says this."""
+        return num_envs
 
 
 @settings
@@ -78,8 +86,75 @@ class PPOSettings(AlgorithmSettings):
     """Steps of a training sequence, for policies with memory."""
     adam_epsilon: Positive = 1e-5
     """Adam's epsilon."""
+    value_warmup: NonNegativeInt = 0
+    """Updates at the start that train the value alone, for a policy that comes without a good one."""
     compile: Switch = False
     """Compile the update with torch.compile."""
+
+
+@settings
+class GRPOSettings(AlgorithmSettings):
+    """Group relative policy optimization."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "lr": "learning_rate",
+        "discount_gamma": "gamma",
+        "ppo_epochs": "n_epochs",
+        "ppo_clip_range": "clip_range",
+        "clip_epsilon": "clip_range",
+    }
+
+    gamma: Fraction = 1.0
+    """Discount of an episode's return; 1: its plain sum."""
+    batch_size: Count = 256
+    """Transitions in a minibatch (steps times sequences, with memory)."""
+    group_size: Count = 4
+    """Episodes that start from one state and are compared with each other."""
+    groups_per_iteration: Count | None = None
+    """Groups of an iteration; None: as many as `num_envs` holds at once, 8 where that is not given."""
+    max_resamples: NonNegativeInt = 1
+    """Rounds of further groups in an iteration, while too few groups have a spread of return; 0: none."""
+    advantage: Literal["outcome", "process"] = "outcome"
+    """`outcome`: the episode's return, for all its steps; `process`: the return from each step on, against the other
+    members at the same step."""
+    normalize_std: Switch = True
+    """Divide by the group's standard deviation; off: subtract its mean alone (Dr. GRPO)."""
+    reward_weights: dict[str, Number] = Field(default_factory=dict)
+    """Weights of the reward's named terms, each normalised in its group first (one not named: 1); empty: the reward."""
+    n_epochs: Count = 4
+    """Passes over the groups of an iteration."""
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """How far the probability ratio may fall below 1, and rise above it where `clip_range_high` is not given."""
+    clip_range_high: Positive | None = None
+    """How far the ratio may rise above 1 (clip-higher)."""
+    kl_coef: NonNegative = 0.1
+    """Weight of the KL divergence from the reference, the policy at the start; 0: no reference is kept."""
+    reference_update_interval: Count | None = None
+    """Iterations after which the reference becomes the policy of then; None: it stays."""
+    ratio: Literal["step", "token"] = "step"
+    """One ratio for each decision of the policy, or for each token that it reports (dims, steps of a chunk)."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    max_grad_norm: Positive | None = 0.5
+    """Gradient clipping."""
+    target_kl: Positive | None = None
+    """Stop the epochs of an update when the approximate KL from the policy that acted passes 1.5 times this."""
+    learning_rate_schedule: Literal["constant", "linear"] = "constant"
+    """`linear` goes to 0 at the end of training."""
+    sequence_length: Count = 64
+    """Steps of a training sequence, for policies with memory."""
+    adam_epsilon: Positive = 1e-5
+    """Adam's epsilon."""
+
+    @model_validator(mode="after")
+    def _a_group_compares(self) -> GRPOSettings:
+        if self.group_size < 2:
+            raise ValueError(f"group_size {self.group_size}: a group compares at least 2 episodes")
+        return self
+
+    def copies(self, num_envs: int) -> int:
+        """All the groups of an iteration at once, where the number of environments is left at its default."""
+        return self.group_size * (self.groups_per_iteration or DEFAULT_GROUPS) if num_envs == 1 else num_envs
 
 
 @settings
@@ -87,6 +162,7 @@ class OfflineSettings(AlgorithmSettings):
     """The base of the algorithms that learn from a dataset."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"lr": "learning_rate", "discount_gamma": "gamma"}
+    LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "dataset"
 
     batch_size: Count = 256
     """Transitions (or windows) in a batch."""
@@ -167,6 +243,65 @@ class TD3BCSettings(OffPolicySettings):
 
 
 @settings
+class SFTSettings(OfflineSettings):
+    """Supervised fine-tuning (behaviour cloning)."""
+
+    loss: Literal["log_prob", "mse"] = "log_prob"
+    """`log_prob`: the likelihood of the data's actions, so that the deviation is learned too; `mse`: squared error."""
+
+
+@settings
+class SACSettings(OffPolicySettings):
+    """Soft actor-critic."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {**OfflineSettings.ALIASES, "utd_ratio": "updates_per_step"}
+    LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "replay"
+
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay (AdamW)."""
+    buffer_size: Count = 1_000_000
+    """Transitions that the replay buffer holds; the oldest go first."""
+    learning_starts: NonNegativeInt = 10_000
+    """Env steps before the first update."""
+    random_steps: NonNegativeInt | None = None
+    """Env steps of uniformly random actions at the start; None: `learning_starts`, or 0 for a policy that was given."""
+    alpha: Literal["auto"] | NonNegative = "auto"
+    """Entropy temperature: learned towards `target_entropy`, or fixed."""
+    target_entropy: Literal["auto"] | Number = "auto"
+    """Entropy of the policy's unit actions that `alpha: auto` holds; `auto`: minus the action dims."""
+    train_freq: Count = 1
+    """Steps of every environment between two turns of learning."""
+    updates_per_step: Positive = 1.0
+    """Updates for each env step collected (the update-to-data ratio)."""
+    n_step: Count = 1
+    """Rewards that a target sums before it trusts the critics."""
+    policy_delay: Count = 1
+    """Critic updates for each policy update."""
+    critic_warmup: NonNegativeInt = 0
+    """Updates at the start that train the critics alone."""
+    target_critics: Count | None = None
+    """Of how many critics, drawn anew at each update, the target takes the smallest value; None: of all."""
+    keep_critics: Switch = True
+    """With `model_path`: start from the critics of that run too, where it has any."""
+    prior_data: str | None = None
+    """A dataset that every batch is mixed with."""
+    prior_fraction: Fraction = 0.5
+    """Which part of a batch it gives."""
+    random_shift: NonNegativeInt = 4
+    """Pixels by which images are shifted at random in a batch; 0: not at all."""
+    compile: Switch = False
+    """Compile the update with torch.compile."""
+    capture: Literal["auto", "on", "off"] = "auto"
+    """Record the update as one CUDA graph and replay it; `auto`: on a GPU."""
+
+    @model_validator(mode="after")
+    def _subset_fits(self) -> SACSettings:
+        if self.target_critics is not None and self.target_critics > self.num_critics:
+            raise ValueError(f"target_critics {self.target_critics} is more than num_critics {self.num_critics}")
+        return self
+
+
+@settings
 class DTSettings(OfflineSettings):
     """Decision Transformer."""
 
@@ -215,8 +350,11 @@ class DTSettings(OfflineSettings):
 
 ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "ppo": PPOSettings,
+    "grpo": GRPOSettings,
+    "sac": SACSettings,
     "iql": IQLSettings,
     "cql": CQLSettings,
     "td3-bc": TD3BCSettings,
     "dt": DTSettings,
+    "sft": SFTSettings,
 }

@@ -30,6 +30,10 @@ _NAMES = {
     "env.id": "env",
     "env.kwargs": "env_kwargs",
     "env.timeout": "env_timeout",
+    "env.curriculum.levels": "curriculum_levels",
+    "env.curriculum.at_steps": "curriculum_at_steps",
+    "env.curriculum.success_rate": "curriculum_success_rate",
+    "env.curriculum.window": "curriculum_window",
     "policy.name": "policy",
     "policy.vla_config.model_class": "vla_model_class",
     "policy.vla_config.model_path": "vla_model_path",
@@ -86,6 +90,8 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
     taken: set[str] = set()
     groups = []
     for prefix, cls in sections:
+        if prefix.startswith("policy.actor"):  # another run's, taken over with its weights
+            continue
         flags = []
         for flag in class_flags(cls, prefix):
             if flag.path == "algorithm.name":  # the command's first word
@@ -96,7 +102,8 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
             flags.append(dataclasses.replace(flag, name=name, aliases=others))
         title = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}.get(prefix, prefix.rpartition(".")[2])
         groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
-    order = ("dataset", "env", algorithm.replace("-", "_"), "policy", "vla_config", "trainer", "logging", "run")
+    own = algorithm.replace("-", "_")
+    order = ("dataset", "env", "curriculum", own, "policy", "vla_config", "trainer", "logging", "run")
     return sorted((group for group in groups if group.flags), key=lambda group: order.index(group.title))
 
 

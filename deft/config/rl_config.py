@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import ArgsKwargs
 
-from deft.config.algorithm_settings import ALGORITHM_SETTINGS, PPOSettings
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, GRPOSettings, PPOSettings
 from deft.config.flags import run_flags
-from deft.config.loading import resolve, set_path
-from deft.config.settings import EnvConfig, LoggingConfig, PolicyConfig, RunConfig, TrainerConfig
+from deft.config.loading import resolve, set_path, to_dict
+from deft.config.settings import CurriculumConfig, EnvConfig, LoggingConfig, PolicyConfig, RunConfig, TrainerConfig
 from deft.config.validation import (
     Count,
     Fraction,
@@ -65,6 +66,17 @@ class RLConfig:
     learning_starts: NonNegativeInt = 10_000
     tau: Fraction = 0.005
 
+    # GRPO
+    group_size: Count = GRPOSettings.group_size
+    groups_per_iteration: Count | None = GRPOSettings.groups_per_iteration
+    max_resamples: NonNegativeInt = GRPOSettings.max_resamples
+    advantage: Literal["outcome", "process"] = GRPOSettings.advantage
+    normalize_std: Switch = GRPOSettings.normalize_std
+    kl_coef: NonNegative = GRPOSettings.kl_coef
+    clip_range_high: Positive | None = GRPOSettings.clip_range_high
+    reference_update_interval: Count | None = GRPOSettings.reference_update_interval
+    ratio: Literal["step", "token"] = GRPOSettings.ratio
+
     # Logging
     log_freq: NonNegativeInt = TrainerConfig.log_freq
     eval_freq: NonNegativeInt = TrainerConfig.eval_freq
@@ -93,6 +105,8 @@ class RLConfig:
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     env_timeout: Positive = EnvConfig.timeout
     restart_workers: NonNegativeInt = EnvConfig.restart_workers
+    reward_weights: dict[str, Number] = Field(default_factory=dict)
+    curriculum: CurriculumConfig | None = EnvConfig.curriculum
 
     # Policy
     hidden_sizes: tuple[Count, ...] = PolicyConfig.hidden_sizes
@@ -117,20 +131,39 @@ class RLConfig:
     # Output
     output_dir: str | None = "./output/online_rl"
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_what_is_given(cls, given: Any, make: Any) -> Any:
+        """An algorithm's own default holds where the user said nothing, and not where the default was written out."""
+        names = frozenset(given.kwargs or ()) if isinstance(given, ArgsKwargs) else _given(given)
+        made = make(given)
+        object.__setattr__(made, "_given", names)
+        return made
+
     def to_run_config(self, env: str | None = None) -> RunConfig:
         """The same settings as a `RunConfig`, for the environment with this id (by default the default one)."""
         mapping: dict[str, Any] = {"algorithm": {"name": self.algorithm}}
-        paths = _paths(self.algorithm) if self.algorithm in ALGORITHM_SETTINGS else {}
+        paths, defaults = _paths(self.algorithm) if self.algorithm in ALGORITHM_SETTINGS else {}, RLConfig()
         for name in setting_names(RLConfig)[1:] if paths else ():  # an algorithm that is not there: `resolve` tells
             value = getattr(self, name)
-            if name in paths:
-                set_path(mapping, paths[name], value)
-            elif value != getattr(RLConfig, name):
+            changed = value != getattr(defaults, name)
+            if name == "curriculum":  # a section, not a flag
+                if changed:
+                    set_path(mapping, "env.curriculum", to_dict(value))
+            elif name in paths:
+                if changed or name in _given(self) or not paths[name].startswith("algorithm.cfg."):
+                    set_path(mapping, paths[name], value)
+            elif changed:
                 advice = "a rollout's length is rollout_steps" if name == "buffer_size" else "leave it out"
                 raise InputError(f"{name}: {shown(value)} is given, but {self.algorithm} has no such setting; {advice}")
         if env is not None:
             set_path(mapping, "env.id", env)
         return resolve(mapping)
+
+
+def _given(config: Any) -> frozenset[str]:
+    """The settings that were written out when this object was made."""
+    return getattr(config, "_given", frozenset())
 
 
 _REPLAY = ("buffer_size", "learning_starts", "tau")

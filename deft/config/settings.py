@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
-from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, OfflineSettings
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.validation import (
     Count,
+    Fraction,
     NonNegative,
     NonNegativeInt,
     Number,
@@ -23,6 +25,40 @@ from deft.config.validation import (
     settings,
     shown,
 )
+
+DEFAULT_CURRICULUM_STEPS = (10_000, 50_000)
+
+
+@settings
+class CurriculumConfig:
+    """Levels of difficulty, one after another: the environment's `set_difficulty(level)` is called with each."""
+
+    levels: tuple[str | int | Number, ...] = ("easy", "medium", "hard")
+    """What `set_difficulty` is given, easiest first."""
+    at_steps: tuple[Count, ...] | None = None
+    """Env steps at which the second, third, … level begins; by default 10000 and 50000, for three levels."""
+    success_rate: Fraction | None = None
+    """In place of `at_steps`: the next level begins when this share of the last `window` episodes succeeded."""
+    window: Count = 100
+    """Episodes at the present level that `success_rate` is counted over."""
+
+    @model_validator(mode="after")
+    def _levels_have_one_end(self) -> CurriculumConfig:
+        if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels):
+            raise ValueError(f"levels: at least two different ones are needed, not {shown(list(self.levels))}")
+        if self.success_rate is not None:
+            if self.at_steps is not None:
+                raise ValueError("give at_steps or success_rate, one of them")
+            return self
+        if self.at_steps is None and len(self.levels) == len(DEFAULT_CURRICULUM_STEPS) + 1:
+            object.__setattr__(self, "at_steps", DEFAULT_CURRICULUM_STEPS)  # not checked again
+        steps = self.at_steps or ()
+        if len(steps) != len(self.levels) - 1 or any(first >= second for first, second in pairwise(steps)):
+            raise ValueError(
+                f"at_steps: {len(self.levels)} levels need {len(self.levels) - 1} growing numbers of steps, not "
+                f"{shown(list(steps))}; or give success_rate"
+            )
+        return self
 
 
 @settings
@@ -45,6 +81,10 @@ class EnvConfig:
     """Seconds that one step may take before the environment counts as hung (`process` vectors and VLA mode)."""
     restart_workers: NonNegativeInt = 3
     """How often in a row a worker process that hangs or dies is replaced, losing its episodes; 0: it ends the run."""
+    reward_weights: dict[str, Number] = Field(default_factory=dict)
+    """Weights of the reward's named terms: the reward becomes their weighted sum. A term not named has weight 1."""
+    curriculum: CurriculumConfig | None = None
+    """Levels of difficulty that the environment goes through; None: it stays as it is."""
 
 
 @settings
@@ -59,12 +99,57 @@ class VLAConfig:
     """Passed to the model's constructor."""
 
 
+def check_vla_config(policy: Any) -> None:
+    """Refuse a VLA policy without its model, and a model without a VLA policy."""
+    if policy.name == "vla" and policy.vla_config is None:
+        raise ValueError("name 'vla' needs vla_config with at least model_class")
+    if policy.name != "vla" and policy.vla_config is not None:
+        raise ValueError(f"vla_config is given but name is '{policy.name}'; write name 'vla' or leave it out")
+
+
+@settings
+class ActorConfig:
+    """The policy, and the shape of its critics."""
+
+    chunk_length: ClassVar[int] = 1  # these policies decide one step at a time
+
+    name: Literal["actor", "vla"] = "actor"
+    """A network from scratch, or a VLA model."""
+    hidden_dim: Count = 256
+    """Width of the hidden layers of actor, value and critics."""
+    num_layers: Count = 2
+    """Hidden layers."""
+    encoder_dim: Count = 256
+    """Width of the features that the image encoder gives."""
+    log_std_init: Number = 0.0
+    """Log standard deviation of a Gaussian policy at the start."""
+    normalize_observation: Switch = True
+    """Scale vector observations by the dataset's mean and deviation; saved with the policy."""
+    vla_config: VLAConfig | None = None
+    """The model behind `name: vla`."""
+
+    @model_validator(mode="after")
+    def _vla_config_goes_with_vla(self) -> ActorConfig:
+        check_vla_config(self)
+        return self
+
+
+@settings
+class OnlineActorConfig(ActorConfig):
+    """The policy that learns from a replay buffer, and the shape of its critics."""
+
+    distribution: Literal["tanh_gaussian", "gaussian"] = "tanh_gaussian"
+    """`tanh_gaussian`: squashed, its deviation depends on the state; `gaussian`: as IQL and TD3+BC train it."""
+    normalize_observation: Switch = False
+    """Scale vector observations by mean and deviation before learning starts; saved with the policy."""
+
+
 @settings
 class PolicyConfig:
     """What is trained."""
 
-    name: Literal["actor_critic", "vla"] = "actor_critic"
-    """A network from scratch, or a VLA model behind `VLAPolicy`."""
+    name: Literal["actor_critic", "vla", "actor"] = "actor_critic"
+    """A network from scratch, a VLA model behind `VLAPolicy`, or the actor of another run (`model_path`)."""
     hidden_sizes: tuple[Count, ...] = (64, 64)
     """Hidden layers of the actor and of the critic."""
     activation: Literal["tanh", "relu", "elu", "gelu", "silu"] = "tanh"
@@ -87,35 +172,23 @@ class PolicyConfig:
     """Checked against the environment where given."""
     vla_config: VLAConfig | None = None
     """The model behind `name: vla`."""
+    actor: OnlineActorConfig | None = None
+    """The network behind `name: actor`; taken from the run that `model_path` names."""
 
     @model_validator(mode="after")
     def _vla_config_goes_with_vla(self) -> PolicyConfig:
         check_vla_config(self)
+        if (self.name == "actor") != (self.actor is not None):
+            raise ValueError("name 'actor' and the section actor go together; --model-path RUN sets both")
         return self
 
 
-def check_vla_config(policy: Any) -> None:
-    """Refuse a VLA policy without its model, and a model without a VLA policy."""
-    if policy.name == "vla" and policy.vla_config is None:
-        raise ValueError("name 'vla' needs vla_config with at least model_class")
-    if policy.name != "vla" and policy.vla_config is not None:
-        raise ValueError(f"vla_config is given but name is '{policy.name}'; write name 'vla' or leave it out")
-
-
 @settings
-class TrainerConfig:
-    """Who runs the loop, for how long, and what is written when."""
+class LoopConfig:
+    """How long to train in an environment, and what is written when."""
 
-    buffer_size: Count = 2048
-    """Steps of a rollout, for each environment."""
-    buffer_type: Literal["standard", "vla"] = "standard"
-    """`standard`: collect, train, clear. `vla`: a background collector writes while the main thread trains."""
     total_timesteps: Count = 1_000_000
     """Env steps in all."""
-    iterations: Count | None = None
-    """Rollouts in all; where given, in place of `total_timesteps`."""
-    max_staleness: NonNegativeInt = 1
-    """VLA mode: how many versions older than the learner's the acting weights may be. 0 equals standard mode."""
     eval_freq: NonNegativeInt = 5_000
     """Env steps between evaluations; 0: none."""
     eval_episodes: Count = 10
@@ -128,6 +201,20 @@ class TrainerConfig:
     """How many of the latest to keep, besides the best."""
     video_freq: NonNegativeInt = 0
     """Env steps between videos of an evaluation episode; 0: none."""
+
+
+@settings
+class TrainerConfig(LoopConfig):
+    """Who runs the loop, for how long, and what is written when."""
+
+    buffer_size: Count = 2048
+    """Steps of a rollout, for each environment."""
+    buffer_type: Literal["standard", "vla"] = "standard"
+    """`standard`: collect, train, clear. `vla`: a background collector writes while the main thread trains."""
+    iterations: Count | None = None
+    """Rollouts in all; where given, in place of `total_timesteps`."""
+    max_staleness: NonNegativeInt = 1
+    """VLA mode: how many versions older than the learner's the acting weights may be. 0 equals standard mode."""
 
 
 @settings
@@ -209,6 +296,14 @@ class RunConfig(RunSettings):
 
 
 @settings
+class ReplayRunConfig(RunConfig):
+    """One run in an environment that learns from a replay buffer."""
+
+    policy: OnlineActorConfig = Field(default_factory=OnlineActorConfig)  # type: ignore[assignment]
+    trainer: LoopConfig = Field(default_factory=LoopConfig)  # type: ignore[assignment]
+
+
+@settings
 class DatasetConfig:
     """What is learned from."""
 
@@ -234,33 +329,6 @@ class EvaluationEnvConfig:
     """Passed to the environment's constructor."""
     max_episode_steps: Count | None = None
     """A time limit in place of the environment's own."""
-
-
-@settings
-class ActorConfig:
-    """The policy, and the shape of its critics."""
-
-    chunk_length: ClassVar[int] = 1  # these policies decide one step at a time
-
-    name: Literal["actor", "vla"] = "actor"
-    """A network from scratch, or a VLA model."""
-    hidden_dim: Count = 256
-    """Width of the hidden layers of actor, value and critics."""
-    num_layers: Count = 2
-    """Hidden layers."""
-    encoder_dim: Count = 256
-    """Width of the features that the image encoder gives."""
-    log_std_init: Number = 0.0
-    """Log standard deviation of a Gaussian policy at the start."""
-    normalize_observation: Switch = True
-    """Scale vector observations by the dataset's mean and deviation; saved with the policy."""
-    vla_config: VLAConfig | None = None
-    """The model behind `name: vla`."""
-
-    @model_validator(mode="after")
-    def _vla_config_goes_with_vla(self) -> ActorConfig:
-        check_vla_config(self)
-        return self
 
 
 @settings
@@ -300,8 +368,8 @@ class OfflineRunConfig(RunSettings):
 
 
 def run_class(algorithm_class: type[AlgorithmSettings]) -> Any:
-    """The class of a run's settings (`RunConfig` or `OfflineRunConfig`), by its algorithm's."""
-    return OfflineRunConfig if issubclass(algorithm_class, OfflineSettings) else RunConfig
+    """The class of a run's settings, by its algorithm's."""
+    return {"rollouts": RunConfig, "replay": ReplayRunConfig, "dataset": OfflineRunConfig}[algorithm_class.LEARNS_FROM]
 
 
 @settings
@@ -392,6 +460,8 @@ class PlayConfig:
 MOVED_SETTINGS: dict[str, str] = {
     "trainer.rollout_steps": "trainer.buffer_size",
     "algorithm.cfg.rollout_steps": "trainer.buffer_size",
+    "trainer.num_iterations": "trainer.iterations",
+    "algorithm.cfg.num_iterations": "trainer.iterations",
     "trainer.batch_size": "algorithm.cfg.batch_size",
 }
 

@@ -9,6 +9,12 @@ from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep
 
 gymnasium.register(id="deft/Reach-v0", entry_point="deft.envs.reach:ReachEnv", max_episode_steps=50)
 gymnasium.register(id="deft/Tabletop-v0", entry_point="deft.envs.tabletop.env:TabletopEnv", max_episode_steps=150)
+gymnasium.register(
+    id="deft/Driving-v0",
+    entry_point="deft.envs.driving.env:DrivingEnv",
+    vector_entry_point="deft.envs.driving.env:DrivingVectorEnv",
+    max_episode_steps=150,
+)
 gymnasium.register(id="deft/F1Teacher-v0", entry_point="deft.envs.f1:TeacherEnv")
 gymnasium.register(id="deft/F1Student-v0", entry_point="deft.envs.f1:StudentEnv")
 gymnasium.register(id="deft/ManiSkill-v0", entry_point="deft.envs.maniskill:ManiSkillEnv")

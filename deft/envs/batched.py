@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,14 @@ from deft.errors import InputError
 class BatchedVectorEnv(VectorEnv):
     """A vector environment around one that steps in batches; counts its episodes."""
 
-    def __init__(self, num_envs: int, observation_layout: ObservationLayout, action_layout: ActionLayout) -> None:
-        super().__init__(num_envs, observation_layout, action_layout)
+    def __init__(
+        self,
+        num_envs: int,
+        observation_layout: ObservationLayout,
+        action_layout: ActionLayout,
+        reward_terms: Sequence[str] = (),
+    ) -> None:
+        super().__init__(num_envs, observation_layout, action_layout, reward_terms=reward_terms)
         self._rows = np.arange(num_envs)
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)

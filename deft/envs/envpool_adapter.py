@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,13 @@ class EnvPoolVectorEnv(BatchedVectorEnv):
         self._settings = {**settings, "max_episode_steps": min(self._max_episode_steps + 1, _LARGEST_LIMIT)}
         self._pool: Any = None
 
-    def reset(self, seed: int | None = None) -> Observation:
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
         """Start an episode in every environment; a seed needs a new pool, for envpool takes it when it is made."""
+        if seed is not None and not isinstance(seed, int | np.integer):
+            raise InputError("envpool cannot reset each environment with a seed of its own; use env.vector: sync")
         if self._pool is None or seed is not None:
             self.close()
-            first = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+            first = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else int(seed)
             self._pool = self._envpool.make_gymnasium(self._env_id, seed=first % 2**31, **self._settings)
         arrays = self._next_arrays()
         with warnings.catch_warnings():

@@ -19,6 +19,7 @@ from deft.envs.history import History, executed_action, prediction_pair
 from deft.envs.robot_world import EXPLORATION, RobotWorld, TaskConfig
 from deft.envs.state import StateObstacle, restore_state, save_state
 from deft.envs.tabletop.control import PADDED_SIZE, pad_action
+from deft.envs.vector import env_reward_terms
 from deft.errors import InputError, RunError
 
 PHASES = ("teacher", "student")
@@ -107,6 +108,13 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     def world(self) -> gymnasium.Env:
         """The simulated world behind the histories."""
         return self._world.env
+
+    @property
+    def reward_terms(self) -> tuple[str, ...]:
+        """Names of the reward's parts: the world's, or the teacher's where it names them."""
+        if self.teacher_policy is not None:
+            return tuple(getattr(self.teacher_policy, "reward_terms", ()))
+        return env_reward_terms(self.world)
 
     @property
     def instruction(self) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -12,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from deft.envs.batched import BatchedVectorEnv
-from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, one_line
+from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, one_line, reward_term_names
 from deft.errors import DeftError, InputError, RunError
 
 
@@ -28,15 +29,19 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
                 '(gymnasium.make_vec(..., vector_kwargs={"autoreset_mode": ...})), or pass a list of environments'
             )
         super().__init__(
-            env.num_envs, ObservationLayout(env.single_observation_space), ActionLayout(env.single_action_space)
+            env.num_envs,
+            ObservationLayout(env.single_observation_space),
+            ActionLayout(env.single_action_space),
+            _reward_terms(env),
         )
         self._env = env
         self._closed = False
 
-    def reset(self, seed: int | None = None) -> Observation:
-        """Start an episode in every environment; environment i gets `seed + i`."""
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
         arrays = self._next_arrays()
-        observation, _ = self._env.reset(seed=seed)
+        seeds: Any = seed if seed is None or isinstance(seed, int | np.integer) else self._env_seeds(seed)
+        observation, _ = self._env.reset(seed=seeds)
         self._observation_layout.write_batch(observation, arrays.observation, self._rows)
         self._forget()
         self._started = True
@@ -57,13 +62,15 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
         self._observation_layout.write_batch(observation, arrays.observation, self._rows)
         done_index = np.flatnonzero(arrays.terminated | arrays.truncated)
         running = ~(arrays.terminated | arrays.truncated)
-        self._add_terms(infos, running)  # of an environment that ended, `infos` has what its reset said
+        self._add_terms(
+            infos, running, arrays.reward_terms
+        )  # of an environment that ended, `infos` has what its reset said
         if not len(done_index):
             return self._result(arrays, [])
         if "final_obs" not in infos or not infos["_final_obs"][done_index].all():
             raise RunError('the vector environment ended an episode without info["final_obs"]')
         final_infos = infos.get("final_info", {})
-        self._add_terms(final_infos, ~running)
+        self._add_terms(final_infos, ~running, arrays.reward_terms)
         episodes = []
         for index in done_index.tolist():
             self._observation_layout.write(infos["final_obs"][index], self._final, index)
@@ -73,7 +80,8 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
             )
         return self._result(arrays, episodes)
 
-    def _add_terms(self, infos: dict[str, Any], mask: np.ndarray) -> None:
+    def _add_terms(self, infos: dict[str, Any], mask: np.ndarray, rows: np.ndarray | None) -> None:
+        """Add the terms of the environments in `mask` to their episodes', and write them into the step's rows."""
         if "raw_reward" in infos:
             raise InputError("deft.envs.ActionChunk does not work inside a gymnasium vector environment; pass a list")
         terms = infos.get("reward_terms", {})
@@ -82,6 +90,12 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
                 for index in np.flatnonzero(mask & terms[f"_{name}"]).tolist():
                     sums = self._terms[index]
                     sums[name] = sums.get(name, 0.0) + float(values[index])
+        if rows is None or not mask.any():
+            return
+        for column, name in enumerate(self.reward_terms):
+            if name not in terms or not terms[f"_{name}"][mask].all():
+                raise RunError(f"the vector environment names the reward term {name!r}, but a step's info has none")
+            rows[mask, column] = terms[name][mask]
 
     def state_obstacle(self) -> str:
         """One line on what keeps the state from being saved."""
@@ -104,6 +118,17 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
         if not self._closed:
             self._closed = True
             self._env.close()
+
+
+def _reward_terms(env: gymnasium.vector.VectorEnv) -> tuple[str, ...]:
+    """The names that the vector environment declares, or the environments in it."""
+    if hasattr(env, "reward_terms"):
+        return reward_term_names(env.reward_terms)
+    try:  # asked first: a worker of AsyncVectorEnv ends where an attribute is missing
+        is_declared = all(env.call("has_wrapper_attr", "reward_terms"))  # type: ignore[attr-defined]
+        return reward_term_names(env.get_attr("reward_terms")[0]) if is_declared else ()  # type: ignore[attr-defined]
+    except AttributeError:  # one that has no environments to call
+        return ()
 
 
 def _entry(infos: dict[str, Any], name: str, index: int) -> Any:

@@ -17,10 +17,11 @@ from functools import partial
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from deft.config.settings import EnvConfig
 from deft.envs.chunk import ActionChunk
+from deft.envs.reward_weights import weigh
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, one_line
 from deft.errors import DeftError, InputError
@@ -28,6 +29,7 @@ from deft.errors import DeftError, InputError
 SHORT_NAMES = {
     "reach": "deft/Reach-v0",
     "tabletop": "deft/Tabletop-v0",
+    "driving": "deft/Driving-v0",
     "f1-teacher": "deft/F1Teacher-v0",
     "f1-student": "deft/F1Student-v0",
     "maniskill": "deft/ManiSkill-v0",
@@ -44,6 +46,31 @@ _EXTRAS = {
 }
 # Packages that bring the environments of a namespace, as `module:` in front of the id.
 _NAMESPACES = {"ALE": ("ale_py", "gymnasium[atari]")}
+# Packages that register environments when they are imported, by those environments' names without version: the
+# package's ids work without `module:`.
+_HIGHWAY = ("highway_env", "deft[highway]")
+_PACKAGES = dict.fromkeys(
+    (
+        "exit",
+        "highway",
+        "highway-fast",
+        "intersection",
+        "intersection-multi-agent",
+        "lane-keeping",
+        "merge",
+        "parking",
+        "parking-ActionRepeat",
+        "parking-parked",
+        "racetrack",
+        "racetrack-large",
+        "racetrack-oval",
+        "roundabout",
+        "roundabout-generic",
+        "two-way",
+        "u-turn",
+    ),
+    _HIGHWAY,
+)
 
 
 def make_env(
@@ -63,16 +90,22 @@ def make_vector_env(
 
         if chunk_length > 1:
             raise InputError("env.vector: envpool cannot run action chunks; use sync or process, or chunk_length 1")
-        return EnvPoolVectorEnv(
+        pool = EnvPoolVectorEnv(
             SHORT_NAMES.get(config.id, config.id),
             count,
             num_threads=config.num_workers,
             max_episode_steps=config.max_episode_steps,
             kwargs=config.kwargs,
         )
+        return weigh(pool, config.reward_weights)
     if config.vector == "gpu":
         return _make_on_gpu(config, count, chunk_length)
-    function = partial(_build, _find_spec(config), config, None, chunk_length, gamma)
+    spec = _find_spec(config)
+    if config.vector == "sync" and chunk_length == 1:
+        native = _native_vector_class(spec)
+        if native is not None:
+            return _make_native(native, spec, config, count)
+    function = partial(_build, spec, config, None, chunk_length, gamma)
     if config.vector == "process":
         from deft.envs.process import ProcessVectorEnv
 
@@ -85,6 +118,28 @@ def make_vector_env(
     return SerialVectorEnv([function] * count)
 
 
+def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
+    """The class that steps all copies at once, where the spec's `vector_entry_point` is one of Deft's kind."""
+    if spec.vector_entry_point is None or spec.additional_wrappers:
+        return None
+    with contextlib.suppress(ImportError, AttributeError):  # another library's, which the environment may not need
+        entry = spec.vector_entry_point
+        creator: Any = load_env_creator(entry) if isinstance(entry, str) else entry
+        if isinstance(creator, type) and issubclass(creator, VectorEnv):
+            return creator
+    return None
+
+
+def _make_native(creator: type[VectorEnv], spec: EnvSpec, config: EnvConfig, num_envs: int) -> VectorEnv:
+    kwargs: dict[str, Any] = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs, **config.kwargs}
+    if config.max_episode_steps is not None:
+        kwargs["max_episode_steps"] = config.max_episode_steps
+    try:
+        return weigh(creator(num_envs, **kwargs), config.reward_weights)
+    except TypeError as error:
+        raise InputError(f"env.kwargs {config.kwargs} do not fit {spec.id}: {one_line(error)}") from error
+
+
 def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorEnv:
     """All copies in one simulation, where an environment has that."""
     if SHORT_NAMES.get(config.id, config.id) != SHORT_NAMES["maniskill"]:
@@ -94,7 +149,8 @@ def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorE
     from deft.envs.maniskill import ManiSkillVectorEnv
 
     try:
-        return ManiSkillVectorEnv(num_envs, max_episode_steps=config.max_episode_steps, **config.kwargs)
+        env = ManiSkillVectorEnv(num_envs, max_episode_steps=config.max_episode_steps, **config.kwargs)
+        return weigh(env, config.reward_weights)
     except TypeError as error:
         raise InputError(f"env.kwargs {config.kwargs} do not fit {config.id}: {one_line(error)}") from error
 
@@ -178,7 +234,7 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
         raise InputError(f"env.kwargs {kwargs} do not fit {spec.id}: {message}") from error
     except Exception as error:
         raise InputError(f"environment {spec.id} with env.kwargs {kwargs} cannot be made: {one_line(error)}") from error
-    return _chunked(env, chunk_length, gamma)
+    return _chunked(weigh(env, config.reward_weights), chunk_length, gamma)
 
 
 def _find_spec(config: EnvConfig) -> EnvSpec:
@@ -190,6 +246,8 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
             importlib.import_module(module)
         except ImportError as error:
             raise InputError(f"env.id {env_id!r}: module {module!r} cannot be imported: {one_line(error)}") from error
+    elif name not in gymnasium.registry:
+        _import_package(name)
     try:
         spec = copy.deepcopy(gymnasium.spec(name))
     except gymnasium.error.Error:
@@ -200,10 +258,27 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     return spec
 
 
+def _import_package(env_id: str) -> None:
+    """Import the package that registers this id, where one is known for it."""
+    package = _PACKAGES.get(_without_version(env_id))
+    if package is None:
+        return
+    module, extra = package
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        reason = "is not installed" if getattr(error, "name", None) == module else f"cannot be used: {one_line(error)}"
+        raise InputError(f'env.id: {env_id} needs {module}, which {reason}: pip install "{extra}"') from error
+
+
+def _without_version(env_id: str) -> str:
+    return re.sub(r"-v\d+$", "", env_id)
+
+
 def _versions(env_id: str) -> list[str]:
     """The registered ids that differ from this one in the version alone, oldest first."""
-    name = re.sub(r"-v\d+$", "", env_id)
-    found = [spec for spec in gymnasium.registry.values() if re.sub(r"-v\d+$", "", spec.id) == name]
+    name = _without_version(env_id)
+    found = [spec for spec in gymnasium.registry.values() if _without_version(spec.id) == name]
     return [spec.id for spec in sorted(found, key=lambda spec: spec.version or 0)]
 
 

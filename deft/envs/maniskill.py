@@ -12,7 +12,7 @@ import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
@@ -154,10 +154,10 @@ class ManiSkillVectorEnv(BatchedVectorEnv):
         )
         self._closed = False
 
-    def reset(self, seed: int | None = None) -> Observation:
-        """Start an episode in every environment; environment i gets `seed + i`."""
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
+        seeds = None if seed is None else self._env_seeds(seed)
         arrays = self._next_arrays()
-        seeds = None if seed is None else [seed + index for index in range(self.num_envs)]
         raw, _ = self._world.env.reset(seed=seeds, options={})
         self._write(raw, arrays.observation, self._rows)
         self._forget()

@@ -46,6 +46,7 @@ from deft.envs.vector import (
     VectorStep,
     allocate_arrays,
     check_same_spaces,
+    env_reward_terms,
     one_line,
     wrapper_attribute,
 )
@@ -186,7 +187,9 @@ class ProcessVectorEnv(VectorEnv):
         self._timeout = timeout
         self._most_restarts = restart_workers
         self._num_restarts = 0
-        self._seed: int | None = None
+        self._seed: int | Sequence[int] | None = None
+        self._calls: dict[str, tuple[Any, ...]] = {}
+        """What `call` has set on the environments, by method: new workers are told again."""
         self._request = 0
         self._failure: str | None = None
         self._shared: _Shared | None = None
@@ -216,7 +219,7 @@ class ProcessVectorEnv(VectorEnv):
                 ) from error
         descriptions = self._ask_once("make", [(worker.functions, worker.first_env) for worker in self._workers])
         for worker, other in zip(self._workers, descriptions, strict=True):
-            for kind in ("observation_space", "action_space"):
+            for kind in ("observation_space", "action_space", "reward_terms"):
                 if other[kind] != descriptions[0][kind]:
                     raise InputError(
                         f"environment {worker.first_env} has {kind} {other[kind]}, "
@@ -225,8 +228,9 @@ class ProcessVectorEnv(VectorEnv):
         observation_layout = ObservationLayout(descriptions[0]["observation_space"])
         action_layout = ActionLayout(descriptions[0]["action_space"])
         num_envs, num_workers = len(env_functions), len(self._workers)
+        reward_terms = descriptions[0]["reward_terms"]
         count = _Arena()
-        allocate_arrays(observation_layout, num_envs, count.allocate)
+        allocate_arrays(observation_layout, num_envs, count.allocate, len(reward_terms))
         _allocate_shared(action_layout, num_envs, num_workers, count.allocate)
         try:
             os.ftruncate(self._memory_file, count.size)
@@ -240,6 +244,7 @@ class ProcessVectorEnv(VectorEnv):
             descriptions[0]["action_mask"],
             descriptions[0]["chunk_length"],
             arena.allocate,
+            reward_terms,
         )
         self._shared = _allocate_shared(action_layout, num_envs, num_workers, arena.allocate)
         self._shared.stepping[:] = [worker.first_env for worker in self._workers]
@@ -251,11 +256,12 @@ class ProcessVectorEnv(VectorEnv):
         """The process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
-    def reset(self, seed: int | None = None) -> Observation:
-        """Start an episode in every environment; environment i gets `seed + i`."""
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
+        seeds = self._env_seeds(seed)
         arrays = self._next_arrays()
         self._seed = seed
-        self._ask("reset", [(self._current, self._seeds(worker, seed)) for worker in self._workers])
+        self._ask("reset", [(self._current, seeds[worker.rows]) for worker in self._workers])
         self._start_anew()
         return arrays.observation
 
@@ -282,6 +288,8 @@ class ProcessVectorEnv(VectorEnv):
         for worker in workers:
             rows = worker.rows
             arrays.reward[rows], arrays.terminated[rows], arrays.truncated[rows] = 0.0, False, True
+            if arrays.reward_terms is not None:
+                arrays.reward_terms[rows] = 0.0
             if self.chunk_length > 1:
                 arrays.num_steps[rows] = 0
             for name, stream in _streams(self._final).items():
@@ -309,8 +317,11 @@ class ProcessVectorEnv(VectorEnv):
         return next((reply for reply in self._ask_all("state_obstacle") if reply is not None), None)
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a method on every environment."""
-        return [value for reply in self._ask_all("call", name, *args) for value in reply]
+        """Call a method on every environment. A new worker's environments get the last call of every `set_…` too."""
+        values = [value for reply in self._ask_all("call", name, *args) for value in reply]
+        if name.startswith("set_"):
+            self._calls[name] = args
+        return values
 
     def render(self, index: int = 0) -> np.ndarray | None:
         """A picture of one environment; None where it was made without a render mode."""
@@ -339,10 +350,6 @@ class ProcessVectorEnv(VectorEnv):
         self._started = True
         for worker in self._workers:
             worker.has_lost_episodes = False
-
-    def _seeds(self, worker: _Worker, seed: int | None) -> list[int | None]:
-        """A seed for each environment of a worker."""
-        return [None if seed is None else seed + index for index in range(worker.rows.start, worker.rows.stop)]
 
     def _share(self, worker: _Worker) -> tuple[int, int, int, int]:
         return worker.number, self.num_envs, len(self._workers), self._memory_size
@@ -432,19 +439,25 @@ class ProcessVectorEnv(VectorEnv):
     def _prepare_new(self, workers: list[_Worker], into: int) -> dict[_Worker, str]:
         """Have new workers make and reset their environments; says what befell those that did not come so far."""
         self._num_restarts += 1
-        seed = self._seed
-        if seed is not None:  # another one for every restart, the same in a run that is repeated
-            seed = int(np.random.SeedSequence([seed, self._num_restarts]).generate_state(1)[0]) >> 2
+        seed = None
+        if self._seed is not None:  # another one for every restart, the same in a run that is repeated
+            given = [self._seed] if isinstance(self._seed, int | np.integer) else self._seed
+            seed = int(np.random.SeedSequence([*given, self._num_restarts]).generate_state(1)[0]) >> 2
+        seeds = self._env_seeds(seed)
         steps: list[tuple[str, Callable[[_Worker], tuple[Any, ...]]]] = [
             ("make", lambda worker: (worker.functions, worker.first_env)),
             ("share", self._share),
-            ("reset", lambda worker: (into, self._seeds(worker, seed))),
+            *(("call", lambda worker, call=call: call) for call in self._settings_made()),
+            ("reset", lambda worker: (into, seeds[worker.rows])),
         ]
         failures: dict[_Worker, str] = {}
         for command, arguments in steps:
             asked = {worker: arguments(worker) for worker in workers if worker not in failures}
             failures |= self._exchange(command, asked, max(START_TIMEOUT, self._timeout))[1]
         return failures
+
+    def _settings_made(self) -> list[tuple[Any, ...]]:
+        return [(name, *args) for name, args in self._calls.items()]
 
     def _busy_env(self, worker: _Worker) -> int:
         return worker.first_env if self._shared is None else int(self._shared.stepping[worker.number])
@@ -531,6 +544,7 @@ class _WorkerEnvs:
         self._slots: list[EnvSlot] = []
         self._layout: ObservationLayout
         self._action_layout: ActionLayout
+        self._reward_terms: tuple[str, ...] = ()
         self._arrays: tuple[StepArrays, StepArrays]
         self._final: Observation
         self._actions: np.ndarray
@@ -545,17 +559,19 @@ class _WorkerEnvs:
         self._layout = ObservationLayout(envs[0].observation_space)
         self._action_layout = ActionLayout(envs[0].action_space)
         self._slots = [EnvSlot(env, first_env + index, self._layout) for index, env in enumerate(envs)]
+        self._reward_terms = env_reward_terms(envs[0])
         return {
             "observation_space": self._layout.space,
             "action_space": self._action_layout.space,
             "action_mask": wrapper_attribute(envs[0], "action_mask"),
             "chunk_length": wrapper_attribute(envs[0], "chunk_length", 1),
+            "reward_terms": self._reward_terms,
         }
 
     def share(self, number: int, num_envs: int, num_workers: int, size: int) -> None:
         """Open the shared memory, with the same arrays in it as the parent's."""
         arena = _Arena(mmap.mmap(self._memory_file, size))
-        self._arrays, self._final = allocate_arrays(self._layout, num_envs, arena.allocate)
+        self._arrays, self._final = allocate_arrays(self._layout, num_envs, arena.allocate, len(self._reward_terms))
         shared = _allocate_shared(self._action_layout, num_envs, num_workers, arena.allocate)
         self._actions = shared.actions[self._first_env : self._first_env + len(self._slots)]
         self._stepping = shared.stepping[number : number + 1]

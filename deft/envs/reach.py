@@ -97,6 +97,7 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
         self.image_size = image_size
         self.render_mode = render_mode
         self.reward = reward
+        self.reward_terms = ("success", *(("distance", "control", "wrong_target") if reward == "dense" else ()))
         self.num_targets = num_targets
 
         self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)

@@ -20,6 +20,7 @@ from deft.envs.vector import (
     VectorEnv,
     VectorStep,
     check_same_spaces,
+    env_reward_terms,
     wrapper_attribute,
 )
 from deft.errors import InputError
@@ -42,6 +43,7 @@ class SerialVectorEnv(VectorEnv):
             ActionLayout(made[0].action_space),
             wrapper_attribute(made[0], "action_mask"),
             wrapper_attribute(made[0], "chunk_length", 1),
+            reward_terms=env_reward_terms(made[0]),
         )
         self._slots = [EnvSlot(env, index, self._observation_layout) for index, env in enumerate(made)]
         self._closed = False
@@ -51,11 +53,12 @@ class SerialVectorEnv(VectorEnv):
         """The environments themselves."""
         return [slot.env for slot in self._slots]
 
-    def reset(self, seed: int | None = None) -> Observation:
-        """Start an episode in every environment; environment i gets `seed + i`."""
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
+        seeds = self._env_seeds(seed)
         arrays = self._next_arrays()
-        for slot in self._slots:
-            slot.reset(None if seed is None else seed + slot.index, arrays)
+        for slot, own in zip(self._slots, seeds, strict=True):
+            slot.reset(own, arrays)
         self._started = True
         return arrays.observation
 

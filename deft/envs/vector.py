@@ -8,8 +8,9 @@ it. Observations become rows of arrays (`ObservationLayout`), actions what one e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import gymnasium
@@ -66,6 +67,9 @@ class VectorStep:
     lost_index: np.ndarray
     """int64: the environments whose episode was lost with their worker process, ascending. It counts as truncated at
     the last observation that was seen: the step that failed earned nothing and led nowhere."""
+    reward_terms: np.ndarray | None = None
+    """float32 [N, K]: the parts of this step's reward, columns as in `VectorEnv.reward_terms`, without weights; with
+    action chunks their sum over the chunk. None where the environment names none."""
 
 
 @dataclass(slots=True)
@@ -77,13 +81,16 @@ class StepArrays:
     terminated: np.ndarray
     truncated: np.ndarray
     num_steps: np.ndarray
+    reward_terms: np.ndarray | None
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-def allocate_step_arrays(layout: ObservationLayout, num_envs: int, allocate: Allocate = _zeros) -> StepArrays:
+def allocate_step_arrays(
+    layout: ObservationLayout, num_envs: int, allocate: Allocate = _zeros, num_terms: int = 0
+) -> StepArrays:
     """New arrays for one step of `num_envs` environments, from `allocate` (in shared memory, for worker processes)."""
     return StepArrays(
         observation=layout.allocate(num_envs, allocate),
@@ -91,15 +98,17 @@ def allocate_step_arrays(layout: ObservationLayout, num_envs: int, allocate: All
         terminated=allocate((num_envs,), np.dtype(np.bool_)),
         truncated=allocate((num_envs,), np.dtype(np.bool_)),
         num_steps=allocate((num_envs,), np.dtype(np.int64)),
+        reward_terms=allocate((num_envs, num_terms), np.dtype(np.float32)) if num_terms else None,
     )
 
 
 def allocate_arrays(
-    layout: ObservationLayout, num_envs: int, allocate: Allocate = _zeros
+    layout: ObservationLayout, num_envs: int, allocate: Allocate = _zeros, num_terms: int = 0
 ) -> tuple[tuple[StepArrays, StepArrays], Observation]:
     """The two sets of step arrays, and rows for final observations."""
-    arrays = (allocate_step_arrays(layout, num_envs, allocate), allocate_step_arrays(layout, num_envs, allocate))
-    return arrays, layout.allocate(num_envs, allocate)
+    first = allocate_step_arrays(layout, num_envs, allocate, num_terms)
+    second = allocate_step_arrays(layout, num_envs, allocate, num_terms)
+    return (first, second), layout.allocate(num_envs, allocate)
 
 
 # ---------------------------------------------------------------------------------------------------- observations
@@ -312,6 +321,17 @@ def wrapper_attribute(env: gymnasium.Env, name: str, default: Any = None) -> Any
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
 
 
+def reward_term_names(declared: Any) -> tuple[str, ...]:
+    """An attribute `reward_terms` as names; () where it is none, or something else of that name."""
+    is_declaration = isinstance(declared, list | tuple) and all(isinstance(name, str) for name in declared)
+    return tuple(declared) if is_declaration else ()
+
+
+def env_reward_terms(env: gymnasium.Env) -> tuple[str, ...]:
+    """The names of the reward's terms that an environment declares."""
+    return reward_term_names(wrapper_attribute(env, "reward_terms", ()))
+
+
 def describe_env(env: gymnasium.Env, index: int) -> str:
     """Which environment, for error messages."""
     return f"environment {index} ({env.spec.id if env.spec is not None else type(env.unwrapped).__name__})"
@@ -326,6 +346,8 @@ class EnvSlot:
         self.name = describe_env(env, index)
         self._layout = layout
         self._is_chunked = wrapper_attribute(env, "chunk_length", 1) > 1
+        self._term_names = env_reward_terms(env)
+        self._pick_terms = itemgetter(*self._term_names) if self._term_names else None
         self._episode_return = 0.0
         self._length = 0
         self._terms: dict[str, float] = {}
@@ -357,8 +379,9 @@ class EnvSlot:
             self._length += 1
             self._episode_return += reward
         if "reward_terms" in info:
-            for name, value in info["reward_terms"].items():
-                self._terms[name] = self._terms.get(name, 0.0) + float(value)
+            self._take_terms(info["reward_terms"], arrays)
+        elif self._term_names:
+            raise RunError(f'{self.name} names its reward_terms, but a step\'s info has no "reward_terms"')
         if not (terminated or truncated):
             self._write(observation, arrays.observation)
             return None
@@ -373,6 +396,21 @@ class EnvSlot:
         )
         self._begin(arrays)
         return episode
+
+    def _take_terms(self, terms: Mapping[str, float], arrays: StepArrays) -> None:
+        """Add the terms of a step to the episode's, and write those that are declared into this row."""
+        sums = self._terms
+        for name, value in terms.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+        if arrays.reward_terms is None or self._pick_terms is None:
+            return
+        try:
+            arrays.reward_terms[self.index] = self._pick_terms(terms)
+        except KeyError as error:
+            raise RunError(f"{self.name} names the reward term {error}, but a step's info has none") from error
+        if len(terms) != len(self._term_names):
+            other = ", ".join(sorted(terms.keys() - set(self._term_names)))
+            raise RunError(f"{self.name} reports reward terms that its attribute reward_terms does not name: {other}")
 
     def get_state(self, arrays: StepArrays) -> dict[str, Any]:
         """All that this environment's future depends on, as plain data."""
@@ -458,6 +496,8 @@ class VectorEnv(ABC):
     """bool [A]: which of the padded action dims are real; from the environment's attribute of that name."""
     chunk_length: int
     """Env steps that one action decides at most."""
+    reward_terms: tuple[str, ...]
+    """Names of the parts of the reward; from the environment's attribute of that name, () where it has none."""
     num_workers: int = 0
     """Processes or threads, beside this one, that step the environments."""
     notices_hangs: bool = False
@@ -471,17 +511,19 @@ class VectorEnv(ABC):
         action_mask: np.ndarray | None = None,
         chunk_length: int = 1,
         allocate: Allocate = _zeros,
+        reward_terms: Sequence[str] = (),
     ) -> None:
         self.num_envs = num_envs
         self.observation_space = observation_layout.space
         self.action_space = action_layout.space
         self.action_mask = None if action_mask is None else np.asarray(action_mask, bool)
         self.chunk_length = chunk_length
+        self.reward_terms = tuple(reward_terms)
         self._observation_layout = observation_layout
         self._action_layout = action_layout
         self._current = 0
         self._started = False
-        self._arrays, self._final = allocate_arrays(observation_layout, num_envs, allocate)
+        self._arrays, self._final = allocate_arrays(observation_layout, num_envs, allocate, len(self.reward_terms))
         for arrays in self._arrays:
             arrays.num_steps.fill(1)  # only chunks write it again
 
@@ -514,7 +556,18 @@ class VectorEnv(ABC):
             final_observation,
             episodes,
             lost_index,
+            arrays.reward_terms,
         )
+
+    def _env_seeds(self, seed: int | Sequence[int] | None) -> list[int | None]:
+        """A seed for each environment."""
+        if seed is None:
+            return [None] * self.num_envs
+        if isinstance(seed, int | np.integer):
+            return [int(seed) + index for index in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise InputError(f"reset() got {len(seed)} seeds for {self.num_envs} environments; give one to each")
+        return [int(one) for one in seed]
 
     @property
     def observation(self) -> Observation:
@@ -522,8 +575,8 @@ class VectorEnv(ABC):
         return self._arrays[self._current].observation
 
     @abstractmethod
-    def reset(self, seed: int | None = None) -> Observation:
-        """Start an episode in every environment; environment i gets `seed + i`."""
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> VectorStep:
@@ -559,8 +612,11 @@ class VectorEnv(ABC):
 
 
 def check_same_spaces(first: gymnasium.Env, other: gymnasium.Env, index: int) -> None:
-    """Refuse environments that differ in their spaces: one policy acts in all of them."""
+    """Refuse environments that differ in their spaces, or in the terms of their reward: one policy acts in all."""
     for kind in ("observation_space", "action_space"):
         expected, found = getattr(first, kind), getattr(other, kind)
         if expected != found:
             raise InputError(f"environment {index} has {kind} {found}, but environment 0 has {expected}")
+    expected, found = env_reward_terms(first), env_reward_terms(other)
+    if expected != found:
+        raise InputError(f"environment {index} has reward_terms {found}, but environment 0 has {expected}")

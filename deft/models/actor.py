@@ -47,6 +47,8 @@ class ContinuousActor(Policy):
     action_dim: int
     center: Tensor
     width: Tensor
+    reward_scale: Tensor
+    """What the rewards were multiplied by that its value, and critics, have learned from."""
 
     def set_box(self, space: gymnasium.Space) -> None:
         """Keep the Box's centre and half width; called once by the constructors."""
@@ -57,6 +59,7 @@ class ContinuousActor(Policy):
         self.action_dim = len(low)
         self.register_buffer("center", torch.as_tensor((low + high) / 2, dtype=torch.float32))
         self.register_buffer("width", torch.as_tensor(np.maximum((high - low) / 2, 1e-6), dtype=torch.float32))
+        self.register_buffer("reward_scale", torch.ones(()))
         self.is_unit = bool(np.all(low == -1) and np.all(high == 1))
 
     def to_unit(self, action: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ class Actor(ContinuousActor):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        config = config or ActorConfig()
+        self.config = config = config or ActorConfig()
         self._made_with = (observation_space, action_space, config, distribution)
         self.set_box(action_space)
         self.num_members, self.distribution = num_members, distribution

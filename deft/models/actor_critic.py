@@ -144,8 +144,12 @@ class ActorCritic(Policy):
             features = self._unroll(features, td)
             outputs = self.towers(features.flatten(0, 1))
             output, value = (part.unflatten(0, features.shape[:2]) for part in outputs)
-        log_prob, entropy = self.head.score(output, td[schema.ACTION], td.get(schema.ACTION_MASK, None))
-        return {"log_prob": log_prob, "entropy": entropy, "value": value.squeeze(-1)}
+        action, mask = td[schema.ACTION], td.get(schema.ACTION_MASK, None)
+        log_prob, entropy = self.head.score(output, action, mask)
+        scored = {"log_prob": log_prob, "entropy": entropy, "value": value.squeeze(-1)}
+        if self.reports_tokens:
+            scored["token_log_prob"] = self.head.token_log_prob(output, action, mask)
+        return scored
 
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation) [B], from the memory before it."""

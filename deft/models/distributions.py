@@ -32,6 +32,10 @@ class ActionHead(nn.Module):
         """Log-prob of `action`, and the entropy."""
         raise TypeError(type(self).__name__)
 
+    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
+        """The parts [..., tokens] that the log-prob of `action` is the sum of."""
+        raise TypeError(type(self).__name__)
+
 
 class GaussianHead(ActionHead):
     """A diagonal Gaussian with one learned deviation a dim, in units of the space's half width.
@@ -92,6 +96,16 @@ class GaussianHead(ActionHead):
         log_prob, entropy = self._log_prob_of_noise((unit - output) * torch.exp(-self.log_std), self._dims(mask))
         return log_prob, entropy.expand_as(log_prob)
 
+    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
+        """One token for each step of a chunk, one in all without chunks."""
+        flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
+        unit = flat if self.unit else (flat - self.center) / self.width
+        noise, dims = (unit - output) * torch.exp(-self.log_std), self._dims(mask)
+        log_scale = self.log_std if self.unit else self.log_std + self.width.log()
+        log_probs = -0.5 * noise.square() - log_scale - HALF_LOG_2PI
+        num_tokens = 1 if len(self.action_shape) == 1 else self.action_shape[0]
+        return (log_probs if dims is None else log_probs * dims).unflatten(-1, (num_tokens, -1)).sum(-1)
+
 
 class CategoricalHead(ActionHead):
     """One or several independent categoricals over concatenated logits (Discrete, MultiDiscrete).
@@ -138,6 +152,12 @@ class CategoricalHead(ActionHead):
             log_probs.append(log_p.gather(-1, choice.long().unsqueeze(-1)).squeeze(-1))
             entropies.append(-(log_p.exp() * log_p).sum(-1))
         return sum(log_probs[1:], log_probs[0]), sum(entropies[1:], entropies[0])
+
+    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
+        """One token for each categorical."""
+        choices = action.long().reshape(*output.shape[:-1], len(self.sizes)).split(1, -1)
+        parts = zip(self._log_probs(output), choices, strict=True)
+        return torch.cat([log_p.gather(-1, choice) for log_p, choice in parts], -1)
 
 
 def action_head(space: gymnasium.Space, log_std_init: float) -> ActionHead:

@@ -65,3 +65,8 @@ class RewardNormalizer(nn.Module):
     def observe(self, discounted_return: Tensor) -> None:
         """Take discounted returns-so-far, as `returns_so_far` in `deft.algorithms.returns` gives them."""
         self.statistics.observe(discounted_return)
+
+
+def has_seen_data(module: nn.Module) -> bool:
+    """Whether a policy comes with the normalisation that it was trained with."""
+    return any(bool(part.count > 0) for part in module.modules() if isinstance(part, RunningNormalizer))

@@ -26,6 +26,8 @@ class Policy(nn.Module):
     """Whether `act` reads `schema.PREVIOUS_REWARD`."""
     chunk_length: int = 1
     """Env steps that one call of `act` decides."""
+    reports_tokens: bool = False
+    """Set by an algorithm that asks for `token_log_prob` [B, tokens] from `evaluate_actions`, where a policy has it."""
     reward_normalizer: RewardNormalizer | None
     """Scales rewards for the algorithm; a submodule, so that it is saved with the policy."""
 

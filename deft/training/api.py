@@ -11,10 +11,10 @@ import gymnasium
 from deft.config.loading import replace
 from deft.config.rl_config import RLConfig
 from deft.config.settings import RunConfig
+from deft.envs.make import make_another
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.policy import Policy
-from deft.models.vla.policy import VLAPolicy
 from deft.training.run import build_trainer
 from deft.training.trainer import Trainer
 
@@ -22,8 +22,9 @@ from deft.training.trainer import Trainer
 class OnlineTrainer:
     """Trains a policy in an environment: an id, a Gymnasium environment, several, or a vector environment.
 
-    `policy` may be a `Policy`, or a VLA model with the three methods of `VLAModelInterface`; without one, an
-    actor-critic is made for the environment's spaces.
+    `policy` may be a `Policy`, a VLA model with the three methods of `VLAModelInterface`, or any object with
+    `get_action(obs, deterministic=False)`; without one, a network is made for the environment's spaces. `critics`: for
+    SAC, the trainer that trained the policy (`IQLTrainer`, `CQLTrainer`, …), whose critics it goes on with.
     """
 
     algorithm_name: ClassVar[str]
@@ -35,6 +36,7 @@ class OnlineTrainer:
         config: RLConfig | RunConfig | None = None,
         use_wandb: bool = False,
         eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
+        critics: Any = None,
     ) -> None:
         env_id = env if isinstance(env, str) else _id_of(env)
         if config is None:
@@ -49,10 +51,14 @@ class OnlineTrainer:
             )
         if use_wandb:
             run_config = replace(run_config, **{"logging.use_wandb": True})
-        if policy is not None and not isinstance(policy, Policy):
-            policy = VLAPolicy(policy, normalize_reward=run_config.policy.normalize_reward)
-        given = None if env is None or isinstance(env, str) else env
-        self.trainer: Trainer = build_trainer(run_config, given, policy, eval_env)
+        given = None if env is None or isinstance(env, str) else self._environments(env, run_config)
+        state = None if critics is None else critics.algorithm.state_dict()
+        self.trainer: Trainer = build_trainer(run_config, given, policy, eval_env, state)
+
+    @staticmethod
+    def _environments(env: Any, config: RunConfig) -> Any:
+        """What an algorithm makes of the environment that a user gave."""
+        return env
 
     @property
     def policy(self) -> Policy:
@@ -94,6 +100,25 @@ class PPOTrainer(OnlineTrainer):
     """Proximal policy optimization."""
 
     algorithm_name = "ppo"
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Group relative policy optimization. A single environment that is given is copied for every member of a group."""
+
+    algorithm_name = "grpo"
+
+    @staticmethod
+    def _environments(env: Any, config: RunConfig) -> Any:
+        if not isinstance(env, gymnasium.Env):
+            return env
+        count = config.algorithm.cfg.copies(config.env.num_envs)
+        return [env, *(make_another(env) for _ in range(count - 1))]
+
+
+class SACTrainer(OnlineTrainer):
+    """Soft actor-critic."""
+
+    algorithm_name = "sac"
 
 
 def _id_of(env: Any) -> str | None:

@@ -11,15 +11,20 @@ from deft.algorithms.algorithm import Metrics
 WARM_UP = 3  # periods run in the ordinary way first, so that libraries allocate what they need outside the recording
 
 
-class Sampler(Protocol):
+class Source(Protocol):
     """Where batches come from."""
 
     generator: torch.Generator
-    capturable: bool
-    """Whether `sample` may be recorded: it draws on the device, and without waiting for it."""
 
     def sample(self, batch_size: int) -> Any:
         """A batch."""
+
+
+class Sampler(Source, Protocol):
+    """Batches of a dataset."""
+
+    capturable: bool
+    """Whether `sample` may be recorded: it draws on the device, and without waiting for it."""
 
     def __len__(self) -> int: ...
 
@@ -37,7 +42,7 @@ class CapturedUpdate:
     period, and schedules write into tensors (`algorithm.schedule`) between replays.
     """
 
-    def __init__(self, algorithm: Any, sampler: Sampler, batch_size: int) -> None:
+    def __init__(self, algorithm: Any, sampler: Source, batch_size: int) -> None:
         self._algorithm, self._sampler, self._batch_size = algorithm, sampler, batch_size
         self._warmed = 0
         self._graph: torch.cuda.CUDAGraph | None = None

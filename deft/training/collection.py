@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
 from deft.errors import RunError
@@ -30,24 +31,46 @@ log = logging.getLogger(__name__)
 WATCH_INTERVAL = 0.2  # seconds between looks at the clock and the stop signal while waiting
 
 
-class InlineCollection:
-    """Standard mode: collect when asked, with the learner's own weights."""
+# Saved where the environments' state is not known: on resume they start new episodes, and no half rollout is kept.
+UNKNOWN_COLLECTOR: dict[str, Any] = {"env": None, "memory": None, "started": True, "step_counts": []}
 
-    def __init__(self, collector: Collector, buffer: RolloutBuffer) -> None:
+
+class Collection:
+    """What the trainer sees: steps are gathered, then learned from, then the new weights act."""
+
+    max_rounds: int = 1
+    """How often a rollout's steps are gathered at most before an update."""
+
+    def __init__(self, collector: Collector, buffer: Any) -> None:
         self.collector = collector
         self.buffer = buffer
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
-        """Nothing runs by itself."""
+        """Called once, before the first `gather`. Nothing runs by itself."""
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
-        """Fill the buffer to `num_vector_steps`; False if `stop` came first."""
-        wanted = num_vector_steps - len(self.buffer)
-        return self.collector.collect(self.buffer, wanted, stop) == wanted
+        """Collect until `num_vector_steps` wait to be learned from; False if `stop` came first."""
+        raise TypeError(f"{type(self).__name__} does not define gather")
 
-    def batches(self, num_vector_steps: int) -> Iterator[TensorDict]:
+    def batches(self, num_vector_steps: int) -> Iterator[Any]:
         """What the algorithm learns from."""
         return self.buffer.batches(num_vector_steps)
+
+    def update(self, algorithm: Algorithm, num_vector_steps: int) -> Metrics:
+        """Let the algorithm learn from them."""
+        return algorithm.update(self.batches(num_vector_steps))
+
+    @property
+    def pending(self) -> int:
+        """Vector steps that wait to be learned from."""
+        return len(self.collector.step_counts)
+
+    def drop(self) -> int:
+        """Forget the steps that wait; how many they were."""
+        count = self.pending
+        self.buffer.clear()
+        self.collector.step_counts.clear()
+        return count
 
     def publish(self, version: int) -> None:
         """The collector acts with the learner's weights already; only their number changes."""
@@ -58,21 +81,50 @@ class InlineCollection:
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state."""
+        """The collector's state; call it while `paused`."""
         return self.collector.state_dict()
+
+    def unknown_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The states of collector and buffer to save where the environments' is not known."""
+        return UNKNOWN_COLLECTOR, {}
+
+    def load_state_dict(self, state: dict[str, Any], buffer: dict[str, Any], same_rollout: bool) -> bool:
+        """Go on from there; False where the environments' state is not known and they begin new episodes.
+
+        Without `same_rollout` a rollout has another length now, and the steps of a begun one are dropped.
+        """
+        known = self.collector.load_state_dict(state)
+        if known and buffer and not same_rollout:
+            log.warning("%d collected steps are dropped: buffer_size changed", self.pending)
+            self.collector.step_counts.clear()
+        elif known:
+            self.buffer.load_state_dict(buffer)
+        return known
 
     def close(self) -> None:
         """Nothing to stop."""
 
 
-class BackgroundCollection:
+class InlineCollection(Collection):
+    """Standard mode: collect when asked, with the learner's own weights."""
+
+    buffer: RolloutBuffer
+
+    def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
+        """Fill the buffer to `num_vector_steps`; False if `stop` came first."""
+        wanted = num_vector_steps - len(self.buffer)
+        return self.collector.collect(self.buffer, wanted, stop) == wanted
+
+
+class BackgroundCollection(Collection):
     """VLA mode: a thread writes the ring while the main thread trains."""
+
+    buffer: VLABuffer
 
     def __init__(
         self, collector: Collector, buffer: VLABuffer, learner: Policy, max_staleness: int, timeout: float
     ) -> None:
-        self.collector = collector
-        self.buffer = buffer
+        super().__init__(collector, buffer)
         self.learner = learner
         self.max_staleness = max_staleness
         self.timeout = timeout
@@ -136,10 +188,6 @@ class BackgroundCollection:
             with self._condition:
                 self._pauses -= 1
                 self._condition.notify_all()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The collector's state; call it while `paused`."""
-        return self.collector.state_dict()
 
     def close(self) -> None:
         """Stop the thread after the step under way; one that hangs is left behind and ends with the process."""

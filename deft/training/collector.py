@@ -38,10 +38,18 @@ class Collector:
 
     Where a segment of a rollout ends without its next row (truncation, the rollout's last step) the transition carries
     V(true final observation). With `next_observation=True` it carries the next observation instead, for algorithms
-    that learn from single transitions.
+    that learn from single transitions. With `reward_terms=True` it carries the reward's named terms, where the
+    environment has any.
     """
 
-    def __init__(self, env: VectorEnv, policy: Policy, seed: int = 0, next_observation: bool = False) -> None:
+    def __init__(
+        self,
+        env: VectorEnv,
+        policy: Policy,
+        seed: int = 0,
+        next_observation: bool = False,
+        reward_terms: bool = False,
+    ) -> None:
         self.env = env
         self.policy = policy
         self.seed = seed
@@ -54,8 +62,11 @@ class Collector:
         """When the environment step under way began; a watchdog in another thread reads it."""
         self.step_counts: deque[int] = deque()
         """Env steps of each vector step that was written and not yet taken by `take_step_count`."""
+        self.explore: Callable[[], np.ndarray | None] | None = None
+        """Asked before the policy: actions [N, …] to take instead of its own, or None."""
         self.device = next(iter(policy.parameters())).device
         self._next_observation = next_observation
+        self._reward_terms = reward_terms and len(env.reward_terms) > 0
         self._versions = np.zeros(env.num_envs, np.int64)
         self._no_values = np.zeros(env.num_envs, np.float32)
         self._mask: Tensor | None = None
@@ -154,6 +165,9 @@ class Collector:
         assert self._observation is not None
         row: dict[Key, Any] = {}
         _flat_observation(row, self._observation, schema.OBSERVATION)
+        if self.explore is not None and (action := self.explore()) is not None:
+            row[schema.ACTION] = action
+            return row, None
         if self._mask is None and (acted := self.policy.act_arrays(self._observation)) is not None:
             row.update(acted)
             return row, None
@@ -174,6 +188,10 @@ class Collector:
         row[schema.NEXT_TRUNCATED] = step.truncated
         if self.env.chunk_length > 1:
             row[schema.NEXT_NUM_STEPS] = step.num_steps
+        if self._reward_terms:
+            assert step.reward_terms is not None
+            self._check_finite({"reward terms": step.reward_terms})
+            row[schema.NEXT_REWARD_TERMS] = step.reward_terms
 
     def _bootstrap(self, step: VectorStep, next_memory: Tensor | None, ends_segment: bool) -> np.ndarray:
         """V(final observation) where an episode was truncated, V(next observation) at a segment's end, 0 elsewhere."""

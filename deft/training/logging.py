@@ -70,6 +70,7 @@ class RunLogger:
     ) -> None:
         self.run_dir = Path(run_dir)
         self._window: deque[tuple[float, int, bool | None]] = deque(maxlen=WINDOW)
+        self._terms: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._closed = False
         with self._writing(), ExitStack() as resources:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -104,12 +105,19 @@ class RunLogger:
         """Share of successes in the last 100 episodes; None where the environment does not report success."""
         return _mean([success for _, _, success in self._window if success is not None])
 
+    @property
+    def mean_terms(self) -> dict[str, float]:
+        """Means of the episodes' sums of the reward's named terms, over the last 100 that had any."""
+        names = sorted({name for terms in self._terms for name in terms})
+        return {name: sum(terms.get(name, 0.0) for terms in self._terms) / len(self._terms) for name in names}
+
     def log_metrics(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Write the metrics of an update under the names given, with the window's means as `rollout/…`."""
         rollout = {
             "rollout/mean_reward": self.mean_reward,
             "rollout/mean_length": self.mean_length,
             "rollout/success_rate": self.success_rate,
+            **{f"rollout/term_{name}": mean for name, mean in self.mean_terms.items()},
         }
         values = {name: value for name, value in rollout.items() if value is not None} | _to_floats(metrics)
         with self._writing():
@@ -129,6 +137,7 @@ class RunLogger:
         }
         if episode.terms:
             values["terms"] = episode.terms
+            self._terms.append(dict(episode.terms))
         with self._writing():
             self._write_line("episode", step, values)
 
@@ -146,6 +155,10 @@ class RunLogger:
         self._progress.latest = (step, shown)
         if time.monotonic() >= self._progress.next_draw:
             self._progress.draw(self.mean_reward)
+
+    def expect(self, total_timesteps: int) -> None:
+        """How many steps there will be in all, where that shows only on the way."""
+        self._progress.set_total(total_timesteps)
 
     def flush(self) -> None:
         """Bring everything logged so far to disk; called with every checkpoint."""
@@ -165,10 +178,12 @@ class RunLogger:
 
     def state_dict(self) -> dict[str, Any]:
         """The window of episodes, for the checkpoint."""
-        return {"window": [list(episode) for episode in self._window]}
+        return {"window": [list(episode) for episode in self._window], "terms": [dict(terms) for terms in self._terms]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the window back, so that a resumed run's means equal an uninterrupted one's."""
+        self._terms.clear()
+        self._terms.extend(state.get("terms", ()))  # checkpoints of earlier versions have none
         self._window.clear()
         self._window.extend((episode_return, length, success) for episode_return, length, success in state["window"])
 
@@ -408,6 +423,12 @@ class _ProgressDisplay:
         self.next_draw = self._started + self._interval
         if self._bar is not None:
             self.draw(None)
+
+    def set_total(self, total_timesteps: int) -> None:
+        """Measure progress by another number of steps from now on."""
+        self._total = total_timesteps
+        if self._bar is not None:
+            self._bar.update(self._task, total=total_timesteps)
 
     def draw(self, mean_reward: float | None) -> None:
         """Show the latest step now."""

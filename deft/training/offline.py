@@ -22,7 +22,7 @@ from deft.evaluation.rollouts import film_episodes, merge_results
 from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.capture import CapturedUpdate, Sampler
-from deft.training.compute import choose_threads, is_small, torch_threads
+from deft.training.compute import choose_threads, is_small, set_precision, torch_threads
 from deft.training.evaluator import Evaluator
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger, logged_evaluations
@@ -86,8 +86,7 @@ class OfflineTrainer:
         self._captured: CapturedUpdate | None = None
         self._saved_step: int | None = None
         self._total = 0
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high" if algorithm.settings.precision == "tf32" else "highest")
+        set_precision(device, algorithm.settings.precision)
         can_capture = device.type == "cuda" and algorithm.capturable and sampler.capturable
         if self.settings.capture == "on" and not can_capture:
             raise InputError("capture: 'on' needs a GPU and a dataset in memory; use auto")

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.loading import replace, resolve
 from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.settings import OfflineRunConfig
@@ -74,6 +75,11 @@ class OfflineRLTrainer:
         self._source: Path | None = None
         self._trainer: OfflineTrainer | None = None
         self._loaded_from: Path | None = None
+
+    @property
+    def algorithm(self) -> OfflineAlgorithm:
+        """What trains it; there once a dataset is known."""
+        return self._started().algorithm
 
     @property
     def policy(self) -> Policy:
@@ -206,6 +212,12 @@ class TD3BCTrainer(OfflineRLTrainer):
     ) -> None:
         own = _given(alpha=alpha, noise_clip=noise_clip, policy_delay=policy_delay)
         super().__init__(obs_dim, action_dim, config, **own, **more)
+
+
+class SFTTrainer(OfflineRLTrainer):
+    """Supervised fine-tuning (behaviour cloning)."""
+
+    algorithm_name = "sft"
 
 
 class DecisionTransformerTrainer(OfflineRLTrainer):

@@ -12,11 +12,6 @@ from typing import Any
 
 import gymnasium
 
-from deft.algorithms.cql import CQL
-from deft.algorithms.decision_transformer import DecisionTransformer
-from deft.algorithms.iql import IQL
-from deft.algorithms.offline import OfflineAlgorithm
-from deft.algorithms.td3_bc import TD3BC
 from deft.config.loading import replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import load_dataset
@@ -24,11 +19,12 @@ from deft.data.datasets.dataset import Dataset, normalized_score
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
-from deft.models.normalization import RunningNormalizer
+from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_spaces
 from deft.training.offline import OfflineTrainer
+from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer
 from deft.training.run_folder import open_run_folder, place_run
@@ -36,12 +32,6 @@ from deft.training.sinks import check_extras
 from deft.training.trainer import EVALUATION_SEED
 
 log = logging.getLogger(__name__)
-OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
-    "iql": IQL,
-    "cql": CQL,
-    "td3-bc": TD3BC,
-    "dt": DecisionTransformer,
-}
 
 
 def train(config: OfflineRunConfig) -> dict[str, Any]:
@@ -95,7 +85,7 @@ def build_offline_trainer(
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
     sampler = algorithm.make_sampler(dataset, config.seed, device, int(config.dataset.cache_gb * 2**30))
-    fresh = resume_from is None and not whole and not _has_seen_data(policy)
+    fresh = resume_from is None and not whole and not has_seen_data(policy)
     algorithm.prepare(dataset, sampler, fresh)
     trainer = OfflineTrainer(
         policy,
@@ -133,11 +123,6 @@ def build_offline_policy(
     return algorithm_class.make_policy(
         observation_space, action_space, config.policy, settings, members, weights_follow
     )
-
-
-def _has_seen_data(policy: Policy) -> bool:
-    """Whether a policy that was given comes with the normalisation that it was trained with."""
-    return any(bool(part.count > 0) for part in policy.modules() if isinstance(part, RunningNormalizer))
 
 
 def _told(config: OfflineRunConfig, dataset: Dataset, env: EnvConfig | None) -> OfflineRunConfig:

@@ -13,26 +13,33 @@ from typing import Any
 import gymnasium
 
 from deft.algorithms.algorithm import Algorithm
+from deft.algorithms.grpo import GRPO
+from deft.algorithms.offline import PRECISIONS
 from deft.algorithms.ppo import PPO
+from deft.algorithms.sac import SAC
 from deft.config.loading import replace, to_dict
-from deft.config.settings import RunConfig
+from deft.config.settings import OnlineActorConfig, ReplayRunConfig, RunConfig
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
+from deft.envs.reward_weights import weigh
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
+from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
-from deft.models.vla.actor import weights_of_the_other_kind
+from deft.models.vla.actor import VLAActor, weights_of_the_other_kind
+from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
+from deft.training.handover import adopt_critics, checkpoint_folder, take_over
 from deft.training.random_state import seed_everything
 from deft.training.run_folder import open_run_folder, place_run
 from deft.training.sinks import check_extras
 from deft.training.trainer import Trainer
 
-ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"ppo": PPO}
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"sac": SAC, "ppo": PPO, "grpo": GRPO}
 EVALUATION_ENVS = 10  # copies that an evaluation plays at once
 
 
@@ -57,36 +64,49 @@ def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:
 def build_trainer(
     config: RunConfig,
     env: gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv | None = None,
-    policy: Policy | None = None,
+    policy: Any = None,
     eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
+    critics: dict[str, Any] | None = None,
 ) -> Trainer:
-    """A trainer for a config, in its run folder; environment and policy may be given instead of made."""
+    """A trainer for a config, in its run folder; environment and policy may be given instead of made.
+
+    `critics`: the state of the off-policy algorithm that trained the policy given.
+    """
     config, resume_from, replaces = place_run(config, config.env.id)
+    if resume_from is None:
+        config = take_over(config, policy)
+    fresh_policy = policy is None and config.model_path is None
     assert config.output_dir is not None
     seed_everything(config.seed)
     device = choose_device(config.device)
     check_extras(config.logging)
-    chunk_length = config.policy.chunk_length if policy is None else policy.chunk_length
+    chunk_length: int = getattr(policy, "chunk_length", config.policy.chunk_length)
     gamma = config.algorithm.cfg.gamma
     video_env: Callable[[], gymnasium.Env]
     if env is None:
+        config = replace(config, **{"env.num_envs": config.algorithm.cfg.copies(config.env.num_envs)})
         vector_env = make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
         eval_env = eval_env or _evaluation_factory(config, chunk_length)
         video_env = partial(make_env, config.env, render_mode="rgb_array")
     else:
-        vector_env = wrap(env, chunk_length=chunk_length, gamma=gamma)
-        eval_env = eval_env or partial(make_another, env)
+        weights = config.env.reward_weights
+        vector_env = wrap(weigh(env, weights), chunk_length=chunk_length, gamma=gamma)
+        eval_env = eval_env or (lambda: weigh(make_another(env), weights))
         video_env = partial(make_another, env, render_mode="rgb_array")
     try:
         if policy is None:
             policy = build_policy(config, vector_env, weights_follow=resume_from is not None)
+        policy = wrap_policy(policy, vector_env.observation_space, vector_env.action_space, config.policy, chunk_length)
         policy.to(device)
-        if config.model_path is not None:
+        if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
+        algorithm = ALGORITHMS[config.algorithm.name](policy, config.algorithm.cfg, seed=config.seed)
+        if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
+            adopt_critics(algorithm, config.model_path, critics)
         trainer = Trainer(
             policy,
             vector_env,
-            ALGORITHMS[config.algorithm.name](policy, config.algorithm.cfg, seed=config.seed),
+            algorithm,
             eval_env=eval_env,
             video_env=video_env,
             output_dir=config.output_dir,
@@ -96,6 +116,8 @@ def build_trainer(
             timeout=config.env.timeout,
             run_config=to_dict(config),
             on_start=partial(open_run_folder, config, replaces),
+            fresh_policy=fresh_policy,
+            curriculum=config.env.curriculum,
             **to_dict(config.trainer),
         )
         if resume_from is not None:
@@ -111,10 +133,25 @@ def build_policy(config: RunConfig, env: VectorEnv, weights_follow: bool = False
 
     `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
     """
+    if isinstance(config, ReplayRunConfig):
+        return _build_actor(config.policy, config.algorithm.cfg, env, weights_follow)
     _check_action_dim(config, env)
+    if config.policy.actor is not None:
+        return _build_actor(config.policy.actor, None, env, weights_follow)
     if config.policy.name == "actor_critic":
         return ActorCritic(env.observation_space, env.action_space, config.policy)
     return _build_vla_policy(config, env, weights_follow)
+
+
+def _build_actor(actor: OnlineActorConfig, settings: Any, env: VectorEnv, weights_follow: bool) -> Policy:
+    """The actor of a run that learns from a replay buffer, or that was taken over from one on a dataset."""
+    dtype = PRECISIONS["float32" if settings is None else settings.precision]
+    if actor.vla_config is not None:
+        model = load_vla_model_for(
+            actor.vla_config, env.observation_space, env.action_space, "the environment", weights_follow=weights_follow
+        )
+        return VLAActor(model, env.observation_space, env.action_space, actor, dtype)
+    return Actor(env.observation_space, env.action_space, actor, actor.distribution, dtype=dtype)
 
 
 def _build_vla_policy(config: RunConfig, env: VectorEnv, weights_follow: bool) -> VLAPolicy:
@@ -138,9 +175,9 @@ def load_policy_weights(policy: Policy, path: str | Path) -> bool:
     False where they were those of a VLA model alone, trained offline and now online or the other way round.
     """
     source = Path(path)
-    if source.is_dir():
-        best = source / checkpoint.BEST
-        source = checkpoint.find_checkpoint(best if best.exists() else source) / checkpoint.MODEL
+    folder = checkpoint_folder(source)
+    if folder is not None:
+        source = folder / checkpoint.MODEL
     elif not source.exists():
         raise InputError(f"model_path: {path} does not exist")
     weights = checkpoint.load_tensors(source)

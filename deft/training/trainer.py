@@ -19,27 +19,30 @@ import gymnasium
 import torch
 
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.config.settings import LoggingConfig, TrainerConfig
+from deft.algorithms.grpo import GRPO
+from deft.algorithms.sac import SAC
+from deft.config.settings import CurriculumConfig, LoggingConfig, TrainerConfig
 from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
 from deft.envs.make import make_another, wrap
-from deft.envs.vector import VectorEnv
+from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
 from deft.models.policy import Policy
 from deft.training import checkpoint
-from deft.training.collection import BackgroundCollection, InlineCollection
+from deft.training.collection import UNKNOWN_COLLECTOR, BackgroundCollection, Collection, InlineCollection
 from deft.training.collector import Collector
 from deft.training.compute import choose_threads, is_small, torch_threads
+from deft.training.curriculum import Curriculum
+from deft.training.group_collection import GroupCollection
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger
 from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
+from deft.training.replay_collection import ReplayCollection
 from deft.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
 EVALUATION_SEED = 10_000  # evaluations play the episodes from the run's seed plus this
-# Saved where the environments' state is not known: on resume they start new episodes, and no half rollout is kept.
-UNKNOWN_COLLECTOR: dict[str, Any] = {"env": None, "memory": None, "started": True, "step_counts": []}
 # What `Trainer.load` reads of a checkpoint's training state.
 STATE_KEYS = (
     "algorithm_name",
@@ -59,7 +62,8 @@ class Trainer:
     """Runs one algorithm on one policy in one environment; owns the loop and nothing else.
 
     `env` is a Gymnasium environment, a list of them, or a vector environment. Keywords beyond the named ones are those
-    of `TrainerConfig` (`eval_freq`, `save_freq`, `max_staleness`, …).
+    of `TrainerConfig` (`eval_freq`, `save_freq`, `max_staleness`, …). A policy that is not a `fresh_policy` knows
+    something already: it is evaluated before it trains, and takes no random actions at the start.
     """
 
     def __init__(
@@ -80,12 +84,16 @@ class Trainer:
         timeout: float = 60.0,
         run_config: dict[str, Any] | None = None,
         on_start: Callable[[], None] | None = None,
+        fresh_policy: bool = True,
+        curriculum: CurriculumConfig | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
             raise InputError(f"algorithm: {algorithm!r} is not an Algorithm; make one, such as PPO(policy)")
         if algorithm.policy is not policy:
             raise InputError("the algorithm trains another policy object than the trainer was given")
+        if algorithm.experience == "replay":
+            buffer_size = algorithm.settings.train_freq  # type: ignore[attr-defined]
         self.settings = TrainerConfig(buffer_size=buffer_size, buffer_type=buffer_type, **settings)  # type: ignore[arg-type]
         self.policy = policy
         self.algorithm = algorithm
@@ -100,6 +108,7 @@ class Trainer:
         self.logging_config = logging_config or LoggingConfig()
         self._run_config = run_config
         self._on_start = on_start
+        self._fresh_policy = fresh_policy
         self._loaded = False
         self._eval_env = eval_env if eval_env is not None else partial(make_another, env)
         self._own_eval_env: VectorEnv | None = None
@@ -109,15 +118,9 @@ class Trainer:
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._most_updates: int | None = None
-        collector = Collector(self.env, policy, seed, next_observation=not algorithm.on_policy)
-        background = self.settings.buffer_type == "vla"
-        self.collection: InlineCollection | BackgroundCollection
-        if background:
-            ring = VLABuffer(self.settings.buffer_size * max(1, self.settings.max_staleness))
-            self.collection = BackgroundCollection(collector, ring, policy, self.settings.max_staleness, timeout)
-        else:
-            self.collection = InlineCollection(collector, RolloutBuffer(self.settings.buffer_size))
-        self.threads = choose_threads(threads, self.env.num_workers, background)
+        self.collection = self._make_collection(timeout)
+        self.curriculum = None if curriculum is None else Curriculum(curriculum, self.env, self.collection.paused)
+        self.threads = choose_threads(threads, self.env.num_workers, self.settings.buffer_type == "vla")
 
     @property
     def global_step(self) -> int:
@@ -138,6 +141,8 @@ class Trainer:
             self._log = run_log
             try:
                 self._start(total)
+                if not self._fresh_policy and self.settings.eval_freq and not self.num_timesteps and not self._loaded:
+                    self._save_and_prune(self._evaluate_now(run_log))  # what it could do before
                 self._loop(total, stop, run_log)
                 self.collection.close()
                 self._record_episodes(run_log)
@@ -162,10 +167,12 @@ class Trainer:
             steps = self._rollout_steps(total)
             if not self.collection.gather(steps, self._ticking(stop, run_log)):
                 break
-            self.algorithm.progress = self.num_timesteps / total
-            metrics = self.algorithm.update(self.collection.batches(steps))
+            self.algorithm.progress = self._progress(total)
+            metrics = self.collection.update(self.algorithm, steps)
             previous = self.num_timesteps
             self.num_timesteps += self.collection.collector.take_step_count(steps)
+            if self._most_updates is not None:  # episodes and chunks may end early: the total was a bound
+                run_log.expect(round(self.num_timesteps / self.algorithm.version * self._most_updates))
             self._after_update(previous, metrics, run_log)
             self.collection.publish(self.algorithm.version)
 
@@ -191,7 +198,7 @@ class Trainer:
         with self.collection.paused():
             collector = self.collection.state_dict()
             if collector["env"] is None and collector["started"]:
-                return self._write(UNKNOWN_COLLECTOR, {}, path)
+                return self._write(*self.collection.unknown_state(), path)
             return self._write(collector, self.collection.buffer.state_dict(), path)
 
     def load(self, path: str | Path) -> None:
@@ -219,24 +226,15 @@ class Trainer:
         self.best_reward = state["best_reward"]
         reason = self.env.state_obstacle() or "the run had failed"
         if _env_settings(state.get("config")) != _env_settings(self._run_config):
-            saved, reason = UNKNOWN_COLLECTOR, "the environment's settings changed"
-        if self.collection.collector.load_state_dict(saved):
-            if state["buffer"] and state.get("rollout_steps") != self.settings.buffer_size:
-                self._drop_collected("buffer_size changed")
-            else:
-                self.collection.buffer.load_state_dict(state["buffer"])
-        else:
+            saved, reason = {**saved, **UNKNOWN_COLLECTOR}, "the environment's settings changed"
+        same_rollout = state.get("rollout_steps") == self.settings.buffer_size
+        if not self.collection.load_state_dict(saved, state["buffer"], same_rollout):
             log.warning("resumed with new episodes, unlike an uninterrupted run: no environment state (%s)", reason)
+        if self.curriculum is not None and state.get("curriculum") is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
         self._log_state = state["log"]
         self._random_state = state["random"]
         self._loaded = True
-
-    def _drop_collected(self, reason: str) -> None:
-        """Forget the steps of a rollout that was under way and can no longer be completed."""
-        step_counts = self.collection.collector.step_counts
-        log.warning("%d collected steps are dropped: %s", len(step_counts), reason)
-        self.collection.buffer.clear()
-        step_counts.clear()
 
     def close(self) -> None:
         """Free the environments."""
@@ -244,14 +242,42 @@ class Trainer:
         for env in {id(env): env for env in (self.env, self._own_eval_env) if env is not None}.values():
             env.close()
 
+    def _make_collection(self, timeout: float) -> Collection:
+        """How this algorithm's experience is gathered."""
+        algorithm, settings = self.algorithm, self.settings
+        if algorithm.experience != "rollout" and settings.buffer_type == "vla":
+            raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
+        if algorithm.experience == "groups":
+            assert isinstance(algorithm, GRPO)
+            return GroupCollection(self.env, self.policy, algorithm, self.seed, settings.buffer_size)
+        collector = Collector(
+            self.env,
+            self.policy,
+            self.seed,
+            next_observation=not algorithm.on_policy,
+            reward_terms=algorithm.needs_reward_terms,
+        )
+        if algorithm.experience == "replay":
+            assert isinstance(algorithm, SAC)
+            return ReplayCollection(collector, algorithm, self.seed, self._fresh_policy)
+        if settings.buffer_type == "vla":
+            ring = VLABuffer(settings.buffer_size * max(1, settings.max_staleness))
+            return BackgroundCollection(collector, ring, self.policy, settings.max_staleness, timeout)
+        return InlineCollection(collector, RolloutBuffer(settings.buffer_size))
+
     # -- the parts of the loop -----------------------------------------------------------------------------------------
 
     def _total(self, total_timesteps: int | None) -> int:
         if total_timesteps is not None:
             return TrainerConfig(total_timesteps=total_timesteps).total_timesteps
-        if self.settings.iterations is not None:  # an upper bound with chunks, which may end early
-            return self.settings.iterations * self.settings.buffer_size * self.env.num_envs * self.env.chunk_length
+        if self.settings.iterations is not None:  # an upper bound: chunks and episodes may end early
+            most = self.settings.buffer_size * self.env.num_envs * self.env.chunk_length * self.collection.max_rounds
+            return self.settings.iterations * most
         return self.settings.total_timesteps
+
+    def _progress(self, total: int) -> float:
+        """How much of training is done, 0 to 1."""
+        return self.num_timesteps / total if self._most_updates is None else self.algorithm.version / self._most_updates
 
     def _logging(self, total: int) -> RunLogger:
         checkpoint.clean_temporary(self.run_dir)
@@ -287,10 +313,14 @@ class Trainer:
         # With chunks the number of env steps in a rollout is known only afterwards.
         exact = self.env.chunk_length == 1
         remaining = math.ceil((total - self.num_timesteps) / self.env.num_envs) if exact else None
-        held = len(self.collection.buffer)
+        held = self.collection.pending
         whole = held % self.settings.buffer_size == 0  # its last step is a segment's end, with its bootstrap
         if held and remaining is not None and (remaining < held or (remaining == held and not whole)):
-            self._drop_collected("total_timesteps ends before their rollout does")
+            count = self.collection.drop()
+            if count:
+                log.warning("%d collected steps are dropped: total_timesteps ends before their rollout does", count)
+        if self.curriculum is not None:
+            self.curriculum.start()
         self.collection.start(self.settings.buffer_size, remaining)
 
     def _rollout_steps(self, total: int) -> int:
@@ -302,10 +332,10 @@ class Trainer:
 
     def _ticking(self, stop: StopSignal, run_log: RunLogger) -> Callable[[], bool]:
         """The stop question that a collection asks at every step, which also moves the progress bar."""
-        buffer, per_step = self.collection.buffer, self.env.num_envs * self.env.chunk_length
+        collection, per_step = self.collection, self.env.num_envs * self.env.chunk_length
 
         def tick() -> bool:
-            run_log.progress(self.num_timesteps + len(buffer) * per_step)
+            run_log.progress(self.num_timesteps + collection.pending * per_step)
             return stop()
 
         return tick
@@ -313,35 +343,45 @@ class Trainer:
     def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
         """Log, evaluate and save what is due; steps come in thousands, so crossings count, not multiples."""
         step = self.num_timesteps
-        self._record_episodes(run_log)
+        episodes = self._record_episodes(run_log)
+        if self.curriculum is not None:
+            self.curriculum.update(step, episodes)
         if crossed(previous, step, self.settings.log_freq):
             lost = self.collection.collector.num_lost_episodes
             run_log.log_metrics(step, {**metrics, "rollout/lost_episodes": lost} if lost else metrics)
         improved = False
         if crossed(previous, step, self.settings.eval_freq):
-            filming = crossed(previous, step, self.settings.video_freq)
-            results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
-            run_log.log_evaluation(step, results)
-            log.info(
-                "evaluation at %d steps: mean_reward %.4g ± %.3g", step, results["mean_reward"], results["std_reward"]
-            )
-            improved = results["mean_reward"] > self.best_reward
-            self.best_reward = max(self.best_reward, results["mean_reward"])
+            improved = self._evaluate_now(run_log, filming=crossed(previous, step, self.settings.video_freq))
         if improved or crossed(previous, step, self.settings.save_freq):
             self._last_metrics = {name: float(value) for name, value in metrics.items()}
-            folder = self.save()
-            if improved:
-                checkpoint.mark_best(self.run_dir, folder)
-            checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints)
+            self._save_and_prune(improved)
         run_log.progress(step)
 
-    def _record_episodes(self, run_log: RunLogger) -> None:
-        for episode in self.collection.collector.take_episodes():
+    def _evaluate_now(self, run_log: RunLogger, filming: bool = False) -> bool:
+        """Evaluate and write it down; whether it is the best so far."""
+        step = self.num_timesteps
+        results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
+        run_log.log_evaluation(step, results)
+        log.info("evaluation at %d steps: mean_reward %.4g ± %.3g", step, results["mean_reward"], results["std_reward"])
+        improved = bool(results["mean_reward"] > self.best_reward)
+        self.best_reward = max(self.best_reward, results["mean_reward"])
+        return improved
+
+    def _save_and_prune(self, best: bool) -> None:
+        folder = self.save()
+        if best:
+            checkpoint.mark_best(self.run_dir, folder)
+        checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints)
+
+    def _record_episodes(self, run_log: RunLogger) -> list[Episode]:
+        episodes = self.collection.collector.take_episodes()
+        for episode in episodes:
             run_log.log_episode(self.num_timesteps, episode)
+        return episodes
 
     def _unsaved(self) -> bool:
         """Whether something happened since the latest checkpoint: updates, or steps that wait for one."""
-        return len(self.collection.buffer) > 0 or not (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()
+        return self.collection.pending > 0 or not (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()
 
     def _summary(self, run_log: RunLogger, seconds: float) -> dict[str, Any]:
         return {
@@ -363,7 +403,7 @@ class Trainer:
         if self._log is not None:  # it may be what failed
             self._log_state, self._log = self._log.state_dict(), None
         try:
-            folder = self._write(UNKNOWN_COLLECTOR, {}, None)
+            folder = self._write(*self.collection.unknown_state(), None)
         except Exception as second:
             log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
         else:
@@ -388,6 +428,7 @@ class Trainer:
             "random": get_random_state(),
             "rollout_steps": self.settings.buffer_size,
             "config": self._run_config,
+            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
         }
         weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
         return checkpoint.save_checkpoint(
@@ -419,4 +460,4 @@ class Trainer:
 def _env_settings(run_config: dict[str, Any] | None) -> dict[str, Any]:
     """What of a run's settings makes its environments what they are; a saved state belongs to these alone."""
     env = (run_config or {}).get("env", {})
-    return {name: env.get(name) for name in ("id", "kwargs", "max_episode_steps")}
+    return {name: env.get(name) or None for name in ("id", "kwargs", "max_episode_steps", "reward_weights")}

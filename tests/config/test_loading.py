@@ -132,7 +132,7 @@ WRONG: list[tuple[Any, str]] = [
     (
         {"env": {"xyzzy": 1}},
         "env.xyzzy: unknown setting; one of 'id', 'num_envs', 'vector', 'num_workers', 'max_episode_steps', 'kwargs', "
-        "'timeout', 'restart_workers'",
+        "'timeout', 'restart_workers', 'reward_weights', 'curriculum'",
     ),
     ({"algorithm": {"cfg": {"gamma": 1.5}}}, "algorithm.cfg.gamma: 1.5 is out of range; must be at most 1"),
     ({"algorithm": {"cfg": {"gamma": -0.5}}}, "algorithm.cfg.gamma: -0.5 is out of range; must be at least 0"),
@@ -144,7 +144,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"algorithm": {"cfg": {"gamma": float("nan")}}}, "algorithm.cfg.gamma: nan is not a finite number"),
     ({"algorithm": {"cfg": {"gamma": True}}}, "algorithm.cfg.gamma: True is not a number"),
     ({"algorithm": {"cfg": {"compile": 1}}}, "algorithm.cfg.compile: 1 is not true or false"),
-    ({"algorithm": {"name": "sac"}}, f"algorithm.name: 'sac' is not allowed; one of {quoted(ALGORITHM_SETTINGS)}"),
+    ({"algorithm": {"name": "a2c"}}, f"algorithm.name: 'a2c' is not allowed; one of {quoted(ALGORITHM_SETTINGS)}"),
     ({"algorithm": {"name": 3}}, "algorithm.name: 3 is not text"),
     ({"algorithm": {"cfg": [1]}}, "algorithm.cfg: [1] is not a mapping of settings"),
     ({"trainer": {"buffer_type": "ring"}}, "trainer.buffer_type: 'ring' is not allowed; one of 'standard', 'vla'"),

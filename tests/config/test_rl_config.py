@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, PPOSettings
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, GRPOSettings, PPOSettings
 from deft.config.loading import replace, setting_paths, to_dict, value_at
 from deft.config.rl_config import RLConfig
-from deft.config.settings import RunConfig
+from deft.config.settings import CurriculumConfig, RunConfig
 from deft.config.validation import Count, NonNegativeInt, Positive, setting_names, settings
 from deft.errors import InputError
 
@@ -62,12 +62,17 @@ OTHER_VALUES = {
     tuple: lambda value: (32,),
     dict: lambda value: {"size": 5},
 }
+OTHER_ALGORITHMS = {
+    *("buffer_size", "learning_starts", "tau"),
+    *("group_size", "groups_per_iteration", "max_resamples", "advantage", "normalize_std", "kl_coef"),
+    *("clip_range_high", "reference_update_interval", "ratio"),
+}  # settings that PPO has not
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in setting_names(RLConfig) if name not in ("algorithm", "buffer_size", "learning_starts", "tau")],
+    [name for name in setting_names(RLConfig) if name not in ("algorithm", "curriculum", *OTHER_ALGORITHMS)],
 )
 def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
     default = getattr(RLConfig(), name)
@@ -76,6 +81,12 @@ def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
     paths = [path for path in setting_paths(PPOSettings) if value_at(before, path) != value_at(after, path)]
     assert len(paths) == 1
     assert value_at(after, paths[0]) == (list(value) if isinstance(value, tuple) else value)
+
+
+def test_a_curriculum_is_a_section_of_the_environment() -> None:
+    levels = CurriculumConfig(levels=("easy", "hard"), success_rate=0.9)
+    assert RLConfig(curriculum=levels).to_run_config().env.curriculum == levels
+    assert RLConfig().to_run_config().env.curriculum is None
 
 
 def test_the_names_of_the_documents_map_to_their_settings() -> None:
@@ -126,6 +137,16 @@ def test_the_replay_settings_go_to_an_algorithm_that_has_them(monkeypatch: pytes
         tau: Positive = 1.0
 
     monkeypatch.setitem(ALGORITHM_SETTINGS, "sac", ReplaySettings)
-    config = RLConfig(algorithm="sac", tau=0.1, rollout_steps=32).to_run_config()
-    assert config.algorithm.cfg == ReplaySettings(buffer_size=1_000_000, learning_starts=10_000, tau=0.1)
+    config = RLConfig(algorithm="sac", tau=0.1, buffer_size=1_000_000, rollout_steps=32).to_run_config()
+    # learning_starts was not given: the algorithm's own default holds, here 1. buffer_size was, though as the default.
+    assert config.algorithm.cfg == ReplaySettings(buffer_size=1_000_000, learning_starts=1, tau=0.1)
     assert config.trainer.buffer_size == 32
+
+
+def test_grpo_keeps_its_own_defaults_where_nothing_is_given() -> None:
+    config = RLConfig(algorithm="grpo", group_size=8, ppo_clip_range=0.1).to_run_config()
+    assert config.algorithm.cfg == GRPOSettings(group_size=8, clip_range=0.1)  # gamma stays GRPO's 1.0
+    written_out = RLConfig(algorithm="grpo", discount_gamma=0.99)  # PPO's default, but asked for
+    assert written_out.to_run_config().algorithm.cfg.gamma == 0.99
+    written_out.batch_size = 32
+    assert written_out.to_run_config().algorithm.cfg == GRPOSettings(gamma=0.99, batch_size=32)

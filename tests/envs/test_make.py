@@ -79,6 +79,45 @@ def test_unknown_id_gives_the_one_to_use(env_id: str, advice: str) -> None:
     assert advice in message
 
 
+MUJOCO = (
+    *("Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "InvertedDoublePendulum", "InvertedPendulum"),
+    *("Pusher", "Reacher", "Swimmer", "Walker2d"),
+)
+
+
+@pytest.mark.parametrize("name", MUJOCO)
+def test_every_old_mujoco_id_works_or_gives_the_one_to_use(name: str) -> None:
+    for version in (2, 3, 4):
+        env_id = f"{name}-v{version}"
+        try:
+            make_env(EnvConfig(id=env_id)).close()
+        except InputError as error:
+            message = str(error)
+            assert env_id in message
+            assert message.endswith(f"use {name}-v5")
+            assert "\n" not in message
+        else:
+            assert version == 4  # which Gymnasium 1.4 still has, but for Pusher
+
+
+def test_highway_ids_need_no_module() -> None:
+    pytest.importorskip("highway_env")
+    settings = {"config": {"vehicles_count": 3, "duration": 3}}
+    env = make_vector_env(EnvConfig(id="highway-fast-v0", num_envs=2, kwargs=settings))
+    assert env.reset(seed=0).shape == (2, 5, 5)  # a table: five vehicles, five numbers each
+    assert env.action_space == gymnasium.spaces.Discrete(5)
+    assert np.isfinite(env.step(np.array([0, 4])).reward).all()
+    env.close()
+    assert "use highway-v0" in refusal(id="highway-v7")
+
+
+def test_highway_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highway_env", None)
+    monkeypatch.delitem(gymnasium.registry, "merge-v0", raising=False)
+    message = refusal(id="merge-v0")
+    assert message == 'env.id: merge-v0 needs highway_env, which is not installed: pip install "deft[highway]"'
+
+
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Box2D", "jax"):
         monkeypatch.setitem(sys.modules, name, None)  # missing, whether or not it is installed

@@ -77,6 +77,36 @@ def test_episode_that_is_lost_bootstraps_from_the_last_observation_that_was_seen
     assert collector.num_lost_episodes == 1
 
 
+class Shaped(Counting):
+    """Reward step + 0.5, in two terms."""
+
+    reward_terms = ("half", "step")
+
+    def step(self, action):
+        observation, _, *ends, info = super().step(action)
+        terms = {"step": float(self.steps), "half": 0.5}
+        return observation, sum(terms.values()), *ends, {**info, "reward_terms": terms}
+
+
+def test_reward_terms_are_written_where_they_are_asked_for():
+    rollout = Collector(SerialVectorEnv([Shaped(length=2)]), Reader(), reward_terms=True).collect_steps(3)
+    assert rollout[schema.NEXT_REWARD_TERMS][:, 0].tolist() == [[0.5, 1], [0.5, 2], [0.5, 1]]
+    assert rollout[schema.NEXT_REWARD_TERMS].sum(-1).equal(rollout[schema.NEXT_REWARD])
+    for env, asked in ((Shaped(), False), (Counting(), True)):
+        rollout = Collector(SerialVectorEnv([env]), Reader(), reward_terms=asked).collect_steps(3)
+        assert schema.NEXT_REWARD_TERMS not in rollout.keys(True)
+
+
+def test_reward_terms_that_are_no_numbers_are_told():
+    class Broken(Shaped):
+        def step(self, action):
+            *rest, info = super().step(action)
+            return *rest, {"reward_terms": {**info["reward_terms"], "half": float("nan")}}
+
+    with pytest.raises(RunError, match="as its reward terms, a value that is infinite or not a number"):
+        Collector(SerialVectorEnv([Broken()]), Reader(), reward_terms=True).collect_steps(1)
+
+
 def test_termination_does_not_bootstrap():
     collector = Collector(SerialVectorEnv([Counting(length=3, terminates=True)]), Reader())
     rollout = collector.collect_steps(6)

@@ -74,6 +74,7 @@ def test_lines_of_updates_episodes_and_evaluations(tmp_path: Path) -> None:
             "rollout/mean_reward": 1.5,  # (1 + 2) / 2
             "rollout/mean_length": 20.0,  # (10 + 30) / 2
             "rollout/success_rate": 0.5,  # 1 of 2
+            "rollout/term_reach": 0.5,  # of the one episode that has it
             "train/policy_loss": 0.25,
             "train/version": 3,
         },

@@ -33,6 +33,7 @@ MAX_VELOCITY = 10.0
 
 CONTROL_WEIGHT = 0.005
 SUCCESS_REWARD = 1.0
+REWARD_TERMS = {"sparse": ("success",), "dense": ("success", "approach", "goal", "control", "wrong_object")}
 
 
 class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
@@ -105,6 +106,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self.image_size = int(image_size)
         self.cameras = tuple(name for name in CAMERAS if name in cameras)
         self.reward = reward
+        self.reward_terms = REWARD_TERMS[reward] if set(names) <= set(GOAL_TASKS) else ()
         self.randomization = DomainRandomization.from_settings(domain_randomization)
         self.scene_reset_interval = int(scene_reset_interval)
         self.num_objects = int(num_objects)

@@ -306,6 +306,15 @@ class GPTVLAModel(nn.Module):
         entropy = (0.5 + HALF_LOG_TWO_PI + self.log_std).expand_as(mean)
         return self._log_prob(mean, actions, action_mask), _sum_real_dims(entropy, action_mask), value
 
+    def evaluate_tokens(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `evaluate`, with the log-prob of each step of the chunk, [B, K]."""
+        mean, value = self._distribution_and_value(observations)
+        entropy = (0.5 + HALF_LOG_TWO_PI + self.log_std).expand_as(mean)
+        log_probs = self._log_probs(mean, actions, action_mask)
+        return log_probs.sum(2), _sum_real_dims(entropy, action_mask), value
+
     def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Mean [B, A] and log deviation [A] of what `forward` draws from; [B, K, A] and [K, A] with chunks."""
         mean, _ = self._distribution_and_value(observations)
@@ -320,12 +329,16 @@ class GPTVLAModel(nn.Module):
         return action.squeeze(1) if self.chunk_length == 1 else action
 
     def _log_prob(self, mean: Tensor, actions: Tensor, action_mask: Tensor | None) -> Tensor:
+        return self._log_probs(mean, actions, action_mask).sum((1, 2))
+
+    def _log_probs(self, mean: Tensor, actions: Tensor, action_mask: Tensor | None) -> Tensor:
+        """Of every dim of every step, [B, K, A]; 0 in padded dims."""
         actions = actions.reshape(mean.shape)
         if action_mask is not None:  # whatever stands in a padded dim must not reach the gradient either
             actions = actions.masked_fill(~action_mask.unsqueeze(1), 0.0)
         # log N(a; mu, sigma) = -((a - mu) / sigma)^2 / 2 - log sigma - log sqrt(2 pi)
         standardised = (actions - mean) * (-self.log_std).exp()
-        return _sum_real_dims(-0.5 * standardised.square() - self.log_std - HALF_LOG_TWO_PI, action_mask)
+        return _real_dims(-0.5 * standardised.square() - self.log_std - HALF_LOG_TWO_PI, action_mask)
 
     def _distribution_and_value(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
         """One pass through the trunk: mean actions [B, K, A] and value [B, 1]."""
@@ -418,8 +431,11 @@ class GPTVLAModel(nn.Module):
         return stream
 
 
+def _real_dims(values: Tensor, action_mask: Tensor | None) -> Tensor:
+    """Values [B, K, A], 0 in the dims where `action_mask` [B, A] is False."""
+    return values if action_mask is None else values.masked_fill(~action_mask.unsqueeze(1), 0.0)
+
+
 def _sum_real_dims(values: Tensor, action_mask: Tensor | None) -> Tensor:
     """Sum [B, K, A] over steps and over the dims where `action_mask` [B, A] is True."""
-    if action_mask is not None:
-        values = values.masked_fill(~action_mask.unsqueeze(1), 0.0)
-    return values.sum((1, 2))
+    return _real_dims(values, action_mask).sum((1, 2))

@@ -201,7 +201,7 @@ def _check_weights_path(path: Path) -> None:
 
 def _load_weights(model: nn.Module, path: Path) -> None:
     """Copy the file's tensors into the model; every key and every shape must fit."""
-    weights = _read_weights(path)
+    weights = read_weights(path)
     own = model.state_dict()
     shapes = [
         f"{name} is {list(weights[name].shape)} in the file and {list(own[name].shape)} in the model"
@@ -219,7 +219,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(weights)
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a weights file, by name, on the CPU."""
     try:
         if path.suffix == SAFETENSORS_SUFFIX:

@@ -94,6 +94,8 @@ class VLAPolicy(Policy):
         action = td[schema.ACTION]
         self._check_action("the stored action", action, batch)
         keywords = self._mask_keyword(td)
+        if self.reports_tokens and callable(getattr(self.model, "evaluate_tokens", None)):
+            return self._evaluate_tokens(observations, action, keywords, batch)
         if self._evaluates:
             scored = self.model.evaluate(observations, action, **keywords)
             log_prob, entropy, value = self._outputs("evaluate", 3, scored)
@@ -106,6 +108,24 @@ class VLAPolicy(Policy):
             "log_prob": self._scalar(method, "log_prob", log_prob, batch),
             "entropy": self._scalar(method, "entropy", entropy, batch),
             "value": self._value("evaluate" if self._evaluates else "get_value", value, batch),
+        }
+
+    def _evaluate_tokens(
+        self, observations: TensorDictBase, action: Tensor, keywords: dict[str, Any], batch: int
+    ) -> dict[str, Tensor]:
+        """By the model's optional method `evaluate_tokens`, which gives a log-prob for each token, [B, tokens]."""
+        scored = self.model.evaluate_tokens(observations, action, **keywords)
+        tokens, entropy, value = self._outputs("evaluate_tokens", 3, scored)
+        if tokens.ndim != 2 or len(tokens) != batch:
+            raise InputError(
+                f"log_prob of {self.model_name}.evaluate_tokens has shape {list(tokens.shape)}; it must have "
+                f"[{batch}, tokens]"
+            )
+        return {
+            "log_prob": tokens.sum(1),
+            "token_log_prob": tokens,
+            "entropy": self._scalar("evaluate_tokens", "entropy", entropy, batch),
+            "value": self._value("evaluate_tokens", value, batch),
         }
 
     def get_value(self, td: TensorDictBase) -> Tensor:

@@ -56,7 +56,7 @@ def test_weights_that_share_memory_can_be_saved(tmp_path):
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
     save_vla_model(tied, tmp_path / "tied.safetensors")
-    assert torch.equal(loading._read_weights(tmp_path / "tied.safetensors")["1.weight"], tied[0].weight)
+    assert torch.equal(loading.read_weights(tmp_path / "tied.safetensors")["1.weight"], tied[0].weight)
 
 
 def test_new_weights_are_said(caplog):

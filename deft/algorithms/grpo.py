@@ -1,0 +1,342 @@
+"""Group relative policy optimization (Shao et al., 2024): several episodes from one state, each judged by the others.
+
+No critic: the group's mean return is the baseline. `deft.training.group_collection` plays the groups; the trainer hands
+them over one round at a time, as rollouts [T, groups · group_size] with the members of a group side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from deft import schema
+from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.returns import discounted_sum
+from deft.config.algorithm_settings import GRPOSettings
+from deft.errors import InputError, RunError
+from deft.models.policy import Policy
+
+log = logging.getLogger(__name__)
+REFERENCE_LOG_PROB = "reference_log_prob"
+OLD_LOG_PROB = "old_log_prob"  # [B], or [B, tokens]: what the ratios divide by
+EPSILON = 1e-8
+SMALLEST_SPREAD = 1e-6  # standard deviations below this, beside the size of the returns, are rounding
+LARGEST_LOG_RATIO = 20.0  # to the reference; beyond it exp() would be all of the loss
+
+
+class GRPO(Algorithm):
+    """L = E[ −min(r A, clip(r, 1 − ε_low, 1 + ε_high) A) + β · KL(π_θ ‖ π_ref) − c_e · H ].
+
+    r = π_θ / π_old; A = (R − mean) / std over the group; KL by the estimator k3 = π_ref/π_θ − log(π_ref/π_θ) − 1. The
+    expectation is over all steps that belong to an episode. The policy's value, where it has one, is left alone.
+    """
+
+    name = "grpo"
+    experience: ClassVar[Literal["rollout", "replay", "groups"]] = "groups"
+    needs_reward_terms: ClassVar[bool] = True
+    settings: GRPOSettings
+
+    def __init__(self, policy: Policy, settings: GRPOSettings | None = None, seed: int = 0) -> None:
+        self.policy = policy
+        self.settings = settings or GRPOSettings()
+        self.device = next(policy.parameters()).device
+        self._log_prob = "token_log_prob" if self.settings.ratio == "token" else "log_prob"
+        policy.reports_tokens = self.settings.ratio == "token"  # and so does the reference, a copy of it
+        self.reference: Policy | None = _frozen(policy) if self.settings.kl_coef else None
+        self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.reward_terms: tuple[str, ...] = ()
+        """Names of the reward's terms, where the environment has any; see `set_reward_terms`."""
+
+    def set_reward_terms(self, names: Sequence[str]) -> None:
+        """The names of the columns of `schema.NEXT_REWARD_TERMS`; refuses weights for others."""
+        unknown = sorted(set(self.settings.reward_weights) - set(names))
+        if unknown and not names:
+            raise InputError(f"reward_weights: {', '.join(unknown)} given, but the environment names no reward terms")
+        if unknown:
+            raise InputError(f"reward_weights: no reward term {unknown[0]!r}; the environment has {', '.join(names)}")
+        self.reward_terms = tuple(names)
+
+    def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
+        """All rounds of an iteration, several epochs of minibatches."""
+        rounds = list(batches)
+        for rollout in rounds:
+            schema.check_scalars(rollout)
+        if self.settings.learning_rate_schedule == "linear":
+            self.optimizer.learning_rate = self.settings.learning_rate * max(0.0, 1.0 - self.progress)
+        advantages = [self.advantages(rollout) for rollout in rounds]
+        metrics = self._group_metrics(rounds, advantages)
+        steps = self._training_steps(rounds, advantages)
+        metrics |= self._no_step() if steps is None else self._train(steps)
+        self.version += 1
+        with torch.no_grad():
+            for rollout in rounds:
+                self.policy.observe(rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]].to(self.device))
+        interval = self.settings.reference_update_interval
+        if self.reference is not None and interval is not None and self.version % interval == 0:
+            self.reference.load_state_dict(self.policy.state_dict())
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, generator, version and the reference's weights."""
+        reference = None if self.reference is None else self.reference.state_dict()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "version": self.version,
+            "reference": reference and {name: value.cpu() for name, value in reference.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; call it when the policy has its weights."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.learning_rate = self.settings.learning_rate  # the settings' rate holds, also where they changed
+        self.generator.set_state(state["generator"])
+        self.version = state["version"]
+        if self.reference is None:
+            return
+        if state["reference"] is None:
+            log.warning("kl_coef was 0 until now: the reference is the policy of this checkpoint")
+            self.reference.load_state_dict(self.policy.state_dict())
+        else:
+            self.reference.load_state_dict(state["reference"])
+
+    # -- advantages ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def advantages(self, rollout: TensorDictBase) -> Tensor:
+        """A of every step [T, N]; 0 after an episode's end, and in groups without a spread.
+
+        `outcome`: (R_i − mean) / std over the group's returns R_i; `process`: the same at each step t with the returns
+        from t on, over the members that still act. With weighted terms the sum over the terms k of w_k · A_k.
+        """
+        mask = rollout[schema.STEP_MASK]
+        rewards, weights = self._weighted_rewards(rollout)
+        discount = self.settings.gamma * torch.ones_like(rewards[..., 0])
+        if schema.NEXT_NUM_STEPS in rollout.keys(True):
+            discount = self.settings.gamma ** rollout[schema.NEXT_NUM_STEPS].double()
+        # R_t = r_t + γ R_{t+1}, of real steps alone: rows after the end are 0
+        to_go = discounted_sum(rewards * mask[..., None], discount[..., None].expand_as(rewards))
+        if self.settings.advantage == "outcome":
+            to_go = to_go[:1].expand_as(to_go)
+        groups = (len(mask), -1, self.settings.group_size)
+        normalized = group_normalized(
+            to_go.reshape(*groups, rewards.shape[-1]),
+            (mask if self.settings.advantage == "process" else mask[:1].expand_as(mask)).reshape(*groups, 1),
+            self.settings.normalize_std,
+        )
+        return (normalized @ weights).reshape(mask.shape).mul(mask).float()
+
+    def _weighted_rewards(self, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Rewards [T, N, K] and the weights [K] of their advantages; without weights the plain reward, K = 1."""
+        if not self.settings.reward_weights:
+            reward = rollout[schema.NEXT_REWARD].double().unsqueeze(-1)
+            return reward, reward.new_ones(1)
+        terms = rollout[schema.NEXT_REWARD_TERMS].double()
+        weights = [self.settings.reward_weights.get(name, 1.0) for name in self.reward_terms]
+        return terms, terms.new_tensor(weights)
+
+    def groups_with_spread(self, rollout: TensorDictBase) -> int:
+        """How many groups of a rollout there is something to learn from."""
+        return int(self._has_spread(self.advantages(rollout)).sum())
+
+    def _has_spread(self, advantage: Tensor) -> Tensor:
+        """Which groups have members that did better than others, bool [groups]."""
+        return (advantage != 0).any(0).reshape(-1, self.settings.group_size).any(1)
+
+    # -- what is trained on --------------------------------------------------------------------------------------------
+
+    def _training_steps(self, rounds: list[TensorDictBase], advantages: list[Tensor]) -> TensorDict | None:
+        """The real steps of the groups that have a spread: [S], or sequences [L, S] for a policy with memory.
+
+        None where no group has one.
+        """
+        parts, length = [], min(self.settings.sequence_length, max(len(rollout) for rollout in rounds))
+        for rollout, advantage in zip(rounds, advantages, strict=True):
+            kept = self._has_spread(advantage).repeat_interleave(self.settings.group_size)
+            keys = set(rollout.keys()) - {schema.POLICY_VERSION, schema.VALUE, schema.NEXT}
+            td = rollout.select(*keys, schema.NEXT_TERMINATED, schema.NEXT_TRUNCATED)[:, kept]
+            td[schema.ADVANTAGE] = advantage[:, kept]
+            if self.policy.recurrent:
+                parts.append(_sequences(td, length))
+            else:
+                parts.append(td[td[schema.STEP_MASK]])
+        steps: Any = torch.cat(parts, int(self.policy.recurrent))
+        if not steps.batch_size[-1]:  # numel() of an empty TensorDict is 1
+            return None
+        steps[OLD_LOG_PROB] = steps[schema.LOG_PROB]
+        if self.settings.ratio == "token":  # the weights that score are those that acted
+            steps[OLD_LOG_PROB] = self._score(self.policy, steps)
+        if self.reference is not None:
+            steps[REFERENCE_LOG_PROB] = self._score(self.reference, steps)
+        return steps
+
+    @torch.no_grad()
+    def _score(self, policy: Policy, steps: TensorDict) -> Tensor:
+        """Log-probs of all actions, [S] or [L, S], and [..., tokens] with token ratios."""
+        order = torch.arange(steps.batch_size[-1])
+        scored = [policy.evaluate_actions(part) for part in self._minibatches(steps, order)]
+        if self._log_prob not in scored[0]:
+            raise InputError(
+                f"ratio: 'token' needs a policy that reports token_log_prob; {type(policy).__name__} does not here: "
+                "use ratio 'step'"
+            )
+        return torch.cat([part[self._log_prob] for part in scored], steps.batch_dims - 1).cpu()
+
+    def _minibatches(self, steps: TensorDict, order: Tensor) -> Iterator[TensorDictBase]:
+        """The steps (or sequences) in minibatches by `order`, the last one smaller where it does not come out even."""
+        length = steps.batch_size[0] if self.policy.recurrent else 1
+        for index in order.split(max(1, self.settings.batch_size // length)):
+            yield (steps[:, index] if self.policy.recurrent else steps[index]).to(self.device)
+
+    # -- the epochs ----------------------------------------------------------------------------------------------------
+
+    def _train(self, steps: TensorDict) -> Metrics:
+        losses: list[Metrics] = []
+        first_of_last_epoch, stopped = 0, False
+        for _ in range(self.settings.n_epochs):
+            first_of_last_epoch = len(losses)
+            order = torch.randperm(steps.batch_size[-1], generator=self.generator)
+            losses += [self._step(minibatch) for minibatch in self._minibatches(steps, order)]
+            limit = self.settings.target_kl
+            if limit is not None and float(_approximate_kl(losses[first_of_last_epoch:])) > 1.5 * limit:
+                stopped = True
+                break
+        return self._loss_metrics(losses, losses[first_of_last_epoch:], stopped)
+
+    def _step(self, minibatch: TensorDictBase) -> Metrics:
+        loss, metrics = self._loss(self.policy.evaluate_actions(minibatch), minibatch)
+        self.optimizer.zero_gradients()
+        loss.backward()
+        metrics["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
+        return metrics
+
+    def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
+        """The loss of a minibatch, and its parts; log-probs are [B], or [B, tokens] with token ratios."""
+        settings, mask, advantage = self.settings, minibatch[schema.STEP_MASK], minibatch[schema.ADVANTAGE]
+        log_prob, old = scored[self._log_prob].float(), minibatch[OLD_LOG_PROB]
+        weight = mask.float() / mask.sum()
+        entropy = (weight * scored["entropy"]).sum()
+        if settings.ratio == "token":  # every token has its step's advantage
+            mask, advantage = mask.unsqueeze(-1).expand_as(log_prob), advantage.unsqueeze(-1)
+            weight = mask.float() / mask.sum()
+        log_ratio = torch.where(mask, log_prob - old, 0.0)
+        ratio = log_ratio.exp()
+        high = settings.clip_range if settings.clip_range_high is None else settings.clip_range_high
+        clipped = ratio.clamp(1 - settings.clip_range, 1 + high)
+        policy_loss = -(weight * torch.minimum(ratio * advantage, clipped * advantage)).sum()
+        loss = policy_loss - settings.entropy_coef * entropy
+        kl = torch.zeros_like(policy_loss)
+        if self.reference is not None:
+            kl = (weight * k3(log_prob, minibatch[REFERENCE_LOG_PROB])).sum()
+            loss = loss + settings.kl_coef * kl
+        return loss, {
+            "policy_loss": policy_loss.detach(),
+            "kl": kl.detach(),
+            "entropy": entropy.detach(),
+            "loss": loss.detach(),
+            "log_ratio": log_ratio.detach()[mask],
+            "is_clipped": (ratio != clipped).detach()[mask],
+        }
+
+    # -- metrics -------------------------------------------------------------------------------------------------------
+
+    def _loss_metrics(self, losses: list[Metrics], last: list[Metrics], stopped: bool) -> Metrics:
+        """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
+        metrics = {
+            name: torch.stack([loss[name] for loss in losses]).mean()
+            for name in ("policy_loss", "kl", "entropy", "loss", "grad_norm")
+        }
+        if not bool(torch.isfinite(metrics["loss"] + metrics["grad_norm"])):
+            raise RunError(
+                f"the loss became {float(metrics['loss'])} (gradient norm {float(metrics['grad_norm'])}) in update "
+                f"{self.version}: lower learning_rate, or look at the rewards and observations; the checkpoints "
+                "already saved are good"
+            )
+        metrics["approx_kl"] = _approximate_kl(last)
+        metrics["clip_fraction"] = torch.cat([loss["is_clipped"] for loss in last]).float().mean()
+        metrics["learning_rate"] = torch.tensor(self.optimizer.learning_rate)
+        metrics["epochs_stopped_early"] = torch.tensor(float(stopped))
+        return metrics
+
+    def _no_step(self) -> Metrics:
+        """The metrics of an iteration in which no group has a spread: there is nothing to learn, and nothing moves."""
+        names = ("policy_loss", "loss", "grad_norm", "approx_kl", "clip_fraction", "epochs_stopped_early")
+        rate = torch.tensor(self.optimizer.learning_rate)
+        return {**{name: torch.tensor(0.0) for name in names}, "learning_rate": rate}
+
+    def _group_metrics(self, rounds: list[TensorDictBase], advantages: list[Tensor]) -> Metrics:
+        """What was played: returns, their spread inside the groups, groups without one, idle steps, reward terms."""
+        size = self.settings.group_size
+        returns, terms, num_groups, num_kept, idle = [], [], 0, 0, 0
+        for rollout, advantage in zip(rounds, advantages, strict=True):
+            mask = rollout[schema.STEP_MASK]
+            returns.append((rollout[schema.NEXT_REWARD].double() * mask).sum(0)[mask[0]])
+            if self.reward_terms:
+                terms.append((rollout[schema.NEXT_REWARD_TERMS].double() * mask[..., None]).sum(0)[mask[0]])
+            num_groups += mask.shape[1] // size
+            num_kept += int(self._has_spread(advantage).sum())
+            idle += int((~mask).sum())
+        all_returns = torch.cat(returns)
+        spread = all_returns.reshape(-1, size).std(1, correction=0)
+        metrics = {
+            "mean_return": all_returns.mean(),
+            "return_spread": spread.mean(),
+            "groups": torch.tensor(float(num_groups)),
+            "dropped_groups": torch.tensor(float(num_groups - num_kept)),
+            "rounds": torch.tensor(float(len(rounds))),
+            "idle_steps": torch.tensor(float(idle)),
+        }
+        means = torch.cat(terms).mean(0) if terms else ()
+        return metrics | {f"term_{name}": mean for name, mean in zip(self.reward_terms, means, strict=True)}
+
+
+def group_normalized(values: Tensor, mask: Tensor, divide: bool) -> Tensor:
+    """(x − mean) / std over the members [..., members, K] where `mask` [..., members, 1] holds; 0 without a spread.
+
+    The deviation is the population's. Fewer than two members, or a deviation that is rounding alone, are no spread.
+    """
+    count = mask.sum(-2, keepdim=True).clamp(min=1)
+    mean = (values * mask).sum(-2, keepdim=True) / count
+    centered = (values - mean) * mask
+    std = (centered.square().sum(-2, keepdim=True) / count).sqrt()
+    has_spread = std > SMALLEST_SPREAD * mean.abs().clamp(min=1e-6)
+    return centered * has_spread / (std + EPSILON if divide else 1.0)
+
+
+def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(π ‖ π_ref) from actions of π: exp(d) − d − 1 with d = log π_ref − log π; ≥ 0."""
+    difference = (reference - log_prob).clamp(max=LARGEST_LOG_RATIO)
+    return difference.exp() - difference - 1
+
+
+def _approximate_kl(losses: list[Metrics]) -> Tensor:
+    """E[(r − 1) − log r] between the policy and the one that acted (Schulman, 2020)."""
+    log_ratio = torch.cat([loss["log_ratio"] for loss in losses])
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def _frozen(policy: Policy) -> Policy:
+    return copy.deepcopy(policy).requires_grad_(False)
+
+
+def _sequences(td: TensorDictBase, length: int) -> TensorDict:
+    """[T, N] → [length, ⌈T / length⌉ · N], padded with rows outside the mask; sequences without a real step go."""
+    steps, num_envs = td.batch_size
+    pieces = -(-steps // length)
+
+    def cut(column: Tensor) -> Tensor:
+        padding = column.new_zeros(pieces * length - steps, *column.shape[1:])
+        parts = torch.cat([column, padding]).reshape(pieces, length, num_envs, *column.shape[2:])
+        return parts.transpose(0, 1).reshape(length, pieces * num_envs, *column.shape[2:])
+
+    columns = {key: cut(td[key]) for key in td.keys(True, True)}
+    sequences = TensorDict(columns, batch_size=[length, pieces * num_envs])
+    return sequences[:, sequences[schema.STEP_MASK].any(0)]

@@ -1,0 +1,146 @@
+"""Soft actor-critic (Haarnoja et al., 2018) with a learned temperature; the online off-policy algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deft import schema
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.off_policy import Scalars, SoftPolicy
+from deft.algorithms.offline import to_cpu
+from deft.algorithms.optimization import descend
+from deft.config.algorithm_settings import SACSettings
+from deft.models.actor import ContinuousActor, Encoded
+
+
+class SAC(SoftPolicy):
+    """With a' ~ π(s') and the target critics Q̄:
+
+    L_Q = E (r + γ (min Q̄(s', a') − α log π(a' | s')) − Q(s, a))²,   L_π = E [α log π(a | s) − min Q(s, a)],
+    and α so that the entropy is `target_entropy`. A state that ends an episode other than by a time limit is worth 0.
+    """
+
+    name = "sac"
+    experience = "replay"
+    distribution = "tanh_gaussian"
+    settings: SACSettings
+
+    def __init__(self, policy: ContinuousActor, settings: SACSettings | None = None, seed: int = 0) -> None:
+        super().__init__(policy, settings or SACSettings(), seed)
+        self.period = self.settings.policy_delay
+        self._policy_metrics: Metrics = {}
+        if self.settings.compile:  # draws as in eager mode, so that both learn the same
+            options: dict[str, Any] = {"fallback_random": True}
+            self._critic_loss = torch.compile(self._critic_loss, options=options)  # type: ignore[method-assign]
+            self._policy_losses = torch.compile(self._policy_losses, options=options)  # type: ignore[method-assign]
+
+    @property
+    def target_entropy(self) -> float:
+        """What `alpha: auto` holds the entropy of unit actions at."""
+        wanted = self.settings.target_entropy
+        return super().target_entropy if wanted == "auto" else float(wanted)
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take the critics, and a temperature where there is one, out of the state of another off-policy algorithm."""
+        super().adopt(state)
+        if self.settings.alpha == "auto" and "scalars" in state:
+            self.log_alpha.data.copy_(state["scalars"]["0"])
+
+    def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
+        """One step on each batch that the replay buffer gives; none before learning starts."""
+        metrics: Metrics = {}
+        for batch in batches:
+            metrics = self.step(batch)
+        return metrics
+
+    def _step(self, batch: Mapping[Any, Any]) -> Metrics:
+        batch = self._shifted(batch)
+        state, action, next_state, reward, discount = self._read(batch)
+        reward = reward * self.policy.reward_scale
+        still = Encoded(state.observation, state.features.detach())
+        q_loss, mean_q = self._critic_loss(state.features, action, next_state, reward, discount)
+        if self.version < self.settings.critic_warmup or self.version % self.settings.policy_delay:
+            descend(q_loss.sum(), self.critic_optimizer)
+        else:
+            policy_loss, alpha_loss, log_prob = self._policy_losses(still)
+            # One pass back for all: the critics that judge the policy's action take no gradient from it.
+            descend((q_loss + policy_loss + alpha_loss).sum(), self.critic_optimizer, self.actor_optimizer)
+            self._policy_metrics = {
+                "policy_loss": policy_loss.detach().mean(),
+                "entropy": -log_prob.detach().mean(),
+                "alpha": self.log_alpha.detach().exp().mean(),
+            }
+        self.critics.move_target(self.settings.tau)
+        return {"q_loss": q_loss.detach().mean(), "mean_q": mean_q, **self._policy_metrics}
+
+    def _critic_loss(
+        self, features: Tensor, action: Tensor, next_state: Encoded, reward: Tensor, discount: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The squared error of all critics, a value for each member, and the mean Q."""
+        with torch.no_grad():
+            samples, log_probs = self.policy.sample(next_state)
+            values = self.critics.target_values(next_state.features, samples[0])
+            subset = self.settings.target_critics
+            if subset is not None:
+                values = values[:, torch.randperm(self.critics.num_critics, device=values.device)[:subset]]
+            value = values.amin(1) - self.log_alpha.exp().unsqueeze(-1) * log_probs[0]
+            backup = torch.addcmul(reward, discount, value)
+        q = self.critics(features, action)
+        return (q - backup.unsqueeze(1)).square().mean(-1).sum(1), q.detach().mean()
+
+    def _policy_losses(self, state: Encoded) -> tuple[Tensor, Tensor, Tensor]:
+        """The losses of the policy and of its temperature, a value for each member, and log π of its actions."""
+        samples, log_probs = self.policy.sample(state)
+        q = self.critics(state.features, samples[0], frozen=True)
+        value = q.mean(1) if self.settings.target_critics is not None else q.amin(1)
+        policy_loss = (self.log_alpha.detach().exp().unsqueeze(-1) * log_probs[0] - value).mean(-1)
+        return policy_loss, self._alpha_loss(log_probs[0]), log_probs[0]
+
+    def _shifted(self, batch: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """The batch with every image shifted at random."""
+        if not self.settings.random_shift:
+            return batch
+        shifted = dict(batch)
+        for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
+            shifted[key] = _shift_images(batch[key], self.settings.random_shift)
+        return shifted
+
+    def _parts(self) -> dict[str, Any]:
+        return {**super()._parts(), "scalars": Scalars(self.log_alpha)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Critics, targets, optimizers, temperature, counters, and the policy's latest metrics."""
+        return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self._policy_metrics = dict(state["policy_metrics"])
+
+
+def _shift_images(observation: Any, pixels: int) -> Any:
+    """Each image of a batch moved by up to `pixels`, its border repeated (DrQ, Kostrikov et al., 2020)."""
+    if isinstance(observation, Mapping):
+        return {name: _shift_images(stream, pixels) for name, stream in observation.items()}
+    if observation.dtype != torch.uint8 or observation.ndim < 4:
+        return observation
+    return random_shift(observation, pixels)
+
+
+def random_shift(images: Tensor, pixels: int) -> Tensor:
+    """uint8 [B, …, H, W] or [B, H, W, 3]: one shift an image (and for all frames of a history)."""
+    channel_last = images.ndim == 4 and images.shape[-1] in (1, 3, 4) and images.shape[1] not in (1, 3, 4)
+    if channel_last:
+        return random_shift(images.movedim(-1, 1), pixels).movedim(1, -1)
+    batch, height, width = len(images), *images.shape[-2:]
+    flat = images.reshape(batch, -1, height, width)
+    offsets = torch.randint(-pixels, pixels + 1, (2, batch, 1), device=images.device)
+    rows = (torch.arange(height, device=images.device) + offsets[0]).clamp(0, height - 1)
+    columns = (torch.arange(width, device=images.device) + offsets[1]).clamp(0, width - 1)
+    index = torch.arange(batch, device=images.device)[:, None, None]
+    moved = flat.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]]  # [B, H, W, C]
+    return moved.permute(0, 3, 1, 2).reshape(images.shape)

@@ -1,0 +1,43 @@
+"""Supervised fine-tuning, or behaviour cloning: the policy learns to do what the dataset did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deft import schema
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.off_policy import ActorAlgorithm
+from deft.algorithms.optimization import descend
+from deft.config.algorithm_settings import SFTSettings
+from deft.models.actor import ContinuousActor
+
+
+class SFT(ActorAlgorithm):
+    """L = −E log π(a | s), or the mean squared error of the most likely action; in unit actions."""
+
+    name = "sft"
+    settings: SFTSettings
+
+    def __init__(self, policy: ContinuousActor, settings: SFTSettings | None = None, seed: int = 0) -> None:
+        super().__init__(policy, settings or SFTSettings(), seed)
+
+    def _actor_trains(self) -> Iterator[nn.Parameter]:
+        yield from self.policy.actor_parameters()
+        yield from self.policy.encoder_parameters()
+
+    def _step(self, batch: Mapping[Any, Any]) -> Metrics:
+        state = self.policy.encode(batch[schema.OBSERVATION])
+        with torch.no_grad():
+            action = self.policy.to_unit(batch[schema.ACTION])
+            action = action if action.ndim == 3 else action.unsqueeze(0)
+        error = (self.policy.mean(state) - action).square().mean((-1, -2))
+        if self.settings.loss == "mse":
+            loss = error
+        else:
+            loss = -self.policy.log_prob(state, action).mean(-1)
+        descend(loss.sum(), self.actor_optimizer)
+        return {"bc_loss": loss.detach().mean(), "action_error": error.detach().mean()}

@@ -1,0 +1,322 @@
+"""The replay buffer of an online run: the latest transitions, drawn at random, each as often as it comes.
+
+A collector writes steps of all environments into it; `deft.algorithms.sac` draws batches. Images are kept once, as the
+observation of one transition and the next observation of the one before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deft import schema
+from deft.data.columns import Key, Row, to_numpy
+from deft.data.replay import Batch
+from deft.errors import InputError
+
+_FRAME, _NEXT_FRAME = "frame", "next_frame"  # columns with the numbers of a transition's images, counted from 0
+_MORE_FRAMES = 8  # an episode's last image starts no transition: room for one such in so many
+
+
+class TransitionRing:
+    """`capacity` transitions; the oldest are overwritten.
+
+    With `n_step` n a transition is (s_t, a_t, Σ γ^k r_{t+k}, s_{t+n}), cut short where the episode ends; it carries
+    `schema.DISCOUNT`, γ^n or 0 after a terminal step. Draws come from a generator of its own, or the one given.
+    """
+
+    capturable = True  # `sample` may be recorded as part of a CUDA graph
+
+    def __init__(
+        self,
+        capacity: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        n_step: int = 1,
+        gamma: float = 0.99,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.capacity, self.n_step, self.gamma = capacity, n_step, gamma
+        self.device = torch.device(device)
+        self.generator = generator or torch.Generator(self.device).manual_seed(seed)
+        self._columns: dict[Key, Tensor] = {}
+        self._frames: dict[Key, Tensor] = {}  # images: one ring of frames a stream, counted alike
+        self._frame_capacity = 0
+        self._num_frames = 0  # ever written
+        self._written, self._oldest = 0, 0  # transitions, counted from the first ever written
+        self._bounds = torch.zeros(2, dtype=torch.float64, device=self.device)  # oldest, and how many, for the device
+        self._last_frame: list[int | None] = []  # of each environment, where its episode goes on
+        self._waiting: list[deque[dict[Key, Any]]] = []  # steps of each environment that still gather their n rewards
+
+    def __len__(self) -> int:
+        """Transitions that can be drawn."""
+        return self._written - self._oldest
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)  # a collector writes in inference mode; what it wrote must still be fit to train on
+    def write(self, row: Row) -> None:
+        """Take one step of all environments, {key: [N, …]} with next observations; the collector's way in."""
+        arrays = {key: value if isinstance(value, np.ndarray) else to_numpy(value) for key, value in row.items()}
+        terminated = arrays[schema.NEXT_TERMINATED]
+        done = terminated | arrays[schema.NEXT_TRUNCATED]
+        self._add(arrays, terminated, done, len(done))
+
+    @torch.inference_mode(False)
+    def extend(self, episode: Any) -> None:
+        """Take a whole episode of a dataset: observation [T + 1, …], or named streams of it, action, reward, …"""
+        streams = episode.observation if isinstance(episode.observation, dict) else {None: episode.observation}
+        length = len(episode.reward)
+        steps: dict[Key, Any] = {schema.ACTION: episode.action, schema.NEXT_REWARD: episode.reward}
+        for name, stream in streams.items():
+            key: Key = schema.OBSERVATION if name is None else (schema.OBSERVATION, name)
+            steps[key], steps[_following(key)] = stream[:-1], stream[1:]
+        terminated = np.asarray(episode.terminated, bool)
+        done = terminated.copy()
+        done[-1] = True
+        alone = self.n_step > 1 or any(_is_image(stream) for stream in streams.values())
+        size = 1 if alone else self.capacity  # steps that wait for others, or share images, come one by one
+        for start in range(0, length, size):
+            part = slice(start, min(start + size, length))
+            count = part.stop - start
+            self._add({key: value[part] for key, value in steps.items()}, terminated[part], done[part], count)
+
+    def _add(self, arrays: dict[Key, Any], terminated: np.ndarray, done: np.ndarray, count: int) -> None:
+        steps: dict[Key, Any] = {schema.ACTION: arrays[schema.ACTION]}
+        reward = np.asarray(arrays[schema.NEXT_REWARD], np.float32)
+        images: dict[Key, tuple[Any, Any]] = {}
+        for key, value in arrays.items():
+            if key != schema.OBSERVATION and key[0] != schema.OBSERVATION:
+                continue
+            following = arrays[_following(key)]
+            if _is_image(value):
+                images[key] = value, following
+            else:
+                steps[key], steps[_following(key)] = value, following
+        if images:
+            self._last_frame = self._last_frame or [None] * count
+            steps[_FRAME], steps[_NEXT_FRAME] = self._keep_images(images, done)
+        discount = self._discounts(arrays, terminated)
+        if self.n_step == 1:
+            self._append({**steps, schema.NEXT_REWARD: reward, schema.DISCOUNT: discount}, count)
+            return
+        self._waiting = self._waiting or [deque() for _ in range(count)]
+        for index in range(count):
+            # A copy: the environments write their next observation into the same memory.
+            step = {key: np.array(value[index]) for key, value in steps.items()}
+            self._gather(index, step, reward, discount, done)
+
+    def _discounts(self, arrays: dict[Key, Any], terminated: np.ndarray) -> np.ndarray:
+        gamma = np.float32(self.gamma)
+        if schema.NEXT_NUM_STEPS in arrays:  # a chunk of several env steps
+            return np.where(terminated, 0.0, gamma ** arrays[schema.NEXT_NUM_STEPS]).astype(np.float32)
+        return np.where(terminated, np.float32(0.0), gamma)
+
+    def _gather(
+        self, index: int, step: dict[Key, Any], reward: np.ndarray, discount: np.ndarray, done: np.ndarray
+    ) -> None:
+        """n rewards: each waiting step of this environment takes this one's; those that are complete are written."""
+        waiting = self._waiting[index]
+        waiting.append({**step, schema.NEXT_REWARD: np.float32(0.0), schema.DISCOUNT: np.float32(1.0)})
+        for earlier in waiting:
+            earlier[schema.NEXT_REWARD] += earlier[schema.DISCOUNT] * reward[index]
+            earlier[schema.DISCOUNT] *= discount[index]
+        while waiting and (done[index] or len(waiting) == self.n_step):
+            first = waiting.popleft()
+            for key, value in step.items():
+                if key == _NEXT_FRAME or key[0] == schema.NEXT:
+                    first[key] = value
+            self._append({key: np.asarray(value)[None] for key, value in first.items()}, 1)
+
+    def _append(self, rows: dict[Key, Any], count: int) -> None:
+        if not self._columns:
+            self._allocate(rows, count)
+        place = self._written % self.capacity
+        room = self.capacity - place
+        for key, column in self._columns.items():
+            values = torch.as_tensor(np.asarray(rows[key]), dtype=column.dtype)
+            column[place : place + count] = values[:room]
+            if count > room:
+                column[: count - room] = values[room:]
+        self._written += count
+        self._oldest = max(self._oldest, self._written - self.capacity)
+        if self._frames:
+            self._forget_overwritten()
+        if self.device.type != "cpu":
+            self._bounds.copy_(torch.tensor([float(self._oldest), float(len(self))], dtype=torch.float64))
+
+    def _allocate(self, rows: dict[Key, Any], count: int) -> None:
+        if count > self.capacity:
+            raise InputError(f"buffer_size: {self.capacity} is less than the {count} environments; use a larger one")
+        examples = {key: torch.as_tensor(np.asarray(value)) for key, value in rows.items()}
+        _check_memory(self.capacity, sum(example.nbytes for example in examples.values()) // count, self.device)
+        for key, example in examples.items():
+            dtype = torch.float32 if example.is_floating_point() else example.dtype
+            self._columns[key] = torch.zeros(self.capacity, *example.shape[1:], dtype=dtype, device=self.device)
+
+    # -- images --------------------------------------------------------------------------------------------------------
+
+    def _keep_images(self, images: dict[Key, tuple[Any, Any]], done: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the images before and after a step; one that is already there, as the last step's, is kept."""
+        count = len(done)
+        if not self._frames:
+            size = sum(before[0].nbytes for before, _ in images.values())
+            self._frame_capacity = self._frames_for(count)
+            _check_memory(self._frame_capacity, size, self.device)
+            for key, (before, _) in images.items():
+                shape = (self._frame_capacity, *before.shape[1:])
+                self._frames[key] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        numbers, next_numbers = np.empty(count, np.int64), np.empty(count, np.int64)
+        for index in range(count):
+            last = self._last_frame[index]
+            numbers[index] = self._keep({key: pair[0][index] for key, pair in images.items()}) if last is None else last
+            next_numbers[index] = self._keep({key: pair[1][index] for key, pair in images.items()})
+            self._last_frame[index] = None if done[index] else int(next_numbers[index])
+        return numbers, next_numbers
+
+    def _frames_for(self, num_envs: int) -> int:
+        return self.capacity + self.capacity // _MORE_FRAMES + (self.n_step + 2) * num_envs
+
+    def _keep(self, images: dict[Key, Any]) -> int:
+        for key, image in images.items():
+            self._frames[key][self._num_frames % self._frame_capacity] = torch.as_tensor(image)
+        self._num_frames += 1
+        return self._num_frames - 1
+
+    def _forget_overwritten(self) -> None:
+        """Drop transitions whose image is gone: many short episodes take more images than were thought of."""
+        numbers, gone = self._columns[_FRAME], self._num_frames - self._frame_capacity
+        while gone > 0 and self._oldest < self._written and int(numbers[self._oldest % self.capacity]) < gone:
+            self._oldest += 1
+
+    def cut(self) -> None:
+        """The environments begin new episodes: what waited for further steps will not get them."""
+        for steps in self._waiting:
+            steps.clear()
+        self._last_frame = [None] * len(self._last_frame)
+
+    # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int) -> Batch:
+        """A batch in the schema's keys, drawn with replacement."""
+        if self.device.type == "cpu":
+            drawn = torch.randint(len(self), (batch_size,), generator=self.generator) + self._oldest
+        else:  # the bounds change between replays of a recording, so they are read on the device
+            share = torch.rand(batch_size, generator=self.generator, device=self.device, dtype=torch.float64)
+            drawn = (self._bounds[0] + share * self._bounds[1]).long()
+        return self._rows(drawn % self.capacity)
+
+    def _rows(self, index: Tensor) -> Batch:
+        batch: Batch = {}
+        for key, column in self._columns.items():
+            _put(batch, key, column.index_select(0, index))
+        for key, frames in self._frames.items():
+            _put(batch, key, frames.index_select(0, batch[_FRAME] % self._frame_capacity))
+            _put(batch, _following(key), frames.index_select(0, batch[_NEXT_FRAME] % self._frame_capacity))
+        return batch
+
+    def observations(self, block: int = 4096) -> Iterator[Any]:
+        """Every observation that a transition starts from, in blocks; for normalisers."""
+        for start in range(self._oldest, self._written, block):
+            index = torch.arange(start, min(start + block, self._written), device=self.device)
+            yield self._rows(index % self.capacity)[schema.OBSERVATION]
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, the transitions in their order: a run that goes on from here draws the same batches."""
+        index = torch.arange(self._oldest, self._written, device=self.device) % self.capacity
+        first = max(0, self._num_frames - self._frame_capacity)
+        kept = torch.arange(first, self._num_frames, device=self.device)
+        return {
+            "columns": {_join(key): column.index_select(0, index).cpu() for key, column in self._columns.items()},
+            "frames": {
+                _join(key): frames.index_select(0, kept % self._frame_capacity).cpu()
+                for key, frames in self._frames.items()
+            },
+            "num_frames": self._num_frames,
+            "last_frame": list(self._last_frame),
+            "waiting": [
+                [{_join(key): torch.as_tensor(np.asarray(value)) for key, value in step.items()} for step in steps]
+                for steps in self._waiting
+            ],
+            "written": self._written,
+            "oldest": self._oldest,
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; into a smaller buffer go the latest."""
+        self.generator.set_state(state["generator"])
+        self._waiting = [
+            deque({_split(key): value.numpy() for key, value in step.items()} for step in steps)
+            for steps in state["waiting"]
+        ]
+        self._last_frame = list(state["last_frame"])
+        self._columns, self._frames = {}, {}
+        self._written = self._oldest = state["oldest"]
+        frames = {_split(key): kept for key, kept in state["frames"].items()}
+        if frames:
+            held = len(next(iter(frames.values())))
+            self._frame_capacity = max(self._frames_for(len(self._last_frame)), held)
+            numbers = torch.arange(state["num_frames"] - held, state["num_frames"])
+            for key, kept in frames.items():
+                self._frames[key] = torch.zeros(
+                    self._frame_capacity, *kept.shape[1:], dtype=torch.uint8, device=self.device
+                )
+                self._frames[key][numbers % self._frame_capacity] = kept.to(self.device)
+        self._num_frames = state["num_frames"]
+        columns = {_split(key): column.numpy() for key, column in state["columns"].items()}
+        count = state["written"] - state["oldest"]
+        for start in range(0, count, 65_536):
+            part = {key: column[start : start + 65_536] for key, column in columns.items()}
+            size = min(65_536, count - start)
+            for piece in range(0, size, self.capacity):
+                rows = {key: column[piece : piece + self.capacity] for key, column in part.items()}
+                self._append(rows, len(next(iter(rows.values()))))
+
+
+def _is_image(rows: np.ndarray) -> bool:
+    """uint8 with two or more dims of its own."""
+    return rows.dtype == np.uint8 and rows.ndim > 2
+
+
+def _following(key: Key) -> Key:
+    """Where the next observation of a stream stands."""
+    return schema.NEXT_OBSERVATION if isinstance(key, str) else (*schema.NEXT_OBSERVATION, *key[1:])
+
+
+def _put(batch: Batch, key: Key, value: Tensor) -> None:
+    """Place a column; named streams go together as one observation."""
+    if isinstance(key, tuple) and key[0] == schema.OBSERVATION:
+        batch.setdefault(schema.OBSERVATION, {})[key[1]] = value
+    elif isinstance(key, tuple) and len(key) == 3:
+        batch.setdefault(schema.NEXT_OBSERVATION, {})[key[2]] = value
+    else:
+        batch[key] = value
+
+
+def _join(key: Key) -> str:
+    return key if isinstance(key, str) else "\n".join(key)
+
+
+def _split(key: str) -> Key:
+    return tuple(key.split("\n")) if "\n" in key else key
+
+
+def _check_memory(count: int, size: int, device: torch.device) -> None:
+    """Refuse what the machine cannot hold: the system would grant it now, and kill the process when it is used."""
+    if device.type != "cpu":
+        return
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if count * size > present:
+        raise InputError(
+            f"buffer_size: {count:,} observations take {count * size / 2**30:,.1f} GiB, this machine has "
+            f"{present / 2**30:,.1f}: use a smaller buffer_size"
+        )

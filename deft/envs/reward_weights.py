@@ -1,0 +1,131 @@
+"""A reward that is the weighted sum of its named terms (`env.reward_weights`), for any environment that reports them.
+
+`deft.envs.make` and the trainers call `weigh`. Terms stay as they are, in the steps and in the episodes' sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from deft.envs.vector import Observation, VectorEnv, VectorStep, describe_env, env_reward_terms
+from deft.errors import InputError, RunError
+
+
+class RewardWeights(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
+    """reward = Σ weight · term over all of `info["reward_terms"]`; a term without a weight has weight 1."""
+
+    def __init__(self, env: gymnasium.Env, weights: Mapping[str, float]) -> None:
+        gymnasium.utils.RecordConstructorArgs.__init__(self, weights=dict(weights))
+        gymnasium.Wrapper.__init__(self, env)
+        declared = env_reward_terms(env)
+        self._is_checked = bool(declared)
+        if declared:
+            _check_names(weights, declared)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Step, and weigh what came of it."""
+        observation, _, terminated, truncated, info = self.env.step(action)
+        weights = self._saved_kwargs["weights"]  # where they are no part of the state: a resumed run may have others
+        if "reward_terms" not in info:
+            raise (RunError if self._is_checked else InputError)(
+                f"env.reward_weights: {describe_env(self.env, 0)} reports no reward terms in its step's info "
+                '("reward_terms"): leave the weights out'
+            )
+        terms = info["reward_terms"]
+        if not self._is_checked:
+            _check_names(weights, terms)
+            self._is_checked = True
+        reward = sum(weights.get(name, 1.0) * float(value) for name, value in terms.items())
+        return observation, reward, terminated, truncated, info
+
+
+class WeightedVectorEnv(VectorEnv):
+    """The same for a vector environment that steps all copies at once and names its terms."""
+
+    def __init__(self, env: VectorEnv, weights: Mapping[str, float]) -> None:
+        if not env.reward_terms:
+            raise InputError(f"env.reward_weights: {type(env).__name__} names no reward terms: leave the weights out")
+        if env.chunk_length > 1:
+            raise InputError("env.reward_weights: put deft.envs.reward_weights.RewardWeights inside the action chunks")
+        _check_names(weights, env.reward_terms)
+        self.env = env
+        self.num_envs = env.num_envs
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+        self.action_mask = env.action_mask
+        self.chunk_length = env.chunk_length
+        self.reward_terms = env.reward_terms
+        self.num_workers = env.num_workers
+        self.notices_hangs = env.notices_hangs
+        self._weights = np.array([weights.get(name, 1.0) for name in env.reward_terms])
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Step every environment with its row of `actions`."""
+        step = self.env.step(actions)
+        assert step.reward_terms is not None
+        step.reward = (step.reward_terms @ self._weights).astype(np.float32)
+        for episode in step.episodes:  # Σ_t Σ_k w_k r_tk = Σ_k w_k Σ_t r_tk
+            sums = (episode.terms.get(name, 0.0) for name in self.reward_terms)
+            episode.episode_return = float(sum(w * s for w, s in zip(self._weights, sums, strict=True)))
+        return step
+
+    @property
+    def observation(self) -> Observation:
+        """The latest observation."""
+        return self.env.observation
+
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
+        """Start an episode in every environment."""
+        return self.env.reset(seed)
+
+    def get_state(self) -> list[dict[str, Any]] | None:
+        """The environments' states."""
+        return self.env.get_state()
+
+    def set_state(self, states: list[dict[str, Any]]) -> None:
+        """Go on from saved states."""
+        self.env.set_state(states)
+
+    def state_obstacle(self) -> str | None:
+        """One line on what keeps the state from being saved; None if nothing does."""
+        return self.env.state_obstacle()
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method on every environment."""
+        return self.env.call(name, *args)
+
+    def render(self, index: int = 0) -> np.ndarray | None:
+        """A picture of one environment."""
+        return self.env.render(index)
+
+    def close(self) -> None:
+        """Free what the environments hold."""
+        self.env.close()
+
+
+def weigh(env: Any, weights: Mapping[str, float]) -> Any:
+    """What a user or `make` gives as an environment, or as several, with weights; without any as it is."""
+    if not weights:
+        return env
+    if isinstance(env, gymnasium.Env):
+        return RewardWeights(env, weights)
+    if isinstance(env, list | tuple):
+        return [weigh(item, weights) for item in env]
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+
+        env = GymnasiumVectorEnv(env)
+    return WeightedVectorEnv(env, weights) if isinstance(env, VectorEnv) else env
+
+
+def _check_names(weights: Mapping[str, float], known: Sequence[str] | Mapping[str, Any]) -> None:
+    unknown = [name for name in weights if name not in known]
+    if unknown:
+        raise InputError(
+            f"env.reward_weights: there is no reward term {', '.join(map(repr, unknown))}; the terms are "
+            f"{', '.join(known)}"
+        )

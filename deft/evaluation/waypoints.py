@@ -1,0 +1,148 @@
+"""How well waypoints drive: episodes from fixed seeds measured, two policies compared on them, and pictures of both.
+
+The waypoint trainer, its safety check and `deft compare` call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deft import schema
+from deft.data.tensors import policy_inputs
+from deft.envs.waypoints.make import env_kwargs_of, make_waypoint_world
+from deft.envs.waypoints.protocol import WaypointEpisode, WaypointVectorEnv
+from deft.evaluation.plots import BLUE, GRAY, ORANGE, _figure, _save, _style
+from deft.evaluation.rollouts import play_episodes, summarize
+from deft.models.waypoint import PPOPolicy
+from deft.training.random_state import separate_random_state
+
+CYAN = "#00d5ff"  # to be seen on grass, asphalt and white lines
+MEASURES = ("success_rate", "collision_rate", "off_road_rate", "ade", "fde", "mean_reward")
+MOST_COPIES = 64  # stepped together in an evaluation
+
+
+class HeldOut:
+    """Episodes that no training sees: `episodes` of each environment, episode i from seed + i, always the same."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        difficulty: str,
+        episodes: int,
+        seed: int,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.episodes, self.seed = episodes, seed
+        self.envs: dict[str, WaypointVectorEnv] = {}
+        for name in names:
+            own = env_kwargs_of(name, names, kwargs)
+            if name != "toy":  # which always measures it: elsewhere a plan costs as much as the driving
+                own = {"measure_ade": True} | own
+            copies = 1 if name in ("carla", "highway") else min(episodes, MOST_COPIES)
+            self.envs[name] = WaypointVectorEnv(make_waypoint_world(name, copies, difficulty, own))
+
+    def evaluate(self, policy: PPOPolicy) -> dict[str, Any]:
+        """The measures of the policy's likeliest waypoints; with several environments also each one's as `name/…`."""
+        with separate_random_state(self.seed):
+            results = {name: self._measure(policy, env) for name, env in self.envs.items()}
+        if len(results) == 1:
+            return next(iter(results.values()))
+        merged: dict[str, Any] = {"episodes": sum(result["episodes"] for result in results.values())}
+        for measure in (*MEASURES, "std_reward", "mean_length"):
+            values = [result[measure] for result in results.values() if result.get(measure) is not None]
+            if values:
+                merged[measure] = float(np.mean(values))
+        return merged | {f"{name}/{key}": value for name, result in results.items() for key, value in result.items()}
+
+    def _measure(self, policy: PPOPolicy, env: WaypointVectorEnv) -> dict[str, Any]:
+        episodes = play_episodes(policy, env, self.episodes, self.seed)
+        measured = [episode for episode in episodes if isinstance(episode, WaypointEpisode)]
+        results = summarize(episodes)
+        results["collision_rate"] = float(np.mean([episode.collision for episode in measured]))
+        results["off_road_rate"] = float(np.mean([episode.off_road for episode in measured]))
+        for name in ("ade", "fde"):
+            values = [value for episode in measured if (value := getattr(episode, name)) is not None]
+            if values:
+                results[name] = float(np.mean(values))
+        return results
+
+    def close(self) -> None:
+        """Free the environments."""
+        for env in self.envs.values():
+            env.close()
+
+
+def plot_waypoints(
+    policies: Mapping[str, PPOPolicy], env: WaypointVectorEnv, path: Path, seed: int, count: int = 4, after: int = 3
+) -> Path:
+    """Each policy's waypoints over what the camera saw, in the scenes that the first policy drives into.
+
+    `count` copies from seed, seed + 1, … after `after` decisions.
+    """
+    first = next(iter(policies.values()))
+    colors = (ORANGE, BLUE, GRAY)
+    with torch.inference_mode(), separate_random_state(seed):
+        observation = env.reset(seed)
+        for _ in range(after):
+            observation = env.step(_waypoints(first, observation)).observation
+        planned = {name: _waypoints(policy, observation) for name, policy in policies.items()}
+        target = env.world.target_waypoints()
+    assert isinstance(observation, dict)
+    near, far, right, left = env.world.view
+    count = min(count, env.num_envs)
+    with _style():
+        figure = _figure(3.1 * count, 3.9)
+        for index, axes in enumerate(np.atleast_1d(figure.subplots(1, count))):
+            axes.imshow(
+                observation[schema.CAMERA][index].transpose(1, 2, 0), extent=(left, right, near, far), aspect="equal"
+            )
+            if target is not None:
+                axes.plot(
+                    target[index, :, 1], target[index, :, 0], "--", color=CYAN, linewidth=1.6, label="ground truth"
+                )
+            for (name, waypoints), color in zip(planned.items(), colors, strict=False):
+                axes.plot(waypoints[index, :, 1], waypoints[index, :, 0], "o-", color=color, markersize=4, label=name)
+            axes.set_xlim(left, right)
+            axes.set_ylim(near, far)
+            axes.grid(False)
+            axes.set_title(f"episode {seed + index}")
+            axes.set_xlabel("to the left, m")
+        figure.axes[0].set_ylabel("ahead, m")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), facecolor=GRAY, frameon=True)
+        return _save(figure, path)
+
+
+def plot_safety(
+    train_metrics: Sequence[Mapping[str, Any]], baseline: Mapping[str, Any], measures: Sequence[str], path: Path
+) -> Path:
+    """The deployed policy's measures on the held-out set over a run, the supervised policy's, and what was refused."""
+    with _style():
+        figure = _figure(5.2 * len(measures), 3.2)
+        for axes, measure in zip(np.atleast_1d(figure.subplots(1, len(measures))), measures, strict=True):
+            steps = [entry["iteration"] for entry in train_metrics]
+            deployed = [entry[f"safety/{measure}"] for entry in train_metrics]
+            refused = [entry for entry in train_metrics if entry["rolled_back"]]
+            axes.axhline(baseline[measure], color=GRAY, linestyle="--", label="supervised")
+            axes.plot(steps, deployed, color=BLUE, label="deployed")
+            axes.plot(
+                [entry["iteration"] for entry in refused],
+                [entry[f"safety/candidate_{measure}"] for entry in refused],
+                "x",
+                color=ORANGE,
+                label="taken back",
+            )
+            axes.set_title(measure.replace("_", " "))
+            axes.set_xlabel("iteration")
+            axes.legend()
+        return _save(figure, path)
+
+
+def _waypoints(policy: PPOPolicy, observation: Any) -> np.ndarray:
+    device = next(policy.parameters()).device
+    return policy.act(policy_inputs(observation, device), deterministic=True)[schema.ACTION].numpy(force=True)

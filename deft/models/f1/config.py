@@ -1,0 +1,300 @@
+"""The sizes and switches of an F1 model, its three presets, and how configs of the published layout are read.
+
+`read_f1_config` takes the name of a preset or a JSON/YAML file. `full` has the published sizes; `small` fits one
+consumer GPU; `tiny` learns on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from deft.config.loading import read_mapping, to_dict
+from deft.config.validation import Count, Fraction, NonNegative, NonNegativeInt, Positive, Switch, checked, settings
+from deft.errors import InputError
+
+
+@settings
+class TokenizerConfig:
+    """The image tokenizer."""
+
+    scales: tuple[Count, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+    """Sides of the token grids, coarse to fine; the last is the latent grid."""
+    codebook_size: Count = 4096
+    code_dim: Count = 32
+    channels: Count = 160
+    """Width of the finest level of the encoder."""
+    channel_multipliers: tuple[Count, ...] = (1, 1, 2, 2, 4)
+    """Widths of the levels, in `channels`; each level but the last halves the picture."""
+    num_res_blocks: Count = 2
+    attention: Switch = True
+    """Attention at the coarsest level."""
+    stem_stride: Count = 1
+    """Size of the patches that the first layer reads; more than 1 saves the work at full resolution."""
+    num_residual_convolutions: Count = 4
+    residual_ratio: Fraction = 0.5
+    commitment: NonNegative = 0.25
+    """β: how much features are drawn to their codes."""
+
+    @property
+    def image_size(self) -> int:
+        """Pixels a side of the frames."""
+        return self.scales[-1] * self.stem_stride * 2 ** (len(self.channel_multipliers) - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """L, tokens a frame."""
+        return sum(scale * scale for scale in self.scales)
+
+
+@settings
+class VisionConfig:
+    """The SigLIP vision tower."""
+
+    hidden_size: Count = 1152
+    intermediate_size: Count = 4304
+    num_layers: Count = 27
+    num_heads: Count = 16
+    patch_size: Count = 14
+    image_size: Count = 224
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens a picture."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@settings
+class ExpertConfig:
+    """The sizes that an expert has to itself; the attention's are common to all."""
+
+    hidden_size: Count = 1024
+    intermediate_size: Count = 4096
+
+
+@settings
+class F1Config:
+    """An F1 model; the defaults are the published model's (`full`)."""
+
+    vision: VisionConfig = Field(default_factory=VisionConfig)
+    understanding: ExpertConfig = Field(default_factory=lambda: ExpertConfig(hidden_size=2048, intermediate_size=16384))
+    generation: ExpertConfig = Field(default_factory=ExpertConfig)
+    action: ExpertConfig = Field(default_factory=ExpertConfig)
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    num_layers: Count = 18
+    num_heads: Count = 8
+    num_kv_heads: Count = 1
+    head_dim: Count = 256
+    vocab_size: Count = 257152
+    """Words of the language tokenizer."""
+    language_heads: Switch = True
+    """Keep the experts' word output layers: published checkpoints carry them, nothing here uses them."""
+    language_tokenizer_path: str = ""
+    """Folder of the language tokenizer's files; "bytes" is the one that needs none."""
+    tokenizer_max_length: Count = 48
+    """Words of an instruction at most."""
+    tokenizer_weights: str = ""
+    """File of the image tokenizer's weights, where no checkpoint brings them; a bare name: one that ships with Deft."""
+
+    understanding_weights: str = ""
+    """Folder of a PaliGemma model of this size, to start the understanding expert from where no checkpoint is given."""
+
+    n_obs_img_steps: Count = 4
+    """Frames of history; also the kernel of the convolution that compresses them to one."""
+    obs_img_stride: Count = 1
+    """Steps between two frames of the history."""
+    n_pred_img_steps: Literal[1] = 1
+    """Frames that are predicted at a time; `roll_out` goes on from its own predictions."""
+    max_state_dim: Count = 32
+    max_action_dim: Count = 32
+    chunk_size: Count = 50
+    """Actions that are planned at a time."""
+    num_steps: Count = 10
+    """Euler steps from noise to actions."""
+    wm_loss_weight: NonNegative = 0.1
+    """loss = action loss + this · world-model loss; without actions the loss is the world model's."""
+    mask_sequence_rate: Fraction = 0.1
+    """Share of training rows in which codes of the true frame are hidden from the finer scales …"""
+    mask_token_rate: Fraction = 0.15
+    """… and the share of such codes."""
+    top_k: NonNegativeInt = 900
+    """Sampled codes come from this many likeliest; 0: from all."""
+    top_p: Fraction = 0.95
+    """… and from the fewest that hold this probability."""
+
+    memory_enabled: Switch = True
+    memory_hidden: Count = 2048
+    memory_num_layers: Count = 4
+    memory_project_to_vae_dim: Switch = True
+    """The memory joins the frame history in the tokenizer's dims; off: the condition, in the expert's width."""
+    condition_on_actions: Switch = True
+    """The world model sees the actions up to a_t and the state."""
+    unknown_action_rate: Fraction = 0.0
+    """Share of training steps in which a_t is hidden, so that the model also foresees before it has acted."""
+    motion_prior: Switch = False
+    """Predict first where each pixel of the last frame moves, and start the codes' logits from the moved frame."""
+    motion_channels: Count = 32
+    motion_loss_weight: NonNegative = 1.0
+    condition_init: NonNegative = 0.0
+    """Deviation of the gates and projections of what the published model lacks; 0 leaves its outputs unchanged."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the vision tower and the experts' layers; all else is float32."""
+    activation_checkpointing: Switch = False
+    """Compute each layer again in the backward pass instead of keeping its activations."""
+    initializer_range: Positive = 0.02
+
+    @property
+    def num_tokens(self) -> int:
+        """L, tokens a frame."""
+        return self.tokenizer.num_tokens
+
+
+def tiny() -> F1Config:
+    """64 px, about 2.3 million parameters; needs no files but its tokenizer's weights."""
+    return F1Config(
+        vision=VisionConfig(
+            hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2, patch_size=16, image_size=64
+        ),
+        understanding=ExpertConfig(hidden_size=64, intermediate_size=192),
+        generation=ExpertConfig(hidden_size=128, intermediate_size=384),
+        action=ExpertConfig(hidden_size=64, intermediate_size=192),
+        tokenizer=TokenizerConfig(
+            scales=(1, 2, 4, 8), codebook_size=512, code_dim=16, channels=40, channel_multipliers=(1, 1),
+            num_res_blocks=1, attention=False, stem_stride=4,
+        ),
+        num_layers=4, num_heads=4, num_kv_heads=1, head_dim=32,
+        vocab_size=259, language_heads=False, language_tokenizer_path="bytes", tokenizer_max_length=32,
+        chunk_size=4, top_k=64,
+        memory_hidden=128, memory_num_layers=2, memory_project_to_vae_dim=False,
+        tokenizer_weights="tiny_tokenizer", unknown_action_rate=0.1, motion_prior=True, condition_init=0.05,
+    )  # fmt: skip
+
+
+def small() -> F1Config:
+    """128 px, about 100 million parameters: one consumer GPU."""
+    return F1Config(
+        vision=VisionConfig(
+            hidden_size=384, intermediate_size=1536, num_layers=8, num_heads=6, patch_size=16, image_size=128
+        ),
+        understanding=ExpertConfig(hidden_size=512, intermediate_size=2048),
+        generation=ExpertConfig(hidden_size=512, intermediate_size=2048),
+        action=ExpertConfig(hidden_size=256, intermediate_size=1024),
+        tokenizer=TokenizerConfig(
+            scales=(1, 2, 4, 6, 8), codebook_size=2048, code_dim=32, channels=64, channel_multipliers=(1, 1, 2, 2, 4),
+        ),
+        num_layers=8, num_heads=8, num_kv_heads=1, head_dim=64,
+        vocab_size=259, language_heads=False, language_tokenizer_path="bytes",
+        chunk_size=16, top_k=300,
+        memory_hidden=512, memory_num_layers=2, memory_project_to_vae_dim=False,
+        unknown_action_rate=0.1, motion_prior=True, motion_channels=64, condition_init=0.05,
+    )  # fmt: skip
+
+
+def full() -> F1Config:
+    """The published sizes."""
+    return F1Config(dtype="bfloat16")
+
+
+PRESETS = {"tiny": tiny, "small": small, "full": full}
+
+
+def read_f1_config(source: str | Path | Mapping[str, Any] | F1Config) -> F1Config:
+    """A config from a preset's name, a JSON/YAML file, or what such a file holds.
+
+    A file is in the published layout (`und_expert_config`, …), with the memory's settings beside it, or names a
+    `preset` and what differs from it.
+    """
+    if isinstance(source, F1Config):
+        return copy.deepcopy(source)
+    if isinstance(source, Mapping):
+        return _from_mapping(source, "the F1 config")
+    if str(source) in PRESETS:
+        return PRESETS[str(source)]()
+    path = Path(source)
+    if not path.exists() and path.name == str(source) and not path.suffix:
+        raise InputError(f"{source}: no such F1 config; name a file or a preset ({', '.join(PRESETS)})")
+    return _from_mapping(read_mapping(path), str(path))
+
+
+def _from_mapping(mapping: Mapping[str, Any], where: str) -> F1Config:
+    if "und_expert_config" in mapping:
+        return _from_published(mapping, where)
+    values = dict(mapping)
+    preset = values.pop("preset", "full")
+    if preset not in PRESETS:
+        raise InputError(f"{where}: preset is {preset!r}; choose {', '.join(PRESETS)}")
+    base = to_dict(PRESETS[preset]())
+    for name, value in values.items():
+        is_section = isinstance(base.get(name), dict) and isinstance(value, Mapping)
+        base[name] = {**base[name], **value} if is_section else value
+    return checked(F1Config, base)
+
+
+# Where the published config keeps what ours has at the top.
+_PUBLISHED_TOP = [
+    "chunk_size",
+    "max_state_dim",
+    "max_action_dim",
+    "tokenizer_max_length",
+    "language_tokenizer_path",
+    "num_steps",
+    "memory_enabled",
+    "memory_hidden",
+    "memory_num_layers",
+    "memory_project_to_vae_dim",
+    "n_obs_img_steps",
+    "obs_img_stride",
+    "n_pred_img_steps",
+]
+
+
+def _from_published(mapping: Mapping[str, Any], where: str) -> F1Config:
+    """The published layout: three experts as transformers' configs, with defaults of PaliGemma and Gemma."""
+    try:
+        words, pictures = mapping["und_expert_config"]["text_config"], mapping["und_expert_config"]["vision_config"]
+        generation, action = mapping["gen_expert_config"], mapping["act_expert_config"]
+        vae, published = generation["vae"], TokenizerConfig()
+        attention = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        for name in (*attention, "head_dim"):
+            if len({expert.get(name, 256) for expert in (words, generation, action)}) > 1:
+                raise InputError(f"{where}: {name} differs between the experts; joint attention needs one value")
+        if generation.get("num_resolutions", 0) not in (0, len(str(generation["pn"]).split("_"))):
+            raise InputError(f"{where}: num_resolutions must be the number of scales in pn")
+        scales = tuple(int(size) for size in str(generation["pn"]).split("_"))
+        if generation.get("temporal_conv_kernel_size", 4) != generation.get("temporal_conv_stride", 4):
+            raise InputError(f"{where}: temporal_conv_kernel_size and temporal_conv_stride must be equal")
+        values: dict[str, Any] = {
+            "vision": {
+                "hidden_size": pictures["hidden_size"],
+                "intermediate_size": pictures["intermediate_size"],
+                "num_layers": pictures["num_hidden_layers"],
+                "num_heads": pictures["num_attention_heads"],
+                "patch_size": pictures["patch_size"],
+                "image_size": pictures.get("image_size", 224),
+            },
+            **{
+                name: {"hidden_size": expert["hidden_size"], "intermediate_size": expert["intermediate_size"]}
+                for name, expert in (("understanding", words), ("generation", generation), ("action", action))
+            },
+            "tokenizer": {
+                "scales": scales,
+                "codebook_size": vae.get("vocab_size", published.codebook_size),
+                "code_dim": vae.get("z_channels", published.code_dim),
+                "channels": vae.get("ch", published.channels),
+                "num_residual_convolutions": vae.get("share_quant_resi", published.num_residual_convolutions),
+            },
+            "num_layers": words["num_hidden_layers"],
+            "num_heads": words["num_attention_heads"],
+            "num_kv_heads": words["num_key_value_heads"],
+            "head_dim": words.get("head_dim", 256),
+            "vocab_size": words["vocab_size"],
+            "n_obs_img_steps": generation.get("temporal_conv_kernel_size", 4),
+        }
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{where}: not a published F1 config: {error} is missing or not a section") from None
+    return checked(F1Config, {**values, **{name: mapping[name] for name in _PUBLISHED_TOP if name in mapping}})

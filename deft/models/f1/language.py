@@ -1,0 +1,95 @@
+"""Instructions as tokens for the understanding expert: bytes, which need no files, or a tokenizer from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deft import schema
+from deft.config.validation import Count
+from deft.errors import InputError
+from deft.models.f1.config import F1Config
+
+BYTES = "bytes"
+PADDING, BEGINNING, FIRST_BYTE = 0, 2, 3
+
+
+class LanguageTokenizer(Protocol):
+    """Texts to tokens of a fixed length."""
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """int64 [B, W] and bool [B, W], which are real."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes after a beginning mark, ended by a new line; 259 tokens."""
+
+    def __init__(self, length: Count) -> None:
+        self.length = length
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """int64 [B, W] and bool [B, W]. What is too long is cut."""
+        tokens = np.full((len(texts), self.length), PADDING, np.int64)
+        for row, text in zip(tokens, texts, strict=True):
+            codes = [BEGINNING, *(FIRST_BYTE + byte for byte in _prompt(text).encode())][: self.length]
+            row[: len(codes)] = codes
+        found = torch.from_numpy(tokens)
+        return found, found != PADDING
+
+
+class FolderTokenizer:
+    """A tokenizer of transformers, from a folder on this machine."""
+
+    def __init__(self, folder: str, length: int) -> None:
+        if not folder:
+            raise InputError(
+                "language_tokenizer_path is not set; name the folder of the language tokenizer's files, or 'bytes'"
+            )
+        if not Path(folder).is_dir():
+            raise InputError(
+                f"language_tokenizer_path {folder} is not a folder; name the one with the tokenizer's files"
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise InputError('a language tokenizer needs transformers: pip install "deft[vla]"') from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise InputError(f"language_tokenizer_path {folder} cannot be read: {first_line}") from None
+        self.length = length
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """int64 [B, W] and bool [B, W]."""
+        found = self._tokenizer(
+            [_prompt(text) for text in texts],
+            padding="max_length",
+            padding_side="right",
+            max_length=self.length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        return found["input_ids"], found["attention_mask"].bool()
+
+
+def make_language_tokenizer(config: F1Config) -> LanguageTokenizer:
+    """The tokenizer that a config names."""
+    if config.language_tokenizer_path == BYTES:
+        return ByteTokenizer(config.tokenizer_max_length)
+    return FolderTokenizer(config.language_tokenizer_path, config.tokenizer_max_length)
+
+
+def instruction_texts(instructions: Tensor) -> list[str]:
+    """Rows of instruction bytes (`schema.encode_text`) as texts."""
+    return [schema.decode_text(row) for row in instructions.cpu().numpy()]
+
+
+def _prompt(text: str) -> str:
+    """A prompt ends with a new line."""
+    return text if text.endswith("\n") else f"{text}\n"

@@ -1,0 +1,234 @@
+"""Build an F1 policy and fill it with weights, of a published checkpoint or of our own. Nothing is guessed.
+
+`load_f1_policy` is what users and trainers call; `save_published` writes the published layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deft.config.loading import read_mapping, to_dict
+from deft.errors import InputError
+from deft.models.f1.conditioning import ActionConditioning
+from deft.models.f1.config import PRESETS, F1Config, read_f1_config
+from deft.models.f1.lora import ADAPTER_FOLDER, LoraSettings, add_lora, base_state_dict, load_adapter
+from deft.models.f1.memory import Memory
+from deft.models.f1.motion import MotionPrior
+from deft.models.f1.naming import OWN_PREFIXES, REPEATED, from_paligemma, is_published, published_name
+from deft.models.f1.policy import F1Policy
+from deft.models.vla.loading import read_weights
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = Path(__file__).parent / "weights"  # what ships with the package
+WEIGHT_FILES = ("model.safetensors", "model.pt")
+NAMES_SHOWN = 3
+
+
+class LoadedPolicy(NamedTuple):
+    """What `load_f1_policy` returns."""
+
+    policy: F1Policy
+    config: F1Config
+    full_config: dict[str, Any]  # the config file as it stands, or the preset's settings
+
+
+def load_f1_policy(
+    config_file: str | Path | Mapping[str, Any] | F1Config,
+    device: str | torch.device = "cpu",
+    debug: bool = False,
+    lora_config: Mapping[str, Any] | LoraSettings | None = None,
+    checkpoint_path: str | Path | None = None,
+) -> LoadedPolicy:
+    """Build the policy of a preset or a config file, with the weights of `checkpoint_path`, on `device`.
+
+    `checkpoint_path` is a weights file, or a folder with `model.safetensors` or `model.pt` (and `peft_adapter/`), in
+    the published layout or ours. Without it the model starts from new weights and says so; its image tokenizer never
+    does, unless `debug` asks for it. `lora_config` puts new adapters on it where the checkpoint brings none.
+    """
+    _check_device(device)
+    config = read_f1_config(config_file)
+    weights_file = None if checkpoint_path is None else _find_weights(Path(checkpoint_path))
+    weights = None if weights_file is None else read_weights(weights_file)
+    if weights is not None:
+        assert weights_file is not None
+        policy = _filled(config, weights, weights_file).to(device)
+    else:
+        tokenizer_file = _tokenizer_file(config, debug)
+        logger.warning("the F1 model starts from new weights: no checkpoint_path was given")
+        with torch.device(device):
+            policy = F1Policy(config)
+        if tokenizer_file is not None:
+            load_tokenizer(policy, tokenizer_file)
+        if config.understanding_weights:
+            load_paligemma(policy, config.understanding_weights)
+    adapter = None if checkpoint_path is None else Path(checkpoint_path) / ADAPTER_FOLDER
+    if adapter is not None and adapter.is_dir():
+        load_adapter(policy, adapter)
+    elif lora_config is not None:
+        add_lora(policy, lora_config)
+    return LoadedPolicy(policy, config, _as_written(config_file, config))
+
+
+def published_state_dict(policy: F1Policy) -> dict[str, Tensor]:
+    """The policy's tensors under published names; without what the published model does not have."""
+    named = {published_name(name): tensor for name, tensor in base_state_dict(policy).items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
+
+
+def save_published(policy: F1Policy, path: str | Path) -> None:
+    """Write a checkpoint that the published code reads. Memory and conditioning on actions are not part of it."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in published_state_dict(policy).items()}
+    save_file(tensors, path)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise InputError(f"device {str(device)!r} cannot be used: {first_line}") from None
+
+
+def _find_weights(path: Path) -> Path:
+    if path.is_dir():
+        found = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
+        if found is None:
+            raise InputError(f"checkpoint_path {path} has no {' or '.join(WEIGHT_FILES)}")
+        return found
+    if not path.exists():
+        raise InputError(f"checkpoint_path {path} does not exist; leave it out to start from new weights")
+    return path
+
+
+def load_tokenizer(policy: F1Policy, path: str | Path) -> None:
+    """Fill the image tokenizer from a file of its own tensors, or from a checkpoint of a whole policy."""
+    path = Path(path)
+    weights = read_weights(path)
+    for prefix in ("tokenizer.", "vae."):
+        if any(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            break
+    own = policy.tokenizer.state_dict()
+    _check_fit(own, weights, path, "the image tokenizer")
+    policy.tokenizer.load_state_dict({name: weights[name].to(own[name].dtype) for name in own})
+
+
+def load_paligemma(policy: F1Policy, folder: str | Path) -> None:
+    """Fill vision tower, words and understanding expert from a folder with a PaliGemma model's safetensors files."""
+    folder = Path(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"understanding_weights {folder} has no .safetensors files")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        named = {from_paligemma(name): value for name, value in read_weights(file).items()}
+        weights |= {name: value for name, value in named.items() if name is not None}
+    own = {
+        name: tensor
+        for name, tensor in policy.model.state_dict().items()
+        if name.startswith(("vision.", "words.", "experts.understanding."))
+    }
+    words = weights.get("words.weight")
+    if words is not None and len(words) > policy.config.vocab_size:  # later releases added words at the end
+        weights["words.weight"] = words[: policy.config.vocab_size]
+    _check_fit(own, weights, folder, "the understanding expert")
+    policy.model.load_state_dict({name: weights[name].to(own[name].dtype) for name in own}, strict=False)
+
+
+def _filled(config: F1Config, weights: dict[str, Tensor], path: Path) -> F1Policy:
+    """A policy made of the file's tensors; what a published file does not have starts anew, without effect."""
+    from_published = is_published(weights)
+    if from_published:
+        probe = weights.get("model.paligemma_with_expert.gemma_wm_expert.model.layers.0.self_attn.q_proj.weight")
+        stored = "bfloat16" if probe is not None and probe.dtype == torch.bfloat16 else "float32"
+        config.dtype = stored  # type: ignore[assignment]
+        weights = {name: value for name, value in weights.items() if not name.startswith(REPEATED)}
+    with torch.device("meta"):  # no memory is taken for weights that are replaced at once
+        policy = F1Policy(config)
+    own = policy.state_dict()
+    if from_published:
+        theirs = {name: published_name(name) for name in own}
+        expected = {found: own[name] for name, found in theirs.items() if found is not None}
+        _check_fit(expected, weights, path, "F1Policy")
+        weights = {name: weights[found] for name, found in theirs.items() if found is not None}
+        added = _added_parts(config)
+        weights |= added
+        if added:
+            parts = ", ".join(sorted({name.split(".")[1] for name in added}))
+            logger.info("%s is a published checkpoint: %s start anew, without effect", path, parts)
+    _check_fit(own, weights, path, "F1Policy")
+    policy.load_state_dict({name: weights[name].to(own[name].dtype) for name in own}, assign=True)
+    return policy
+
+
+def _added_parts(config: F1Config) -> dict[str, Tensor]:
+    """New weights of the parts that are ours alone."""
+    parts: dict[str, Any] = {}
+    if config.memory_enabled:
+        parts["memory"] = Memory(config)
+    if config.condition_on_actions:
+        parts["conditioning"] = ActionConditioning(config)
+    if config.motion_prior:
+        parts["motion"] = MotionPrior(config)
+    found = {
+        f"model.{name}.{key}": value.detach()
+        for name, part in parts.items()
+        for key, value in part.state_dict().items()
+    }
+    assert all(name.startswith(OWN_PREFIXES) for name in found)
+    return found
+
+
+def _check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path, what: str) -> None:
+    """Every key and every shape must be the model's."""
+    shapes = [
+        f"{name} is {list(weights[name].shape)} in the file and {list(own[name].shape)} in the model"
+        for name in own
+        if name in weights and weights[name].shape != own[name].shape
+    ]
+    problems = {
+        "missing": [name for name in own if name not in weights],
+        "unexpected": [name for name in weights if name not in own],
+        "of another shape": shapes,
+    }
+    found = [f"{len(names)} {kind} ({_some(names)})" for kind, names in problems.items() if names]
+    if found:
+        raise InputError(f"{path} does not fit {what}: keys {', '.join(found)}")
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _tokenizer_file(config: F1Config, debug: bool) -> Path | None:
+    """Where the image tokenizer's weights are; None where `debug` allows new ones."""
+    name = config.tokenizer_weights
+    shipped = WEIGHTS / f"{name}.safetensors"
+    path = shipped if name and Path(name).name == name and not Path(name).suffix else Path(name)
+    if name and path.is_file():
+        return path
+    if debug:
+        logger.warning("the image tokenizer starts from new weights: its codes mean nothing yet")
+        return None
+    if not name:
+        raise InputError("the image tokenizer has no weights: give checkpoint_path, or tokenizer_weights in the config")
+    raise InputError(
+        f"the image tokenizer's weights {path} are not there: train one, or name another file in tokenizer_weights"
+    )
+
+
+def _as_written(source: str | Path | Mapping[str, Any] | F1Config, config: F1Config) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, F1Config) or str(source) in PRESETS:
+        return to_dict(config)
+    return read_mapping(source)

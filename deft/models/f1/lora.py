@@ -1,0 +1,97 @@
+"""LoRA on an F1 policy through peft: low-rank changes of chosen layers; memory and the parts beside it learn in full.
+
+`peft_adapter/` holds all that was trained and loads back on the base model alone; the policy's methods stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deft.config.validation import Count, Fraction, checked, settings
+from deft.errors import InputError
+from deft.models.f1.optimization import ADDED_PARTS
+from deft.models.f1.policy import F1Policy
+
+ADAPTER_FOLDER = "peft_adapter"
+ADAPTER = "default"
+
+
+@settings
+class LoraSettings:
+    """The `model.lora` section of a config."""
+
+    r: Count = 8
+    lora_alpha: Count = 32
+    target_modules: tuple[str, ...] = ("q_proj", "v_proj")
+    lora_dropout: Fraction = 0.0
+
+
+def has_lora(policy: F1Policy) -> bool:
+    """Whether adapters are on the policy."""
+    return hasattr(policy.model, "peft_config")
+
+
+def add_lora(policy: F1Policy, lora_config: Mapping[str, Any] | LoraSettings | None = None) -> None:
+    """Put new adapters on the policy's model. They start without effect; all but them and the added parts is frozen."""
+    peft = _peft()
+    chosen = lora_config if isinstance(lora_config, LoraSettings) else checked(LoraSettings, dict(lora_config or {}))
+    added = [name for name in ADDED_PARTS if getattr(policy.model, name) is not None]
+    config = peft.LoraConfig(
+        r=chosen.r,
+        lora_alpha=chosen.lora_alpha,
+        target_modules=list(chosen.target_modules),
+        lora_dropout=chosen.lora_dropout,
+        modules_to_save=added or None,
+    )
+    try:
+        policy.model = peft.get_peft_model(policy.model, config)
+    except ValueError as error:
+        raise InputError(f"lora: {str(error).strip().splitlines()[0]}") from None
+
+
+def save_adapter(policy: F1Policy, folder: str | Path) -> None:
+    """Write the adapters and the parts that learn in full to a folder of peft's layout."""
+    if not has_lora(policy):
+        raise InputError("the policy has no LoRA adapters to save")
+    wrapped: Any = policy.model
+    wrapped.save_pretrained(str(folder))
+
+
+def load_adapter(policy: F1Policy, folder: str | Path) -> None:
+    """Put saved adapters on a policy without any."""
+    folder = Path(folder)
+    if not (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder} holds no adapter: adapter_config.json is not there")
+    peft = _peft()
+    policy.model = peft.PeftModel.from_pretrained(policy.model, str(folder), is_trainable=True)
+
+
+def merge_lora(policy: F1Policy) -> None:
+    """Add the low-rank changes to the weights and take the adapters off."""
+    if not has_lora(policy):
+        raise InputError("the policy has no LoRA adapters to merge")
+    wrapped: Any = policy.model
+    policy.model = wrapped.merge_and_unload()
+
+
+def base_state_dict(policy: F1Policy) -> dict[str, Tensor]:
+    """The policy's tensors under the names without adapters: base weights, and the parts that learn in full."""
+    found = {}
+    for name, tensor in policy.state_dict().items():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        plain = name.replace("model.base_model.model.", "model.", 1)
+        found[plain.replace(".base_layer.", ".").replace(f".modules_to_save.{ADAPTER}.", ".")] = tensor
+    return found
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise InputError('LoRA needs peft: pip install "deft[vla]"') from None
+    return peft

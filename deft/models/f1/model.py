@@ -1,0 +1,213 @@
+"""The F1 model on tensors that are ready: pictures in -1 … 1, word tokens, frame embeddings, 32-dim states and actions.
+
+`F1Policy` prepares the batches and makes losses of what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deft.models.f1.conditioning import ActionConditioning
+from deft.models.f1.config import F1Config
+from deft.models.f1.experts import Block, Cache, MixtureOfTransformers
+from deft.models.f1.flow import ActionHead
+from deft.models.f1.memory import Memory
+from deft.models.f1.motion import MotionPrior
+from deft.models.f1.sampling import choose
+from deft.models.f1.vision import VisionTower
+from deft.models.f1.vq import MultiScaleTokenizer
+from deft.models.f1.world_model import WorldModelHead
+
+
+@dataclass
+class Prefix:
+    """What the understanding expert reads."""
+
+    tokens: Tensor  # [B, P, C]
+    block: Block
+
+
+@dataclass
+class Condition:
+    """What the generation expert starts from."""
+
+    tokens: Tensor  # [B, L, C]
+    everywhere: Tensor | None = None  # [B, 1, C]: added to every predicted place
+    expected: Tensor | None = None  # [B, D, grid, grid]: features that the motion prior expects
+
+
+@dataclass
+class Foresight:
+    """A predicted frame, and the attention cache that the action expert goes on from."""
+
+    logits: Tensor  # [B, L, K]
+    codes: Tensor  # int64 [B, L]
+    cache: Cache
+    block: Block
+
+
+class F1Model(nn.Module):
+    """Understanding, generation and action expert, with what surrounds them."""
+
+    def __init__(self, config: F1Config, tokenizer: MultiScaleTokenizer) -> None:
+        super().__init__()
+        self.config = config
+        self._tokenizer = [tokenizer]  # the policy owns it; in a list, so that it is no submodule of this one too
+        width = config.understanding.hidden_size
+        self.vision = VisionTower(config.vision, width)
+        self.words = nn.Embedding(config.vocab_size, width)
+        self.experts = MixtureOfTransformers(config)
+        self.world_model = WorldModelHead(config)
+        self.flow = ActionHead(config)
+        self.memory = Memory(config) if config.memory_enabled else None
+        self.conditioning = ActionConditioning(config) if config.condition_on_actions else None
+        self.motion = MotionPrior(config) if config.motion_prior else None
+        self.language_heads = nn.ModuleDict()
+        if config.language_heads:
+            for name in ("understanding", "generation", "action"):
+                size = getattr(config, name).hidden_size
+                self.language_heads[name] = nn.Linear(size, config.vocab_size, bias=False).requires_grad_(False)
+
+    @property
+    def tokenizer(self) -> MultiScaleTokenizer:
+        """The image tokenizer, whose codes are predicted."""
+        return self._tokenizer[0]
+
+    def understand(self, pictures: list[Tensor], shown: list[Tensor], words: Tensor, word_mask: Tensor) -> Prefix:
+        """Pictures [B, 3, h, w] each, whether each is there [B], words int64 [B, W] and which are real."""
+        parts = [self.vision(picture) for picture in pictures]
+        real = [mask[:, None].expand(-1, part.shape[1]) for mask, part in zip(shown, parts, strict=True)]
+        parts.append(self.words(words) * math.sqrt(self.words.embedding_dim))
+        tokens = torch.cat(parts, 1)
+        opens = torch.zeros(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+        return Prefix(tokens, Block(torch.cat([*real, word_mask], 1), opens))
+
+    def condition(
+        self,
+        history: Tensor,
+        memory: Tensor | None = None,
+        robot: tuple[Tensor, Tensor, Tensor] | None = None,
+        expected: Tensor | None = None,
+    ) -> Condition:
+        """From history embeddings [B, T, L − 1, D], what is remembered [B, hidden], and what the robot does."""
+        head = self.world_model
+        compressed = head.compress(history)
+        gated = self.memory.to_generation(memory) if self.memory is not None and memory is not None else None
+        if gated is not None and self.config.memory_project_to_vae_dim:
+            compressed = compressed + gated
+        tokens = head.condition(compressed)
+        if gated is not None and not self.config.memory_project_to_vae_dim:
+            tokens = tokens + gated
+        everywhere = None
+        if self.conditioning is not None and robot is not None:
+            everywhere = self.conditioning(*robot)
+            tokens = tokens + everywhere  # the last of them is also the first predicted place
+        tokens = torch.cat([tokens[:, :-1], tokens[:, -1:] + head.places(0, 1)], 1)
+        if self.motion is not None and expected is not None:
+            first = self.tokenizer.quantize.at_scale(expected, 0)
+            tokens = torch.cat([tokens[:, :-1], tokens[:, -1:] + self.motion.embed(first)], 1)
+        return Condition(tokens, everywhere, expected)
+
+    def teacher_forced(
+        self, prefix: Prefix, condition: Condition, codes: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, L, K] of every place, given the true codes [B, L] of the coarser scales.
+
+        `hidden`, bool [B, L − 1]: places after the first whose input is not shown.
+        """
+        head, length = self.world_model, self.config.num_tokens
+        embeddings = self.tokenizer.embed(codes)
+        if hidden is not None:
+            embeddings = torch.where(hidden[..., None], head.mask_embedding, embeddings)
+        tokens = head.embedding(embeddings) + head.places(1, length)
+        missing = None
+        if condition.everywhere is not None:
+            tokens = tokens + condition.everywhere
+        if self.motion is not None and condition.expected is not None:
+            missing = self.tokenizer.missing(condition.expected, codes)
+            tokens = tokens + self.motion.embed(missing[:, 1:])
+        block = Block.join([prefix.block, self._frame_block(len(codes), length)])
+        streams = {"understanding": prefix.tokens, "generation": torch.cat([condition.tokens, tokens], 1)}
+        outputs, _ = self.experts(streams, block, {"generation": length})
+        output = outputs["generation"]
+        logits = head.logits(output)
+        if self.motion is not None and missing is not None:
+            logits = logits + self.motion.logits(missing, head.level[0], output, self.tokenizer.quantize)
+        return logits
+
+    def foresee(
+        self,
+        prefix: Prefix,
+        condition: Condition,
+        top_k: int = 1,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Foresight:
+        """Predict the next frame scale by scale, each from its own choices of the coarser ones. `top_k` 1 is greedy."""
+        head, tokenizer = self.world_model, self.tokenizer
+        quantize = tokenizer.quantize
+        batch = len(condition.tokens)
+        block = Block.join([prefix.block, self._frame_block(batch, 1)])
+        streams = {"understanding": prefix.tokens, "generation": condition.tokens}
+        outputs, cache = self.experts(streams, block, {"generation": 1}, keep=True)
+        output = outputs["generation"]
+        all_logits, all_codes = [], []
+        total: Tensor | None = None
+        end = 0
+        for scale, size in enumerate(tokenizer.sizes):
+            start, end = end, end + size
+            rest = None
+            if condition.expected is not None:
+                rest = quantize.at_scale(condition.expected if total is None else condition.expected - total, scale)
+            if total is not None:
+                tokens = head.embedding(quantize.at_scale(total, scale)) + head.places(start, end)
+                if condition.everywhere is not None:
+                    tokens = tokens + condition.everywhere
+                if self.motion is not None and rest is not None:
+                    tokens = tokens + self.motion.embed(rest)
+                block = Block.join([block, self._opening(batch, size)])
+                outputs, cache = self.experts({"generation": tokens}, block, {"generation": size}, cache, keep=True)
+                output = outputs["generation"]
+            logits = head.logits(output)
+            if self.motion is not None and rest is not None:
+                logits = logits + self.motion.logits(rest, head.level[0, start:end], output, quantize)
+            all_logits.append(logits)
+            all_codes.append(choose(logits, top_k, top_p, generator))
+            total = tokenizer.add(total, all_codes[-1], scale)
+        return Foresight(torch.cat(all_logits, 1), torch.cat(all_codes, 1), cache, block)
+
+    def velocity(
+        self, foresight: Foresight, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
+    ) -> Tensor:
+        """ε − a [B, K, A] of noisy actions, after all that is in the cache. `memory`: [B, hidden], before the step."""
+        tokens = self.flow.embed(state, noisy, time)
+        if self.memory is not None and memory is not None:
+            tokens = tokens + self.memory.to_action(memory)
+        batch, chunk = noisy.shape[:2]
+        suffix = Block.join([self._opening(batch, 1), self._opening(batch, chunk)])
+        block = Block.join([foresight.block, suffix])
+        outputs, _ = self.experts({"action": tokens}, block, {"action": chunk}, foresight.cache)
+        return self.flow.velocity(outputs["action"])
+
+    def _opening(self, batch: int, size: int) -> Block:
+        """`size` real tokens, of which the first opens a block."""
+        device = self.words.weight.device
+        opens = torch.zeros(size, dtype=torch.bool, device=device)
+        opens[0] = True
+        return Block(torch.ones(batch, size, dtype=torch.bool, device=device), opens)
+
+    def _frame_block(self, batch: int, num_places: int) -> Block:
+        """The condition and the first predicted places, of which the condition's last token is one."""
+        device = self.words.weight.device
+        scales = [self._opening(batch, size) for size in self.tokenizer.sizes]
+        open_ends = Block.join(scales)
+        before = self.config.num_tokens - 1
+        joined = Block(
+            torch.ones(batch, before, dtype=torch.bool, device=device),
+            torch.zeros(before, dtype=torch.bool, device=device),
+        )
+        return Block.join([joined, Block(open_ends.is_real[:, :num_places], open_ends.opens[:num_places])])

@@ -1,0 +1,92 @@
+"""What moves where: the next frame as the last one with its pixels moved, from the actions and the state.
+
+It starts as a copy of the last frame. The tokenizer's features of the moved frame give each code a first logit,
+−β‖z − e‖², where z is what the coarser codes have left to say; the generation expert says how far to trust it (β) and
+adds what motion alone cannot know.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft.models.f1.conditioning import robot_features
+from deft.models.f1.config import F1Config
+from deft.models.f1.vq import MultiScaleQuantizer
+
+PATCH = 4
+NUM_BASIS = 6  # 1, x, y, x², xy, y²
+START_SHARPNESS = 4.0
+START_MOVING = 4.0  # logit: at first nearly all is taken to move
+
+
+class MotionPrior(nn.Module):
+    """A field of motion: a polynomial of the place for the camera's own motion, and a convolution for the rest."""
+
+    def __init__(self, config: F1Config) -> None:
+        super().__init__()
+        channels, code_dim = config.motion_channels, config.tokenizer.code_dim
+        inputs = config.n_obs_img_steps * config.max_action_dim + 1 + config.max_state_dim
+        self.robot = nn.Sequential(nn.Linear(inputs, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU())
+        self.camera = nn.Linear(128, 2 * NUM_BASIS)
+        self.stem = nn.Conv2d(6 + 2, channels, PATCH, PATCH)  # the last two frames and the place
+        self.modulation = nn.Linear(128, 2 * channels)
+        self.layers = nn.ModuleList(
+            nn.Conv2d(channels, channels, 3, padding=dilation, dilation=dilation) for dilation in (1, 2, 4)
+        )
+        # motion in x and y, a correction of the three colours, and what stays: the gripper moves with its camera
+        self.head = nn.Conv2d(channels, 6, 1)
+        for layer in (self.camera, self.head):
+            nn.init.zeros_(layer.weight)
+            assert layer.bias is not None
+            nn.init.zeros_(layer.bias)
+        self.embedding = nn.Linear(code_dim, config.generation.hidden_size)
+        self.trust = nn.Linear(config.generation.hidden_size, 1)
+        nn.init.zeros_(self.trust.weight)
+        nn.init.zeros_(self.trust.bias)
+        self.log_sharpness = nn.Parameter(torch.full((len(config.tokenizer.scales),), math.log(START_SHARPNESS)))
+
+    def forward(self, frames: Tensor, actions: Tensor, known: Tensor, state: Tensor) -> Tensor:
+        """The expected next frame [B, 3, h, w] from the history [B, T, 3, h, w] in -1 … 1 and what the robot does."""
+        last = frames[:, -1]
+        batch, _, height, width = last.shape
+        robot = self.robot(robot_features(actions, known, state))
+        y = torch.linspace(-1, 1, height, device=last.device, dtype=last.dtype)
+        x = torch.linspace(-1, 1, width, device=last.device, dtype=last.dtype)
+        place = torch.stack(torch.meshgrid(x, y, indexing="xy"))  # [2, h, w]
+        stacked = torch.cat([last, frames[:, -2] if frames.shape[1] > 1 else last, place.expand(batch, -1, -1, -1)], 1)
+        scale, shift = self.modulation(robot)[:, :, None, None].chunk(2, 1)
+        hidden = functional.silu(self.stem(stacked) * (1 + scale) + shift)
+        for layer in self.layers:
+            hidden = hidden + functional.silu(layer(hidden))
+        local = functional.interpolate(self.head(hidden), size=(height, width), mode="bilinear", align_corners=False)
+        basis = torch.stack(
+            [torch.ones_like(place[0]), place[0], place[1], place[0] ** 2, place[0] * place[1], place[1] ** 2]
+        )
+        camera = torch.einsum("bck,khw->bchw", self.camera(robot).view(batch, 2, NUM_BASIS), basis)
+        motion = camera * (1 - torch.sigmoid(local[:, 5:] - START_MOVING)) + local[:, :2]
+        grid = functional.affine_grid(
+            torch.eye(2, 3, device=last.device, dtype=last.dtype).expand(batch, -1, -1),
+            list(last.shape),
+            align_corners=False,
+        )
+        moved = functional.grid_sample(
+            last, grid + motion.permute(0, 2, 3, 1), padding_mode="border", align_corners=False
+        )
+        return moved + local[:, 2:5]
+
+    def embed(self, missing: Tensor) -> Tensor:
+        """What is expected at predicted places, [B, n, D] → [B, n, C]."""
+        return self.embedding(missing)
+
+    def logits(self, missing: Tensor, level: Tensor, output: Tensor, quantize: MultiScaleQuantizer) -> Tensor:
+        """−β ‖z − e_k‖² for z [B, n, D] at scales `level` [n]; β by scale and by what the expert gave out, [B, n, C].
+
+        It is in units of the codes' own spread, and so alike for all tokenizers.
+        """
+        spread = quantize.embedding.weight.detach().var(0).sum().clamp(min=1e-8)
+        sharpness = (self.log_sharpness[level][:, None] + self.trust(output.float())).exp()
+        return -sharpness / spread * quantize.distances(missing)

@@ -1,0 +1,464 @@
+"""The F1 policy: batches in, losses, predicted frames, memories and actions out.
+
+Trainers call `forward_with_world_model` (or the module itself, so that wrappers for several GPUs see the call),
+collectors and reward makers `predict_images_only`, `forward_memory_only` and `sample_actions_with_world_model`. A batch
+has the keys of `deft.schema`, [B, …], or is a sequence [T, B, …] whose memory runs through its T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft import schema
+from deft.errors import InputError
+from deft.models.f1 import flow, frames
+from deft.models.f1.config import F1Config
+from deft.models.f1.language import LanguageTokenizer, instruction_texts, make_language_tokenizer
+from deft.models.f1.model import Condition, F1Model, Foresight, Prefix
+from deft.models.f1.vq import MultiScaleTokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Inputs:
+    """A batch, flattened to N = T · B rows and scaled."""
+
+    steps: int  # T
+    pictures: list[Tensor]
+    shown: list[Tensor]
+    words: Tensor
+    word_mask: Tensor
+    frames: Tensor | None  # [N, H + n, 3, h, w]; None where the codes came with the batch and no pixels are needed
+    codes: Tensor  # [N, H + n, L]
+    history: Tensor  # [N, H, L − 1, D]
+    state: Tensor
+    actions: Tensor  # [N, H, A]: a_{t-3} … a_t
+    known: Tensor  # bool [N]: whether a_t is
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.state) // self.steps
+
+    def by_step(self, values: Tensor) -> Tensor:
+        """[N, …] → [T, B, …]."""
+        return values.unflatten(0, (self.steps, self.rows))
+
+
+class F1Policy(nn.Module):
+    """An F1 model with its tokenizers."""
+
+    def __init__(self, config: F1Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tokenizer = MultiScaleTokenizer(config.tokenizer).requires_grad_(False)
+        self.model = F1Model(config, self.tokenizer)
+        self._language: LanguageTokenizer | None = None
+        self.use_dtype(config.dtype)
+
+    def use_dtype(self, dtype: str) -> None:
+        """The type of the vision tower, the words and the experts' layers, as in the published checkpoint."""
+        self.config.dtype = dtype  # type: ignore[assignment]
+        model, chosen = self.model, DTYPES[dtype]
+        for part in (model.vision, model.words, model.experts.understanding):
+            part.to(chosen)
+        for expert in (model.experts.generation, model.experts.action):
+            expert.layers.to(chosen)
+        if "understanding" in model.language_heads:
+            model.language_heads["understanding"].to(chosen)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.tokenizer.quantize.embedding.weight.device
+
+    @property
+    def language_tokenizer(self) -> LanguageTokenizer:
+        """Made when an instruction first comes."""
+        if self._language is None:
+            self._language = make_language_tokenizer(self.config)
+        return self._language
+
+    def initial_memory(self, batch_size: int) -> Tensor:
+        """Zeros (layers, batch, hidden): the memory at an episode's first frame."""
+        if self.model.memory is None:
+            raise InputError("this F1 model has no memory (memory_enabled: false)")
+        return self.model.memory.zeros(batch_size)
+
+    def forward(self, batch: Mapping[str, Any], **arguments: Any) -> dict[str, Tensor]:
+        """`forward_with_world_model`."""
+        return self.forward_with_world_model(batch, **arguments)
+
+    def forward_with_world_model(
+        self,
+        batch: Mapping[str, Any],
+        memory_state: Tensor | None = None,
+        noise: Tensor | None = None,
+        time: Tensor | None = None,
+        cur_n_obs_img_steps: int | None = None,
+        cur_n_pred_img_steps: int | None = None,
+        train_gen_expert_only: bool = False,
+        gen_out_loss_ratio: float | None = None,
+        memory_backprop: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> dict[str, Tensor]:
+        """Losses and accuracies of the frame after [img_{t-3} … img_t] and [a_{t-3} … a_t].
+
+        `loss` is the world model's where the batch has no `action` chunk or `train_gen_expert_only`; else action loss +
+        `gen_out_loss_ratio` · world-model loss. `memory_state` (here or in the batch) is the memory before the first
+        step; the one returned is the memory after the last, with its gradient: detach it between chunks.
+        """
+        self._check_steps(cur_n_obs_img_steps, cur_n_pred_img_steps)
+        inputs = self._prepare(batch, with_target=True, hide=self.training, generator=generator)
+        before, after, memory_state = self._remember(inputs, self._given_memory(batch, memory_state), memory_backprop)
+        if before is not None and after is not None:  # where a_t is hidden, so is the memory of it
+            after = torch.where(inputs.known[:, None], after, before)
+        prefix = self._prefix(inputs)
+        expected = self._expected_frame(inputs)
+        condition = self._condition(inputs, after, expected)
+        target = inputs.codes[:, self.config.n_obs_img_steps]
+        logits = self.model.teacher_forced(prefix, condition, target, self._hidden_codes(len(target), generator))
+        wm_loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        correct = (logits.detach().argmax(-1) == target).float()
+        results = {
+            "wm_loss": wm_loss,
+            "wm_acc_mean": correct.mean(),
+            "wm_acc_tail": correct[:, -self.tokenizer.sizes[-1] :].mean(),  # the finest scale
+        }
+        foresight_loss = wm_loss
+        if expected is not None:
+            assert inputs.frames is not None
+            motion_loss = (expected - inputs.frames[:, self.config.n_obs_img_steps]).abs().mean()
+            results["motion_loss"] = motion_loss
+            foresight_loss = wm_loss + self.config.motion_loss_weight * motion_loss
+        if train_gen_expert_only or schema.ACTION not in batch:
+            results["loss"] = foresight_loss
+        else:
+            # As when acting, the action expert sees the predicted frame, not the true one, and a_t is its own to find.
+            unknown = self._without_last_action(inputs)
+            hoped = self._foresee(unknown, prefix, before, top_k=1, top_p=1.0, generator=None)
+            results["action_loss"] = self._action_loss(batch, unknown, hoped, before, noise, time, generator)
+            ratio = self.config.wm_loss_weight if gen_out_loss_ratio is None else gen_out_loss_ratio
+            results["loss"] = results["action_loss"] + ratio * foresight_loss
+        if memory_state is not None:
+            results[schema.MEMORY_STATE] = memory_state
+        return results
+
+    @torch.no_grad()
+    def predict_images_only(
+        self,
+        batch: Mapping[str, Any],
+        memory_state: Tensor | None = None,
+        top_k: int = 1,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> dict[str, Tensor]:
+        """The next frame, uint8 [B, 3, h, w] under `images`, its codes under `frame_tokens`, the memory after the step.
+
+        `top_k` 1 takes the likeliest codes; `config.top_k` and `config.top_p` are the settings for sampling. Of a batch
+        with frames to predict, these are not looked at.
+        """
+        inputs = self._prepare(batch, with_target=False)
+        _, after, memory_state = self._remember(inputs, self._given_memory(batch, memory_state))
+        condition = self._condition(inputs, after, self._expected_frame(inputs))
+        found = self.model.foresee(self._prefix(inputs), condition, top_k, top_p, generator)
+        leading = batch[schema.STATE].shape[:-1]
+        images = frames.to_pictures(self.tokenizer.decode(found.codes))
+        results = {
+            "images": images.reshape(*leading, *images.shape[1:]),
+            schema.FRAME_TOKENS: found.codes.reshape(*leading, -1),
+            "logits": found.logits.reshape(*leading, *found.logits.shape[1:]),
+        }
+        if memory_state is not None:
+            results[schema.MEMORY_STATE] = memory_state
+        return results
+
+    def forward_memory_only(self, batch: Mapping[str, Any], memory_state: Tensor | None = None) -> Tensor:
+        """The memory (layers, batch, hidden) after the batch's steps; nothing is predicted."""
+        inputs = self._prepare(batch, with_target=False, looks=False)
+        _, _, found = self._remember(inputs, self._given_memory(batch, memory_state))
+        if found is None:
+            raise InputError("this F1 model has no memory (memory_enabled: false)")
+        return found
+
+    def forward_motion_only(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The loss of the motion prior alone, from pixels: a small part of a whole step, to train it first."""
+        if self.model.motion is None:
+            raise InputError("this F1 model has no motion prior (motion_prior: false)")
+        state = self._vectors(batch, schema.STATE, self.config.max_state_dim)
+        actions = self._vectors(batch, schema.ACTION_HISTORY, self.config.max_action_dim)
+        raw = batch[schema.IMAGE0_HISTORY].to(self.device).flatten(0, -5)
+        pixels = frames.to_model(raw, self.config.tokenizer.image_size, schema.IMAGE0_HISTORY)
+        observed = self.config.n_obs_img_steps
+        known = torch.ones(len(pixels), dtype=torch.bool, device=self.device)
+        expected = self.model.motion(pixels[:, :observed], actions.flatten(0, -3), known, state.flatten(0, -2))
+        loss = (expected - pixels[:, observed]).abs().mean()
+        return {"loss": loss, "motion_loss": loss.detach()}
+
+    @torch.no_grad()
+    def sample_actions_with_world_model(
+        self,
+        batch: Mapping[str, Any],
+        memory_state: Tensor | None = None,
+        noise: Tensor | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        predict_action_only: bool = True,
+    ) -> Tensor | dict[str, Tensor]:
+        """A chunk of actions [B, K, 32], from noise in `num_steps` Euler steps, after foreseeing the next frame.
+
+        The batch is an observation's: its `action_history` ends with a_{t-1}. Without `predict_action_only` a dict:
+        `action`, `images` and `frame_tokens`. The memory is not moved on: a_t is known after acting
+        (`forward_memory_only`).
+        """
+        inputs = self._prepare(batch, with_target=False)
+        history = inputs.actions
+        inputs.actions = torch.cat([history[:, 1:], torch.zeros_like(history[:, :1])], 1)
+        inputs.known = torch.zeros_like(inputs.known)
+        memory = self._given_memory(batch, memory_state)
+        before = None if memory is None else self._checked(memory, inputs)[-1]
+        found = self._foresee(
+            inputs,
+            self._prefix(inputs),
+            before,
+            self.config.top_k if top_k is None else top_k,
+            self.config.top_p if top_p is None else top_p,
+            generator,
+        )
+        if noise is None:
+            shape = (len(inputs.state), self.config.chunk_size, self.config.max_action_dim)
+            noise = torch.randn(shape, device=self.device, generator=generator)
+
+        def velocity(noisy: Tensor, time: Tensor) -> Tensor:
+            return self.model.velocity(found, inputs.state, noisy, time, before)
+
+        actions = flow.integrate(velocity, noise, self.config.num_steps)
+        if predict_action_only:
+            return actions
+        images = frames.to_pictures(self.tokenizer.decode(found.codes))
+        return {schema.ACTION: actions, "images": images, schema.FRAME_TOKENS: found.codes}
+
+    # What a batch becomes
+
+    def _prepare(
+        self,
+        batch: Mapping[str, Any],
+        with_target: bool,
+        looks: bool = True,
+        hide: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Inputs:
+        """The batch scaled and flattened. `looks`: the pictures are needed; `hide`: a_t is unknown in some rows."""
+        config, device = self.config, self.device
+        state = self._vectors(batch, schema.STATE, config.max_state_dim)
+        leading = state.shape[:-1]
+        if len(leading) not in (1, 2):
+            raise InputError(f"{schema.STATE} has shape {list(state.shape)}; batches are [B, 32] or [T, B, 32]")
+        num_rows = leading.numel()
+        actions = self._vectors(batch, schema.ACTION_HISTORY, config.max_action_dim)
+        length = config.n_obs_img_steps + (config.n_pred_img_steps if with_target else 0)
+        if tuple(actions.shape[:-1]) != (*leading, config.n_obs_img_steps):
+            raise InputError(
+                f"{schema.ACTION_HISTORY} has shape {list(actions.shape)}; "
+                f"{config.n_obs_img_steps} actions a row are needed"
+            )
+        pixels, codes = self._frames(batch, leading, length, looks and config.motion_prior)
+        pictures, shown = self._pictures(batch, num_rows) if looks else ([], [])
+        words, word_mask = self._words(batch, num_rows) if looks else (torch.empty(0), torch.empty(0))
+        known = torch.ones(num_rows, dtype=torch.bool, device=device)
+        if hide and config.unknown_action_rate > 0:
+            known = torch.rand(num_rows, device=device, generator=generator) >= config.unknown_action_rate
+        return Inputs(
+            steps=leading[0] if len(leading) == 2 else 1,
+            pictures=pictures,
+            shown=shown,
+            words=words,
+            word_mask=word_mask,
+            frames=pixels,
+            codes=codes,
+            history=self.tokenizer.embed(codes[:, : config.n_obs_img_steps]),
+            state=state.flatten(0, -2),
+            actions=actions.flatten(0, -3),
+            known=known,
+        )
+
+    def _vectors(self, batch: Mapping[str, Any], name: str, size: int) -> Tensor:
+        """Floats of the padded size; smaller ones are padded with zeros."""
+        if name not in batch:
+            raise InputError(f"the batch has no {name!r}; it has {', '.join(sorted(batch.keys()))}")
+        values = batch[name].to(self.device, torch.float32)
+        if values.shape[-1] > size:
+            raise InputError(f"{name} has {values.shape[-1]} dims; the model takes {size}")
+        return functional.pad(values, (0, size - values.shape[-1]))
+
+    @torch.no_grad()
+    def _frames(
+        self, batch: Mapping[str, Any], leading: torch.Size, length: int, pixels_needed: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """The frames [N, length, 3, h, w], where they are needed, and their codes [N, length, L]."""
+        names = set(batch.keys())
+        given = schema.FRAME_TOKENS in names
+        pixels = None
+        for name in {schema.IMAGE0_HISTORY} if pixels_needed or not given else {schema.FRAME_TOKENS}:
+            if name not in names:
+                raise InputError(f"the batch has no {name!r}; it has {', '.join(sorted(names))}")
+            place = len(leading)
+            if tuple(batch[name].shape[:place]) != tuple(leading) or batch[name].shape[place] < length:
+                raise InputError(f"{name} has shape {list(batch[name].shape)}; {length} frames a row are needed")
+        if pixels_needed or not given:
+            raw = batch[schema.IMAGE0_HISTORY].to(self.device).flatten(0, len(leading) - 1)[:, :length]
+            pixels = frames.to_model(raw, self.config.tokenizer.image_size, schema.IMAGE0_HISTORY)
+        if given:
+            return pixels, batch[schema.FRAME_TOKENS].to(self.device).flatten(0, len(leading) - 1)[:, :length]
+        assert pixels is not None
+        return pixels, self.tokenizer.encode(pixels)
+
+    def _pictures(self, batch: Mapping[str, Any], num_rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        """What the understanding expert looks at: `image0` and, where it is there, `image1`."""
+        names = set(batch.keys())
+        if schema.IMAGE0 not in names:
+            raise InputError(f"the batch has no {schema.IMAGE0!r}; it has {', '.join(sorted(names))}")
+        pictures, shown = [], []
+        for name in (schema.IMAGE0, schema.IMAGE1):
+            if name not in names:
+                continue
+            raw = batch[name].to(self.device)
+            pictures.append(frames.to_model(raw.flatten(0, -4), self.config.vision.image_size, name))
+            mask = batch.get(name + schema.MASK_SUFFIX, None)
+            real = torch.ones(num_rows, dtype=torch.bool, device=self.device)
+            shown.append(real if mask is None else mask.to(self.device).flatten())
+        return pictures, shown
+
+    def _words(self, batch: Mapping[str, Any], num_rows: int) -> tuple[Tensor, Tensor]:
+        """The instruction's tokens; a task without one has no words."""
+        instruction = batch.get(schema.INSTRUCTION, None)
+        if instruction is None:
+            nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)
+            return nothing, nothing.bool()
+        if isinstance(instruction, Tensor):
+            instruction = instruction_texts(instruction.flatten(0, -2))
+        words, mask = self.language_tokenizer(instruction)
+        longest = int(mask.sum(1).max())  # padding changes nothing, and costs time
+        return words[:, :longest].to(self.device), mask[:, :longest].to(self.device)
+
+    def _check_steps(self, observed: int | None, predicted: int | None) -> None:
+        for name, given, own in (
+            ("cur_n_obs_img_steps", observed, self.config.n_obs_img_steps),
+            ("cur_n_pred_img_steps", predicted, self.config.n_pred_img_steps),
+        ):
+            if given is not None and given != own:
+                raise InputError(f"{name} is {given}; this model has {own}")
+
+    def _hidden_codes(self, num_rows: int, generator: torch.Generator | None) -> Tensor | None:
+        """In training, a few codes of the true frame are hidden from the finer scales: bool [N, L − 1]."""
+        rows, tokens = self.config.mask_sequence_rate, self.config.mask_token_rate
+        if not self.training or rows == 0 or tokens == 0:
+            return None
+        shape = (num_rows, self.config.num_tokens - 1)
+        in_row = torch.rand(num_rows, 1, device=self.device, generator=generator) < rows
+        return in_row & (torch.rand(shape, device=self.device, generator=generator) < tokens)
+
+    # Memory
+
+    def _given_memory(self, batch: Mapping[str, Any], memory_state: Tensor | None) -> Tensor | None:
+        """The memory before the first step; None is refused where the model has one."""
+        if self.model.memory is None:
+            return None
+        if memory_state is None:
+            memory_state = batch.get(schema.MEMORY_STATE, None)
+        num_rows = batch[schema.STATE].shape[-2]
+        return self.model.memory.check(memory_state, num_rows).to(self.device, torch.float32)
+
+    def _checked(self, memory: Tensor, inputs: Inputs) -> Tensor:
+        if inputs.steps != 1:
+            raise InputError("actions are sampled for one step at a time, not for a sequence")
+        return memory
+
+    def _remember(
+        self, inputs: Inputs, memory: Tensor | None, backprop: bool = True
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What is remembered before and after each step, [N, hidden], and the memory after the last."""
+        if self.model.memory is None or memory is None:
+            return None, None, None
+        finest = self.tokenizer.sizes[-1]
+        frame = inputs.history[:, -1, -finest:].flatten(1)  # img_t at the finest scale
+        after, last = self.model.memory(
+            inputs.by_step(frame),
+            inputs.by_step(inputs.state),
+            inputs.by_step(inputs.actions[:, -1]),
+            memory,
+            backprop,
+        )
+        before = torch.cat([memory[-1:], after[:-1]])
+        if not backprop:
+            before = before.detach()
+        return before.flatten(0, 1), after.flatten(0, 1), last
+
+    # The parts of a pass
+
+    def _prefix(self, inputs: Inputs) -> Prefix:
+        return self.model.understand(inputs.pictures, inputs.shown, inputs.words, inputs.word_mask)
+
+    def _expected_frame(self, inputs: Inputs) -> Tensor | None:
+        if self.model.motion is None:
+            return None
+        assert inputs.frames is not None
+        history = inputs.frames[:, : self.config.n_obs_img_steps]
+        return self.model.motion(history, inputs.actions, inputs.known, inputs.state)
+
+    def _condition(self, inputs: Inputs, remembered: Tensor | None, expected: Tensor | None) -> Condition:
+        features = None
+        if expected is not None:
+            with torch.no_grad():  # the motion learns from pixels, not through the tokenizer
+                features = self.tokenizer.features(expected.clamp(-1, 1))
+        return self.model.condition(inputs.history, remembered, (inputs.actions, inputs.known, inputs.state), features)
+
+    def _without_last_action(self, inputs: Inputs) -> Inputs:
+        return Inputs(**{**vars(inputs), "known": torch.zeros_like(inputs.known)})
+
+    def _foresee(
+        self,
+        inputs: Inputs,
+        prefix: Prefix,
+        before: Tensor | None,
+        top_k: int,
+        top_p: float,
+        generator: torch.Generator | None,
+    ) -> Foresight:
+        """Foresight before acting: a_t is not known, so the memory is that before the step."""
+        condition = self._condition(inputs, before, self._expected_frame(inputs))
+        return self.model.foresee(prefix, condition, top_k, top_p, generator)
+
+    def _action_loss(
+        self,
+        batch: Mapping[str, Any],
+        inputs: Inputs,
+        hoped: Foresight,
+        before: Tensor | None,
+        noise: Tensor | None,
+        time: Tensor | None,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """Mean (ε − a − v)² over the real dims of the real steps."""
+        actions = self._vectors(batch, schema.ACTION, self.config.max_action_dim).flatten(0, -3)
+        noise = torch.randn(actions.shape, device=self.device, generator=generator) if noise is None else noise
+        time = flow.sample_time(len(actions), self.device, generator) if time is None else time
+        velocity = self.model.velocity(hoped, inputs.state, flow.noisy_actions(actions, noise, time), time, before)
+        squares = (noise - actions - velocity).square()
+        weight = torch.ones_like(squares)
+        names = set(batch.keys())
+        if schema.ACTION_MASK in names:
+            mask = batch[schema.ACTION_MASK].to(self.device).float()
+            mask = mask if mask.ndim == 1 else mask.flatten(0, -2)[:, None]
+            weight = weight * mask
+        if schema.ACTION_IS_PAD in names:
+            weight = weight * (~batch[schema.ACTION_IS_PAD].to(self.device).flatten(0, -2))[..., None]
+        return (squares * weight).sum() / weight.sum().clamp(min=1)

@@ -1,0 +1,369 @@
+"""The image tokenizer: a multi-scale residual VQ-VAE. A frame becomes codes at scales 1×1, 2×2, … to the latent grid.
+
+`F1Policy` asks it for codes and for the embeddings that the next scales are predicted from; `decode` makes pictures.
+The tensor names are those of the published checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft.models.f1.config import TokenizerConfig
+
+EPSILON = 1e-6
+
+
+class Reconstruction(NamedTuple):
+    """What training a tokenizer needs of one pass."""
+
+    frames: Tensor  # [B, 3, h, w]
+    quantization_loss: Tensor  # codes towards features and features towards codes, mean over the scales
+    codes: Tensor  # int64 [B, L]
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions with group norm, around a shortcut."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        self.norm1 = _norm(channels_in)
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, padding=1)
+        self.norm2 = _norm(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1)
+        if channels_in != channels_out:
+            self.nin_shortcut = nn.Conv2d(channels_in, channels_out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, h, w] → [B, C', h, w]."""
+        hidden = self.conv1(functional.silu(self.norm1(x)))
+        hidden = self.conv2(functional.silu(self.norm2(hidden)))
+        return hidden + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+
+
+class SpatialAttention(nn.Module):
+    """One head of attention over all places of a feature map, added to it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = _norm(channels)
+        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, h, w], same out."""
+        batch, channels, height, width = x.shape
+        query, key, value = self.qkv(self.norm(x)).flatten(2).transpose(1, 2).chunk(3, -1)  # [B, h·w, C] each
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return x + self.proj_out(mixed.transpose(1, 2).reshape(batch, channels, height, width))
+
+
+class Downsample(nn.Module):
+    """Half the size: a strided convolution, padded at the right and the bottom alone."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, h, w] → [B, C, h/2, w/2]."""
+        return self.conv(functional.pad(x, (0, 1, 0, 1)))
+
+
+class Upsample(nn.Module):
+    """Twice the size: nearest neighbours, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, h, w] → [B, C, 2h, 2w]."""
+        return self.conv(functional.interpolate(x, scale_factor=2, mode="nearest"))
+
+
+class Level(nn.Module):
+    """Residual blocks of one resolution, with attention after each at the coarsest, then a change of size."""
+
+    def __init__(self, channels: Sequence[int], attends: bool, resize: nn.Module | None, resize_name: str) -> None:
+        """`channels`: into the first block, and out of each."""
+        super().__init__()
+        self.block = nn.ModuleList(ResidualBlock(before, after) for before, after in itertools.pairwise(channels))
+        self.attn = nn.ModuleList(SpatialAttention(after) for after in channels[1:] if attends)
+        self._resize_name = resize_name if resize is not None else ""
+        if resize is not None:
+            self.add_module(resize_name, resize)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through the blocks, then to the next resolution."""
+        for index, block in enumerate(self.block):
+            x = block(x)
+            if len(self.attn):
+                x = self.attn[index](x)
+        return getattr(self, self._resize_name)(x) if self._resize_name else x
+
+
+class Middle(nn.Module):
+    """The coarsest features once more: block, attention, block."""
+
+    def __init__(self, channels: int, attends: bool) -> None:
+        super().__init__()
+        self.block_1 = ResidualBlock(channels, channels)
+        self.attn_1 = SpatialAttention(channels) if attends else nn.Identity()
+        self.block_2 = ResidualBlock(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, h, w], same out."""
+        return self.block_2(self.attn_1(self.block_1(x)))
+
+
+class Encoder(nn.Module):
+    """Frames to a grid of features."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        super().__init__()
+        widths = [config.channels * multiplier for multiplier in config.channel_multipliers]
+        stem = config.stem_stride
+        # A stem of stride s reads s×s patches: most of the cost of small pictures lies in their full resolution.
+        self.conv_in = nn.Conv2d(3, widths[0], 3, padding=1) if stem == 1 else nn.Conv2d(3, widths[0], stem, stem)
+        self.down = nn.ModuleList()
+        before = widths[0]
+        for index, width in enumerate(widths):
+            is_last = index == len(widths) - 1
+            channels = [before] + [width] * config.num_res_blocks
+            resize = None if is_last else Downsample(width)
+            self.down.append(Level(channels, is_last and config.attention, resize, "downsample"))
+            before = width
+        self.mid = Middle(before, config.attention)
+        self.norm_out = _norm(before)
+        self.conv_out = nn.Conv2d(before, config.code_dim, 3, padding=1)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        """[B, 3, h, w] → [B, D, grid, grid]."""
+        x = self.conv_in(frames)
+        for level in self.down:
+            x = level(x)
+        return self.conv_out(functional.silu(self.norm_out(self.mid(x))))
+
+
+class Decoder(nn.Module):
+    """A grid of features to frames."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        super().__init__()
+        widths = [config.channels * multiplier for multiplier in config.channel_multipliers]
+        before = widths[-1]
+        self.conv_in = nn.Conv2d(config.code_dim, before, 3, padding=1)
+        self.mid = Middle(before, config.attention)
+        levels: list[nn.Module] = []  # coarsest first; stored finest first, as the names have it
+        for index, width in reversed(list(enumerate(widths))):
+            channels = [before] + [width] * (config.num_res_blocks + 1)
+            attends = index == len(widths) - 1 and config.attention
+            levels.insert(0, Level(channels, attends, Upsample(width) if index else None, "upsample"))
+            before = width
+        self.up = nn.ModuleList(levels)
+        self.norm_out = _norm(before)
+        self.conv_out = nn.Conv2d(before, 3 * config.stem_stride**2, 3, padding=1)
+        self._stem_stride = config.stem_stride
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, D, grid, grid] → [B, 3, h, w]."""
+        x = self.mid(self.conv_in(features))
+        for level in reversed(self.up):
+            x = level(x)
+        return functional.pixel_shuffle(self.conv_out(functional.silu(self.norm_out(x))), self._stem_stride)
+
+
+class ResidualConvolution(nn.Conv2d):
+    """φ(h) = (1 − r) h + r conv(h): smooths what enlarging a coarse scale left behind."""
+
+    def __init__(self, channels: int, ratio: float) -> None:
+        super().__init__(channels, channels, 3, padding=1)
+        self.ratio = ratio
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, D, h, w], same out."""
+        return x * (1 - self.ratio) + super().forward(x) * self.ratio
+
+
+class SharedConvolutions(nn.Module):
+    """A few φ that the scales share, each scale the one nearest to its place between first and last."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        super().__init__()
+        count = config.num_residual_convolutions
+        self.qresi_ls = nn.ModuleList(ResidualConvolution(config.code_dim, config.residual_ratio) for _ in range(count))
+        margin = (1 / 3 if count == 4 else 1 / 2) / count
+        ticks = np.linspace(margin, 1 - margin, count)
+        places = np.arange(len(config.scales)) / max(1, len(config.scales) - 1)
+        self._chosen = np.abs(places[:, None] - ticks).argmin(1).tolist()
+
+    def forward(self, x: Tensor, scale: int) -> Tensor:
+        """φ of the scale with this index."""
+        return self.qresi_ls[self._chosen[scale]](x)
+
+
+class MultiScaleQuantizer(nn.Module):
+    """Features as the sum of what their scales add: each scale codes what the coarser ones left over."""
+
+    ema_vocab_hit_SV: Tensor
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        super().__init__()
+        self.scales = tuple(config.scales)
+        self.embedding = nn.Embedding(config.codebook_size, config.code_dim)
+        self.quant_resi = SharedConvolutions(config)
+        # How often each code was used, by scale; moved by training alone.
+        self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(self.scales), config.codebook_size))
+        nn.init.uniform_(self.embedding.weight, -1 / config.codebook_size, 1 / config.codebook_size)
+
+    def contribution(self, codes: Tensor, scale: int) -> Tensor:
+        """What codes [B, n²] of one scale add to the features, [B, D, grid, grid]."""
+        size, grid = self.scales[scale], self.scales[-1]
+        vectors = self.embedding(codes).transpose(1, 2).reshape(codes.shape[0], -1, size, size)
+        if size != grid:
+            vectors = functional.interpolate(vectors, size=(grid, grid), mode="bicubic")
+        return self.quant_resi(vectors, scale)
+
+    def at_scale(self, features: Tensor, scale: int) -> Tensor:
+        """Features [B, D, grid, grid] seen at one scale, as tokens [B, n², D]."""
+        size = self.scales[scale]
+        if size != self.scales[-1]:
+            features = functional.interpolate(features, size=(size, size), mode="area")
+        return features.flatten(2).transpose(1, 2)
+
+    def distances(self, vectors: Tensor) -> Tensor:
+        """‖z − e_k‖² of vectors [B, n, D] to every code, [B, n, K]."""
+        codes = self.embedding.weight
+        return vectors.square().sum(-1, keepdim=True) + codes.square().sum(-1) - 2 * vectors @ codes.T
+
+    def encode(self, features: Tensor) -> list[Tensor]:
+        """The codes of each scale, int64 [B, n²], coarse to fine."""
+        rest, codes = features, []
+        for scale in range(len(self.scales)):
+            codes.append(self.distances(self.at_scale(rest, scale)).argmin(-1))
+            rest = rest - self.contribution(codes[-1], scale)
+        return codes
+
+    @torch.no_grad()
+    def observe(self, codes: Sequence[Tensor], decay: float = 0.99) -> None:
+        """Take the codes of each scale into the running shares of use."""
+        for scale, part in enumerate(codes):
+            hits = torch.bincount(part.flatten(), minlength=self.embedding.num_embeddings).to(self.ema_vocab_hit_SV)
+            self.ema_vocab_hit_SV[scale].lerp_(hits / hits.sum(), 1 - decay)
+
+    @torch.no_grad()
+    def revive(self, features: Tensor, share: float = 0.1, generator: torch.Generator | None = None) -> int:
+        """Give codes that are hardly used (under `share` of the mean) a new place among features [B, D, grid, grid].
+
+        A code that nothing is near to never learns. Returns how many moved; they count as used on average, for a while.
+        """
+        use = self.ema_vocab_hit_SV.mean(0)
+        unused = (use < share * use.mean()).nonzero().flatten()
+        rest, vectors = features, []
+        for scale in range(len(self.scales)):
+            seen = self.at_scale(rest, scale)
+            vectors.append(seen.flatten(0, 1))
+            rest = rest - self.contribution(self.distances(seen).argmin(-1), scale)
+        pool = torch.cat(vectors)
+        chosen = torch.randint(len(pool), (len(unused),), device=pool.device, generator=generator)
+        self.embedding.weight[unused] = pool[chosen].to(self.embedding.weight.dtype)
+        self.ema_vocab_hit_SV[:, unused] = use.mean()
+        return len(unused)
+
+
+class MultiScaleTokenizer(nn.Module):
+    """Frames in -1 … 1 to codes [B, L] (all scales, coarse to fine) and back."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.scales = tuple(config.scales)
+        self.sizes = [scale * scale for scale in self.scales]  # tokens of each scale
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+        self.quantize = MultiScaleQuantizer(config)
+        self.quant_conv = nn.Conv2d(config.code_dim, config.code_dim, 3, padding=1)
+        self.post_quant_conv = nn.Conv2d(config.code_dim, config.code_dim, 3, padding=1)
+
+    def features(self, frames: Tensor) -> Tensor:
+        """[B, 3, h, w] → [B, D, grid, grid], before quantisation."""
+        return self.quant_conv(self.encoder(frames))
+
+    def encode(self, frames: Tensor) -> Tensor:
+        """Codes of frames […, 3, h, w]: int64 […, L]."""
+        batch = frames.shape[:-3]
+        codes = torch.cat(self.quantize.encode(self.features(frames.flatten(0, -4))), 1)
+        return codes.reshape(*batch, -1)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """What codes […, L] give as input for predicting the scales after the first: […, L − 1, D].
+
+        At each scale, the sum of all coarser contributions, seen at that scale.
+        """
+        batch = codes.shape[:-1]
+        parts = codes.flatten(0, -2).split(self.sizes, -1)
+        total: Tensor | None = None
+        inputs = []
+        for scale, part in enumerate(parts[:-1]):
+            total = self.add(total, part, scale)
+            inputs.append(self.quantize.at_scale(total, scale + 1))
+        return torch.cat(inputs, 1).reshape(*batch, -1, self.config.code_dim)
+
+    def missing(self, features: Tensor, codes: Tensor) -> Tensor:
+        """What the coarser codes [B, L] leave of features [B, D, grid, grid], at every place: [B, L, D]."""
+        rest, places = features, []
+        for scale, part in enumerate(codes.split(self.sizes, -1)):
+            places.append(self.quantize.at_scale(rest, scale))
+            if scale < len(self.sizes) - 1:
+                rest = rest - self.quantize.contribution(part, scale)
+        return torch.cat(places, 1)
+
+    def add(self, total: Tensor | None, codes: Tensor, scale: int) -> Tensor:
+        """The features so far, with the codes [B, n²] of the next scale."""
+        added = self.quantize.contribution(codes, scale)
+        return added if total is None else total + added
+
+    def quantized(self, codes: Tensor) -> Tensor:
+        """The features that codes [B, L] stand for, [B, D, grid, grid]."""
+        parts = codes.split(self.sizes, -1)
+        total: Tensor | None = None
+        for scale, part in enumerate(parts):
+            total = self.add(total, part, scale)
+        assert total is not None
+        return total
+
+    def decode_features(self, features: Tensor) -> Tensor:
+        """Features [B, D, grid, grid] as frames; not clipped, for training."""
+        return self.decoder(self.post_quant_conv(features))
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Frames of codes […, L], in -1 … 1."""
+        frames = self.decode_features(self.quantized(codes.flatten(0, -2))).clamp(-1, 1)
+        return frames.reshape(*codes.shape[:-1], *frames.shape[1:])
+
+    def forward(self, frames: Tensor) -> Reconstruction:
+        """Reconstruct frames [B, 3, h, w], differentiable: the gradient passes the codes straight through."""
+        features = self.features(frames)
+        codes = self.quantize.encode(features.detach())
+        total: Tensor | None = None
+        loss = features.new_zeros(())
+        for scale, part in enumerate(codes):
+            total = self.add(total, part, scale)
+            # ‖sg(f̂) − f‖² β + ‖f̂ − sg(f)‖²
+            loss = loss + self.config.commitment * functional.mse_loss(features, total.detach())
+            loss = loss + functional.mse_loss(total, features.detach())
+        assert total is not None
+        straight = features + (total - features).detach()
+        return Reconstruction(self.decode_features(straight), loss / len(codes), torch.cat(codes, 1))
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(math.gcd(32, channels), channels, EPSILON)

@@ -1,0 +1,240 @@
+"""Plays groups for GRPO: every member of a group starts from the same state, all members of all groups step at once.
+
+An iteration is one episode a member. Its starting states follow from the run's seed and the number of the update alone,
+and a checkpoint stands between two iterations: a resumed run plays the same groups as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from deft import schema
+from deft.algorithms.grpo import GRPO
+from deft.data.columns import Columns, Row
+from deft.data.tensors import zero_rows
+from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep
+from deft.errors import InputError
+from deft.models.policy import Policy
+from deft.training.collection import Collection
+from deft.training.collector import Collector
+from deft.training.random_state import get_random_state, set_random_state
+
+log = logging.getLogger(__name__)
+
+
+class GroupBuffer:
+    """The rounds of one iteration, each [T, N] with its own T; handed out once. Between two iterations it is empty."""
+
+    def __init__(self, max_steps: int) -> None:
+        self.columns = Columns(max_steps)
+        self.rounds: list[TensorDict] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        """Steps held (of each environment), over all rounds."""
+        return self._size + sum(rollout.batch_size[0] for rollout in self.rounds)
+
+    def write(self, row: Row) -> None:
+        """Take one step of all environments."""
+        self.columns.write(self._size, row)
+        self._size += 1
+
+    @torch.inference_mode(False)
+    def end_round(self, lost_groups: np.ndarray) -> TensorDict:
+        """Keep the round that was written; groups that lost a member are masked out. Returns it."""
+        rollout = self.columns.read(0, self._size).clone()
+        rollout[schema.STEP_MASK] &= ~torch.from_numpy(lost_groups)
+        self._size = 0
+        self.rounds.append(rollout)
+        return rollout
+
+    def clear(self) -> None:
+        """Forget what is there; the memory stays."""
+        self._size = 0
+        self.rounds = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: an iteration is played and learned from as a whole."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.clear()
+
+
+class GroupCollector(Collector):
+    """Plays one episode in every environment, from a seed for each."""
+
+    def __init__(self, env: VectorEnv, policy: Policy, seed: int, group_size: int) -> None:
+        super().__init__(env, policy, seed, reward_terms=True)
+        self.group_size = group_size
+
+    @torch.inference_mode()
+    def play(self, buffer: GroupBuffer, seeds: list[int], max_steps: int, stop: Callable[[], bool]) -> bool:
+        """One round: a seed for each group. Ends when every episode has, or is cut after `max_steps`.
+
+        Steps after a member's end are written outside `schema.STEP_MASK`. False if `stop` came first.
+        """
+        self._begin(seeds)
+        num_envs = self.env.num_envs
+        alive, lost = np.ones(num_envs, bool), np.zeros(num_envs, bool)
+        lengths, returns = np.zeros(num_envs, np.int64), np.zeros(num_envs)
+        for _ in range(max_steps):
+            if stop():
+                return False
+            step = self._play_step(buffer, alive)
+            lengths[alive] += step.num_steps[alive]
+            returns[alive] += step.reward[alive]
+            self.episodes.extend(episode for episode in step.episodes if alive[episode.env_index])
+            lost[step.lost_index] |= alive[step.lost_index]
+            alive[step.done_index] = False
+            if not alive.any():
+                break
+        self.episodes.extend(
+            Episode(int(index), float(returns[index]), int(lengths[index]), None, {}) for index in np.flatnonzero(alive)
+        )
+        if alive.any():
+            log.debug("%d episodes were cut after %d steps (rollout_steps)", alive.sum(), max_steps)
+        self.num_lost_episodes += int(lost.sum())
+        self.step_counts.append(int(lengths.sum()))
+        lost_groups = lost.reshape(-1, self.group_size).any(1).repeat(self.group_size)
+        buffer.end_round(lost_groups)
+        return True
+
+    def _play_step(self, buffer: GroupBuffer, alive: np.ndarray) -> VectorStep:
+        row, next_memory = self._act()
+        row[schema.STEP_MASK] = alive
+        self.stepping_since = time.monotonic()
+        step = self.env.step(row[schema.ACTION])
+        self.stepping_since = None
+        self._check_finite(step.observation, step.reward)
+        if step.final_observation is not None:
+            self._check_finite(step.final_observation)
+        self._add_outcome(row, step)
+        buffer.write(row)
+        self._observation = step.observation
+        self._memory = None if next_memory is None else zero_rows(next_memory, step.done_index)
+        return step
+
+    def take_step_count(self, num_vector_steps: int) -> int:
+        """Env steps of the episodes played since the last call; the steps after an episode's end are none."""
+        return super().take_step_count(len(self.step_counts))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is carried from one iteration to the next."""
+        return {"env": None, "memory": None, "started": False, "step_counts": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Every iteration starts new episodes: no state of the environments is needed."""
+        self.step_counts.clear()
+        self._observation = None
+        return True
+
+    def _begin(self, seeds: list[int]) -> None:
+        """Start an episode in every environment, the same in all members of a group."""
+        observation = self.env.reset([seed for seed in seeds for _ in range(self.group_size)])
+        if not _groups_agree(observation, self.group_size):
+            observation = self._copy_first_members()
+        self._check_finite(observation)
+        self._observation = observation
+        self._memory = self.policy.initial_memory(self.env.num_envs)
+
+    def _copy_first_members(self) -> Observation:
+        """Give every member the state of its group's first: equal seeds did not give equal observations."""
+        states = self.env.get_state()
+        if states is None:
+            raise InputError(
+                "the members of a group must start from one state, but equal seeds give different observations here "
+                f"and the state cannot be copied: {self.env.state_obstacle()}"
+            )
+        size = self.group_size
+        self.env.set_state([states[index - index % size] for index in range(self.env.num_envs)])
+        if not _groups_agree(self.env.observation, size):
+            raise InputError(
+                "the members of a group must start from one state, but this environment gives different observations "
+                "both with equal seeds and after its state was copied: make its reset(seed) repeatable"
+            )
+        return self.env.observation
+
+
+class GroupCollection(Collection):
+    """Groups on demand: `gather` plays rounds until enough groups have a spread of return, or no round is left."""
+
+    collector: GroupCollector
+    buffer: GroupBuffer
+
+    def __init__(self, env: VectorEnv, policy: Policy, algorithm: GRPO, seed: int, max_steps: int) -> None:
+        settings = algorithm.settings
+        if env.num_envs % settings.group_size:
+            raise InputError(
+                f"env.num_envs: {env.num_envs} is no multiple of group_size {settings.group_size}: every member of a "
+                "group needs an environment of its own"
+            )
+        self.groups_at_once = env.num_envs // settings.group_size
+        wanted = settings.groups_per_iteration or self.groups_at_once
+        if wanted % self.groups_at_once:
+            raise InputError(
+                f"groups_per_iteration: {wanted} is no multiple of the {self.groups_at_once} groups that num_envs "
+                f"{env.num_envs} holds at once"
+            )
+        algorithm.set_reward_terms(env.reward_terms)
+        super().__init__(GroupCollector(env, policy, seed, settings.group_size), GroupBuffer(max_steps))
+        self.algorithm = algorithm
+        self.groups_per_iteration = wanted
+        self.max_rounds = wanted // self.groups_at_once + settings.max_resamples
+        self.max_steps = max_steps
+
+    @property
+    def pending(self) -> int:
+        """Vector steps of the iteration that is being played."""
+        return len(self.buffer)
+
+    def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
+        """Play an iteration's groups; False if `stop` came first, with nothing changed.
+
+        An iteration is whole episodes, however many steps they take: `num_vector_steps` has no say.
+        """
+        before = get_random_state()
+        num_episodes = len(self.collector.episodes)
+        seeds = np.random.default_rng([self.collector.seed, self.collector.version])
+        num_found = 0
+        self.buffer.clear()
+        for _ in range(self.max_rounds):
+            round_seeds = seeds.integers(2**31, size=self.groups_at_once).tolist()
+            if not self.collector.play(self.buffer, round_seeds, self.max_steps, stop):
+                self._undo(before, num_episodes)
+                return False
+            num_found += self.algorithm.groups_with_spread(self.buffer.rounds[-1])
+            if num_found >= self.groups_per_iteration:
+                break
+        return True
+
+    def _undo(self, random_state: dict[str, Any], num_episodes: int) -> None:
+        """As before an iteration that was not finished: a resumed run plays it again from its beginning."""
+        set_random_state(random_state)
+        self.buffer.clear()
+        self.collector.step_counts.clear()
+        while len(self.collector.episodes) > num_episodes:
+            self.collector.episodes.pop()
+
+    def batches(self, num_vector_steps: int) -> Iterator[TensorDict]:
+        """The rounds of the iteration, each handed out once."""
+        rounds = self.buffer.rounds
+        self.buffer.clear()
+        yield from rounds
+
+
+def _groups_agree(observation: Observation, group_size: int) -> bool:
+    """Whether the members of each group see the same."""
+    for stream in observation.values() if isinstance(observation, dict) else (observation,):
+        groups = stream.reshape(-1, group_size, *stream.shape[1:])
+        if not np.array_equal(groups, np.broadcast_to(groups[:, :1], groups.shape)):
+            return False
+    return True

@@ -1,0 +1,110 @@
+"""One policy from one algorithm to the next: what a run takes over from the run that `model_path` names.
+
+`deft.training.run` asks here which network the weights belong to, so that a policy trained on a dataset goes on in an
+environment as it is: its network, its normalisation, its action scaling and, for SAC, its critics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
+from deft.config.loading import load_config, replace, to_dict
+from deft.config.settings import ActorConfig, OfflineRunConfig, OnlineActorConfig, ReplayRunConfig, RunConfig
+from deft.errors import InputError
+from deft.models.actor import Actor
+from deft.models.policy import Policy
+from deft.training import checkpoint
+from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
+from deft.training.run_folder import CONFIG_FILE
+
+log = logging.getLogger(__name__)
+
+
+def take_over(config: RunConfig, policy: Policy | None) -> RunConfig:
+    """The config with the policy section of what it starts from: the policy given, or the run of `model_path`."""
+    if policy is not None:
+        return _with_actor(config, _section_of(policy)) if isinstance(policy, Actor) else config
+    if config.model_path is None:
+        return config
+    source = _config_beside(Path(config.model_path))
+    return config if source is None else _with_actor(config, _actor_section(source, config))
+
+
+def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] | None = None) -> None:
+    """Give SAC the critics that its policy was trained with: of the state given, or of the run at `path`."""
+    folder = None if path is None else checkpoint_folder(Path(path))
+    if state is None and folder is not None:
+        state = checkpoint.load_training_state(folder).get("algorithm", {})
+    if state is None or not isinstance(algorithm, OffPolicy):
+        return
+    if "critics" not in state:
+        log.info("%s has no critics: they start anew", folder or "the policy's run")
+        return
+    try:
+        algorithm.adopt(state)
+    except InputError as error:
+        raise InputError(f"{folder or 'critics'}: {error}; --no-keep-critics starts them anew") from error
+
+
+def checkpoint_folder(path: Path) -> Path | None:
+    """The checkpoint whose weights a `model_path` means: of a run folder its best, else its latest; None for a file."""
+    if not path.is_dir():
+        return None
+    best = path / checkpoint.BEST
+    return checkpoint.find_checkpoint(best if best.exists() else path)
+
+
+def _config_beside(path: Path) -> RunConfig | OfflineRunConfig | None:
+    """The settings of the run that a run folder, a checkpoint or a weights file in one belongs to."""
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / CONFIG_FILE).is_file():
+            return load_config(folder / CONFIG_FILE)
+    return None
+
+
+def _actor_section(source: RunConfig | OfflineRunConfig, config: RunConfig) -> OnlineActorConfig | None:
+    """The actor of a run, or None where it has a policy of another kind."""
+    if isinstance(source, OfflineRunConfig):
+        algorithm = OFFLINE_ALGORITHMS[source.algorithm.name]
+        if not issubclass(algorithm, ActorAlgorithm):
+            raise InputError(
+                f"model_path: a {source.algorithm.name} policy needs the returns it aims at, and cannot go on with "
+                f"{config.algorithm.name}; start from a run of iql, cql, td3-bc or sft"
+            )
+        if source.trainer.num_seeds > 1:
+            raise InputError(
+                f"model_path: a run of {source.trainer.num_seeds} seeds holds as many policies; train one with "
+                "num_seeds 1, or take one out in Python: policy.member(i)"
+            )
+        return _online(source.policy, algorithm.distribution)
+    if isinstance(source, ReplayRunConfig):
+        return source.policy
+    return source.policy.actor
+
+
+def _section_of(policy: Actor) -> OnlineActorConfig:
+    return _online(policy.config, policy.distribution)
+
+
+def _online(config: ActorConfig, distribution: str) -> OnlineActorConfig:
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(ActorConfig)}
+    return OnlineActorConfig(**fields | {"distribution": distribution})
+
+
+def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig:
+    if isinstance(config, ReplayRunConfig):
+        if actor is None:
+            raise InputError(
+                f"model_path: {config.algorithm.name} goes on with an actor of unit actions (iql, cql, td3-bc, sft or "
+                "sac); the policy of that run is of another kind"
+            )
+        return replace(config, policy=to_dict(actor))
+    if actor is None or actor.vla_config is not None:  # a VLA model is named by the config itself
+        return config
+    if config.policy.name == "actor" and config.policy.actor == actor:
+        return config
+    return replace(config, policy={"name": "actor", "actor": to_dict(actor)})

@@ -1,0 +1,18 @@
+"""The algorithms that learn from a dataset, by the names that `deft train` knows them by."""
+
+from __future__ import annotations
+
+from deft.algorithms.cql import CQL
+from deft.algorithms.decision_transformer import DecisionTransformer
+from deft.algorithms.iql import IQL
+from deft.algorithms.offline import OfflineAlgorithm
+from deft.algorithms.sft import SFT
+from deft.algorithms.td3_bc import TD3BC
+
+OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
+    "iql": IQL,
+    "cql": CQL,
+    "td3-bc": TD3BC,
+    "dt": DecisionTransformer,
+    "sft": SFT,
+}

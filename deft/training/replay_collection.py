@@ -1,0 +1,176 @@
+"""How collection and learning take turns where an algorithm learns from a replay buffer: a few steps, a few updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from deft import schema
+from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.algorithms.sac import SAC
+from deft.config.algorithm_settings import SACSettings
+from deft.data.datasets import load_dataset
+from deft.data.replay import Batch
+from deft.data.transition_ring import TransitionRing
+from deft.errors import InputError
+from deft.models.normalization import has_seen_data
+from deft.training.capture import CapturedUpdate
+from deft.training.collection import Collection
+from deft.training.collector import Collector
+from deft.training.compute import set_precision
+from deft.training.evaluator import check_spaces
+
+
+class ReplayCollection(Collection):
+    """Every step goes into the replay buffer; then `updates_per_step` batches for each are due.
+
+    No batch comes before `learning_starts` env steps. The first `random_steps` of them take uniformly random actions,
+    and where the policy normalises observations without having seen any, they are what it takes the statistics from.
+    """
+
+    buffer: TransitionRing
+
+    def __init__(self, collector: Collector, algorithm: SAC, seed: int, fresh_policy: bool) -> None:
+        settings = algorithm.settings
+        self.algorithm, self.settings = algorithm, settings
+        ring = TransitionRing(settings.buffer_size, seed, collector.device, settings.n_step, settings.gamma)
+        super().__init__(collector, ring)
+        self._num_env_steps = 0
+        self._due = 0.0
+        wanted = settings.random_steps
+        self._random_left = (settings.learning_starts if fresh_policy else 0) if wanted is None else wanted
+        self._random = np.random.default_rng(seed)
+        self._box = collector.env.action_space
+        collector.explore = self._random_actions
+        self._prior = None if settings.prior_data is None else _read_prior(settings, collector, ring.generator)
+        self.generator = ring.generator
+        on_gpu = collector.device.type == "cuda"
+        if settings.capture == "on" and not on_gpu:
+            raise InputError("capture: 'on' needs a GPU; use auto")
+        captures = on_gpu and settings.capture != "off" and not settings.compile
+        self._captured = CapturedUpdate(algorithm, self, settings.batch_size) if captures else None
+        set_precision(collector.device, settings.precision)
+
+    def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
+        """Step until so many steps wait to be learned from; False if `stop` came first."""
+        wanted = num_vector_steps - self.pending
+        return self.collector.collect(self.buffer, wanted, stop) == wanted
+
+    def batches(self, num_vector_steps: int) -> Iterator[Batch]:
+        """The batches that are due for the steps that wait."""
+        self._count_due()
+        while self._due >= 1.0:
+            self._due -= 1.0
+            yield self.sample(self.settings.batch_size)
+
+    def update(self, algorithm: Algorithm, num_vector_steps: int) -> Metrics:
+        """The updates that are due, replayed from a recording where there is one."""
+        if self._captured is None:
+            return super().update(algorithm, num_vector_steps)
+        self._count_due()
+        metrics: Metrics = {}
+        while self._due >= self.algorithm.period:
+            if self.algorithm.version < self.settings.critic_warmup:  # not what the recording will hold
+                count, metrics = 1, self.algorithm.step(self.sample(self.settings.batch_size))
+            else:
+                count, metrics = self._captured.run()
+            self._due -= count
+        return metrics
+
+    def _count_due(self) -> None:
+        collected = sum(self.collector.step_counts)
+        self._num_env_steps += collected
+        if self._num_env_steps < self.settings.learning_starts or not len(self.buffer):
+            return
+        if self.algorithm.version == 0 and not has_seen_data(self.algorithm.policy):
+            for block in self.buffer.observations():
+                self.algorithm.policy.observe({schema.OBSERVATION: block})
+        self._due += collected * self.settings.updates_per_step
+
+    def sample(self, batch_size: int) -> Batch:
+        """One batch, a part of it from the prior data."""
+        if self._prior is None:
+            return self.buffer.sample(batch_size)
+        size = round(batch_size * self.settings.prior_fraction)
+        return _side_by_side(self.buffer.sample(batch_size - size), self._prior.sample(size))
+
+    def drop(self) -> int:
+        """Nothing: the steps stay in the buffer, only their updates are not made."""
+        self.collector.step_counts.clear()
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The collector's state, and how far the random steps and the updates due are."""
+        return {**self.collector.state_dict(), "replay": self._own_state()}
+
+    def unknown_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is saved where the environments' state is not known: the buffer is kept all the same."""
+        unknown, _ = super().unknown_state()
+        return {**unknown, "replay": self._own_state()}, self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], buffer: dict[str, Any], same_rollout: bool) -> bool:
+        """Go on from there; False where the environments begin new episodes."""
+        if buffer:
+            self.buffer.load_state_dict(buffer)
+        own = state.get("replay")
+        if own is not None:
+            self._num_env_steps, self._due = own["num_env_steps"], own["due"]
+            self._random_left = own["random_left"]
+            self._random.bit_generator.state = own["generator"]
+        known = self.collector.load_state_dict(state)
+        if not known:
+            self.buffer.cut()
+        return known
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "num_env_steps": self._num_env_steps,
+            "due": self._due,
+            "random_left": self._random_left,
+            "generator": self._random.bit_generator.state,
+        }
+
+    def _random_actions(self) -> np.ndarray | None:
+        """Uniform actions for all environments while random steps are left, else None."""
+        if self._random_left <= 0:
+            return None
+        count = self.collector.env.num_envs
+        self._random_left -= count
+        assert isinstance(self._box, spaces.Box)
+        shape = (count, *self._box.shape)
+        return self._random.uniform(self._box.low, self._box.high, shape).astype(np.float32)
+
+
+def _read_prior(settings: SACSettings, collector: Collector, generator: torch.Generator) -> TransitionRing:
+    """The dataset that batches are mixed with, in memory."""
+    assert settings.prior_data is not None
+    dataset = load_dataset(settings.prior_data)
+    check_spaces(collector.env, dataset.observation_space, dataset.action_space, f"prior_data {settings.prior_data}")
+    size = len(dataset)
+    if not size:
+        raise InputError(f"prior_data: {settings.prior_data} has no transitions")
+    ring = TransitionRing(
+        size, device=collector.device, n_step=settings.n_step, gamma=settings.gamma, generator=generator
+    )
+    for index in range(dataset.num_episodes):
+        ring.extend(dataset.episode(index))
+    dataset.close()
+    return ring
+
+
+def _side_by_side(first: Batch, second: Batch) -> Batch:
+    """Two batches as one; what only one of them has is left out."""
+    merged: Batch = {}
+    for key, value in first.items():
+        if key not in second:
+            continue
+        if isinstance(value, Tensor):
+            merged[key] = torch.cat([value, second[key]])
+        else:
+            merged[key] = {name: torch.cat([stream, second[key][name]]) for name, stream in value.items()}
+    return merged

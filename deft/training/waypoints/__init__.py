@@ -1,0 +1,1 @@
+"""Waypoint policies from recorded driving to PPO: record, train supervised, refine, compare."""

@@ -1,0 +1,127 @@
+"""The files of waypoint training: `model.pt` of the supervised policy, `final.pt` and `checkpoint_iter_X.pt` of PPO's.
+
+Each is one file of tensors and plain data, and holds all that it takes to drive: PPO's has the frozen weights in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deft.errors import InputError, RunError
+from deft.models.waypoint import PPOPolicy, WaypointSFT, WaypointShape
+from deft.training import checkpoint
+
+SFT_FORMAT, PPO_FORMAT = "deft-waypoint-sft-1", "deft-waypoint-ppo-1"
+MODEL, FINAL = "model.pt", "final.pt"
+CONFIG, TRAIN_METRICS, EVAL_METRICS = "config.json", "train_metrics.json", "eval_metrics.json"
+
+
+def save_sft(model: WaypointSFT, path: Path, about: Mapping[str, Any]) -> None:
+    """Write the supervised policy."""
+    _save({"format": SFT_FORMAT, "shape": model.shape.to_dict(), "about": dict(about), "weights": _cpu(model)}, path)
+
+
+def load_sft(path: str | Path) -> tuple[WaypointSFT, dict[str, Any]]:
+    """The supervised policy of a file or folder, and what is known of its training."""
+    file, content = _load(
+        path, MODEL, SFT_FORMAT, "a supervised waypoint policy", "`deft train waypoint-sft` makes one"
+    )
+    model = WaypointSFT(WaypointShape.from_dict(content["shape"]))
+    checkpoint.load_weights(model, content["weights"], file)
+    return model.eval(), content["about"]
+
+
+def save_ppo(policy: PPOPolicy, path: Path, config: Mapping[str, Any], iteration: int) -> None:
+    """Write PPO's policy with the supervised one in it."""
+    content = {
+        "format": PPO_FORMAT,
+        "shape": policy.sft.shape.to_dict(),
+        "config": dict(config),
+        "iteration": iteration,
+        "weights": _cpu(policy),
+    }
+    _save(content, path)
+
+
+def load_ppo(path: str | Path) -> tuple[PPOPolicy, dict[str, Any]]:
+    """PPO's policy of a file or folder, and the settings of its run."""
+    file, content = _load(path, FINAL, PPO_FORMAT, "a PPO waypoint policy", "`deft train waypoint-ppo` makes one")
+    config = content["config"]
+    policy = PPOPolicy(
+        WaypointSFT(WaypointShape.from_dict(content["shape"])),
+        config["hidden_sizes"],
+        config["residual_bound"],
+        config["residual_modes"],
+        config["log_std_init"],
+    )
+    checkpoint.load_weights(policy, content["weights"], file)
+    return policy.eval(), config
+
+
+def same_sft(policy: PPOPolicy, sft: WaypointSFT) -> bool:
+    """Whether a policy's frozen part is bit for bit this supervised policy."""
+    frozen, other = policy.sft.state_dict(), sft.state_dict()
+    return frozen.keys() == other.keys() and all(torch.equal(frozen[name].cpu(), other[name].cpu()) for name in other)
+
+
+def write_json(content: Any, path: Path) -> None:
+    """Write a JSON file, whole or not at all; numbers that are not finite become null."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that a run wrote; an empty list where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(nested) for name, nested in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(nested) for nested in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cpu(module: torch.nn.Module) -> dict[str, Tensor]:
+    # Cloned: an optimizer makes parameters views of one large tensor, which would be written whole with each.
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, unfinished)
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written: {' '.join(str(error).split())[:200]}") from error
+
+
+def _load(path: str | Path, name: str, expected: str, kind: str, advice: str) -> tuple[Path, dict[str, Any]]:
+    file = Path(path) / name if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise InputError(f"{file}: does not exist; {advice}")
+    content = checkpoint.load_tensors(file)
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != expected:
+        kinds = {SFT_FORMAT: "a supervised waypoint policy", PPO_FORMAT: "a PPO waypoint policy"}
+        raise InputError(f"{file}: is {kinds.get(str(found), 'something else')}, not {kind}; {advice}")
+    return file, content

@@ -1,0 +1,275 @@
+"""`deft train waypoint-ppo`: the core's PPO and the core's loop on a frozen supervised waypoint policy.
+
+Beside what every run writes, the folder holds `config.json`, `train_metrics.json` (a line an iteration),
+`eval_metrics.json`, `checkpoint_iter_X.pt` and `final.pt`.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from deft import schema
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.waypoint_ppo import WaypointPPO
+from deft.config.algorithm_settings import PPOSettings
+from deft.config.loading import to_dict
+from deft.config.settings import CurriculumConfig, LoggingConfig
+from deft.config.waypoint_settings import PPOConfig
+from deft.envs.vector import VectorEnv
+from deft.envs.waypoints.make import make_waypoint_env
+from deft.envs.waypoints.protocol import DIFFICULTIES
+from deft.errors import InputError
+from deft.evaluation.plots import plot_run
+from deft.evaluation.waypoints import HeldOut, plot_safety, plot_waypoints
+from deft.models.waypoint import PPOPolicy, WaypointSFT
+from deft.training import checkpoint
+from deft.training.compute import choose_device
+from deft.training.curriculum import Curriculum
+from deft.training.logging import RunLogger
+from deft.training.random_state import seed_everything
+from deft.training.trainer import EVALUATION_SEED, Trainer
+from deft.training.waypoints.files import (
+    CONFIG,
+    EVAL_METRICS,
+    FINAL,
+    TRAIN_METRICS,
+    load_sft,
+    read_json,
+    save_ppo,
+    write_json,
+)
+from deft.training.waypoints.safety import SafetyCheck
+
+log = logging.getLogger(__name__)
+SAFETY_SEED = 500_000  # the safety set's episodes start from the run's seed plus this
+
+
+class WaypointTrainer(Trainer):
+    """The core's trainer, which also measures waypoints and writes the files of waypoint training."""
+
+    policy: PPOPolicy
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        policy: PPOPolicy,
+        env: VectorEnv,
+        algorithm: WaypointPPO,
+        held_out: HeldOut,
+        safety: SafetyCheck | None,
+        logging_config: LoggingConfig | None = None,
+    ) -> None:
+        per_iteration = config.rollout_steps * config.copies
+        super().__init__(
+            policy,
+            env,
+            algorithm,
+            buffer_size=config.rollout_steps,
+            eval_env=next(iter(held_out.envs.values())),
+            output_dir=config.out_dir,
+            logging_config=logging_config,
+            seed=config.seed,
+            threads=config.threads,
+            run_config={"env": {"id": "+".join(config.env), "kwargs": config.env_kwargs}},
+            iterations=config.num_iterations,
+            eval_freq=config.eval_interval * per_iteration,
+            eval_episodes=config.eval_episodes,
+            save_freq=config.save_interval * per_iteration,
+            log_freq=per_iteration,
+        )
+        self.config, self.held_out, self.safety = config, held_out, safety
+        self.levels = Curriculum(_curriculum(config), env) if config.curriculum else None
+        self.train_metrics: list[dict[str, Any]] = []
+        self.eval_metrics: list[dict[str, Any]] = []
+
+    def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
+        """Success, collisions, ADE and FDE of the policy as it is now, on the held-out episodes."""
+        results = self.held_out.evaluate(self.policy)
+        iteration = self.algorithm.version
+        self.eval_metrics = [entry for entry in self.eval_metrics if entry["iteration"] != iteration]
+        self.eval_metrics.append({"iteration": iteration, "timesteps": self.num_timesteps, **results})
+        write_json(self.eval_metrics, self.run_dir / EVAL_METRICS)
+        return results
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """A checkpoint of the run, and the metrics up to it."""
+        write_json(self.train_metrics, self.run_dir / TRAIN_METRICS)
+        return super().save(path)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, with the metrics and the level of difficulty up to it."""
+        super().load(path)
+        reached = self.algorithm.version
+        for name, lines in ((TRAIN_METRICS, self.train_metrics), (EVAL_METRICS, self.eval_metrics)):
+            lines[:] = [line for line in read_json(self.run_dir / name) if line["iteration"] <= reached]
+        if self.levels is not None and self.train_metrics:
+            level = self.levels.config.levels.index(self.train_metrics[-1]["level"])
+            self.levels.load_state_dict({"level": level, "successes": []})
+
+    def _start(self, total: int) -> None:
+        super()._start(total)
+        if self.levels is not None:
+            self.levels.start()
+
+    def _record_episodes(self, run_log: RunLogger) -> None:
+        episodes = self.collection.collector.take_episodes()
+        for episode in episodes:
+            run_log.log_episode(self.num_timesteps, episode)
+        if self.levels is not None:
+            self.levels.update(self.num_timesteps, episodes)
+
+    def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
+        iteration = self.algorithm.version
+        if self.safety is not None:
+            metrics = {**metrics, **self.safety.metrics()}
+        values = {name: float(value) for name, value in metrics.items()}
+        entry: dict[str, Any] = {"iteration": iteration, "timesteps": self.num_timesteps, **values}
+        if self.levels is not None:
+            entry["level"] = self.levels.level
+        self.train_metrics.append(entry | {"mean_reward": run_log.mean_reward, "success_rate": run_log.success_rate})
+        super()._after_update(previous, metrics, run_log)
+        if self.config.save_interval and iteration % self.config.save_interval == 0:
+            self.write_policy(f"checkpoint_iter_{iteration}.pt")
+
+    def write_policy(self, name: str) -> Path:
+        """The policy as one file, and the metrics so far."""
+        path = self.run_dir / name
+        save_ppo(self.policy, path, to_dict(self.config), self.algorithm.version)
+        write_json(self.train_metrics, self.run_dir / TRAIN_METRICS)
+        return path
+
+
+def train_ppo(config: PPOConfig, logging_config: LoggingConfig | None = None) -> dict[str, Any]:
+    """Train, evaluate before and after, and write the documents' files; returns a summary."""
+    sft, _ = load_sft(config.sft_checkpoint)
+    trainer = build_waypoint_trainer(config, sft, logging_config)
+    try:
+        baseline = trainer.evaluate() if not trainer.eval_metrics else trainer.eval_metrics[0]
+        write_json(to_dict(config), trainer.run_dir / CONFIG)
+        summary = trainer.train()
+        final = trainer.evaluate()
+        summary["checkpoint"] = str(trainer.write_policy(FINAL))
+        for name in ("success_rate", "collision_rate", "ade", "fde"):
+            if name in final:
+                summary |= {f"sft_{name}": baseline[name], f"final_{name}": final[name]}
+        summary["plots"] = [str(path) for path in _plots(trainer, sft)]
+    finally:
+        trainer.close()
+        trainer.held_out.close()
+        if trainer.safety is not None:
+            trainer.safety.held_out.close()
+    return summary
+
+
+def build_waypoint_trainer(
+    config: PPOConfig, sft: WaypointSFT, logging_config: LoggingConfig | None = None
+) -> WaypointTrainer:
+    """Environment, policy, algorithm and trainer, in the run folder."""
+    resume_from = _place(config)
+    seed_everything(config.seed)
+    env = make_waypoint_env(config.env, config.copies, config.difficulty, config.env_kwargs)
+    try:
+        check_fits(sft, env, "+".join(config.env))
+        policy = PPOPolicy(sft, config.hidden_sizes, config.residual_bound, config.residual_modes, config.log_std_init)
+        policy.to(choose_device(config.device))
+        held_out = HeldOut(
+            config.env, config.difficulty, config.eval_episodes, config.seed + EVALUATION_SEED, config.env_kwargs
+        )
+        safety = None
+        if config.safety:
+            seed = config.seed + SAFETY_SEED
+            watched = HeldOut(config.env, config.difficulty, config.safety_episodes, seed, config.env_kwargs)
+            safety = SafetyCheck(watched)
+        algorithm = WaypointPPO(
+            policy,
+            _ppo_settings(config),
+            config.seed,
+            kl_coef=config.kl_coef,
+            kl_target=config.kl_target,
+            residual_start=config.residual_start,
+            residual_open_at=config.residual_open_at,
+            accept=safety,
+        )
+        trainer = WaypointTrainer(config, policy, env, algorithm, held_out, safety, logging_config)
+        if safety is not None:
+            safety.set_baseline(policy)
+        if resume_from is not None:
+            trainer.load(resume_from)
+    except BaseException:
+        env.close()
+        raise
+    return trainer
+
+
+def _curriculum(config: PPOConfig) -> CurriculumConfig:
+    """The levels up to the one that is aimed at."""
+    levels = DIFFICULTIES[: DIFFICULTIES.index(config.difficulty) + 1]
+    if len(levels) < 2:
+        raise InputError("curriculum: rises to `difficulty`, which is easy; give --difficulty medium or hard")
+    return CurriculumConfig(levels=levels, success_rate=config.curriculum_success)
+
+
+def _ppo_settings(config: PPOConfig) -> PPOSettings:
+    return PPOSettings(
+        learning_rate=config.lr,
+        gamma=config.gamma,
+        batch_size=config.batch_size,
+        gae_lambda=config.gae_lambda,
+        n_epochs=config.num_epochs,
+        clip_range=config.clip_epsilon,
+        value_coef=config.value_coef,
+        entropy_coef=config.entropy_coef,
+        max_grad_norm=config.max_grad_norm,
+        target_kl=config.target_kl,
+    )
+
+
+def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
+    """Refuse a supervised policy that was made for other pictures or another number of waypoints."""
+    space: Any = env.observation_space
+    own = (sft.shape.camera_size, sft.shape.motion_dim, sft.shape.num_waypoints)
+    theirs = (
+        space[schema.CAMERA].shape[-1],
+        space[schema.MOTION].shape[0],
+        space[schema.SFT_OFFSET].shape[0],
+    )
+    if own != theirs:
+        words = "pictures of {0} px, {1} numbers of motion and {2} waypoints"
+        raise InputError(
+            f"sft_checkpoint: made for {words.format(*own)}; {name} has {words.format(*theirs)}: record and train it "
+            "with the same env_kwargs"
+        )
+
+
+def _place(config: PPOConfig) -> Path | None:
+    """The checkpoint to go on from; refuses a folder that holds a run, unless it is to be replaced."""
+    folder = Path(config.out_dir)
+    existing = checkpoint.list_checkpoints(folder)
+    if config.resume:
+        return checkpoint.find_checkpoint(folder)
+    if existing and not config.overwrite:
+        raise InputError(
+            f"out_dir: {folder} already holds a run ({existing[-1].name}): --resume goes on with it, --overwrite "
+            "replaces it, or give another --out-dir"
+        )
+    for path in existing:
+        shutil.rmtree(path)
+    for path in [folder / checkpoint.BEST, folder / FINAL, *folder.glob("checkpoint_iter_*.pt")]:
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _plots(trainer: WaypointTrainer, sft: WaypointSFT) -> list[Path]:
+    """The learning curves, the waypoints before and after over a scene, and the safety set's course."""
+    folder = trainer.run_dir / "plots"
+    drawn = plot_run(trainer.run_dir)
+    policies = {"supervised": PPOPolicy(sft).to(next(trainer.policy.parameters()).device), "with PPO": trainer.policy}
+    for name, env in trainer.held_out.envs.items():
+        drawn.append(plot_waypoints(policies, env, folder / f"waypoints_{name}.png", trainer.held_out.seed))
+    if trainer.safety is not None and trainer.train_metrics:
+        measures = trainer.safety.measures
+        drawn.append(plot_safety(trainer.train_metrics, trainer.safety.baseline, measures, folder / "safety.png"))
+    return drawn

@@ -1,0 +1,47 @@
+"""The safety mode of waypoint PPO: a policy is deployed only while the held-out set is no worse than supervised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deft.evaluation.waypoints import HeldOut
+from deft.models.waypoint import PPOPolicy
+
+WATCHED = ("collision_rate", "ade")
+
+
+class SafetyCheck:
+    """Says of a policy whether collisions and ADE on the held-out episodes are at most the supervised policy's.
+
+    `WaypointPPO` asks it after every update, and takes the update back where the answer is no. ADE counts where the
+    environment has a ground truth in its measures.
+    """
+
+    def __init__(self, held_out: HeldOut) -> None:
+        self.held_out = held_out
+        self.baseline: dict[str, Any] = {}
+        self.deployed: dict[str, Any] = {}
+        self.candidate: dict[str, Any] = {}
+        self.measures: tuple[str, ...] = ()
+
+    def set_baseline(self, policy: PPOPolicy) -> None:
+        """Measure the policy as it is before training: the supervised one."""
+        self.baseline = self.deployed = self.held_out.evaluate(policy)
+        self.measures = tuple(name for name in WATCHED if name in self.baseline)
+
+    def __call__(self, policy: PPOPolicy) -> bool:
+        """Whether the policy may be deployed."""
+        self.candidate = self.held_out.evaluate(policy)
+        accepted = all(self.candidate[name] <= self.baseline[name] for name in self.measures)
+        if accepted:
+            self.deployed = self.candidate
+        return accepted
+
+    def metrics(self) -> dict[str, Tensor]:
+        """What is deployed, and what was last asked about, on the held-out set."""
+        values = {f"safety/{name}": self.deployed[name] for name in self.measures}
+        values |= {f"safety/candidate_{name}": self.candidate[name] for name in self.measures}
+        return {name: torch.tensor(float(value)) for name, value in values.items()}

@@ -1,0 +1,185 @@
+import copy
+import math
+
+import pytest
+import torch
+from offline_worlds import batch_of, make_linear, random_batch, schema_row, small_actor
+
+from deft import schema
+from deft.algorithms.cql import CQL
+from deft.algorithms.sac import SAC, random_shift
+from deft.config.algorithm_settings import CQLSettings, SACSettings
+from deft.data.datasets.dataset import box
+from deft.errors import InputError
+
+# The second transition terminates: its target is its reward alone.
+BATCH = batch_of([1.0, -1.0], [0.5, -0.5], [1.0, 2.0], [2.0, 3.0], [0.0, 1.0])
+
+
+def sac(observation_dim: int = 1, action_dim: int = 1, **settings) -> SAC:
+    actor = small_actor(observation_dim, action_dim, "tanh_gaussian", normalize_observation=False)
+    return SAC(actor, SACSettings(**settings))
+
+
+def fixed_sampling(*pairs):
+    """In place of `policy.sample`: these (action, log-density), one a call."""
+    calls = iter(pairs)
+
+    def sample(state, count=1):
+        action, log_density = next(calls)
+        rows = state.features.shape[1]
+        return torch.full((1, 1, rows, 1), action), torch.full((1, 1, rows), log_density)
+
+    return sample
+
+
+def known(monkeypatch, **settings) -> SAC:
+    """Q = (s + 2a, 4a), Q̄ = (s + a, 3); at s' the policy takes 0.4 (log-density −1.1), at s 0.1 (−0.3)."""
+    algorithm = sac(gamma=0.9, **settings)
+    make_linear(algorithm.critics.online, 0, [[1.0], [2.0]], [0.0])
+    make_linear(algorithm.critics.online, 1, [[0.0], [4.0]], [0.0])
+    make_linear(algorithm.critics.target, 0, [[1.0], [1.0]], [0.0])
+    make_linear(algorithm.critics.target, 1, [[0.0], [0.0]], [3.0])
+    monkeypatch.setattr(algorithm.policy, "sample", fixed_sampling((0.4, -1.1), (0.1, -0.3)))
+    return algorithm
+
+
+def test_losses_of_one_update_by_hand(monkeypatch):
+    algorithm = known(monkeypatch, alpha=0.5)
+    state, action, next_state, reward, discount = algorithm._read(BATCH)
+    q_loss, mean_q = algorithm._critic_loss(state.features, action, next_state, reward, discount)
+    # Targets: 1 + 0.9 (min(2 + 0.4, 3) + 0.5 · 1.1) = 1 + 0.9 · 2.95 = 3.655, and 2 (terminal).
+    # Q of the data's actions: (1 + 1, 2) and (−1 − 1, −2).
+    errors = [(2 - 3.655) ** 2, (-2 - 2) ** 2]
+    assert float(q_loss.detach()) == pytest.approx(2 * sum(errors) / 2, rel=1e-5)  # both critics err alike here
+    assert float(mean_q) == pytest.approx(0.0, abs=1e-6)
+    policy_loss, alpha_loss, _ = algorithm._policy_losses(state)
+    # min(s + 0.2, 0.4) is 0.4 at s = 1 and −0.8 at s = −1; 0.5 · (−0.3) − Q
+    assert float(policy_loss.detach()) == pytest.approx((-0.15 - 0.4 + -0.15 + 0.8) / 2, rel=1e-4)
+    assert float(alpha_loss.detach()) == 0.0  # fixed
+
+
+def test_temperature_moves_towards_the_target_entropy(monkeypatch):
+    # Entropy 0.3 against a target of −1 (one action dim): too much, so α falls; against 2 it rises.
+    for target, sign in (("auto", -1), (2.0, 1)):
+        algorithm = known(monkeypatch, target_entropy=target, learning_rate=1e-2)
+        algorithm.step(BATCH)
+        assert math.copysign(1, float(algorithm.log_alpha.detach())) == sign
+    fixed = known(monkeypatch, alpha=0.3)
+    fixed.step(BATCH)
+    assert float(fixed.log_alpha.detach().exp()) == pytest.approx(0.3)
+
+
+def test_the_policys_loss_leaves_the_critics_alone():
+    algorithm = sac(3, 2)
+    state = algorithm.policy.encode(random_batch()[schema.OBSERVATION])
+    policy_loss, _, _ = algorithm._policy_losses(state)
+    critics = list(algorithm.critics.online.parameters())
+    gradients = torch.autograd.grad(policy_loss.sum(), critics, allow_unused=True)
+    assert all(gradient is None for gradient in gradients)
+
+
+def test_a_stored_discount_counts_in_place_of_gamma(monkeypatch):
+    algorithm = known(monkeypatch, alpha=0.5)
+    batch = {**BATCH, schema.DISCOUNT: torch.tensor([0.5, 0.25])}
+    *_, discount = algorithm._read(batch)
+    assert discount.tolist() == [[0.5, 0.25]]
+
+
+def test_policy_delay_and_critic_warmup():
+    algorithm = sac(3, 2, policy_delay=2, critic_warmup=2)
+    moved = []
+    for _ in range(6):
+        before = [parameter.detach().clone() for parameter in algorithm.policy.actor_parameters()]
+        algorithm.step(random_batch())
+        after = list(algorithm.policy.actor_parameters())
+        moved.append(any(not torch.equal(old, new) for old, new in zip(before, after, strict=True)))
+    # Versions 0 and 1 warm the critics up; after them every second one (2, 4) trains the policy too.
+    assert moved == [False, False, True, False, True, False]
+
+
+def test_target_of_some_critics_only():
+    torch.manual_seed(0)
+    algorithm = sac(3, 2, num_critics=5, target_critics=2)
+    metrics = algorithm.step(random_batch())
+    assert torch.isfinite(metrics["q_loss"])
+    with pytest.raises(Exception, match="target_critics 3 is more than num_critics 2"):
+        SACSettings(target_critics=3)
+
+
+def test_state_resumes_bit_for_bit():
+    torch.manual_seed(0)
+    algorithm = sac(3, 2)
+    batches = [random_batch() for _ in range(6)]
+    for batch in batches[:3]:
+        algorithm.step(batch)
+    other = sac(3, 2)
+    other.policy.load_state_dict(algorithm.policy.state_dict())
+    other.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    for one in (algorithm, other):
+        torch.manual_seed(1)
+        for batch in batches[3:]:
+            metrics = one.step(batch)
+    for own, theirs in zip(algorithm.policy.parameters(), other.policy.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+    assert torch.equal(algorithm.log_alpha, other.log_alpha)
+    assert metrics.keys() == {"q_loss", "mean_q", "policy_loss", "entropy", "alpha"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_updates_are_the_eager_ones():
+    torch.manual_seed(0)
+    eager = sac(3, 2, learning_rate=1e-3)
+    compiled = sac(3, 2, learning_rate=1e-3, compile=True)
+    compiled.policy.load_state_dict(eager.policy.state_dict())
+    compiled.load_state_dict(eager.state_dict())
+    batches = [random_batch() for _ in range(3)]
+    for algorithm in (eager, compiled):
+        torch.manual_seed(2)
+        for batch in batches:
+            algorithm.step(batch)
+    for own, theirs in zip(eager.policy.parameters(), compiled.policy.parameters(), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_critics_and_temperature_are_adopted():
+    torch.manual_seed(0)
+    offline = CQL(small_actor(3, 2, "tanh_gaussian"), CQLSettings(cql_samples=2))
+    offline.log_alpha.data.fill_(-1.5)
+    algorithm = sac(3, 2)
+    algorithm.adopt(offline.state_dict())
+    for own, theirs in zip(algorithm.critics.parameters(), offline.critics.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+    assert float(algorithm.log_alpha.detach()) == -1.5
+    with pytest.raises(InputError, match="critics of the checkpoint does not fit"):
+        sac(3, 2, num_critics=3).adopt(offline.state_dict())
+
+
+def test_actions_fill_the_environments_bounds():
+    # Trap: SAC's actions were never rescaled to the env's bounds.
+    space = box(2, -3.0, 5.0)
+    actor = small_actor(3, 2, "tanh_gaussian", action_space=space)
+    torch.manual_seed(0)
+    td = actor.act(schema_row(torch.randn(2000, 3) * 10))
+    action = td[schema.ACTION].detach()
+    assert float(action.min()) < -2.5
+    assert float(action.max()) > 4.5
+    assert torch.allclose(actor.to_unit(torch.tensor([[-3.0, 5.0]])), torch.tensor([[-1.0, 1.0]]))
+
+
+def test_random_shift_moves_whole_images_and_repeats_their_border():
+    torch.manual_seed(0)
+    image = torch.arange(36, dtype=torch.uint8).reshape(1, 1, 6, 6).repeat(50, 3, 1, 1)
+    shifted = random_shift(image, 2)
+    seen = set()
+    for moved in shifted:
+        assert torch.equal(moved[0], moved[2])  # all channels alike
+        # The centre pixel (3, 3) is 21; under a shift (dy, dx) it shows 6 (3 + dy) + 3 + dx.
+        dy, dx = divmod(int(moved[0, 3, 3]) - 21 + 2, 6)
+        dx -= 2
+        rows, columns = (torch.arange(6) + dy).clamp(0, 5), (torch.arange(6) + dx).clamp(0, 5)
+        assert torch.equal(moved[0], image[0, 0][rows][:, columns])
+        seen.add((dy, dx))
+    assert len(seen) > 10
+    last = image.movedim(1, -1)
+    assert random_shift(last, 2).shape == last.shape

@@ -1,0 +1,183 @@
+"""The parts of the model by themselves: tokenizer, blocks of attention, flow, sampling, motion, pictures, words."""
+
+import math
+
+import pytest
+import torch
+from f1_worlds import micro_config, micro_policy
+
+from deft.errors import InputError
+from deft.models.f1 import flow, frames
+from deft.models.f1.experts import Block
+from deft.models.f1.language import ByteTokenizer, FolderTokenizer
+from deft.models.f1.motion import MotionPrior
+from deft.models.f1.sampling import choose
+from deft.models.f1.vq import MultiScaleTokenizer
+
+
+def test_codes_add_up_to_the_features():
+    """What is missing before a scale is the features less the contributions of the coarser scales."""
+    tokenizer = micro_policy().tokenizer
+    pictures = torch.rand(2, 3, 16, 16) * 2 - 1
+    codes, features = tokenizer.encode(pictures), tokenizer.features(pictures)
+    assert codes.shape == (2, 21)
+    missing = tokenizer.missing(features, codes)
+    last = features - tokenizer.quantized(codes) + tokenizer.quantize.contribution(codes[:, 5:], 2)
+    torch.testing.assert_close(missing[:, 5:], last.flatten(2).transpose(1, 2), atol=1e-5, rtol=0)
+    # the nearest code of what is missing is the code itself
+    assert torch.equal(tokenizer.quantize.distances(missing).argmin(-1), codes)
+
+
+def test_a_tokenizer_learns_through_its_codes():
+    torch.manual_seed(0)
+    tokenizer = MultiScaleTokenizer(micro_config().tokenizer)
+    pictures = torch.rand(4, 3, 16, 16) * 2 - 1
+    optimizer = torch.optim.Adam(tokenizer.parameters(), 3e-3)
+    losses = []
+    for _ in range(30):
+        made, quantization_loss, codes = tokenizer(pictures)
+        assert codes.shape == (4, 21)
+        losses.append((made - pictures).square().mean())
+        optimizer.zero_grad()
+        (losses[-1] + quantization_loss).backward()
+        optimizer.step()
+    assert tokenizer.encoder.conv_in.weight.grad.abs().max() > 0
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_unused_codes_are_given_a_new_place():
+    """Codes far from all features are never chosen; moved among the features, they are."""
+    tokenizer = micro_policy().tokenizer
+    features = torch.randn(8, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        tokenizer.quantize.embedding.weight[8:] += 1000.0
+    tokenizer.quantize.observe(tokenizer.quantize.encode(features), decay=0.0)
+    shares = tokenizer.quantize.ema_vocab_hit_SV
+    torch.testing.assert_close(shares.sum(1), torch.ones(3))
+    assert shares[:, 8:].sum() == 0
+    moved = tokenizer.quantize.revive(features, generator=torch.Generator().manual_seed(0))
+    assert moved >= 24
+    used = torch.cat(tokenizer.quantize.encode(features), 1).unique()
+    assert (used >= 8).sum() > 12
+    assert tokenizer.quantize.revive(features) == 0  # they have time to prove themselves
+
+
+def test_a_block_sees_itself_and_what_comes_before():
+    """Tokens 0 1 | 2 | 3 4, of which 1 is padding in row 1."""
+    real = torch.tensor([[True] * 5, [True, False, True, True, True]])
+    block = Block(real, torch.tensor([False, False, True, True, False]))
+    assert block.positions().tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
+    whole = [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
+    padded = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 1], [1, 0, 1, 1, 1]]
+    assert block.mask(5)[:, 0].int().tolist() == [whole, padded]
+    assert block.mask(2)[:, 0].int().tolist() == [whole[3:], padded[3:]]
+
+
+def test_prediction_scale_by_scale_is_the_prediction_at_once():
+    """Given its own choices as the truth, the teacher-forced pass has the logits of the pass with a cache."""
+    policy = micro_policy(motion_prior=True)
+    torch.manual_seed(1)
+    model, tokenizer = policy.model, policy.tokenizer
+    codes = torch.randint(0, 32, (2, 4, 21))
+    words = torch.tensor([[2, 5, 0], [2, 6, 7]])
+    prefix = model.understand([torch.randn(2, 3, 16, 16)], [torch.tensor([True, False])], words, words != 0)
+    condition = model.condition(tokenizer.embed(codes), expected=torch.randn(2, 4, 4, 4))
+    foresight = model.foresee(prefix, condition)
+    at_once = model.teacher_forced(prefix, condition, foresight.codes)
+    torch.testing.assert_close(at_once, foresight.logits, atol=2e-5, rtol=1e-5)
+
+
+def test_time_follows_its_distribution():
+    """P(t ≤ x) = ((x − 0.001) / 0.999)^1.5, that of Beta(1.5, 1): its mean is 0.6."""
+    times = flow.sample_time(20_000, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert times.min() >= 0.001
+    assert times.max() <= 1.0
+    assert times.mean().item() == pytest.approx(0.6 * 0.999 + 0.001, abs=0.01)
+    assert (times <= 0.5).float().mean().item() == pytest.approx(((0.5 - 0.001) / 0.999) ** 1.5, abs=0.01)
+
+
+def test_integration_of_the_true_velocity_gives_the_actions():
+    actions, noise = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    seen = []
+
+    def velocity(noisy, time):
+        seen.append(time[0].item())
+        torch.testing.assert_close(noisy, flow.noisy_actions(actions, noise, time), atol=1e-5, rtol=0)
+        return noise - actions
+
+    torch.testing.assert_close(flow.integrate(velocity, noise, 10), actions, atol=1e-5, rtol=0)
+    assert seen == pytest.approx([1 - step / 10 for step in range(10)])
+
+
+def test_time_embedding_of_known_periods():
+    """The first pair has period 0.004, the last 4: at t = 1 the angles are 2π·250 and π/2."""
+    embedding = flow.time_embedding(torch.tensor([1.0]), 4)[0]
+    expected = [math.sin(500 * math.pi), 1.0, math.cos(500 * math.pi), 0.0]
+    assert embedding.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_choices():
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(1, 4000, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(top_k, top_p):
+        return torch.bincount(choose(logits, top_k, top_p, generator).flatten(), minlength=4) / 4000
+
+    assert shares(1, 1.0).tolist() == [1, 0, 0, 0]
+    assert shares(0, 1.0).tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
+    assert shares(2, 1.0).tolist() == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)  # 5/8 and 3/8
+    assert shares(0, 0.8).tolist() == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)  # 0.5 + 0.3 hold 0.8
+    assert shares(0, 0.81)[2] > 0.1  # and no more than they
+
+
+def test_motion_starts_as_a_copy_and_moves_the_way_it_says():
+    torch.manual_seed(0)
+    prior = MotionPrior(micro_config(motion_prior=True))
+    history = torch.rand(1, 4, 3, 16, 16)
+    robot = (torch.randn(1, 4, 32), torch.ones(1, dtype=torch.bool), torch.randn(1, 32))
+    torch.testing.assert_close(prior(history, *robot), history[:, -1], atol=1e-5, rtol=0)
+    with torch.no_grad():
+        prior.camera.bias[0] = 2 / 16 * 3  # each pixel is taken from 3 px to its right (the picture is 2 wide)
+        prior.head.bias[5] = -20.0  # and nothing stays
+    moved = prior(history, *robot)
+    torch.testing.assert_close(moved[..., :-3], history[:, -1][..., 3:], atol=1e-4, rtol=0)
+
+
+def test_logits_begin_from_the_codes_of_the_copied_frame():
+    """A still scene: the prior's likeliest codes are those of the last frame."""
+    policy = micro_policy(motion_prior=True)
+    picture = torch.rand(2, 3, 16, 16) * 2 - 1
+    codes, expected = policy.tokenizer.encode(picture), policy.tokenizer.features(picture)
+    missing = policy.tokenizer.missing(expected, codes)
+    output = torch.zeros(2, 21, 16)
+    logits = policy.model.motion.logits(missing, policy.model.world_model.level[0], output, policy.tokenizer.quantize)
+    assert torch.equal(logits.argmax(-1), codes)
+
+
+def test_pictures_are_scaled_once_and_back():
+    pictures = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 3, -1, -1)
+    scaled = frames.to_model(pictures, 16, "image0")
+    assert scaled.min() == -1
+    assert scaled.max() == 1
+    assert torch.equal(frames.to_pictures(scaled), pictures)
+    with pytest.raises(InputError, match=r"image0 is float32 \[1, 3, 16, 16\]"):
+        frames.to_model(scaled, 16, "image0")
+
+
+def test_pictures_keep_their_shape():
+    """8×16 made 4×4: the picture is 2×4, with black above it."""
+    scaled = frames.to_model(torch.full((1, 3, 8, 16), 255, dtype=torch.uint8), 4, "image0")
+    assert scaled[0, 0].tolist() == [[-1.0] * 4] * 2 + [[1.0] * 4] * 2
+
+
+def test_bytes_as_words():
+    tokens, mask = ByteTokenizer(6)(["ab", "abcdefgh", ""])
+    assert tokens.tolist() == [[2, 100, 101, 13, 0, 0], [2, 100, 101, 102, 103, 104], [2, 13, 0, 0, 0, 0]]
+    assert mask.sum(1).tolist() == [4, 6, 2]
+
+
+def test_a_language_tokenizer_that_is_not_there():
+    with pytest.raises(InputError, match="language_tokenizer_path is not set"):
+        FolderTokenizer("", 8)
+    with pytest.raises(InputError, match="language_tokenizer_path /nowhere is not a folder"):
+        FolderTokenizer("/nowhere", 8)

@@ -1,0 +1,296 @@
+"""Runs of SAC: that they learn, resume, mix in other data, and go on with policies from elsewhere."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from offline_worlds import TwoStep, two_step_dataset
+
+from deft import CQLTrainer, IQLTrainer, OfflineRLConfig, PPOTrainer, RLConfig, SACTrainer, SFTTrainer, cli
+from deft.config.loading import load_config, resolve
+from deft.errors import InputError
+from deft.evaluation.evaluate import evaluate_run
+from deft.training import run
+from deft.training.handover import checkpoint_folder
+from deft.training.logging import logged_evaluations
+from deft.training.run import build_trainer
+
+QUIET = {"console_level": "CRITICAL", "tensorboard": False, "progress_bar": False}
+SMALL = {"hidden_dim": 16, "num_layers": 2}
+TARGET = "deft-test/Target-v0"
+TWO_STEP = "deft-test/TwoStep-v0"
+
+
+class Target(gymnasium.Env):
+    """Reward −|action − target|, with the target in the observation and actions in [−2, 4]; ten steps, then a cut."""
+
+    def __init__(self, image: bool = False) -> None:
+        self.image = image
+        self.observation_space = (
+            spaces.Box(0, 255, (1, 8, 8), np.uint8) if image else spaces.Box(-2.0, 4.0, (1,), np.float32)
+        )
+        self.action_space = spaces.Box(-2.0, 4.0, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._draw(), {}
+
+    def step(self, action):
+        reward = -abs(float(action[0]) - self.target)
+        self.steps += 1
+        return self._draw(), reward, False, self.steps == 10, {}
+
+    def _draw(self):
+        self.target = float(self.np_random.uniform(-1.5, 3.5))
+        if self.image:
+            return np.full((1, 8, 8), int((self.target + 2) / 6 * 255), np.uint8)
+        return np.array([self.target], np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _worlds(monkeypatch):
+    monkeypatch.setattr(run, "plot_run", lambda folder: [])
+    gymnasium.register(TARGET, entry_point=Target)
+    gymnasium.register(TWO_STEP, entry_point=TwoStep)
+    yield
+    del gymnasium.registry[TARGET], gymnasium.registry[TWO_STEP]
+
+
+def config(tmp_path, name="run", env=TARGET, **settings):
+    cfg = {"batch_size": 32, "learning_starts": 100, "learning_rate": 3e-3, **settings.pop("cfg", {})}
+    trainer = {"total_timesteps": 300, "eval_freq": 0, "save_freq": 0, **settings.pop("trainer", {})}
+    return resolve(
+        {
+            "algorithm": {"name": "sac", "cfg": cfg},
+            "env": {"id": env, "num_envs": 2, **settings.pop("env_settings", {})},
+            "policy": SMALL,
+            "trainer": trainer,
+            "logging": QUIET,
+            "threads": 1,
+            "output_dir": str(tmp_path / name),
+            **settings,
+        }
+    )
+
+
+def weights(trainer):
+    parts = {**trainer.policy.state_dict()}
+    parts |= {f"critics.{name}": value for name, value in trainer.algorithm.critics.state_dict().items()}
+    return parts
+
+
+def assert_equal(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_it_learns(tmp_path):
+    # Random actions are off by 2.2 on average (per step), the best constant by 1.25; a learner by less than 0.5.
+    trainer = build_trainer(config(tmp_path, trainer={"total_timesteps": 1500}, cfg={"gamma": 0.5, "tau": 0.05}))
+    trainer.train()
+    assert trainer.evaluate(20)["mean_reward"] > -5.0
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    "cfg", [{}, {"n_step": 3}, {"updates_per_step": 0.5, "train_freq": 3}, {"policy_delay": 2, "random_steps": 37}]
+)
+def test_training_on_equals_training_twice(tmp_path, cfg):
+    whole = build_trainer(config(tmp_path, "whole", cfg=cfg))
+    whole.train()
+    first = build_trainer(config(tmp_path, "first", cfg=cfg))
+    first.train(174)
+    folder = first.save()
+    second = build_trainer(config(tmp_path, "second", cfg=cfg))
+    second.load(folder)
+    second.train(300)
+    assert whole.algorithm.version == second.algorithm.version > 0
+    assert_equal(weights(whole), weights(second))
+    assert (
+        whole.collection.buffer.state_dict()["columns"].keys()
+        == second.collection.buffer.state_dict()["columns"].keys()
+    )
+    assert_equal(whole.collection.buffer.state_dict()["columns"], second.collection.buffer.state_dict()["columns"])
+    for trainer in (whole, first, second):
+        trainer.close()
+
+
+def test_updates_follow_the_steps(tmp_path):
+    # 300 steps, of which the first 100 only fill the buffer: (300 − 98) · 0.5 updates (steps come in twos; the turn
+    # that reaches 100 counts).
+    trainer = build_trainer(config(tmp_path, cfg={"updates_per_step": 0.5}))
+    trainer.train()
+    assert trainer.algorithm.version == 101
+    assert len(trainer.collection.buffer) == 300
+    trainer.close()
+
+
+def test_images_and_the_buffer_resume(tmp_path):
+    settings = {"env_settings": {"kwargs": {"image": True}}, "cfg": {"random_shift": 1}}
+    whole = build_trainer(config(tmp_path, "whole", trainer={"total_timesteps": 140}, **settings))
+    whole.train()
+    first = build_trainer(config(tmp_path, "first", trainer={"total_timesteps": 120}, **settings))
+    first.train()
+    second = build_trainer(config(tmp_path, "second", trainer={"total_timesteps": 140}, **settings))
+    second.load(first.run_dir)
+    second.train()
+    assert_equal(weights(whole), weights(second))
+    for trainer in (whole, first, second):
+        trainer.close()
+
+
+def test_normalisation_is_taken_from_the_first_steps_and_kept(tmp_path):
+    trainer = build_trainer(config(tmp_path, policy={**SMALL, "normalize_observation": True}))
+    trainer.train(100)
+    counts = [float(value) for name, value in trainer.policy.state_dict().items() if name.endswith("count")]
+    trainer.train(200)
+    again = [float(value) for name, value in trainer.policy.state_dict().items() if name.endswith("count")]
+    assert counts == again == [100.0]
+    trainer.close()
+
+
+def iql(tmp_path, cls=IQLTrainer, **settings):
+    trainer = cls(
+        2,
+        1,
+        OfflineRLConfig(num_epochs=3, batch_size=32, output_dir=str(tmp_path / "offline"), hidden_dim=16, **QUIET),
+        env=TWO_STEP,
+        **settings,
+    )
+    trainer.train(two_step_dataset())
+    return trainer
+
+
+@pytest.mark.parametrize("cls", [IQLTrainer, CQLTrainer, SFTTrainer])
+def test_the_policy_object_goes_on_with_ppo(tmp_path, cls):
+    """The document's example: PPOTrainer(env, policy=iql_trainer.policy, config=online_config)."""
+    offline = iql(tmp_path, cls, **({"cql_samples": 2} if cls is CQLTrainer else {}))
+    before = offline.evaluate(8)
+    settings = RLConfig(
+        total_timesteps=64,
+        learning_rate=1e-5,
+        rollout_steps=32,
+        eval_episodes=8,
+        output_dir=str(tmp_path / "online"),
+        **QUIET,
+    )
+    online = PPOTrainer(TwoStep(), policy=offline.policy, config=settings)
+    assert online.policy is offline.policy
+    assert online.evaluate(8)["mean_reward"] == before["mean_reward"]
+    online.train()
+    online.close()
+    # The run can be evaluated from its folder: it wrote down which network it is.
+    assert load_config(online.run_dir / "config.yaml").policy.actor.hidden_dim == 16
+    assert "mean_reward" in evaluate_run(online.run_dir, episodes=2, env=TWO_STEP)
+
+
+def test_sac_goes_on_with_policy_critics_and_scales(tmp_path):
+    offline = iql(tmp_path)
+    critics = offline.algorithm.critics.state_dict()
+    trainer = SACTrainer(
+        TwoStep(),
+        policy=offline.policy,
+        critics=offline,
+        config=RLConfig(
+            algorithm="sac", output_dir=str(tmp_path / "online"), learning_starts=10, total_timesteps=20, **QUIET
+        ),
+    )
+    assert_equal(critics, trainer.trainer.algorithm.critics.state_dict())
+    # Returns of the dataset are 0 and 1: IQL scales rewards by 1000, and so do the critics that go on.
+    assert float(trainer.policy.reward_scale) == 1000.0
+    assert trainer.trainer.collection._random_left == 0  # it can act already
+    trainer.train()
+    trainer.close()
+
+
+def test_from_run_to_run_on_the_command_line(tmp_path, capsys):
+    offline = iql(tmp_path, CQLTrainer, cql_samples=2)
+    evaluated = offline.evaluate(10)
+    source = str(offline.run_dir)
+    settings = config(
+        tmp_path, "online", env=TWO_STEP, model_path=source, trainer={"total_timesteps": 120, "eval_freq": 60}
+    )
+    trainer = build_trainer(settings)
+    state = torch.load(checkpoint_folder(offline.run_dir) / "training_state.pt", weights_only=True)
+    assert_equal(state["algorithm"]["critics"], trainer.algorithm.critics.state_dict())
+    trainer.train()
+    trainer.close()
+    # The first evaluation is that of the policy as it came, and equals the last one before.
+    first = logged_evaluations(trainer.run_dir, 120)[0]
+    assert first["step"] == 0
+    assert first["mean_reward"] == evaluated["mean_reward"]
+    out = tmp_path / "ppo"
+    arguments = [
+        "train",
+        "ppo",
+        "--env",
+        TWO_STEP,
+        "--model-path",
+        source,
+        "--total-timesteps",
+        "64",
+        "--rollout-steps",
+        "32",
+    ]
+    assert (
+        cli.main(
+            [*arguments, "--eval-freq", "0", "--output-dir", str(out), "--console-level", "ERROR", "--no-tensorboard"]
+        )
+        == 0
+    )
+    assert load_config(out / "config.yaml").policy.actor.distribution == "tanh_gaussian"
+
+
+def test_critics_that_do_not_fit_are_refused_or_made_anew(tmp_path):
+    source = str(iql(tmp_path).run_dir)
+    with pytest.raises(InputError, match=r"critics of the checkpoint does not fit.*--no-keep-critics"):
+        build_trainer(config(tmp_path, env=TWO_STEP, model_path=source, cfg={"num_critics": 3}))
+    trainer = build_trainer(
+        config(tmp_path, env=TWO_STEP, model_path=source, cfg={"num_critics": 3, "keep_critics": False})
+    )
+    trainer.close()
+
+
+def test_an_actor_critic_is_no_start_for_sac(tmp_path):
+    settings = RLConfig(total_timesteps=64, rollout_steps=32, output_dir=str(tmp_path / "ppo"), eval_freq=0, **QUIET)
+    online = PPOTrainer(TWO_STEP, config=settings)
+    online.train()
+    online.close()
+    with pytest.raises(InputError, match="model_path: sac goes on with an actor of unit actions"):
+        build_trainer(config(tmp_path, env=TWO_STEP, model_path=str(tmp_path / "ppo")))
+
+
+def test_prior_data_is_mixed_in(tmp_path, monkeypatch):
+    dataset = two_step_dataset()
+    monkeypatch.setattr("deft.training.replay_collection.load_dataset", lambda name: dataset)
+    trainer = build_trainer(
+        config(
+            tmp_path,
+            env=TWO_STEP,
+            cfg={"prior_data": "two-step", "prior_fraction": 0.25},
+            trainer={"total_timesteps": 110},
+        )
+    )
+    trainer.train()
+    collection = trainer.collection
+    batch = collection.sample(32)
+    prior = {round(float(action), 5) for action in dataset.table.action.flatten()}
+    from_prior = [round(float(action), 5) in prior for action in batch["action"].flatten()]
+    assert from_prior == [False] * 24 + [True] * 8  # a quarter of 32
+    trainer.close()
+
+
+def test_what_sac_cannot_do_is_said_in_one_line(tmp_path, capsys):
+    common = ["--output-dir", str(tmp_path / "x")]
+    for arguments, message in (
+        (["--env", "CartPole-v1"], "off-policy algorithms act in a bounded Box; the actions here are Discrete(2)"),
+        (["--buffer-type", "vla"], "--buffer-type: unknown flag"),
+        (["--alpha", "loud"], "alpha"),
+    ):
+        assert cli.main(["train", "sac", *arguments, *common]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1

@@ -1,0 +1,87 @@
+"""Recorded driving, and the supervised policy that is trained on it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from deft.config.waypoint_settings import WaypointRecordingConfig, WaypointSFTConfig
+from deft.data.waypoint_recording import WaypointRecording
+from deft.envs.waypoints.toy import ToyWorld
+from deft.errors import InputError
+from deft.training.waypoints.files import load_sft
+from deft.training.waypoints.record import record
+from deft.training.waypoints.sft import train_sft
+
+
+def test_a_recording_holds_what_was_seen_and_planned(recording, toy):
+    found = WaypointRecording.load(recording)
+    assert len(found) == 200  # 200 episodes of one decision
+    world = ToyWorld(1, **toy)
+    for episode in (0, 17, 150):  # more than the copies that recorded: episode i is of seed i
+        world.reset(np.arange(1), [episode])
+        np.testing.assert_array_equal(found.camera[episode], world.observe()["camera"][0])
+        np.testing.assert_allclose(found.waypoints[episode], world.target_waypoints()[0], rtol=1e-6)
+    assert found.about["env"] == "toy"
+
+
+def test_noise_is_driven_but_not_recorded_and_label_noise_is(tmp_path):
+    kwargs = {"env": "driving", "episodes": 2, "env_kwargs": {"camera_size": 16}}
+    plain, noisy, mislabelled = tmp_path / "plain.npz", tmp_path / "noisy.npz", tmp_path / "labels.npz"
+    record(WaypointRecordingConfig(out=str(plain), noise=0.0, **kwargs))
+    record(WaypointRecordingConfig(out=str(noisy), noise=1.0, **kwargs))
+    record(WaypointRecordingConfig(out=str(mislabelled), noise=0.0, label_noise=0.5, **kwargs))
+    first, second, third = (WaypointRecording.load(path) for path in (plain, noisy, mislabelled))
+    np.testing.assert_array_equal(second.waypoints[0], first.waypoints[0])  # the first plan, before any noise
+    assert not np.allclose(second.motion[1], first.motion[1])
+    np.testing.assert_array_equal(third.motion, first.motion)
+    assert np.std(third.waypoints - first.waypoints) == pytest.approx(0.5, rel=0.1)
+
+
+def test_supervised_training_fits_and_writes_the_files(sft):
+    model, about = load_sft(sft)
+    metrics = json.loads((sft / "train_metrics.json").read_text())
+    assert [entry["epoch"] for entry in metrics] == list(range(1, 9))
+    assert metrics[-1]["ade"] < 0.7 * metrics[0]["ade"]
+    assert metrics[-1]["ade"] < 0.2
+    assert about["dataset"]["env"] == "toy"
+    assert json.loads((sft / "config.json").read_text())["num_epochs"] == 8
+    # It looks at the picture: another picture, other waypoints.
+    streams = {"camera": torch.zeros(2, 3, 16, 16, dtype=torch.uint8), "motion": torch.zeros(2, 5)}
+    streams["camera"][1, :, :, :6] = 255
+    first, second = model(streams)
+    assert (first - second).abs().max() > 0.05
+
+
+def test_validation_is_on_whole_episodes_that_were_kept_out(tmp_path):
+    from deft.training.waypoints.sft import _split
+
+    rows = WaypointRecording(*(np.zeros((40, 1)) for _ in range(3)), np.repeat(np.arange(10), 4), {})
+    training, held_out = _split(rows, 0.2, seed=0)
+    assert len(held_out) == 8
+    assert not set(rows.episode[training]) & set(rows.episode[held_out])
+    with pytest.raises(InputError, match="leaves none to train on"):
+        _split(rows, 1.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "does not exist; `deft collect waypoints"),
+        (lambda path: path.write_bytes(b"not a zip"), "is damaged, or no waypoint recording"),
+        (lambda path: np.savez(path, camera=np.zeros((1, 3, 8, 8))), "has no motion, waypoints, episode, about"),
+    ],
+)
+def test_a_dataset_that_is_none_is_one_line(tmp_path, make, message):
+    path = tmp_path / "data.npz"
+    make(path)
+    with pytest.raises(InputError, match=message):
+        train_sft(WaypointSFTConfig(dataset=str(path), out_dir=str(tmp_path / "sft")))
+
+
+def test_nothing_is_overwritten_unasked(recording, sft, toy):
+    with pytest.raises(InputError, match="--overwrite replaces it"):
+        record(WaypointRecordingConfig(out=str(recording), env="toy"))
+    with pytest.raises(InputError, match="--overwrite replaces it"):
+        train_sft(WaypointSFTConfig(dataset=str(recording), out_dir=str(sft)))
