@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deft.algorithms.td3_bc import TD3BC
     from deft.config.offline_rl_config import OfflineRLConfig
     from deft.config.rl_config import RLConfig
+    from deft.config.settings import CurriculumConfig
     from deft.config.waypoint_settings import PPOConfig
     from deft.data.datasets import load_dataset
     from deft.data.offline_buffer import OfflineReplayBuffer
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from deft.envs.waypoints.toy import ToyWaypointEnv
     from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
+    from deft.models.f1.batch import BatchBuilder, MemoryStateManager
+    from deft.models.f1.loading import load_f1_policy
+    from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer, setup_scheduler
     from deft.models.vla.interface import VLAModelInterface
     from deft.models.vla.loading import load_vla_model
     from deft.models.vla.policy import VLAPolicy
@@ -43,6 +47,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "CurriculumConfig": "deft.config.settings",
+    "BatchBuilder": "deft.models.f1.batch",
+    "MemoryStateManager": "deft.models.f1.batch",
+    "setup_scheduler": "deft.models.f1.optimization",
+    "setup_optimizer": "deft.models.f1.optimization",
+    "set_policy_requires_grad": "deft.models.f1.optimization",
+    "load_f1_policy": "deft.models.f1.loading",
     "CQL": "deft.algorithms.cql",
     "DecisionTransformer": "deft.algorithms.decision_transformer",
     "IQL": "deft.algorithms.iql",
@@ -97,13 +108,16 @@ __all__ = [
     "TD3BC",
     "Actor",
     "ActorCritic",
+    "BatchBuilder",
     "CQLTrainer",
+    "CurriculumConfig",
     "DecisionTransformer",
     "DecisionTransformerTrainer",
     "DeltaHead",
     "F1RLEnv",
     "GRPOTrainer",
     "IQLTrainer",
+    "MemoryStateManager",
     "OfflineRLConfig",
     "OfflineReplayBuffer",
     "OfflineTrainer",
@@ -127,10 +141,14 @@ __all__ = [
     "__version__",
     "get_physical_gpu_id",
     "load_dataset",
+    "load_f1_policy",
     "load_vla_model",
     "make_env",
     "make_vector_env",
+    "set_policy_requires_grad",
+    "setup_optimizer",
     "setup_sapien_gpu",
+    "setup_scheduler",
 ]
 
 

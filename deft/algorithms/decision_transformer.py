@@ -26,6 +26,7 @@ from deft.data.datasets.dataset import Dataset
 from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
 from deft.errors import InputError
 from deft.models.decision_transformer import DecisionTransformerPolicy
+from deft.models.normalization import has_seen_data
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class DecisionTransformer(OfflineAlgorithm):
     def resumed(self) -> None:
         """Aim at the targets that are given; the scale of returns is part of what was learned."""
         given, learned = self.settings.return_scale, float(self.policy.return_scale)
-        if given is not None and self.version and abs(given - learned) > 1e-6 * learned:
+        if given is not None and has_seen_data(self.policy) and abs(given - learned) > 1e-6 * learned:
             raise InputError(f"return_scale: {given:g} is given, but the weights were trained with {learned:g}")
         if self.settings.target_return:
             self.policy.target_return.fill_(self.settings.target_return[0])

@@ -384,6 +384,8 @@ class EvaluateConfig:
     """Write a video of the first episodes to this file (`.mp4`)."""
     env: str | None = None
     """Play in this environment instead of the run's own."""
+    env_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor, beside those of the run."""
     random_policy: Switch = False
     """Play uniformly random actions instead, on the same seeds: the baseline."""
     seed: Seed = 0

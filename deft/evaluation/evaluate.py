@@ -34,6 +34,7 @@ def evaluate_run(
     device: str = "auto",
     random_policy: bool = False,
     env: str | None = None,
+    env_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Episodes of a run's best checkpoint (or of the checkpoint given), each from its own seed; optionally a video.
 
@@ -42,6 +43,7 @@ def evaluate_run(
     folder, config = find_run(Path(path))
     seed_everything(seed)
     env_config = _env_config(config, env)
+    env_config = dataclasses.replace(env_config, kwargs={**env_config.kwargs, **(env_kwargs or {})})
     count = min(episodes, EVALUATION_ENVS)
     vector_env = make_vector_env(env_config, chunk_length=config.policy.chunk_length, num_envs=count)
     policies: list[Policy | None] = [None]

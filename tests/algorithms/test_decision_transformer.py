@@ -101,6 +101,15 @@ def test_targets_and_scale_can_be_given() -> None:
     assert DTSettings(target_return=3600).target_return == (3600,)
 
 
+def test_another_scale_than_the_weights_were_trained_with_is_refused():
+    table = make_table()
+    algorithm, _ = make_algorithm(table, return_scale=8.0)
+    algorithm.settings.return_scale = 4.0
+    with pytest.raises(InputError, match="return_scale: 4 is given, but the weights were trained with 8"):
+        algorithm.resumed()
+
+
+
 def test_episodes_longer_than_the_timesteps_are_refused() -> None:
     with pytest.raises(InputError, match=r"max_episode_length: 4 is less than the dataset's longest .* set it to 5"):
         make_algorithm(make_table(), max_episode_length=4)

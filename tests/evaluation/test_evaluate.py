@@ -32,6 +32,12 @@ def test_a_run_is_evaluated_from_its_folder(run):
     assert results["mean_reward"] != evaluate_run(run, episodes=6, seed=100)["mean_reward"]
 
 
+def test_arguments_of_the_environment_may_be_others(run):
+    # The run's time limit is 50 steps; a limit of 3 ends every episode that has not succeeded before.
+    results = evaluate_run(run, episodes=4, seed=3, random_policy=True, env_kwargs={"max_episode_steps": 3})
+    assert results["mean_length"] <= 3
+
+
 def test_random_actions_play_the_same_seeds(run):
     assert evaluate_run(run, episodes=5, random_policy=True) == evaluate_run(run, episodes=5, random_policy=True)
 

@@ -11,6 +11,7 @@ from deft import CQLTrainer, IQLTrainer, OfflineRLConfig, PPOTrainer, RLConfig, 
 from deft.config.loading import load_config, resolve
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
+from deft.models.vla import gpt
 from deft.training import run
 from deft.training.handover import checkpoint_folder
 from deft.training.logging import logged_evaluations
@@ -261,6 +262,25 @@ def test_an_actor_critic_is_no_start_for_sac(tmp_path):
     online.close()
     with pytest.raises(InputError, match="model_path: sac goes on with an actor of unit actions"):
         build_trainer(config(tmp_path, env=TWO_STEP, model_path=str(tmp_path / "ppo")))
+
+
+def test_a_vla_model_trains(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpt.LANGUAGE_MODELS, "gpt-tiny", gpt.LanguageSpec(1, 64, 2))
+    model = {"model_class": "gpt-vla", "model_config": {"language_model": "gpt-tiny"}}
+    settings = config(
+        tmp_path,
+        env="deft/Reach-v0",
+        env_settings={"kwargs": {"observation": "vla", "image_size": 16}},
+        policy={"name": "vla", "vla_config": model},
+        cfg={"batch_size": 8, "learning_starts": 20},
+        trainer={"total_timesteps": 24},
+    )
+    trainer = build_trainer(settings)
+    before = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+    trainer.train()
+    after = trainer.policy.state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("model."))
+    trainer.close()
 
 
 def test_prior_data_is_mixed_in(tmp_path, monkeypatch):
