@@ -36,7 +36,7 @@ waypoints: setup
 	$(BIN)/deft collect waypoints --out $(WAYPOINTS)/driving.npz --overwrite
 	$(BIN)/deft train waypoint-sft --dataset $(WAYPOINTS)/driving.npz --out-dir $(WAYPOINTS)/sft --overwrite
 	$(BIN)/deft train waypoint-ppo --sft-checkpoint $(WAYPOINTS)/sft --out-dir $(WAYPOINTS)/ppo --env driving \
-		--rollout-steps 32 --num-iterations 150 --overwrite
+		--rollout-steps 32 --residual-modes 2 --num-iterations 300 --eval-interval 50 --overwrite
 	$(BIN)/deft compare --sft-checkpoint $(WAYPOINTS)/sft --rl-checkpoint $(WAYPOINTS)/ppo
 
 clean:

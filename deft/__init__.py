@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from deft.algorithms.sac import SAC
     from deft.algorithms.sft import SFT
     from deft.algorithms.td3_bc import TD3BC
+    from deft.config.f1_settings import TrainingConfig
     from deft.config.offline_rl_config import OfflineRLConfig
     from deft.config.rl_config import RLConfig
+    from deft.config.rl_yaml import get_environment_config, get_training_config, load_rl_config
     from deft.config.settings import CurriculumConfig
     from deft.config.waypoint_settings import PPOConfig
     from deft.data.datasets import load_dataset
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from deft.training.api import GRPOTrainer, PPOTrainer, SACTrainer
     from deft.training.offline import OfflineTrainer
     from deft.training.offline_api import CQLTrainer, DecisionTransformerTrainer, IQLTrainer, SFTTrainer, TD3BCTrainer
+    from deft.training.phases.base import BaseRLTrainer
+    from deft.training.phases.teacher import TeacherTrainer
     from deft.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -64,6 +68,12 @@ _MODULES = {
     "TD3BC": "deft.algorithms.td3_bc",
     "OfflineRLConfig": "deft.config.offline_rl_config",
     "RLConfig": "deft.config.rl_config",
+    "TrainingConfig": "deft.config.f1_settings",
+    "get_environment_config": "deft.config.rl_yaml",
+    "get_training_config": "deft.config.rl_yaml",
+    "load_rl_config": "deft.config.rl_yaml",
+    "BaseRLTrainer": "deft.training.phases.base",
+    "TeacherTrainer": "deft.training.phases.teacher",
     "PPOConfig": "deft.config.waypoint_settings",
     "load_dataset": "deft.data.datasets",
     "OfflineReplayBuffer": "deft.data.offline_buffer",
@@ -108,6 +118,7 @@ __all__ = [
     "TD3BC",
     "Actor",
     "ActorCritic",
+    "BaseRLTrainer",
     "BatchBuilder",
     "CQLTrainer",
     "CurriculumConfig",
@@ -132,16 +143,21 @@ __all__ = [
     "StudentEnv",
     "TD3BCTrainer",
     "TeacherEnv",
+    "TeacherTrainer",
     "ToyWaypointEnv",
     "Trainer",
+    "TrainingConfig",
     "VLABuffer",
     "VLAModelInterface",
     "VLAPolicy",
     "ValueHead",
     "__version__",
+    "get_environment_config",
     "get_physical_gpu_id",
+    "get_training_config",
     "load_dataset",
     "load_f1_policy",
+    "load_rl_config",
     "load_vla_model",
     "make_env",
     "make_vector_env",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from deft.errors import DeftError, InputError
 
 if TYPE_CHECKING:
-    from deft.config.settings import RunConfig
+    from deft.config.settings import EvaluateConfig, RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +55,11 @@ def train(arguments: list[str]) -> int:
     """`deft train [ALGORITHM] [--config FILE] [flags]`."""
     if arguments and arguments[0] in WAYPOINT_TRAINING:
         return _train_waypoints(arguments[0], arguments[1:])
+    if arguments and arguments[0] == "tokenizer":
+        return _train_tokenizer(arguments[1:])
+    phase = _phase(arguments)
+    if phase is not None:
+        return _train_phase(phase, arguments[1:] if arguments[0] == phase else arguments)
     config, as_json = parse_train(arguments)
 
     from deft.config.settings import OfflineRunConfig
@@ -116,12 +121,54 @@ def _train_waypoints(name: str, arguments: list[str]) -> int:
     return _report(train_ppo(config), as_json)
 
 
+def _train_tokenizer(arguments: list[str]) -> int:
+    """`deft train tokenizer [--dataset DATASET] [flags]`."""
+    from deft.config.tokenizer_settings import TokenizerTrainingConfig
+
+    description = "Train the image tokenizer of an F1 model, on rendered pictures or on those of a dataset."
+    config, as_json = _parse_command(TokenizerTrainingConfig, arguments, "train tokenizer", description)
+
+    from deft.training.phases.tokenizer import train_tokenizer
+
+    return _report(train_tokenizer(config), as_json)
+
+
+def _phase(arguments: list[str]) -> str | None:
+    """The phase of F1 training that is asked for: by its name, by the run that is resumed, or by the file."""
+    if arguments and arguments[0] in PHASE_TRAINING:
+        return arguments[0]
+    if arguments and not arguments[0].startswith("-"):
+        return None
+    from deft.config.rl_yaml import phase_of_file
+
+    config_file, resume = _peek(arguments, "config"), _peek(arguments, "resume")
+    source = Path(config_file) if config_file else _config_of_run(Path(resume)) if resume else None
+    return None if source is None else phase_of_file(source)
+
+
+def _train_phase(phase: str, arguments: list[str]) -> int:
+    """`deft train teacher [--config FILE] [flags]`."""
+    from deft.config.rl_yaml import parse_phase
+
+    resume = _peek(arguments, "resume")
+    base = _peek(arguments, "config") or (_config_of_run(Path(resume)) if resume else None)
+    config, as_json = parse_phase(phase, arguments, base or "rl_config")
+    if resume and _peek(arguments, "output-dir") is None and _peek(arguments, "output_dir") is None:
+        from deft.training.checkpoint import find_checkpoint
+
+        getattr(config, phase).output_dir = str(find_checkpoint(resume).parent)
+
+    from deft.training.phases.teacher import train_teacher
+
+    return _report(train_teacher(config), as_json)
+
+
 def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
     """What the flags are put on: the file of `--config`, the run of `--resume`, or the defaults."""
     from deft.config.algorithm_settings import ALGORITHM_SETTINGS
     from deft.config.loading import find_config, read_mapping, resolve
 
-    known = ", ".join([*ALGORITHM_SETTINGS, *WAYPOINT_TRAINING])
+    known = ", ".join([*ALGORITHM_SETTINGS, *WAYPOINT_TRAINING, "tokenizer", *PHASE_TRAINING])
     if algorithm is not None and algorithm not in ALGORITHM_SETTINGS:
         raise InputError(f"train {algorithm}: no such algorithm; one of {known}")
     config_file, resume = _peek(flags, "config"), _peek(flags, "resume")
@@ -158,9 +205,28 @@ def evaluate(arguments: list[str]) -> int:
         word=("path", "one run folder or checkpoint"),
     )
 
+    from deft.config.rl_yaml import phase_of_file
+
+    if (settings := _config_of_run(Path(config.path))) is not None and phase_of_file(settings) == "teacher":
+        return _evaluate_teacher(config, as_json)
+
     from deft.evaluation.evaluate import evaluate_run
 
     return _report(evaluate_run(**dataclasses.asdict(config)), as_json)
+
+
+def _evaluate_teacher(config: EvaluateConfig, as_json: bool) -> int:
+    from deft.evaluation.world_model import evaluate_teacher, teacher_table
+
+    for flag, value in (("--env", config.env), ("--random-policy", config.random_policy)):
+        if value:
+            raise InputError(f"{flag}: a world model does not act; it is evaluated on held-out scenes of its own world")
+    results = evaluate_teacher(config.path, config.episodes, config.video, config.seed, config.device)
+    if not as_json:
+        print(teacher_table(results), flush=True)
+        shown = ("episodes", "frames", "checkpoint", "plots", "video")
+        results = {name: results[name] for name in shown if name in results}
+    return _report(results, as_json)
 
 
 def collect(arguments: list[str]) -> int:
@@ -285,6 +351,7 @@ WAYPOINT_TRAINING = {
     "waypoint-sft": "Train a waypoint policy on recorded driving (`deft collect waypoints` records it).",
     "waypoint-ppo": "Train a residual on the waypoints of a frozen supervised policy with PPO.",
 }
+PHASE_TRAINING = {"teacher": "Train an F1 world model on random exploration, or on recorded video."}
 TRAIN_HELP = """usage: deft train [ALGORITHM] [--config FILE] [flags]
 
 Train a policy. The settings come from the defaults, then the file, then the flags.

@@ -36,7 +36,7 @@ PREVIOUS_REWARD = "previous_reward"  # [B]: what the last action earned, 0 at an
 DISCOUNT = "discount"  # [B]: what the value of the next observation counts, γ (γ^n after n rewards), 0 at a terminal
 RETURN_TO_GO = "return_to_go"  # [B, K]: undiscounted, from this step to the end of its episode
 TIMESTEP = "timestep"  # int64 [B, K]: place in the episode, from 0
-STEP_MASK = "step_mask"  # bool [B, K]: which steps of a window are real; padding stands at its end
+STEP_MASK = "step_mask"  # bool [B, K]: which steps of a window are real; padding stands at its end. In F1's [T, B]
 
 # The streams of a robot's observation.
 STATE = "state"  # [B, 32]: joints (or the hand) and gripper in the padded layout of the actions, each about -1 to 1

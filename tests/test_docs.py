@@ -37,8 +37,8 @@ from pydantic import TypeAdapter
 
 import deft
 from deft import PPO, ActorCritic, Trainer, schema
-from deft.cli import main
-from deft.config import algorithm_settings, settings
+from deft.cli import PHASE_TRAINING, WAYPOINT_TRAINING, main
+from deft.config import algorithm_settings, f1_settings, settings, waypoint_settings
 from deft.config.flags import Flag, class_flags, run_flags
 from deft.config.loading import PRESETS, resolve, to_dict
 from deft.config.offline_rl_config import OfflineRLConfig
@@ -106,6 +106,19 @@ def with_flag(arguments: list[str], name: str, value: str, *other_names: str) ->
 def scaled_down(arguments: list[str]) -> list[str]:
     if arguments[0] in ("evaluate", "play"):
         return with_flag(arguments, "episodes", "2")
+    if arguments[0] == "compare":
+        return with_flag(arguments, "episodes", "2")
+    if arguments[:2] == ["collect", "waypoints"]:
+        return with_flag(arguments, "episodes", "2")
+    if arguments[0] == "train" and arguments[1] in WAYPOINT_TRAINING:
+        return scaled_down_waypoints(arguments)
+    if arguments[:2] == ["train", "tokenizer"]:
+        few = {"num-updates": "2", "num-frames": "64", "held-out-frames": "8", "num-workers": "0", "threads": "1"}
+        return functools.reduce(lambda found, flag: with_flag(found, *flag), few.items(), arguments)
+    if arguments[0] == "train" and arguments[1] in PHASE_TRAINING:
+        episodes = "2" if "--resume" in arguments else "1"
+        few = {"num-episodes": episodes, "steps-per-episode": "3", "batch-size": "1", "threads": "1"}
+        return functools.reduce(lambda found, flag: with_flag(found, *flag), few.items(), [*arguments, "--no-overlap"])
     if arguments[0] == "collect":
         return with_flag(arguments, "steps", "200", "episodes")
     if arguments[0] != "train":
@@ -127,6 +140,18 @@ def scaled_down(arguments: list[str]) -> list[str]:
     arguments = with_flag(arguments, "rollout-steps", "8", "buffer-size")
     arguments = with_flag(arguments, "eval-episodes", "2")
     return with_flag(arguments, "threads", "1")
+
+
+def scaled_down_waypoints(arguments: list[str]) -> list[str]:
+    arguments = with_flag(arguments, "threads", "1")
+    if arguments[1] == "waypoint-sft":
+        return with_flag(arguments, "num-epochs", "1")
+    settings = {"num-iterations": "2", "rollout-steps": "4", "num-envs": "4", "eval-episodes": "2"}
+    if "--safety" in arguments:
+        settings["safety-episodes"] = "2"
+    for name, value in settings.items():
+        arguments = with_flag(arguments, name, value)
+    return arguments
 
 
 def is_offline(arguments: list[str]) -> bool:
@@ -247,21 +272,28 @@ SETTINGS_CLASSES: dict[str, tuple[str, str]] = {  # class → an algorithm whose
     "TrainerConfig": ("ppo", "trainer"),
     "LoggingConfig": ("ppo", "logging"),
     **{cls.__name__: (name, "algorithm.cfg") for name, cls in algorithm_settings.ALGORITHM_SETTINGS.items()},
+    "OnlineActorConfig": ("sac", "policy"),
     "DatasetConfig": ("iql", "dataset"),
     "EvaluationEnvConfig": ("iql", "env"),
     "ActorConfig": ("iql", "policy"),
     "OfflineTrainerConfig": ("iql", "trainer"),
 }
-COMMAND_CLASSES = ("EvaluateConfig", "CollectConfig", "PlayConfig")
+COMMAND_CLASSES = (
+    "EvaluateConfig", "CollectConfig", "PlayConfig", "PPOConfig", "WaypointSFTConfig", "WaypointRecordingConfig",
+    "CompareConfig", "ModelSection", "TrainingConfig", "TeacherSection", "RunSection",
+)  # fmt: skip
 NOT_SHOWN = {  # bases, and classes whose settings are all in another's table
+    "LoopConfig", "ReplayRunConfig",
     "AlgorithmConfig", "AlgorithmSettings", "OfflineSettings", "OffPolicySettings", "RunSettings", "OfflineRunConfig",
+    "PhaseConfig", "StudentSection", "StudentRewards", "AdversarialSection",
 }  # fmt: skip
 
 
 @functools.cache
 def settings_class(name: str) -> Any:
     """A class of settings, of a run or of an algorithm."""
-    return getattr(settings, name, None) or getattr(algorithm_settings, name)
+    modules = (settings, algorithm_settings, waypoint_settings, f1_settings)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def flags_of(class_name: str) -> dict[str, Flag]:
@@ -351,7 +383,7 @@ def test_tables_of_settings_are_of_the_classes_now(page: Path) -> None:
 
 
 def test_every_settings_class_is_there() -> None:
-    everything = vars(settings) | vars(algorithm_settings)
+    everything = vars(settings) | vars(algorithm_settings) | vars(waypoint_settings) | vars(f1_settings)
     classes = {n for n, v in everything.items() if isinstance(v, type) and hasattr(v, "__pydantic_fields__")}
     assert classes - NOT_SHOWN == {*SETTINGS_CLASSES, *COMMAND_CLASSES}
     assert set(setting_names(settings.AlgorithmConfig)) == {"name", "cfg"}
@@ -427,7 +459,8 @@ def test_what_the_map_says_is_there_and_what_is_not_is_not() -> None:
         for name in re.findall(r"`deft\.([A-Z]\w+|(?:load|make|get|set|setup)_\w+)", text):
             assert (name in deft.__all__) == (when == "now"), f"{name} is said to be here {when}"
         for name in re.findall(r"`deft train ([a-z]\S*?)[ `]", text):
-            assert (name in algorithm_settings.ALGORITHM_SETTINGS) == (when == "now"), (
+            known = {*algorithm_settings.ALGORITHM_SETTINGS, *WAYPOINT_TRAINING, *PHASE_TRAINING, "tokenizer"}
+            assert (name in known) == (when == "now"), (
                 f"{name} is said to be here {when}"
             )
         for name in re.findall(r"`scripts/(\S+?\.sh)", text):

@@ -43,11 +43,13 @@ class WaypointPPO(PPO):
         kl_target: float | None = None,
         residual_start: float = 1.0,
         residual_open_at: float = 0.5,
+        value_warmup: int = 0,
         accept: Callable[[PPOPolicy], bool] | None = None,
     ) -> None:
         super().__init__(policy, settings, seed)
         self.kl_coef, self.kl_target = kl_coef, kl_target
         self.residual_start, self.residual_open_at = residual_start, residual_open_at
+        self.value_warmup = value_warmup
         self.accept = accept
         policy.open_residual(residual_start)
 
@@ -82,6 +84,8 @@ class WaypointPPO(PPO):
     def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
         losses, gradients = super()._losses(scored, minibatch)
         losses["reference_kl"] = scored["reference_kl"].mean()
+        if self.version < self.value_warmup:
+            return losses, {"value": gradients["value"]}
         if self.kl_coef:
             count = scored["reference_kl"].numel()
             gradients["reference_kl"] = torch.full_like(scored["reference_kl"], self.kl_coef / count)

@@ -72,6 +72,8 @@ class PPOConfig:
     """Gradient clipping."""
     target_kl: Positive | None = None
     """Stop the epochs of an update when its approximate KL passes 1.5 times this."""
+    value_warmup: NonNegativeInt = 0
+    """Iterations at the start in which the value head learns alone; a policy that is good already loses less then."""
     num_envs: Count | None = None
     """Copies of the environment stepped together; by default 32, and 1 in `carla`."""
     rollout_steps: Count = 16
@@ -100,6 +102,8 @@ class PPOConfig:
     """Share of successes, over the last 100 episodes, at which the next level begins."""
     safety: Switch = False
     """Take back, weights and optimizer, every update that leaves the held-out set worse than the supervised policy."""
+    safety_measures: tuple[Literal["collision_rate", "ade"], ...] = ("collision_rate", "ade")
+    """Which measures of the held-out set may not be worse."""
     safety_episodes: Count = 64
     """Size of that held-out set, of each environment."""
     eval_interval: NonNegativeInt = 10

@@ -27,7 +27,11 @@ MOST_COPIES = 64  # stepped together in an evaluation
 
 
 class HeldOut:
-    """Episodes that no training sees: `episodes` of each environment, episode i from seed + i, always the same."""
+    """Episodes that no training sees: `episodes` of each environment, episode i from seed + i, always the same.
+
+    `shared` are environments to play in instead of new ones; `disturbed` then says that one was played in, and that
+    whoever else uses it must begin new episodes.
+    """
 
     def __init__(
         self,
@@ -36,18 +40,25 @@ class HeldOut:
         episodes: int,
         seed: int,
         kwargs: Mapping[str, Any] | None = None,
+        shared: Mapping[str, WaypointVectorEnv] | None = None,
     ) -> None:
         self.episodes, self.seed = episodes, seed
+        self.disturbed = False
+        self._shared = dict(shared or {})
         self.envs: dict[str, WaypointVectorEnv] = {}
         for name in names:
+            if name in self._shared:
+                self.envs[name] = self._shared[name]
+                continue
             own = env_kwargs_of(name, names, kwargs)
             if name != "toy":  # which always measures it: elsewhere a plan costs as much as the driving
                 own = {"measure_ade": True} | own
-            copies = 1 if name in ("carla", "highway") else min(episodes, MOST_COPIES)
+            copies = 1 if name == "carla" else min(episodes, MOST_COPIES)
             self.envs[name] = WaypointVectorEnv(make_waypoint_world(name, copies, difficulty, own))
 
     def evaluate(self, policy: PPOPolicy) -> dict[str, Any]:
         """The measures of the policy's likeliest waypoints; with several environments also each one's as `name/…`."""
+        self.disturbed = bool(self._shared)
         with separate_random_state(self.seed):
             results = {name: self._measure(policy, env) for name, env in self.envs.items()}
         if len(results) == 1:
@@ -72,9 +83,10 @@ class HeldOut:
         return results
 
     def close(self) -> None:
-        """Free the environments."""
-        for env in self.envs.values():
-            env.close()
+        """Free the environments that are its own."""
+        for name, env in self.envs.items():
+            if name not in self._shared:
+                env.close()
 
 
 def plot_waypoints(

@@ -18,7 +18,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,12 @@ def save_checkpoint(
     training_state: dict[str, Any],
     metrics: dict[str, Any],
     name: str | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `checkpoint-{step}` (or a folder of another name), whole or not at all."""
+    """Write `checkpoint-{step}` (or a folder of another name), whole or not at all.
+
+    `write_more` is called with the folder, for what a kind of policy keeps beside these files.
+    """
     final = run_dir / (name or f"checkpoint-{step}")
     if final.exists() and not (final / MODEL).is_file():
         raise InputError(f"{final}: exists and is not a checkpoint; it is not replaced")
@@ -57,6 +61,8 @@ def save_checkpoint(
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
+        if write_more is not None:
+            write_more(temporary)
         if final.exists():  # saved at this step before: step aside, never a moment without either
             aside = run_dir / f"{_TEMPORARY}replaced-{final.name}-{os.getpid()}"
             os.replace(final, aside)

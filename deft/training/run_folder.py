@@ -68,7 +68,7 @@ def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
     return config, resume_from, False
 
 
-def _remove_run(folder: Path) -> None:
+def remove_run(folder: Path) -> None:
     """Delete what a run wrote, and nothing else that may be in the folder."""
     for path in [
         *checkpoint.list_checkpoints(folder),
@@ -88,7 +88,7 @@ def open_run_folder(config: AnyRunConfig, replaces: bool) -> None:
     folder = Path(config.output_dir)
     try:
         if replaces:
-            _remove_run(folder)
+            remove_run(folder)
         repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
         write_config(repeatable, folder / CONFIG_FILE)
     except OSError as error:

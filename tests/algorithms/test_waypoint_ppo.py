@@ -150,6 +150,17 @@ def test_the_supervised_weights_are_bit_equal_after_updates_and_the_heads_are_no
     assert not torch.equal(policy.delta_head.direct[0].weight, before["delta_head.direct.0.weight"])
 
 
+def test_at_first_the_value_head_learns_alone():
+    policy = make_policy()
+    before = copy.deepcopy(policy.state_dict())
+    algorithm = WaypointPPO(policy, SETTINGS, kl_coef=0.1, value_warmup=2)
+    for moves in (False, False, True):
+        algorithm.update(iter([make_rollout(policy)]))
+        changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+        assert any(name.startswith("value_head") for name in changed)
+        assert any(name.startswith(("delta_head", "distribution")) for name in changed) == moves
+
+
 def test_pictures_do_not_travel_to_the_minibatches():
     policy = make_policy()
     algorithm = WaypointPPO(policy, SETTINGS)

@@ -33,7 +33,7 @@ from deft.envs.waypoints.protocol import (
 )
 from deft.envs.waypoints.tracking import pursue
 
-REWARD_SCALE = 0.1  # the driving world counts metres and hundreds for a crash
+REWARD_SCALE = 0.1  # the driving world counts metres, and a hundred for a crash
 
 
 class DrivingWaypointWorld(WaypointWorld):

@@ -195,6 +195,7 @@ class HighwayWorld(WaypointWorld):
             np.linspace(farthest, nearest, size), np.linspace(leftmost, rightmost, size), indexing="ij"
         )
         places = self._to_map(row, np.stack([ahead.ravel(), left.ravel()], 1))
+        margin = 0.5 * (farthest - nearest) / size  # half a pixel: no vehicle falls between two
         across = places[:, 1] / LANE_WIDTH + 0.5  # 0 at the left edge of the road, NUM_LANES at the right
         picture = np.full((size * size, 3), (96, 136, 78), np.uint8)
         picture[(across >= 0) & (across <= NUM_LANES)] = (66, 69, 76)
@@ -203,6 +204,6 @@ class HighwayWorld(WaypointWorld):
             offset = places - vehicle.position
             cosine, sine = np.cos(vehicle.heading), np.sin(vehicle.heading)
             along, beside = offset[:, 0] * cosine + offset[:, 1] * sine, offset[:, 1] * cosine - offset[:, 0] * sine
-            inside = (np.abs(along) < VEHICLE_LENGTH / 2) & (np.abs(beside) < VEHICLE_WIDTH / 2)
+            inside = (np.abs(along) < VEHICLE_LENGTH / 2 + margin) & (np.abs(beside) < VEHICLE_WIDTH / 2 + margin)
             picture[inside] = (250, 214, 60) if vehicle is self._envs[row].vehicle else (226, 74, 58)
         return picture.reshape(size, size, 3).transpose(2, 0, 1)

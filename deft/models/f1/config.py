@@ -35,15 +35,23 @@ class TokenizerConfig:
     """Attention at the coarsest level."""
     stem_stride: Count = 1
     """Size of the patches that the first layer reads; more than 1 saves the work at full resolution."""
+    linear_path: Switch = False
+    """A linear map from patches to features, and one back, beside the networks; training starts with principal
+    components there, so that a small tokenizer is of use within minutes."""
     num_residual_convolutions: Count = 4
     residual_ratio: Fraction = 0.5
     commitment: NonNegative = 0.25
     """β: how much features are drawn to their codes."""
 
     @property
+    def patch_size(self) -> int:
+        """Pixels a side for each place of the latent grid."""
+        return self.stem_stride * 2 ** (len(self.channel_multipliers) - 1)
+
+    @property
     def image_size(self) -> int:
         """Pixels a side of the frames."""
-        return self.scales[-1] * self.stem_stride * 2 ** (len(self.channel_multipliers) - 1)
+        return self.scales[-1] * self.patch_size
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +163,7 @@ class F1Config:
 
 
 def tiny() -> F1Config:
-    """64 px, about 2.3 million parameters; needs no files but its tokenizer's weights."""
+    """64 px, about 2.6 million parameters; needs no files but its tokenizer's weights."""
     return F1Config(
         vision=VisionConfig(
             hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2, patch_size=16, image_size=64
@@ -164,11 +172,11 @@ def tiny() -> F1Config:
         generation=ExpertConfig(hidden_size=128, intermediate_size=384),
         action=ExpertConfig(hidden_size=64, intermediate_size=192),
         tokenizer=TokenizerConfig(
-            scales=(1, 2, 4, 8), codebook_size=512, code_dim=16, channels=40, channel_multipliers=(1, 1),
-            num_res_blocks=1, attention=False, stem_stride=4,
+            scales=(1, 2, 4, 8), codebook_size=512, code_dim=16, channels=64, channel_multipliers=(1,),
+            num_res_blocks=1, attention=False, stem_stride=8, linear_path=True,
         ),
         num_layers=4, num_heads=4, num_kv_heads=1, head_dim=32,
-        vocab_size=259, language_heads=False, language_tokenizer_path="bytes", tokenizer_max_length=32,
+        vocab_size=259, language_heads=False, language_tokenizer_path="bytes", tokenizer_max_length=64,
         chunk_size=4, top_k=64,
         memory_hidden=128, memory_num_layers=2, memory_project_to_vae_dim=False,
         tokenizer_weights="tiny_tokenizer", unknown_action_rate=0.1, motion_prior=True, condition_init=0.05,
@@ -188,7 +196,7 @@ def small() -> F1Config:
             scales=(1, 2, 4, 6, 8), codebook_size=2048, code_dim=32, channels=64, channel_multipliers=(1, 1, 2, 2, 4),
         ),
         num_layers=8, num_heads=8, num_kv_heads=1, head_dim=64,
-        vocab_size=259, language_heads=False, language_tokenizer_path="bytes",
+        vocab_size=259, language_heads=False, language_tokenizer_path="bytes", tokenizer_max_length=64,
         chunk_size=16, top_k=300,
         memory_hidden=512, memory_num_layers=2, memory_project_to_vae_dim=False,
         unknown_action_rate=0.1, motion_prior=True, motion_channels=64, condition_init=0.05,

@@ -222,7 +222,8 @@ def _tokenizer_file(config: F1Config, debug: bool) -> Path | None:
     if not name:
         raise InputError("the image tokenizer has no weights: give checkpoint_path, or tokenizer_weights in the config")
     raise InputError(
-        f"the image tokenizer's weights {path} are not there: train one, or name another file in tokenizer_weights"
+        f"the image tokenizer's weights {path} are not there: `deft train tokenizer` makes such a file; name it in "
+        "tokenizer_weights"
     )
 
 

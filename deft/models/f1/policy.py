@@ -108,12 +108,15 @@ class F1Policy(nn.Module):
         gen_out_loss_ratio: float | None = None,
         memory_backprop: bool = True,
         generator: torch.Generator | None = None,
+        by_step: bool = False,
     ) -> dict[str, Tensor]:
         """Losses and accuracies of the frame after [img_{t-3} … img_t] and [a_{t-3} … a_t].
 
         `loss` is the world model's where the batch has no `action` chunk or `train_gen_expert_only`; else action loss +
         `gen_out_loss_ratio` · world-model loss. `memory_state` (here or in the batch) is the memory before the first
-        step; the one returned is the memory after the last, with its gradient: detach it between chunks.
+        step; the one returned is the memory after the last, with its gradient: detach it between chunks. Where episodes
+        end within a sequence, `step_mask` [T, B] says which steps are real: the others do not count. `by_step` adds the
+        cross-entropy (`wm_losses`) and the accuracy (`wm_accuracies`) of every row, for evaluation.
         """
         self._check_steps(cur_n_obs_img_steps, cur_n_pred_img_steps)
         inputs = self._prepare(batch, with_target=True, hide=self.training, generator=generator)
@@ -125,17 +128,25 @@ class F1Policy(nn.Module):
         condition = self._condition(inputs, after, expected)
         target = inputs.codes[:, self.config.n_obs_img_steps]
         logits = self.model.teacher_forced(prefix, condition, target, self._hidden_codes(len(target), generator))
-        wm_loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        real = batch.get(schema.STEP_MASK, None)
+        losses = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+        wm_loss = _mean(losses, real)
         correct = (logits.detach().argmax(-1) == target).float()
         results = {
             "wm_loss": wm_loss,
-            "wm_acc_mean": correct.mean(),
-            "wm_acc_tail": correct[:, -self.tokenizer.sizes[-1] :].mean(),  # the finest scale
+            "wm_acc_mean": _mean(correct, real),
+            "wm_acc_tail": _mean(correct[:, -self.tokenizer.sizes[-1] :], real),  # the finest scale
         }
+        if by_step:
+            leading = batch[schema.STATE].shape[:-1]
+            results |= {
+                "wm_losses": losses.detach().mean(1).view(leading),
+                "wm_accuracies": correct.mean(1).view(leading),
+            }
         foresight_loss = wm_loss
         if expected is not None:
             assert inputs.frames is not None
-            motion_loss = (expected - inputs.frames[:, self.config.n_obs_img_steps]).abs().mean()
+            motion_loss = _mean((expected - inputs.frames[:, self.config.n_obs_img_steps]).abs(), real)
             results["motion_loss"] = motion_loss
             foresight_loss = wm_loss + self.config.motion_loss_weight * motion_loss
         if train_gen_expert_only or schema.ACTION not in batch:
@@ -462,3 +473,11 @@ class F1Policy(nn.Module):
         if schema.ACTION_IS_PAD in names:
             weight = weight * (~batch[schema.ACTION_IS_PAD].to(self.device).flatten(0, -2))[..., None]
         return (squares * weight).sum() / weight.sum().clamp(min=1)
+
+
+def _mean(values: Tensor, real: Tensor | None) -> Tensor:
+    """The mean of [N, …] over the rows that are `real`, [T, B] with T · B = N; over all where it is None."""
+    if real is None:
+        return values.mean()
+    weight = real.to(values.device, values.dtype).flatten()
+    return (values.flatten(1).mean(1) * weight).sum() / weight.sum().clamp(min=1)

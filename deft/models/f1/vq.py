@@ -27,6 +27,7 @@ class Reconstruction(NamedTuple):
     frames: Tensor  # [B, 3, h, w]
     quantization_loss: Tensor  # codes towards features and features towards codes, mean over the scales
     codes: Tensor  # int64 [B, L]
+    features: Tensor  # [B, D, grid, grid], before quantisation; detached
 
 
 class ResidualBlock(nn.Module):
@@ -144,13 +145,16 @@ class Encoder(nn.Module):
         self.mid = Middle(before, config.attention)
         self.norm_out = _norm(before)
         self.conv_out = nn.Conv2d(before, config.code_dim, 3, padding=1)
+        if config.linear_path:
+            self.linear = nn.Conv2d(3, config.code_dim, config.patch_size, config.patch_size)
 
     def forward(self, frames: Tensor) -> Tensor:
         """[B, 3, h, w] → [B, D, grid, grid]."""
         x = self.conv_in(frames)
         for level in self.down:
             x = level(x)
-        return self.conv_out(functional.silu(self.norm_out(self.mid(x))))
+        found = self.conv_out(functional.silu(self.norm_out(self.mid(x))))
+        return found + self.linear(frames) if hasattr(self, "linear") else found
 
 
 class Decoder(nn.Module):
@@ -171,14 +175,19 @@ class Decoder(nn.Module):
         self.up = nn.ModuleList(levels)
         self.norm_out = _norm(before)
         self.conv_out = nn.Conv2d(before, 3 * config.stem_stride**2, 3, padding=1)
-        self._stem_stride = config.stem_stride
+        self._stem_stride, self._patch_size = config.stem_stride, config.patch_size
+        if config.linear_path:
+            self.linear = nn.Conv2d(config.code_dim, 3 * config.patch_size**2, 1)
 
     def forward(self, features: Tensor) -> Tensor:
         """[B, D, grid, grid] → [B, 3, h, w]."""
         x = self.mid(self.conv_in(features))
         for level in reversed(self.up):
             x = level(x)
-        return functional.pixel_shuffle(self.conv_out(functional.silu(self.norm_out(x))), self._stem_stride)
+        made = functional.pixel_shuffle(self.conv_out(functional.silu(self.norm_out(x))), self._stem_stride)
+        if hasattr(self, "linear"):
+            made = made + functional.pixel_shuffle(self.linear(features), self._patch_size)
+        return made
 
 
 class ResidualConvolution(nn.Conv2d):
@@ -187,6 +196,8 @@ class ResidualConvolution(nn.Conv2d):
     def __init__(self, channels: int, ratio: float) -> None:
         super().__init__(channels, channels, 3, padding=1)
         self.ratio = ratio
+        nn.init.dirac_(self.weight)  # φ(h) = h at the start: codes are then what they are looked up by
+        nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, D, h, w], same out."""
@@ -244,13 +255,19 @@ class MultiScaleQuantizer(nn.Module):
         codes = self.embedding.weight
         return vectors.square().sum(-1, keepdim=True) + codes.square().sum(-1) - 2 * vectors @ codes.T
 
+    def assign(self, features: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What is left to be coded at each scale [B · n², D], and the nearest codes, int64 [B, n²]; coarse to fine."""
+        rest, vectors, codes = features, [], []
+        for scale in range(len(self.scales)):
+            seen = self.at_scale(rest, scale)
+            vectors.append(seen.flatten(0, 1))
+            codes.append(self.distances(seen).argmin(-1))
+            rest = rest - self.contribution(codes[-1], scale)
+        return vectors, codes
+
     def encode(self, features: Tensor) -> list[Tensor]:
         """The codes of each scale, int64 [B, n²], coarse to fine."""
-        rest, codes = features, []
-        for scale in range(len(self.scales)):
-            codes.append(self.distances(self.at_scale(rest, scale)).argmin(-1))
-            rest = rest - self.contribution(codes[-1], scale)
-        return codes
+        return self.assign(features)[1]
 
     @torch.no_grad()
     def observe(self, codes: Sequence[Tensor], decay: float = 0.99) -> None:
@@ -258,25 +275,6 @@ class MultiScaleQuantizer(nn.Module):
         for scale, part in enumerate(codes):
             hits = torch.bincount(part.flatten(), minlength=self.embedding.num_embeddings).to(self.ema_vocab_hit_SV)
             self.ema_vocab_hit_SV[scale].lerp_(hits / hits.sum(), 1 - decay)
-
-    @torch.no_grad()
-    def revive(self, features: Tensor, share: float = 0.1, generator: torch.Generator | None = None) -> int:
-        """Give codes that are hardly used (under `share` of the mean) a new place among features [B, D, grid, grid].
-
-        A code that nothing is near to never learns. Returns how many moved; they count as used on average, for a while.
-        """
-        use = self.ema_vocab_hit_SV.mean(0)
-        unused = (use < share * use.mean()).nonzero().flatten()
-        rest, vectors = features, []
-        for scale in range(len(self.scales)):
-            seen = self.at_scale(rest, scale)
-            vectors.append(seen.flatten(0, 1))
-            rest = rest - self.contribution(self.distances(seen).argmin(-1), scale)
-        pool = torch.cat(vectors)
-        chosen = torch.randint(len(pool), (len(unused),), device=pool.device, generator=generator)
-        self.embedding.weight[unused] = pool[chosen].to(self.embedding.weight.dtype)
-        self.ema_vocab_hit_SV[:, unused] = use.mean()
-        return len(unused)
 
 
 class MultiScaleTokenizer(nn.Module):
@@ -292,6 +290,30 @@ class MultiScaleTokenizer(nn.Module):
         self.quantize = MultiScaleQuantizer(config)
         self.quant_conv = nn.Conv2d(config.code_dim, config.code_dim, 3, padding=1)
         self.post_quant_conv = nn.Conv2d(config.code_dim, config.code_dim, 3, padding=1)
+
+    @torch.no_grad()
+    def start_linear_path(self, frames: Tensor) -> None:
+        """Start as principal components of the patches of frames [B, 3, h, w] in -1 … 1; the networks add nothing yet.
+
+        z = Vᵀ(p − μ) / s and p ≈ s V z + μ, with V the first D directions and s so that z has variance 1 on average.
+        """
+        size = self.config.patch_size
+        patches = functional.pixel_unshuffle(frames, size).permute(0, 2, 3, 1).flatten(0, 2).double()
+        mean = patches.mean(0)
+        variances, directions = torch.linalg.eigh((patches - mean).T @ (patches - mean) / len(patches))
+        basis = directions[:, -self.config.code_dim :].flip(1)  # [3 · size², D], the widest direction first
+        scale = variances[-self.config.code_dim :].mean().clamp(min=1e-8).sqrt()
+        into, back = self.encoder.linear, self.decoder.linear
+        into.weight.copy_((basis / scale).T.reshape(into.weight.shape))
+        into.bias.copy_(-(basis / scale).T @ mean)  # type: ignore[union-attr]
+        back.weight.copy_((basis * scale).reshape(back.weight.shape))
+        back.bias.copy_(mean)  # type: ignore[union-attr]
+        for layer in (self.encoder.conv_out, self.decoder.conv_out):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        for layer in (self.quant_conv, self.post_quant_conv):
+            nn.init.dirac_(layer.weight)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
     def features(self, frames: Tensor) -> Tensor:
         """[B, 3, h, w] → [B, D, grid, grid], before quantisation."""
@@ -351,18 +373,19 @@ class MultiScaleTokenizer(nn.Module):
 
     def forward(self, frames: Tensor) -> Reconstruction:
         """Reconstruct frames [B, 3, h, w], differentiable: the gradient passes the codes straight through."""
-        features = self.features(frames)
-        codes = self.quantize.encode(features.detach())
-        total: Tensor | None = None
-        loss = features.new_zeros(())
-        for scale, part in enumerate(codes):
-            total = self.add(total, part, scale)
-            # ‖sg(f̂) − f‖² β + ‖f̂ − sg(f)‖²
-            loss = loss + self.config.commitment * functional.mse_loss(features, total.detach())
-            loss = loss + functional.mse_loss(total, features.detach())
+        features = self.features(frames).float()
+        with torch.autocast(frames.device.type, enabled=False):  # codes are found in full precision, as they are in use
+            codes = self.quantize.encode(features.detach())
+            total: Tensor | None = None
+            loss = features.new_zeros(())
+            for scale, part in enumerate(codes):
+                total = self.add(total, part, scale)
+                # ‖sg(f̂) − f‖² β + ‖f̂ − sg(f)‖²
+                loss = loss + self.config.commitment * functional.mse_loss(features, total.detach())
+                loss = loss + functional.mse_loss(total, features.detach())
         assert total is not None
         straight = features + (total - features).detach()
-        return Reconstruction(self.decode_features(straight), loss / len(codes), torch.cat(codes, 1))
+        return Reconstruction(self.decode_features(straight), loss / len(codes), torch.cat(codes, 1), features.detach())
 
 
 def _norm(channels: int) -> nn.GroupNorm:

@@ -38,6 +38,9 @@ class WorldModelHead(nn.Module):
         self.register_buffer("mask_embedding", torch.empty(1, 1, code_dim))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, config.tokenizer.codebook_size)
+        if config.motion_prior:  # the prior's own logits are what a new model says; noise would drown them
+            nn.init.zeros_(self.output.weight)
+            nn.init.zeros_(self.output.bias)
         deviation = math.sqrt(1 / width / 3)
         for tensor in (self.history_positions, self.start, self.condition_positions, self.output_positions):
             nn.init.trunc_normal_(tensor, std=deviation)

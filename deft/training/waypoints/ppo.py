@@ -6,8 +6,9 @@ Beside what every run writes, the folder holds `config.json`, `train_metrics.jso
 
 from __future__ import annotations
 
-import logging
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from deft.config.settings import CurriculumConfig, LoggingConfig
 from deft.config.waypoint_settings import PPOConfig
 from deft.envs.vector import VectorEnv
 from deft.envs.waypoints.make import make_waypoint_env
-from deft.envs.waypoints.protocol import DIFFICULTIES
+from deft.envs.waypoints.mixed import MixedVectorEnv
+from deft.envs.waypoints.protocol import DIFFICULTIES, WaypointVectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.waypoints import HeldOut, plot_safety, plot_waypoints
 from deft.models.waypoint import PPOPolicy, WaypointSFT
 from deft.training import checkpoint
 from deft.training.compute import choose_device
-from deft.training.curriculum import Curriculum
 from deft.training.logging import RunLogger
 from deft.training.random_state import seed_everything
 from deft.training.trainer import EVALUATION_SEED, Trainer
@@ -43,7 +44,6 @@ from deft.training.waypoints.files import (
 )
 from deft.training.waypoints.safety import SafetyCheck
 
-log = logging.getLogger(__name__)
 SAFETY_SEED = 500_000  # the safety set's episodes start from the run's seed plus this
 
 
@@ -61,6 +61,7 @@ class WaypointTrainer(Trainer):
         held_out: HeldOut,
         safety: SafetyCheck | None,
         logging_config: LoggingConfig | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         per_iteration = config.rollout_steps * config.copies
         super().__init__(
@@ -79,9 +80,10 @@ class WaypointTrainer(Trainer):
             eval_episodes=config.eval_episodes,
             save_freq=config.save_interval * per_iteration,
             log_freq=per_iteration,
+            curriculum=_curriculum(config) if config.curriculum else None,
+            on_start=on_start,
         )
         self.config, self.held_out, self.safety = config, held_out, safety
-        self.levels = Curriculum(_curriculum(config), env) if config.curriculum else None
         self.train_metrics: list[dict[str, Any]] = []
         self.eval_metrics: list[dict[str, Any]] = []
 
@@ -100,26 +102,11 @@ class WaypointTrainer(Trainer):
         return super().save(path)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, with the metrics and the level of difficulty up to it."""
+        """Go on from a checkpoint, with the metrics up to it."""
         super().load(path)
         reached = self.algorithm.version
         for name, lines in ((TRAIN_METRICS, self.train_metrics), (EVAL_METRICS, self.eval_metrics)):
             lines[:] = [line for line in read_json(self.run_dir / name) if line["iteration"] <= reached]
-        if self.levels is not None and self.train_metrics:
-            level = self.levels.config.levels.index(self.train_metrics[-1]["level"])
-            self.levels.load_state_dict({"level": level, "successes": []})
-
-    def _start(self, total: int) -> None:
-        super()._start(total)
-        if self.levels is not None:
-            self.levels.start()
-
-    def _record_episodes(self, run_log: RunLogger) -> None:
-        episodes = self.collection.collector.take_episodes()
-        for episode in episodes:
-            run_log.log_episode(self.num_timesteps, episode)
-        if self.levels is not None:
-            self.levels.update(self.num_timesteps, episodes)
 
     def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
         iteration = self.algorithm.version
@@ -127,12 +114,22 @@ class WaypointTrainer(Trainer):
             metrics = {**metrics, **self.safety.metrics()}
         values = {name: float(value) for name, value in metrics.items()}
         entry: dict[str, Any] = {"iteration": iteration, "timesteps": self.num_timesteps, **values}
-        if self.levels is not None:
-            entry["level"] = self.levels.level
+        if self.curriculum is not None:
+            entry["level"] = self.curriculum.level
         self.train_metrics.append(entry | {"mean_reward": run_log.mean_reward, "success_rate": run_log.success_rate})
         super()._after_update(previous, metrics, run_log)
+        self._begin_anew_where_disturbed()
         if self.config.save_interval and iteration % self.config.save_interval == 0:
             self.write_policy(f"checkpoint_iter_{iteration}.pt")
+
+    def _begin_anew_where_disturbed(self) -> None:
+        """New episodes where an evaluation was played in the training's own world (a CARLA server has one)."""
+        for played in (self.held_out, None if self.safety is None else self.safety.held_out):
+            if played is not None and played.disturbed:
+                played.disturbed = False
+                collector = self.collection.collector
+                collector.load_state_dict({"env": None, "started": True})
+                collector.seed = self.seed + self.algorithm.version  # other episodes than at the last start
 
     def write_policy(self, name: str) -> Path:
         """The policy as one file, and the metrics so far."""
@@ -168,21 +165,21 @@ def build_waypoint_trainer(
     config: PPOConfig, sft: WaypointSFT, logging_config: LoggingConfig | None = None
 ) -> WaypointTrainer:
     """Environment, policy, algorithm and trainer, in the run folder."""
-    resume_from = _place(config)
+    resume_from, replaces = _place(config)
     seed_everything(config.seed)
     env = make_waypoint_env(config.env, config.copies, config.difficulty, config.env_kwargs)
     try:
         check_fits(sft, env, "+".join(config.env))
         policy = PPOPolicy(sft, config.hidden_sizes, config.residual_bound, config.residual_modes, config.log_std_init)
         policy.to(choose_device(config.device))
-        held_out = HeldOut(
-            config.env, config.difficulty, config.eval_episodes, config.seed + EVALUATION_SEED, config.env_kwargs
-        )
+        shared = _shared_worlds(config, env)
+        seed = config.seed + EVALUATION_SEED
+        held_out = HeldOut(config.env, config.difficulty, config.eval_episodes, seed, config.env_kwargs, shared)
         safety = None
         if config.safety:
             seed = config.seed + SAFETY_SEED
-            watched = HeldOut(config.env, config.difficulty, config.safety_episodes, seed, config.env_kwargs)
-            safety = SafetyCheck(watched)
+            watched = HeldOut(config.env, config.difficulty, config.safety_episodes, seed, config.env_kwargs, shared)
+            safety = SafetyCheck(watched, config.safety_measures)
         algorithm = WaypointPPO(
             policy,
             _ppo_settings(config),
@@ -191,9 +188,11 @@ def build_waypoint_trainer(
             kl_target=config.kl_target,
             residual_start=config.residual_start,
             residual_open_at=config.residual_open_at,
+            value_warmup=config.value_warmup,
             accept=safety,
         )
-        trainer = WaypointTrainer(config, policy, env, algorithm, held_out, safety, logging_config)
+        on_start = partial(_remove_run, Path(config.out_dir)) if replaces else None
+        trainer = WaypointTrainer(config, policy, env, algorithm, held_out, safety, logging_config, on_start)
         if safety is not None:
             safety.set_baseline(policy)
         if resume_from is not None:
@@ -202,6 +201,13 @@ def build_waypoint_trainer(
         env.close()
         raise
     return trainer
+
+
+def _shared_worlds(config: PPOConfig, env: VectorEnv) -> dict[str, WaypointVectorEnv]:
+    """What evaluations must play in because there cannot be two: a CARLA server has one world."""
+    parts = env.parts if isinstance(env, MixedVectorEnv) else [env]
+    named = zip(config.env, parts, strict=True)
+    return {name: part for name, part in named if name == "carla" and isinstance(part, WaypointVectorEnv)}
 
 
 def _curriculum(config: PPOConfig) -> CurriculumConfig:
@@ -244,22 +250,26 @@ def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
         )
 
 
-def _place(config: PPOConfig) -> Path | None:
-    """The checkpoint to go on from; refuses a folder that holds a run, unless it is to be replaced."""
+def _place(config: PPOConfig) -> tuple[Path | None, bool]:
+    """The checkpoint to go on from, and whether a run in the folder is to be replaced. Nothing is deleted yet."""
     folder = Path(config.out_dir)
     existing = checkpoint.list_checkpoints(folder)
     if config.resume:
-        return checkpoint.find_checkpoint(folder)
+        return checkpoint.find_checkpoint(folder), False
     if existing and not config.overwrite:
         raise InputError(
             f"out_dir: {folder} already holds a run ({existing[-1].name}): --resume goes on with it, --overwrite "
             "replaces it, or give another --out-dir"
         )
-    for path in existing:
+    return None, bool(existing)
+
+
+def _remove_run(folder: Path) -> None:
+    """Delete the checkpoints and policies of a run that is replaced."""
+    for path in checkpoint.list_checkpoints(folder):
         shutil.rmtree(path)
     for path in [folder / checkpoint.BEST, folder / FINAL, *folder.glob("checkpoint_iter_*.pt")]:
         path.unlink(missing_ok=True)
-    return None
 
 
 def _plots(trainer: WaypointTrainer, sft: WaypointSFT) -> list[Path]:

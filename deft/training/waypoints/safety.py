@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,18 +11,17 @@ from torch import Tensor
 from deft.evaluation.waypoints import HeldOut
 from deft.models.waypoint import PPOPolicy
 
-WATCHED = ("collision_rate", "ade")
-
 
 class SafetyCheck:
-    """Says of a policy whether collisions and ADE on the held-out episodes are at most the supervised policy's.
+    """Says of a policy whether its measures on the held-out episodes are at most the supervised policy's.
 
-    `WaypointPPO` asks it after every update, and takes the update back where the answer is no. ADE counts where the
-    environment has a ground truth in its measures.
+    `WaypointPPO` asks it after every update, and takes the update back where the answer is no. A measure that the
+    environment does not have (ADE without a ground truth) is left out.
     """
 
-    def __init__(self, held_out: HeldOut) -> None:
+    def __init__(self, held_out: HeldOut, measures: Sequence[str] = ("collision_rate", "ade")) -> None:
         self.held_out = held_out
+        self._wanted = tuple(measures)
         self.baseline: dict[str, Any] = {}
         self.deployed: dict[str, Any] = {}
         self.candidate: dict[str, Any] = {}
@@ -30,7 +30,7 @@ class SafetyCheck:
     def set_baseline(self, policy: PPOPolicy) -> None:
         """Measure the policy as it is before training: the supervised one."""
         self.baseline = self.deployed = self.held_out.evaluate(policy)
-        self.measures = tuple(name for name in WATCHED if name in self.baseline)
+        self.measures = tuple(name for name in self._wanted if name in self.baseline)
 
     def __call__(self, policy: PPOPolicy) -> bool:
         """Whether the policy may be deployed."""

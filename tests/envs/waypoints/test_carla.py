@@ -171,6 +171,41 @@ def test_no_package_is_one_line(monkeypatch):
         make()
 
 
+def test_training_and_evaluating_share_the_servers_one_world(server, tmp_path, monkeypatch):
+    from deft.config.settings import LoggingConfig
+    from deft.config.waypoint_settings import PPOConfig
+    from deft.models.waypoint import WaypointSFT, WaypointShape
+    from deft.training.waypoints.files import save_sft
+    from deft.training.waypoints.ppo import train_ppo
+
+    monkeypatch.setattr("deft.training.waypoints.ppo._plots", lambda *given: [])
+    save_sft(WaypointSFT(WaypointShape(16, 5, 8, 8, ())), tmp_path / "model.pt", {})
+    kwargs = {"camera_size": 16, "timeout": 0.2, "route_length": 20.0, "max_seconds": 3.0}
+    settings = {"eval_interval": 1, "eval_episodes": 1, "num_iterations": 2, "rollout_steps": 4, "save_interval": 0}
+    quiet = LoggingConfig(console_level="CRITICAL", tensorboard=False, enable_file_logging=False)
+    config = PPOConfig(
+        sft_checkpoint=str(tmp_path / "model.pt"),
+        out_dir=str(tmp_path / "run"),
+        env=("carla",),
+        env_kwargs=kwargs,
+        **settings,
+    )
+    most = 0
+    tick = stand_in.World.tick
+
+    def watch(self, seconds=10.0):
+        nonlocal most
+        egos = [a for a in server.actors.values() if a.blueprint.attributes.get("role_name") == "hero"]
+        most = max(most, len(egos))
+        return tick(self, seconds)
+
+    monkeypatch.setattr(stand_in.World, "tick", watch)
+    train_ppo(config, quiet)
+    assert most == 1
+    assert not server.actors
+    assert not server.settings.synchronous_mode
+
+
 def test_one_vehicle_a_server(server):
     with pytest.raises(InputError, match="--num-envs 1, not 4"):
         make_waypoint_world("carla", 4)

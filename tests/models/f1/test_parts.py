@@ -1,6 +1,7 @@
 """The parts of the model by themselves: tokenizer, blocks of attention, flow, sampling, motion, pictures, words."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ from f1_worlds import micro_config, micro_policy
 
 from deft.errors import InputError
 from deft.models.f1 import flow, frames
+from deft.models.f1.codebook import CodebookAverages
+from deft.models.f1.config import PRESETS, TokenizerConfig
 from deft.models.f1.experts import Block
-from deft.models.f1.language import ByteTokenizer, FolderTokenizer
+from deft.models.f1.language import ByteTokenizer, FolderTokenizer, make_language_tokenizer
 from deft.models.f1.motion import MotionPrior
 from deft.models.f1.sampling import choose
-from deft.models.f1.vq import MultiScaleTokenizer
+from deft.models.f1.vq import MultiScaleQuantizer, MultiScaleTokenizer
 
 
 def test_codes_add_up_to_the_features():
@@ -35,7 +38,7 @@ def test_a_tokenizer_learns_through_its_codes():
     optimizer = torch.optim.Adam(tokenizer.parameters(), 3e-3)
     losses = []
     for _ in range(30):
-        made, quantization_loss, codes = tokenizer(pictures)
+        made, quantization_loss, codes, _ = tokenizer(pictures)
         assert codes.shape == (4, 21)
         losses.append((made - pictures).square().mean())
         optimizer.zero_grad()
@@ -45,21 +48,54 @@ def test_a_tokenizer_learns_through_its_codes():
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_a_linear_path_starts_as_principal_components():
+    """As many directions as a patch has numbers (4 · 4 · 3 = 48) repeat it exactly; of fewer, the widest are kept."""
+    torch.manual_seed(0)
+    pictures = torch.rand(6, 3, 16, 16) * 2 - 1
+    pictures[:, 0] = pictures[:, 0, :1, :1]  # one shade of red a picture: 15 of a patch's 16 reds say nothing new
+    whole = MultiScaleTokenizer(replace(micro_config().tokenizer, code_dim=48, linear_path=True))
+    whole.start_linear_path(pictures)
+    features = whole.features(pictures)
+    torch.testing.assert_close(whole.decode_features(features), pictures, atol=1e-4, rtol=0)
+    torch.testing.assert_close(features.var((0, 2, 3), unbiased=False).mean(), torch.tensor(1.0), atol=1e-4, rtol=0)
+    few = MultiScaleTokenizer(replace(micro_config().tokenizer, code_dim=33, linear_path=True))
+    few.start_linear_path(pictures)
+    torch.testing.assert_close(few.decode_features(few.features(pictures)), pictures, atol=1e-4, rtol=0)
+
+
 def test_unused_codes_are_given_a_new_place():
     """Codes far from all features are never chosen; moved among the features, they are."""
     tokenizer = micro_policy().tokenizer
-    features = torch.randn(8, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(8, 4, 4, 4, generator=generator)
     with torch.no_grad():
         tokenizer.quantize.embedding.weight[8:] += 1000.0
+    codebook = CodebookAverages(tokenizer.quantize)
     tokenizer.quantize.observe(tokenizer.quantize.encode(features), decay=0.0)
     shares = tokenizer.quantize.ema_vocab_hit_SV
     torch.testing.assert_close(shares.sum(1), torch.ones(3))
     assert shares[:, 8:].sum() == 0
-    moved = tokenizer.quantize.revive(features, generator=torch.Generator().manual_seed(0))
-    assert moved >= 24
+    codebook.update(features)
+    assert codebook.revive(features, generator) >= 24
     used = torch.cat(tokenizer.quantize.encode(features), 1).unique()
     assert (used >= 8).sum() > 12
-    assert tokenizer.quantize.revive(features) == 0  # they have time to prove themselves
+    assert codebook.revive(features, generator) == 0  # they have time to prove themselves
+
+
+def test_a_code_is_the_running_mean_of_what_it_stands_for():
+    """One scale of 1 × 1, two codes at 0 and 10. Features 1, 3 go to the first, 11 to the second.
+
+    With decay 0.5, from nothing: counts 0.5 · (2, 1), sums 0.5 · (4, 11), means (2, 11). Then 4 and 12: counts
+    0.5 · (1, 0.5) + 0.5 · (1, 1) = (1, 0.75), sums 0.5 · (2, 5.5) + 0.5 · (4, 12) = (3, 8.75).
+    """
+    config = TokenizerConfig(scales=(1,), codebook_size=2, code_dim=1)
+    quantizer = MultiScaleQuantizer(config)
+    quantizer.embedding.weight.data = torch.tensor([[0.0], [10.0]])
+    codebook = CodebookAverages(quantizer, decay=0.5)
+    codebook.update(torch.tensor([1.0, 3.0, 11.0]).view(3, 1, 1, 1))
+    torch.testing.assert_close(quantizer.embedding.weight, torch.tensor([[2.0], [11.0]]))
+    codebook.update(torch.tensor([4.0, 12.0]).view(2, 1, 1, 1))
+    torch.testing.assert_close(quantizer.embedding.weight, torch.tensor([[3.0], [8.75 / 0.75]]))
 
 
 def test_a_block_sees_itself_and_what_comes_before():
@@ -174,6 +210,15 @@ def test_bytes_as_words():
     tokens, mask = ByteTokenizer(6)(["ab", "abcdefgh", ""])
     assert tokens.tolist() == [[2, 100, 101, 13, 0, 0], [2, 100, 101, 102, 103, 104], [2, 13, 0, 0, 0, 0]]
     assert mask.sum(1).tolist() == [4, 6, 2]
+
+
+def test_the_longest_instruction_of_the_tabletop_is_read_to_its_end():
+    """55 bytes, a beginning and a new line: the object that it goes onto is named last."""
+    text = "place the yellow cylinder on top of the purple cylinder"
+    for preset in ("tiny", "small"):
+        tokens, mask = make_language_tokenizer(PRESETS[preset]())([text])
+        assert int(mask.sum()) == len(text) + 2 < tokens.shape[1]
+        assert bytes(tokens[0, 1 : len(text) + 1].sub(3).tolist()).decode() == text
 
 
 def test_a_language_tokenizer_that_is_not_there():

@@ -71,6 +71,18 @@ def test_act_then_evaluate_gives_the_same_log_prob(make_model):
     assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
 
 
+def test_tokens_are_the_steps_of_a_chunk():
+    policy = VLAPolicy(make_gpt(chunk_length=3), chunk_length=3)
+    td = policy.act(make_batch())
+    whole = policy.evaluate_actions(td)
+    assert "token_log_prob" not in whole
+    policy.reports_tokens = True
+    scored = policy.evaluate_actions(td)
+    assert scored["token_log_prob"].shape == (5, 3)
+    torch.testing.assert_close(scored["token_log_prob"].sum(1), whole["log_prob"])
+    torch.testing.assert_close(scored["value"], whole["value"])
+
+
 def test_train_and_copies_keep_the_model_in_evaluation_mode():
     policy = VLAPolicy(ThreeMethods())
     assert policy.train().training

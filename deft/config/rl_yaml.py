@@ -1,0 +1,124 @@
+"""Reads the documents' `rl_config.yaml`, and makes the flags of `deft train teacher`.
+
+`load_rl_config`, `get_training_config` and `get_environment_config` are for users (exported from `deft`);
+`parse_phase` is what `deft.cli` calls.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deft.config.f1_settings import PhaseConfig, TrainingConfig
+from deft.config.flags import CONFIG_FLAG, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
+from deft.config.loading import find_config, read_mapping, set_path, to_dict, value_at
+from deft.config.validation import checked, nested_class
+from deft.errors import InputError, RunError
+
+CONFIG_FILE = "config.yaml"
+PHASES = ("teacher", "student", "adversarial")
+
+
+class ConfigMapping(dict[str, Any]):
+    """A config as a mapping whose entries are attributes too: `config.model.config_file`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(f"the config has no {name!r}; it has {', '.join(self)}") from None
+        return ConfigMapping(value) if isinstance(value, dict) else value
+
+
+def load_rl_config(config_path: str | Path = "rl_config") -> ConfigMapping:
+    """An `rl_config.yaml` with the defaults for what it leaves out; `rl_config` by itself is the one of the package."""
+    return ConfigMapping(to_dict(read_phase_config(config_path)))
+
+
+def get_training_config(config: Mapping[str, Any]) -> TrainingConfig:
+    """The section `training` of a config, checked."""
+    section = dict(config.get("training") or {})
+    return checked(TrainingConfig, section, written={name: f"training.{name}" for name in section})
+
+
+def get_environment_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `environment` of a config, with the episode's length from `training`: a `task_config`."""
+    environment = dict(config.get("environment") or {})
+    environment.setdefault("max_steps", get_training_config(config).steps_per_episode)
+    return environment
+
+
+def read_phase_config(path: str | Path) -> PhaseConfig:
+    """The settings in a file, checked."""
+    return phase_config(read_mapping(find_config(path)))
+
+
+def phase_config(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None) -> PhaseConfig:
+    """The settings that a mapping holds, checked; sections that it leaves out have their defaults."""
+    values = {name: value for name, value in mapping.items() if value is not None}
+    return checked(PhaseConfig, values, written=written)
+
+
+def write_phase_config(config: PhaseConfig, path: Path) -> None:
+    """Write a run's settings with the command that repeats it; not those of how this process came to the run."""
+    settings = {name: value for name, value in to_dict(config).items() if name != "run" and value is not None}
+    body = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    command = f"deft train --config {shlex.quote(str(path))} --output-dir ANOTHER_FOLDER"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(f"# The settings of this run. To repeat it:\n#   {command}\n{body}", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def phase_of_file(path: Path) -> str | None:
+    """The phase that a run's settings file is of; None where it is of another kind of run."""
+    if not path.is_file():
+        return None
+    phase = read_mapping(path).get("phase")
+    return phase if phase in PHASES else None
+
+
+def phase_flags(phase: str) -> list[FlagGroup]:
+    """Every setting of a phase as a flag; the environment's as one mapping."""
+    environment = Flag(
+        "environment", "environment", (), dict[str, Any], "Settings of the world, over those of --config."
+    )
+    groups = [FlagGroup("command", "The command itself.", (CONFIG_FLAG, *OUTPUT_FLAGS, environment))]
+    for section in ("training", "model", phase, "run", "logging"):
+        cls = nested_class(PhaseConfig, section)
+        assert cls is not None
+        groups.append(FlagGroup(section, cls.__doc__ or "", tuple(class_flags(cls, section))))
+    return groups
+
+
+def parse_phase(phase: str, arguments: Sequence[str], base_file: Path | str | None) -> tuple[PhaseConfig, bool]:
+    """The phase's settings (defaults, then the file, then the flags), and whether to print JSON."""
+    mapping = read_mapping(find_config(base_file)) if base_file is not None else {}
+    if mapping.get("phase") not in (None, phase):
+        raise InputError(f"train {phase}: {base_file} is of phase {mapping['phase']!r}; give one of them")
+    settings = to_dict(phase_config(mapping))
+    groups = phase_flags(phase)
+    defaults = {flag.path: value_at(settings, flag.path) for group in groups for flag in group.flags}
+    given = parse_flags(
+        groups,
+        {**defaults, "config": base_file, "json": False, "debug": False},
+        arguments,
+        usage=f"deft train {phase}",
+        description=f"Train phase {phase}. Settings: defaults, then --config, then flags (- and _ alike).",
+    )
+    if given.words:
+        raise InputError(f"train {phase}: unexpected '{given.words[0]}'; a value follows its flag")
+    for path, value in given.values.items():
+        if path == "environment":
+            settings["environment"] |= value
+        elif path not in ("config", "json", "debug"):
+            set_path(settings, path, value)
+    return phase_config({**settings, "phase": phase}, given.written), given.values.get("json", False)

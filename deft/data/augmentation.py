@@ -1,0 +1,32 @@
+"""Colours changed alike in all pictures of an episode, so that a world model learns motion and not scenes by heart."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from deft.data.robot_episode import RobotEpisode
+
+
+def colour_tables(generator: np.random.Generator, strength: float) -> np.ndarray:
+    """uint8 [3, 256]: for each channel what every level becomes, (v^γ) · gain + offset."""
+    gamma = np.exp(generator.uniform(-strength, strength))
+    gain = np.exp(generator.uniform(-strength, strength, (3, 1)) + generator.uniform(-strength, strength))
+    offset = generator.uniform(-strength, strength, (3, 1)) / 4
+    levels = (np.arange(256) / 255.0) ** gamma * gain + offset
+    return np.clip(np.rint(levels * 255.0), 0, 255).astype(np.uint8)
+
+
+def recoloured(episode: RobotEpisode, generator: np.random.Generator, strength: float) -> RobotEpisode:
+    """The episode in other colours, the same in all frames of both cameras; its codes must be made anew."""
+    if strength == 0:
+        return episode
+    tables = colour_tables(generator, strength)
+
+    def change(frames: np.ndarray | None) -> np.ndarray | None:
+        if frames is None:
+            return None
+        return np.stack([tables[channel][frames[:, channel]] for channel in range(3)], 1)
+
+    return dataclasses.replace(episode, wrist=change(episode.wrist), head=change(episode.head), codes=None)

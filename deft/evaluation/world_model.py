@@ -1,0 +1,357 @@
+"""How well a world model foresees held-out episodes, against "the next frame is this frame", and what it relies on.
+
+`deft evaluate RUN` calls `evaluate_teacher` for a run of `deft train teacher`; `measure` takes any policy and episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deft import schema
+from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
+from deft.data.episodes import EpisodeBatch, side_by_side
+from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
+from deft.evaluation.plots import plot_comparison
+from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.loading import load_f1_policy
+from deft.models.f1.policy import F1Policy
+from deft.models.f1.rollout import roll_out
+from deft.training import checkpoint
+from deft.training.compute import choose_device
+from deft.training.phases.base import MODEL_FILE
+from deft.training.phases.exploration import InlineExplorer
+from deft.training.phases.recorded import DatasetExplorer
+from deft.training.phases.teacher import encode_frames, make_exploration
+
+HORIZON = 10  # frames that are rolled out open loop
+EPISODES_TOGETHER = 16
+MOVING = 2.0  # mean absolute difference of two frames, in grey levels of 255, from which the picture moves
+LONGEST = 500  # steps of a recorded episode that are measured
+GREY = 127
+
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def evaluate_teacher(
+    path: str | Path, episodes: int = 10, video: str | Path | None = None, seed: int = 0, device: str = "auto"
+) -> dict[str, Any]:
+    """The measures of a teacher run (its latest checkpoint, or the one given) on scenes that it was not trained on."""
+    folder = checkpoint.find_checkpoint(path)
+    config = read_phase_config(folder.parent / CONFIG_FILE)
+    policy = load_f1_policy(folder.parent / MODEL_FILE, choose_device(device), checkpoint_path=folder).policy.eval()
+    if config.training.dataset is not None:
+        recorded = DatasetExplorer(config.training, policy.config.tokenizer.image_size)
+        found = recorded.held_out(episodes)
+        recorded.close()
+    else:
+        exploration = make_exploration(config, policy, held_out=True)
+        exploration.seed = seed
+        explorer = InlineExplorer(exploration)
+        found = explorer.take(episodes)
+        explorer.close()
+    batches = []
+    for start in range(0, len(found), EPISODES_TOGETHER):
+        part = found[start : start + EPISODES_TOGETHER]
+        for episode in part:
+            episode.codes = encode_frames(policy, episode.wrist)
+        model = policy.config
+        batches.append(side_by_side(part, model.n_obs_img_steps, model.obs_img_stride, policy.device))
+    results = measure(policy, batches)
+    plots = folder.parent / "plots"
+    results["plots"] = [str(plot) for plot in plot_horizons(results["open_loop"], plots)]
+    foreseen = foresee_episode(policy, batches[0])
+    results["plots"].append(str(draw_sample(foreseen, plots / "held_out.png")))
+    if video is not None:
+        results["video"] = str(film_foresight(foreseen, Path(video)))
+    results["checkpoint"] = str(folder)
+    return results
+
+
+def measure(
+    policy: F1Policy, batches: list[EpisodeBatch], ablations: bool = True, horizon: int = HORIZON
+) -> dict[str, Any]:
+    """All measures over the steps of some episodes.
+
+    `wm_acc` is of the codes as they are predicted, each scale from the model's own coarser ones, and `copy_acc` of the
+    last frame's codes. With `_forced` each scale is told the true codes of the coarser ones, as in training; the copy
+    then codes what these leave of the last frame's features. PSNRs are of the frames that move.
+    """
+    whole = [foresee(policy, batch) for batch in batches]
+    results = _summarize(whole)
+    if ablations:
+        results["ablations"] = {}
+        changes: dict[str, tuple[Change | None, bool]] = {
+            "actions_shuffled": (shuffled_actions, True),
+            "images_masked": (masked_images(policy), True),
+        }
+        if policy.config.memory_enabled:
+            changes["memory_zeroed"] = (None, False)
+        for name, (change, keeps_memory) in changes.items():
+            changed = _summarize([foresee(policy, batch, change, keeps_memory) for batch in batches])
+            results["ablations"][name] = {
+                key: changed[key] for key in ("wm_acc", "wm_acc_forced", "cross_entropy", "psnr")
+            } | {"accuracy_lost": results["wm_acc"] - changed["wm_acc"]}
+    if horizon:
+        results["open_loop"] = open_loop(policy, batches, horizon)
+    return results
+
+
+@dataclass
+class Foresights:
+    """What came of foreseeing every step of some episodes: one row a step."""
+
+    correct: list[Tensor] = field(default_factory=list)  # [N, L] each
+    copied: list[Tensor] = field(default_factory=list)
+    copied_forced: list[Tensor] = field(default_factory=list)
+    codes: list[Tensor] = field(default_factory=list)  # the true ones
+    psnr: list[Tensor] = field(default_factory=list)  # [N] each
+    copy_psnr: list[Tensor] = field(default_factory=list)
+    tokenizer_psnr: list[Tensor] = field(default_factory=list)
+    moves: list[Tensor] = field(default_factory=list)
+    episode: list[Tensor] = field(default_factory=list)
+    step: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)  # cross-entropy, told the true codes of the coarser scales
+    forced: list[Tensor] = field(default_factory=list)  # accuracy, likewise
+    forced_tail: list[tuple[int, float]] = field(default_factory=list)  # steps, accuracy at the finest scale
+    num_codes: int = 1
+    finest: int = 1
+
+
+@torch.no_grad()
+def foresee(
+    policy: F1Policy,
+    batch: EpisodeBatch,
+    change: Change | None = None,
+    keeps_memory: bool = True,
+    reset_every: int | None = None,
+) -> Foresights:
+    """Foresee every step, the memory carried through each episode.
+
+    Without `keeps_memory` it is zeros before every step, with `reset_every` at the first of so many.
+    """
+    config, tokenizer = policy.config, policy.tokenizer
+    size, history = config.tokenizer.image_size, config.n_obs_img_steps
+    found = Foresights(num_codes=config.tokenizer.codebook_size, finest=tokenizer.sizes[-1])
+    has_memory = config.memory_enabled
+    memory = policy.initial_memory(len(batch.lengths)) if has_memory else None
+    length = reset_every or HORIZON
+    for start in range(0, min(batch.longest, LONGEST), length):
+        cut = batch.chunk(start, length)
+        assert cut is not None
+        if memory is not None and reset_every is not None:
+            memory = torch.zeros_like(memory)
+        steps, rows = cut
+        places = rows.to(policy.device)
+        given = steps if change is None else change(dict(steps))
+        before = None if memory is None else memory[:, places]
+        if has_memory and not keeps_memory:
+            given = {name: value.flatten(0, 1) for name, value in given.items()}
+            before = policy.initial_memory(len(given[schema.STATE]))
+        forced = policy.forward_with_world_model(given, memory_state=before, by_step=True)
+        free = policy.predict_images_only(given, before)
+        if memory is not None and keeps_memory:
+            memory[:, places] = forced[schema.MEMORY_STATE]
+        mask = steps.get(schema.STEP_MASK)
+        real = torch.ones_like(steps[schema.STATE][..., 0], dtype=torch.bool) if mask is None else mask
+        real = real.flatten()
+        tokens = steps[schema.FRAME_TOKENS].flatten(0, 1)[real]
+        target, last = tokens[:, history], tokens[:, history - 1]
+        pixels = to_model(steps[schema.IMAGE0_HISTORY].flatten(0, 1)[real], size, schema.IMAGE0_HISTORY)
+        features = tokenizer.features(pixels[:, history - 1])
+        nearest = tokenizer.quantize.distances(tokenizer.missing(features, target)).argmin(-1)
+        shown = to_pictures(pixels[:, history - 1 : history + 1]).float()
+        images = free["images"].reshape(-1, *shown.shape[-3:])[real].float()
+        found.correct.append(free[schema.FRAME_TOKENS].reshape(-1, target.shape[-1])[real] == target)
+        found.copied.append(last == target)
+        found.copied_forced.append(nearest == target)
+        found.codes.append(target)
+        found.psnr.append(psnr(images, shown[:, 1]))
+        found.copy_psnr.append(psnr(shown[:, 0], shown[:, 1]))
+        found.tokenizer_psnr.append(psnr(to_pictures(tokenizer.decode(target)).float(), shown[:, 1]))
+        found.moves.append((shown[:, 1] - shown[:, 0]).abs().flatten(1).mean(1) > MOVING)
+        found.step.append(
+            (start + torch.arange(len(steps[schema.STATE])))[:, None].expand(-1, len(rows)).flatten()[real.cpu()]
+        )
+        found.episode.append(rows.to(real.device).expand(len(steps[schema.STATE]), -1).flatten()[real])
+        found.losses.append(forced["wm_losses"].flatten()[real])
+        found.forced.append(forced["wm_accuracies"].flatten()[real])
+        found.forced_tail.append((int(real.sum()), float(forced["wm_acc_tail"])))
+    return found
+
+
+def _summarize(parts: list[Foresights]) -> dict[str, Any]:
+    """The measures over all steps of all parts."""
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([tensor for part in parts for tensor in getattr(part, name)])
+
+    correct, copied, forced_copy, moves = (joined(name) for name in ("correct", "copied", "copied_forced", "moves"))
+    weight, tails = np.array([entry for part in parts for entry in part.forced_tail]).T
+    loss = float(joined("losses").mean())
+    finest = parts[0].finest
+    by_episode = [
+        float(_cat(part.correct)[_cat(part.episode) == row].float().mean())
+        for part in parts
+        for row in _cat(part.episode).unique()
+    ]
+    entropy = unigram_entropy(joined("codes"), parts[0].num_codes)
+    results: dict[str, Any] = {
+        "episodes": len(by_episode),
+        "mean_reward": float(np.mean(by_episode)),  # the teacher's reward is how much it foresees
+        "std_reward": float(np.std(by_episode)),
+        "frames": len(correct),
+        "wm_acc": _mean(correct),
+        "copy_acc": _mean(copied),
+        "wm_acc_tail": _mean(correct[:, -finest:]),
+        "copy_acc_tail": _mean(copied[:, -finest:]),
+        "wm_acc_forced": _mean(joined("forced")),
+        "copy_acc_forced": _mean(forced_copy),
+        "wm_acc_forced_tail": float((tails * weight).sum() / weight.sum()),
+        "copy_acc_forced_tail": _mean(forced_copy[:, -finest:]),
+        "moving_frames": int(moves.sum()),
+        "psnr": _mean(joined("psnr")[moves]),
+        "copy_psnr": _mean(joined("copy_psnr")[moves]),
+        "tokenizer_psnr": _mean(joined("tokenizer_psnr")[moves]),
+        "cross_entropy": loss,
+        "unigram_entropy": entropy,
+        "cross_entropy_ratio": loss / entropy if entropy > 0 else None,
+    }
+    return results
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors)
+
+
+def _mean(values: Tensor) -> float | None:
+    return float(values.float().mean()) if len(values) else None
+
+
+def psnr(images: Tensor, truth: Tensor) -> Tensor:
+    """10 log10(255² / mean squared error) of each picture [N, 3, h, w] in 0 … 255, dB; at most 100."""
+    error = (images - truth).square().flatten(1).mean(1)
+    return 10.0 * torch.log10(255.0**2 / error.clamp(min=255.0**2 * 1e-10))
+
+
+def unigram_entropy(codes: Tensor, num_codes: int) -> float:
+    """−Σ p log p of how often each code occurs, in nats: what predicting from these shares alone would cost."""
+    counts = torch.bincount(codes.flatten(), minlength=num_codes).double()
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * shares.log()).sum())
+
+
+# -- what the model relies on ----------------------------------------------------------------------------------------
+
+
+def shuffled_actions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each row gets another row's actions (with one row alone, those of another time)."""
+    actions = batch[schema.ACTION_HISTORY]
+    dim = 1 if actions.shape[1] > 1 else 0
+    return {**batch, schema.ACTION_HISTORY: actions.roll(1, dim)}
+
+
+def masked_images(policy: F1Policy) -> Change:
+    """All pictures that the model sees become grey; what it is to predict stays."""
+    size, observed = policy.config.tokenizer.image_size, policy.config.n_obs_img_steps
+    grey = encode_frames(policy, np.full((1, 3, size, size), GREY, np.uint8))[0]
+
+    def change(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        changed = dict(batch)
+        for name in (schema.IMAGE0, schema.IMAGE1):
+            if name in changed:
+                changed[name] = torch.full_like(changed[name], GREY)
+        frames, tokens = changed[schema.IMAGE0_HISTORY].clone(), changed[schema.FRAME_TOKENS].clone()
+        frames[..., :observed, :, :, :] = GREY
+        tokens[..., :observed, :] = grey
+        return {**changed, schema.IMAGE0_HISTORY: frames, schema.FRAME_TOKENS: tokens}
+
+    return change
+
+
+# -- open loop -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORIZON) -> dict[str, list[float]]:
+    """Accuracy and PSNR by how many frames ahead, from the model's own predictions; the copy is the last frame seen.
+
+    The actions are given, the states are not: that of the start stands for all.
+    """
+    measured: dict[str, list[Tensor]] = {name: [] for name in ("wm_acc", "copy_acc", "psnr", "copy_psnr")}
+    size = policy.config.tokenizer.image_size
+    for batch in batches:
+        memory = policy.initial_memory(len(batch.lengths)) if policy.config.memory_enabled else None
+        for start in range(0, min(batch.longest, LONGEST) - horizon + 1, horizon):
+            rows = torch.nonzero(batch.lengths >= start + horizon).flatten()
+            if not len(rows):
+                break
+            places = rows.to(policy.device)
+            first = batch.steps(rows, torch.full_like(rows, start))
+            history = first[schema.ACTION_HISTORY]
+            first[schema.ACTION_HISTORY] = torch.cat([torch.zeros_like(history[:, :1]), history[:, :-1]], 1)
+            actions = batch.streams["action"][places, start : start + horizon]
+            before = None if memory is None else memory[:, places]
+            found = roll_out(policy, first, actions, before)
+            codes = batch.streams["codes"][places].long()
+            target, last = codes[:, start + 1 : start + horizon + 1], codes[:, start : start + 1]
+            wrist = batch.streams["wrist"][places, start : start + horizon + 1]
+            pixels = to_pictures(to_model(wrist, size, schema.WRIST_RGB)).float()
+            truth, still = pixels[:, 1:], pixels[:, :1].expand(-1, horizon, -1, -1, -1)
+            shape = truth.shape[:2]
+            measured["wm_acc"].append((found[schema.FRAME_TOKENS] == target).float().mean(-1))
+            measured["copy_acc"].append((last == target).float().mean(-1))
+            measured["psnr"].append(psnr(found["images"].flatten(0, 1).float(), truth.flatten(0, 1)).view(shape))
+            measured["copy_psnr"].append(psnr(still.flatten(0, 1), truth.flatten(0, 1)).view(shape))
+            if memory is not None:
+                walked = batch.chunk(start, horizon)
+                assert walked is not None
+                there = walked[1].to(policy.device)
+                memory[:, there] = policy.forward_memory_only(walked[0], memory[:, there])
+    return {name: torch.cat(values).mean(0).tolist() if values else [] for name, values in measured.items()}
+
+
+def plot_horizons(results: dict[str, list[float]], folder: Path) -> list[Path]:
+    """Accuracy and PSNR by horizon, the model's and the copy's; nothing where no episode was long enough."""
+    if not results["wm_acc"]:
+        return []
+    ahead = np.arange(1, len(results["wm_acc"]) + 1)
+    drawn = []
+    for name, label in (("acc", "Token accuracy"), ("psnr", "PSNR, dB")):
+        own = results["wm_acc" if name == "acc" else name]
+        curves = {
+            "world model": [(ahead, np.array(own))],
+            "last frame seen": [(ahead, np.array(results[f"copy_{name}"]))],
+        }
+        path = folder / f"open_loop_{name}.png"
+        drawn.append(plot_comparison(curves, path, "Open loop", "Frames ahead", label))
+    return drawn
+
+
+def teacher_table(results: dict[str, Any]) -> str:
+    """The measures as lines for a person."""
+    lines = [f"{'':26}{'model':>9}{'copy':>9}{'gain':>9}"]
+    rows = (
+        ("tokens right, %", "wm_acc", "copy_acc", 100.0),
+        ("  given the coarser ones", "wm_acc_forced", "copy_acc_forced", 100.0),
+        ("PSNR where it moves, dB", "psnr", "copy_psnr", 1.0),
+    )
+    for label, own, copy, scale in rows:
+        if results[own] is not None and results[copy] is not None:
+            gain = results[own] - results[copy]
+            lines.append(f"{label:26}{results[own] * scale:9.2f}{results[copy] * scale:9.2f}{gain * scale:+9.2f}")
+    ratio = results["cross_entropy_ratio"]
+    entropies = f"cross-entropy {results['cross_entropy']:.3f}, unigram entropy {results['unigram_entropy']:.3f}"
+    lines.append(f"{entropies}: {ratio:.3f} of it")
+    for name, values in results.get("ablations", {}).items():
+        lines.append(
+            f"{name.replace('_', ' ')}: {100 * values['wm_acc']:.2f} % tokens "
+            f"({100 * values['wm_acc_forced']:.2f} given the coarser ones), lost {100 * values['accuracy_lost']:.2f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,382 @@
+"""What the three phases of F1 training share: policy, optimizer, run folder, logging, checkpoints, resuming, signals.
+
+A phase is a subclass with `train_round`, which trains on some episodes; `deft.cli` makes it from a `PhaseConfig` and
+calls `train`. The unit of progress is the episode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from deft.config.f1_settings import PhaseConfig
+from deft.config.loading import to_dict
+from deft.config.rl_yaml import CONFIG_FILE, write_phase_config
+from deft.errors import InputError, RunError
+from deft.models.f1.config import F1Config, read_f1_config
+from deft.models.f1.loading import load_f1_policy
+from deft.models.f1.lora import ADAPTER_FOLDER, base_state_dict, has_lora, save_adapter
+from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer
+from deft.models.f1.policy import F1Policy
+from deft.training import checkpoint
+from deft.training.compute import choose_device, choose_threads, torch_threads
+from deft.training.intervals import crossed
+from deft.training.logging import RunLogger
+from deft.training.precision import choose_precision
+from deft.training.processes import Processes
+from deft.training.random_state import get_random_state, seed_everything, set_random_state
+from deft.training.run_folder import remove_run
+from deft.training.signals import StopSignal
+from deft.training.waypoints.files import write_json
+
+log = logging.getLogger(__name__)
+MODEL_FILE = "f1_config.json"  # the model's config in the run folder, whatever file it came from
+RAMP = 50  # updates over which the learning rate rises to its highest
+Metrics = dict[str, float | Tensor]
+
+
+class BaseRLTrainer(ABC):
+    """Trains one F1 policy for one phase; owns the loop and the run folder.
+
+    `policy` replaces the one of `config.model`. A run goes on from `config.run.resume`, or, with `auto_resume`, from
+    the latest whole checkpoint of its folder.
+    """
+
+    phase: ClassVar[str]
+
+    def __init__(self, config: PhaseConfig, policy: F1Policy | None = None) -> None:
+        self.config, self.training = config, config.training
+        self.processes = Processes()
+        self.device = self.processes.device(choose_device(config.training.device))
+        self.processes.open(self.device)
+        self.run_dir, self.resume_from, self._replaces = self.processes.share(self._place())
+        seed_everything(config.training.seed)
+        self.policy = self._load_policy() if policy is None else policy.to(self.device)
+        self.autocast_dtype = choose_precision(config.training.precision, self.device, self.policy)
+        self.episode = 0  # trained on so far, by all processes
+        self.num_updates = 0
+        self.elapsed = 0.0  # seconds of training
+        self.choose_what_learns()
+        self.optimizer = setup_optimizer(self.policy, config.training.learning_rate, config.training.weight_decay)
+        self.scheduler = LambdaLR(self.optimizer, lambda _: self.learning_rate_factor())
+        self._log: RunLogger | None = None
+        self._log_state: dict[str, Any] | None = None
+        self._random_state: dict[str, Any] | None = None
+        self._last_metrics: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    # -- what a phase is -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def train_round(self) -> tuple[int, Metrics]:
+        """Train on some episodes; how many they were in all processes, and what is to be logged of it."""
+
+    def choose_what_learns(self) -> None:
+        """Which weights of the policy get gradients."""
+        set_policy_requires_grad(
+            self.policy,
+            freeze_vision_encoder=self.training.freeze_vision_encoder or not self.training.train_understanding,
+            train_gen_expert_only=not self.training.train_understanding,
+        )
+
+    def model_config(self) -> F1Config:
+        """The model's sizes and switches: of the run that goes on, else of `model.config_file`."""
+        if self.resume_from is not None and (own := self.resume_from.parent / MODEL_FILE).is_file():
+            return read_f1_config(own)
+        return read_f1_config(self.config.model.config_file)
+
+    def write_sample(self, path: Path) -> None:  # noqa: B027 (a phase may have none)
+        """A picture of what the policy does now (`samples/episode_n.png`)."""
+
+    def write_video(self, path: Path) -> None:  # noqa: B027
+        """A video of what the policy does now (`videos/episode_n.mp4`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the phase needs beside policy and optimizer to go on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """The inverse of `state_dict`."""
+
+    def close(self) -> None:
+        """Free what the phase holds."""
+        self.processes.close()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is done, 0 to 1: by episodes, or by the clock where that ends it sooner."""
+        done = self.episode / self.training.num_episodes
+        if self.training.max_minutes is not None:
+            done = max(done, self.elapsed / (60.0 * self.training.max_minutes))
+        return min(1.0, done)
+
+    @property
+    def schedule_progress(self) -> float:
+        """How far the learning rate is on its way, 0 to 1."""
+        return self.progress
+
+    def learning_rate_factor(self) -> float:
+        """What the highest learning rate is multiplied with now."""
+        progress = self.schedule_progress
+        lowest = min(1.0, self.training.min_learning_rate / self.training.learning_rate)
+        shapes = {
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+            "linear": 1.0 - progress,
+            "constant": 1.0,
+        }
+        factor = lowest + (1.0 - lowest) * shapes[self.training.scheduler]
+        return factor * min(1.0, (self.num_updates + 1) / RAMP)
+
+    def train(self) -> dict[str, Any]:
+        """Train until `num_episodes` or `max_minutes`, and return a summary.
+
+        Ctrl-C and SIGTERM stop between two rounds; the run is saved then, and also when it fails.
+        """
+        if self.resume_from is not None:
+            self.load(self.resume_from)
+        total, stop = self.training.num_episodes, StopSignal()
+        threads = torch_threads(choose_threads(self.training.threads))
+        with stop, threads, self._run_folder(total) as run_log:
+            self._log = run_log
+            if self._random_state is not None:
+                set_random_state(self._random_state)
+                self._random_state = None
+            else:
+                seed_everything(self.training.seed + self.processes.rank)
+            if self.episode >= total:
+                log.warning("nothing to do: the run has %d of %d episodes", self.episode, total)
+            self._started = time.monotonic() - self.elapsed
+            try:
+                while not self._is_over(stop):
+                    self._round(run_log)
+                if not (self.run_dir / f"checkpoint-{self.episode}").exists():
+                    self.save()
+            except BaseException as error:
+                self._save_after_failure(error)
+                raise
+            finally:
+                self._log = None
+                self.close()
+        stop.reraise()
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """What a command reports at the end."""
+        return {
+            "run_dir": str(self.run_dir),
+            "episodes": self.episode,
+            "updates": self.num_updates,
+            "seconds": round(self.elapsed, 1),
+            **{name.removeprefix("train/"): value for name, value in self._last_metrics.items() if "train/" in name},
+        }
+
+    def _is_over(self, stop: StopSignal) -> bool:
+        over = self.episode >= self.training.num_episodes or stop() or self.progress >= 1.0
+        return bool(self.processes.largest(float(over), self.device))
+
+    def _round(self, run_log: RunLogger) -> None:
+        previous = self.episode
+        count, metrics = self.train_round()
+        self.episode += count
+        self.elapsed = self.processes.share(time.monotonic() - self._started)
+        if not self.processes.is_first:
+            return
+        settings, number = self.training, self.episode
+        is_last = self.progress >= 1.0
+        if crossed(previous, number, settings.log_every) or is_last:
+            self._last_metrics = {name: float(value) for name, value in metrics.items()}
+            self._check_finite()
+            run_log.log_metrics(number, self._last_metrics)
+        if crossed(previous, number, settings.sample_save_every):
+            self.write_sample(self.run_dir / "samples" / f"episode_{number}.png")
+        if crossed(previous, number, settings.video_save_every):
+            self.write_video(self.run_dir / "videos" / f"episode_{number}.mp4")
+        if crossed(previous, number, settings.save_every):
+            self.save()
+            checkpoint.prune_checkpoints(self.run_dir, settings.keep_checkpoints)
+        if settings.max_minutes is not None:
+            run_log.expect(max(number, round(number / self.progress)))  # where the clock will end it
+        shown = {
+            name: self._last_metrics[f"train/{name}"] for name in self.shown if f"train/{name}" in self._last_metrics
+        }
+        run_log.progress(number, **shown)
+
+    shown: ClassVar[tuple[str, ...]] = ("loss",)  # metrics in the progress bar
+
+    def update(self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """One step of the optimizer (or of another one) down the loss, the gradients averaged; returns their norm."""
+        chosen = self.optimizer if optimizer is None else optimizer
+        chosen.zero_grad(set_to_none=True)
+        loss.backward()
+        parameters = [parameter for group in chosen.param_groups for parameter in group["params"]]
+        self.processes.average_gradients(parameters)
+        limit = math.inf if self.training.max_grad_norm is None else self.training.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        chosen.step()
+        if chosen is self.optimizer:
+            self.num_updates += 1
+            self.scheduler.step()
+        return norm
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write a checkpoint into the run folder, or its content into `path`."""
+        self._check_finite()
+        if self._log is not None:
+            self._log.flush()
+        state = {
+            "phase": self.phase,
+            "episode": self.episode,
+            "num_updates": self.num_updates,
+            "elapsed": self.elapsed,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": {"last_epoch": self.scheduler.last_epoch},
+            "random": get_random_state(),
+            "log": self._log.state_dict() if self._log is not None else self._log_state,
+            "config": to_dict(self.config),
+            "state": self.state_dict(),
+        }
+        weights = {name: value.detach().cpu().clone() for name, value in base_state_dict(self.policy).items()}
+
+        def write_adapter(folder: Path) -> None:
+            if has_lora(self.policy):
+                save_adapter(self.policy, folder / ADAPTER_FOLDER)
+
+        return checkpoint.save_checkpoint(
+            self.run_dir if path is None else Path(path).parent,
+            self.episode,
+            weights,
+            state,
+            self._last_metrics,
+            name=None if path is None else Path(path).name,
+            write_more=write_adapter,
+        )
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint; the weights were loaded when the trainer was made from it, and are again here."""
+        folder = checkpoint.find_checkpoint(path)
+        state = checkpoint.load_training_state(folder)
+        if state.get("phase") != self.phase:
+            raise InputError(
+                f"{folder}: a checkpoint of {state.get('phase') or 'another kind of run'}, not of {self.phase}"
+            )
+        if self.resume_from is None:
+            fresh = load_f1_policy(self.policy.config, "cpu", checkpoint_path=folder).policy
+            self.policy.load_state_dict(fresh.state_dict())
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError:
+            raise InputError(
+                f"{folder}: other weights learned in it; resume with the same settings of the model"
+            ) from None
+        self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+        self.episode, self.num_updates, self.elapsed = state["episode"], state["num_updates"], state["elapsed"]
+        for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = base * self.learning_rate_factor()  # a resumed run may be told another learning rate
+        self._log_state, self._random_state = state["log"], state["random"]
+        self.load_state_dict(state["state"])
+
+    def _check_finite(self) -> None:
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters()):
+            raise RunError(
+                f"the policy's weights are no longer finite after {self.episode} episodes, so nothing was saved: "
+                "lower learning_rate; the checkpoints already saved are good"
+            )
+
+    def _save_after_failure(self, error: BaseException) -> None:
+        if (
+            not self.processes.is_first
+            or not self.num_updates
+            or (self.run_dir / f"checkpoint-{self.episode}").exists()
+        ):
+            return
+        try:
+            log.warning("saved %s after the failure", self.save())
+        except Exception as second:
+            log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
+
+    # -- the run folder ------------------------------------------------------------------------------------------------
+
+    def _load_policy(self) -> F1Policy:
+        model = self.config.model
+        if model.lora is not None and model.checkpoint_path is None and self.resume_from is None:
+            log.warning("model.lora: on new weights; all but the adapters and the memory stays as it was drawn")
+        return load_f1_policy(
+            self.model_config(),
+            self.device,
+            model.untrained_tokenizer,
+            model.lora,
+            self.resume_from if self.resume_from is not None else model.checkpoint_path,
+        ).policy
+
+    def _place(self) -> tuple[Path, Path | None, bool] | None:
+        """The run folder, the checkpoint to go on from, and whether a run that is there is replaced."""
+        if not self.processes.is_first:
+            return None
+        run, folder = self.config.run, Path(getattr(self.config, self.phase).output_dir)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"output_dir: {folder} is a file; name a folder")
+        if folder.is_dir():
+            with checkpoint.folder_lock(folder):
+                checkpoint.clean_temporary(folder)
+        existing = checkpoint.list_checkpoints(folder)
+        if run.resume is not None:
+            resume_from = checkpoint.find_checkpoint(run.resume)
+            if not existing or resume_from.parent.resolve() == folder.resolve():
+                return folder, resume_from, False
+        elif run.auto_resume:
+            found, problems = checkpoint.latest_whole_checkpoint(folder)
+            if existing and found is None:
+                raise InputError(
+                    f"auto_resume: none of the {len(existing)} checkpoints in {folder} can be read: {problems[0]}"
+                )
+            for problem in problems:
+                log.warning("passed over: %s", problem)
+            return folder, found, False
+        if existing and not run.overwrite:
+            raise InputError(
+                f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "
+                "--overwrite replaces it, or give another --output-dir"
+            )
+        return folder, None if run.resume is None else checkpoint.find_checkpoint(run.resume), bool(existing)
+
+    @contextlib.contextmanager
+    def _run_folder(self, total: int) -> Iterator[RunLogger]:
+        """Hold the folder, write the settings, and log into it; only the first process does."""
+        if not self.processes.is_first:
+            yield _SilentLogger()  # type: ignore[misc]
+            return
+        with checkpoint.folder_lock(self.run_dir):
+            if self._replaces:
+                remove_run(self.run_dir)
+            write_phase_config(self.config, self.run_dir / CONFIG_FILE)
+            write_json(to_dict(self.policy.config), self.run_dir / MODEL_FILE)
+            run_config = to_dict(self.config)
+            with RunLogger(self.run_dir, self.config.logging, total, self.episode, run_config, "episodes") as run_log:
+                if self._log_state is not None:
+                    run_log.load_state_dict(self._log_state)
+                yield run_log
+
+
+class _SilentLogger:
+    """Of the processes that write nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {"window": []}

@@ -1,0 +1,178 @@
+"""Recorded video as the episodes of a world model: any dataset with pictures, states and actions from −1 to 1, padded.
+
+The teacher trains on them in the place of exploration (`--dataset`), and `deft evaluate` measures it on episodes that
+were kept out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from deft import schema
+from deft.config.f1_settings import TrainingConfig
+from deft.data.augmentation import recoloured
+from deft.data.datasets import Dataset, find_dataset, load_dataset
+from deft.data.datasets.lerobot import matches as is_lerobot
+from deft.data.robot_episode import RobotEpisode
+from deft.envs.tabletop.control import PADDED_SIZE
+from deft.errors import InputError
+
+WRIST_NAMES = ("wrist", "hand", "gripper")
+HEAD_NAMES = ("head", "ego", "front", "top", "agentview", "exterior", "side")
+NONE = "none"
+MEASURED = 50  # episodes from which the range of states and actions is taken
+
+
+class DatasetExplorer:
+    """A dataset's episodes in a new random order every time through; without those that are kept for evaluation."""
+
+    def __init__(self, training: TrainingConfig, image_size: int, first: int = 0, every: int = 1) -> None:
+        assert training.dataset is not None
+        self.training = training
+        self.dataset = open_video(training.dataset, training.dataset_options, image_size)
+        self.cameras = find_cameras(self.dataset, training.wrist_camera, training.head_camera)
+        self.training_episodes, self.held_out_episodes = split(
+            self.dataset.num_episodes, training.holdout, training.seed
+        )
+        mine = self.training_episodes[first::every]
+        if not len(mine):
+            raise InputError(f"dataset {training.dataset}: fewer episodes to train on than processes")
+        self._mine, self._next = mine, 0
+        self.num_episodes = len(mine)
+        self.longest = int(self.dataset.lengths.max())
+        self.normalization = self._measure()
+        self.state_dim, self.action_dim = (
+            max(PADDED_SIZE, len(self.normalization[name][0])) for name in ("state", "action")
+        )
+
+    def take(self, count: int) -> list[RobotEpisode]:
+        """The next `count` episodes."""
+        found = []
+        for _ in range(count):
+            turn, place = divmod(self._next, self.num_episodes)
+            order = np.random.default_rng([self.training.seed, turn]).permutation(self._mine)
+            generator = np.random.default_rng([self.training.seed, self._next, 2])
+            found.append(recoloured(self.read(int(order[place])), generator, self.training.colour_augmentation))
+            self._next += 1
+        return found
+
+    def held_out(self, count: int) -> list[RobotEpisode]:
+        """Episodes that are not trained on, in their own colours."""
+        return [self.read(int(index)) for index in self.held_out_episodes[:count]]
+
+    def ready(self) -> list[RobotEpisode]:
+        """Nothing: nobody works beside."""
+        return []
+
+    def allow(self, count: int) -> None:
+        """It reads when asked."""
+
+    def skip(self, count: int) -> None:
+        """Go on after `count` more episodes."""
+        self._next += count
+
+    def close(self) -> None:
+        """Let go of open files."""
+        self.dataset.close()
+
+    def read(self, index: int) -> RobotEpisode:
+        """One episode of the dataset, its numbers brought to −1 … 1."""
+        episode = self.dataset.episode(index)
+        wrist, head = self.cameras
+        streams = episode.streams
+        state = _state_of(streams, len(episode) + 1)
+        return RobotEpisode(
+            wrist=last_picture(streams[wrist]),
+            state=_padded(_scaled(state, self.normalization["state"]), self.state_dim),
+            action=_padded(_scaled(_vectors(episode.action), self.normalization["action"]), self.action_dim),
+            head=None if head is None else last_picture(streams[head]),
+            number=index,
+        )
+
+    def _measure(self) -> dict[str, list[list[float]]]:
+        """Least and greatest value of each dim over (the first of) the episodes that are trained on."""
+        low: dict[str, np.ndarray] = {}
+        high: dict[str, np.ndarray] = {}
+        for index in self.training_episodes[:MEASURED]:
+            episode = self.dataset.episode(int(index))
+            values = {"state": _state_of(episode.streams, len(episode) + 1), "action": _vectors(episode.action)}
+            for name, rows in values.items():
+                low[name] = np.minimum(low.get(name, np.inf), rows.min(0))
+                high[name] = np.maximum(high.get(name, -np.inf), rows.max(0))
+        return {name: [low[name].tolist(), high[name].tolist()] for name in low}
+
+
+def open_video(name: str, options: dict[str, Any], image_size: int) -> Dataset:
+    """A dataset, its pictures as small as the model takes them where its format can do that."""
+    path, _ = find_dataset(name)
+    return load_dataset(name, **({"image_size": image_size, **options} if is_lerobot(path) else options))
+
+
+def find_cameras(dataset: Dataset, wrist: str | None, head: str | None) -> tuple[str, str | None]:
+    """The streams that are predicted and looked at beside; chosen by name where they are not given."""
+    space = dataset.observation_space
+    named = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+    pictures = [name for name, one in named.items() if one.dtype == np.uint8 and len(one.shape or ()) == 3]
+    shown = ", ".join(name or "the observation" for name in pictures)
+    if not pictures:
+        raise InputError(f"dataset {dataset.name} has no pictures: its observations are {space}")
+    for flag, name in (("wrist_camera", wrist), ("head_camera", head)):
+        if name not in (None, NONE, *pictures):
+            raise InputError(f"{flag}: dataset {dataset.name} has no pictures {name!r}; it has {shown}")
+    if wrist is None:
+        rest = [name for name in pictures if name != head]
+        wrist = next(
+            (name for name in rest if any(word in name.lower() for word in WRIST_NAMES)), rest[0] if rest else ""
+        )
+    if head is None:
+        rest = [name for name in pictures if name != wrist]
+        head = next((name for name in rest if any(word in name.lower() for word in HEAD_NAMES)), NONE)
+    return wrist, None if head == NONE else head
+
+
+def split(num_episodes: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Episodes to train on, and at least one that is kept out."""
+    if num_episodes < 2:
+        raise InputError("the dataset has one episode; two are needed, one of them to evaluate on")
+    order = np.random.default_rng(seed).permutation(num_episodes)
+    count = min(num_episodes - 1, max(1, round(share * num_episodes)))
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def last_picture(frames: np.ndarray) -> np.ndarray:
+    """uint8 [T, 3, h, w]; of frames that were stacked along the channels the newest, grey ones in three channels."""
+    channels = frames.shape[1]
+    if channels == 1:
+        return np.repeat(frames, 3, 1)
+    if channels % 3:
+        raise InputError(f"pictures have {channels} channels; three, a multiple of three or one are needed")
+    return np.ascontiguousarray(frames[:, -3:])
+
+
+def _state_of(streams: dict[str, np.ndarray], length: int) -> np.ndarray:
+    """The numbers of an observation, one after the other; nothing where there are pictures alone."""
+    found = [
+        _vectors(values)
+        for name, values in sorted(streams.items())
+        if values.dtype.kind == "f" and values.ndim <= 2 and name != schema.INSTRUCTION
+    ]
+    return np.concatenate(found, 1) if found else np.zeros((length, 0), np.float32)
+
+
+def _vectors(values: np.ndarray) -> np.ndarray:
+    values = np.asarray(values, np.float32)
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _scaled(values: np.ndarray, limits: list[list[float]]) -> np.ndarray:
+    """To −1 … 1 between the limits; a dim that never changes becomes 0."""
+    low, high = (np.asarray(limit, np.float32) for limit in limits)
+    middle, half = (low + high) / 2, (high - low) / 2
+    return (values - middle) / np.where(half > 0, half, 1.0)
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(values, ((0, 0), (0, size - values.shape[1]))).astype(np.float32)

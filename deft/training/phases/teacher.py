@@ -1,0 +1,375 @@
+"""Phase 1, `deft train teacher`: a world model that foresees the wrist camera's next frame, from random exploration.
+
+Episodes come from `TeacherEnv` copies beside training (`exploration`), or from a recorded dataset. Their frames are
+coded once, when they arrive. A round trains on `batch_size` episodes: chunk after chunk with the memory carried and
+detached between them, or on random steps; at first the motion prior alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deft import schema
+from deft.config.f1_settings import PhaseConfig
+from deft.data.episodes import EpisodeBatch, EpisodeBuffer
+from deft.data.robot_episode import RobotEpisode
+from deft.envs.f1 import read_task_config
+from deft.errors import InputError
+from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
+from deft.machine import available_cores
+from deft.models.f1.batch import MemoryStateManager
+from deft.models.f1.config import F1Config
+from deft.models.f1.frames import to_model
+from deft.models.f1.optimization import setup_optimizer
+from deft.models.f1.policy import F1Policy
+from deft.training.phases.base import BaseRLTrainer, Metrics
+from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer
+from deft.training.phases.recorded import DatasetExplorer
+from deft.training.precision import autocast
+
+log = logging.getLogger(__name__)
+CODED_TOGETHER = 256  # frames
+MOST_WORKERS = 64
+
+
+class TeacherTrainer(BaseRLTrainer):
+    """Phase 1."""
+
+    phase: ClassVar[str] = "teacher"
+    shown: ClassVar[tuple[str, ...]] = ("loss", "wm_acc_mean", "copy_acc", "motion_loss")
+
+    def __init__(self, config: PhaseConfig, policy: F1Policy | None = None, explorer: Explorer | None = None) -> None:
+        self._dataset: DatasetExplorer | None = None
+        super().__init__(config, policy)
+        training = self.training
+        self.generator = np.random.default_rng([training.seed, self.processes.rank])
+        self.num_taken = 0  # episodes that this process has got from its explorer
+        self.explorer: Explorer | None = explorer
+        self.buffer = EpisodeBuffer(0, 0)  # made with the explorer
+        self._buffer_state: dict[str, Any] | None = None
+        self.motion_optimizer: torch.optim.Optimizer | None = None
+        motion = self.policy.model.motion
+        if motion is not None and self._warmup_share:
+            self.motion_optimizer = setup_optimizer(motion, training.motion_learning_rate, training.weight_decay)
+        self._shown_episode: EpisodeBatch | None = None
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the motion prior alone is trained yet."""
+        return self.progress < self._warmup_share
+
+    @property
+    def schedule_progress(self) -> float:
+        """Of the part after the warm-up: the learning rate starts with it."""
+        share = self._warmup_share
+        return max(0.0, self.progress - share) / max(1e-9, 1.0 - share)
+
+    @property
+    def _warmup_share(self) -> float:
+        return self.training.motion_warmup if self.policy.config.motion_prior else 0.0
+
+    def train_round(self) -> tuple[int, Metrics]:
+        """Train on `batch_size` episodes, new ones before those that were trained on already."""
+        self._gather()
+        config = self.policy.config
+        places = self.buffer.draw(self.training.batch_size, self.generator)
+        batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
+        self._shown_episode = batch
+        self.policy.train()
+        if self.warms_up:
+            metrics = self._train_motion(batch)
+        elif self.training.sequential_training:
+            metrics = self._train_chunks(batch)
+        else:
+            metrics = self._train_random(batch)
+        metrics |= {"collect/episodes": self.num_taken, "collect/new": self.buffer.num_unseen}
+        return len(places) * self.processes.count, metrics
+
+    # -- three ways to train on episodes -------------------------------------------------------------------------------
+
+    def _train_chunks(self, batch: EpisodeBatch) -> Metrics:
+        """In order: memory of zeros at the first frame, carried from chunk to chunk without its gradient."""
+        memory = MemoryStateManager()
+        has_memory = self.policy.config.memory_enabled
+        if has_memory:
+            memory.update(self.policy.initial_memory(len(batch.lengths)))
+        sums = _Means()
+        for start in range(0, int(self.processes.largest(batch.longest, self.device)), self.training.bptt_length):
+            found = batch.chunk(start, self.training.bptt_length)
+            is_spare = found is None  # other processes have longer episodes: their gradients are waited for
+            chunk, rows = found if found is not None else batch.chunk(0, 1)  # type: ignore[misc]
+            current = memory.get_current()
+            if has_memory and current is None:
+                raise InputError("memory_state cannot be None: it is zeros at an episode's first frame")
+            before = None if current is None else current[:, rows.to(current.device)]
+            results = self._loss(chunk, before)
+            norm = self.update(results["loss"] * 0.0 if is_spare else results["loss"])
+            if has_memory:
+                assert current is not None
+                after = current.clone()
+                after[:, rows.to(current.device)] = results[schema.MEMORY_STATE].detach()
+                memory.update(after)
+            if not is_spare:
+                sums.add({**_scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(chunk)}, _size(chunk))
+        return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _train_random(self, batch: EpisodeBatch) -> Metrics:
+        """On random steps of all that is in the buffer; the memory before each comes from the steps before it."""
+        config = self.policy.config
+        everything = self.buffer.batch(np.arange(len(self.buffer)), config.n_obs_img_steps, config.obs_img_stride)
+        count = self.training.batch_size * self.training.bptt_length
+        sums = _Means()
+        for _ in range(math.ceil(int(self.processes.largest(batch.longest, self.device)) / self.training.bptt_length)):
+            rows = torch.as_tensor(self.generator.integers(len(everything.lengths), size=count))
+            times = torch.as_tensor(self.generator.random(count) * everything.lengths[rows].numpy()).long()
+            steps = everything.steps(rows, times)
+            memory = self.memory_before(everything, rows, times) if config.memory_enabled else None
+            results = self._loss(steps, memory)
+            norm = self.update(results["loss"])
+            sums.add({**_scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(steps)}, count)
+        return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    @torch.no_grad()
+    def memory_before(self, batch: EpisodeBatch, rows: Tensor, times: Tensor) -> Tensor:
+        """The memory (layers, N, hidden) that the policy has now before step `times` of the episodes `rows`."""
+        memory = self.policy.initial_memory(len(rows))
+        for time in range(int(times.max()) if len(times) else 0):
+            going = torch.nonzero(times > time).flatten()
+            step = batch.steps(rows[going], torch.full((len(going),), time))
+            places = going.to(memory.device)
+            memory[:, places] = self.policy.forward_memory_only(step, memory[:, places])
+        return memory
+
+    def _train_motion(self, batch: EpisodeBatch) -> Metrics:
+        """The motion prior alone, on all steps of the episodes in a random order."""
+        assert self.motion_optimizer is not None
+        rows, times = batch.all_steps()
+        order = torch.as_tensor(self.generator.permutation(len(rows)))
+        size = self.training.batch_size * self.training.bptt_length
+        num_updates = math.ceil(int(self.processes.largest(len(rows), self.device)) / size)
+        sums = _Means()
+        for part in torch.tensor_split(order, num_updates):
+            steps = batch.steps(rows[part], times[part], motion_only=True)
+            with autocast(self.device, self.autocast_dtype):
+                loss = self.policy.forward_motion_only(steps)["loss"]
+            norm = self.update(loss, self.motion_optimizer)
+            sums.add({"motion_loss": loss.detach(), "grad_norm": norm, "copy_loss": copy_loss(steps)}, len(part))
+        return sums.means()
+
+    def _loss(self, batch: dict[str, Tensor], memory: Tensor | None) -> dict[str, Tensor]:
+        with autocast(self.device, self.autocast_dtype):
+            return self.policy(batch, memory_state=memory, memory_backprop=self.training.memory_backprop)
+
+    # -- episodes ------------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Take in new episodes: as many as a round trains on, or what was collected beside it."""
+        explorer, batch_size = self._open_explorer(), self.training.batch_size
+        if isinstance(explorer, ProcessExplorer):
+            if not len(self.buffer):
+                self._keep(explorer.take(self.training.learning_starts or batch_size))
+            else:
+                self._keep(explorer.ready())
+            explorer.allow(max(2 * batch_size, self.num_workers) - self.buffer.num_unseen)
+        elif isinstance(explorer, DatasetExplorer):
+            missing = min(explorer.num_episodes, self.training.buffer_capacity) - len(self.buffer)
+            if missing > 0 or explorer.num_episodes > self.training.buffer_capacity:
+                self._keep(explorer.take(missing if missing > 0 else batch_size))
+        else:
+            self._keep(explorer.take(batch_size))
+
+    def _keep(self, episodes: list[RobotEpisode]) -> None:
+        """Put new episodes into the buffer."""
+        for episode in self._coded(episodes):
+            self.buffer.add(episode)
+        self.num_taken += len(episodes)
+
+    def _coded(self, episodes: list[RobotEpisode]) -> list[RobotEpisode]:
+        """The episodes with their frames' codes."""
+        if not episodes:
+            return []
+        codes = encode_frames(self.policy, np.concatenate([episode.wrist for episode in episodes]))
+        start = 0
+        for episode in episodes:
+            episode.codes = codes[start : start + len(episode.wrist)]
+            start += len(episode.wrist)
+        return episodes
+
+    def _make_buffer(self, explorer: Explorer) -> EpisodeBuffer:
+        training = self.training
+        longest, capacity = training.steps_per_episode, training.buffer_capacity
+        if isinstance(explorer, DatasetExplorer):
+            longest, capacity = explorer.longest, min(capacity, explorer.num_episodes)
+        elif training.sequential_training and not isinstance(explorer, ProcessExplorer):
+            capacity = training.batch_size  # each is trained on once, when it is new
+        return EpisodeBuffer(capacity, longest, self.device)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that collect beside this one."""
+        if self.training.num_envs is not None:
+            return self.training.num_envs
+        cores = available_cores() // self.processes.count
+        return max(1, min(MOST_WORKERS, cores - 1 if self.device.type == "cuda" else cores // 2))
+
+    def _open_explorer(self) -> Explorer:
+        """Begin to explore, or go on where a checkpoint was written; the buffer is then filled with what it held."""
+        if self.explorer is not None:
+            if not self.buffer.capacity:
+                self.buffer = self._make_buffer(self.explorer)
+            return self.explorer
+        rank, count = self.processes.rank, self.processes.count
+        if self.training.dataset is None and self.training.overlap:
+            # Which scenes were under way when it was saved is not known: new ones follow, and the buffer fills up anew.
+            first = -(-self.num_taken // self.exploration().scenes_kept)
+            self.explorer = ProcessExplorer(self.exploration(), self.num_workers, first * count + rank, count)
+            self.buffer = self._make_buffer(self.explorer)
+            return self.explorer
+        explorer: InlineExplorer | DatasetExplorer
+        if self.training.dataset is not None:
+            explorer = self._dataset or self._open_dataset(self.policy.config)
+        else:
+            explorer = InlineExplorer(self.exploration(), rank, count)
+        self.explorer, self.buffer = explorer, self._make_buffer(explorer)
+        held = min(self.num_taken, self.buffer.capacity)
+        explorer.skip(self.num_taken - held)
+        if held and self._buffer_state is not None and len(self._buffer_state["drawn"]) == self.buffer.capacity:
+            self.buffer.refill(self._coded(explorer.take(held)), self._buffer_state)
+        else:
+            explorer.skip(held)
+        return explorer
+
+    def model_config(self) -> F1Config:
+        """As large as a dataset's states and actions need it."""
+        config = super().model_config()
+        if self.training.dataset is not None:
+            self._dataset = self._open_dataset(config)
+            needed = max(self._dataset.state_dim, self._dataset.action_dim)
+            if needed > min(config.max_state_dim, config.max_action_dim):
+                log.info("states and actions of %d dims: the model is made for as many", needed)
+                config.max_state_dim = max(config.max_state_dim, self._dataset.state_dim)
+                config.max_action_dim = max(config.max_action_dim, self._dataset.action_dim)
+        return config
+
+    def _open_dataset(self, config: F1Config) -> DatasetExplorer:
+        return DatasetExplorer(self.training, config.tokenizer.image_size, self.processes.rank, self.processes.count)
+
+    def exploration(self, held_out: bool = False) -> Exploration:
+        """What is explored."""
+        return make_exploration(self.config, self.policy, held_out)
+
+    # -- pictures, checkpoints -----------------------------------------------------------------------------------------
+
+    def write_sample(self, path: Path) -> None:
+        """Truth, prediction and error of some frames of the first episode of the last round."""
+        if self._shown_episode is not None:
+            draw_sample(foresee_episode(self.policy, self._shown_episode), path)
+
+    def write_video(self, path: Path) -> None:
+        """Head, true wrist and predicted wrist of that episode."""
+        if self._shown_episode is not None:
+            film_foresight(foresee_episode(self.policy, self._shown_episode), path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which episodes come next; those in the buffer are not saved: `_open_explorer` gets them again."""
+        motion = None if self.motion_optimizer is None else self.motion_optimizer.state_dict()
+        normalization = self.explorer.normalization if isinstance(self.explorer, DatasetExplorer) else None
+        return {
+            "num_taken": self.num_taken,
+            "generator": self.generator.bit_generator.state,
+            "motion_optimizer": motion,
+            "normalization": normalization,
+            "buffer": self.buffer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the episodes after those."""
+        self.num_taken, self._buffer_state = state["num_taken"], state["buffer"]
+        if self.processes.is_first:
+            self.generator.bit_generator.state = state["generator"]
+        if self.motion_optimizer is not None and state["motion_optimizer"] is not None:
+            self.motion_optimizer.load_state_dict(state["motion_optimizer"])
+        if self.training.overlap and self.training.dataset is None:
+            log.info("collected beside training: the run goes on with new scenes, but not bit for bit")
+
+    def close(self) -> None:
+        """End the processes that collect."""
+        if self.explorer is not None:
+            self.explorer.close()
+        super().close()
+
+
+def make_exploration(config: PhaseConfig, policy: F1Policy, held_out: bool = False) -> Exploration:
+    """The world of a run, with frames as its model takes them; held-out scenes have their own colours."""
+    model, training = policy.config, config.training
+    environment = {
+        "image_size": model.tokenizer.image_size,
+        "n_obs_img_steps": model.n_obs_img_steps,
+        "obs_img_stride": model.obs_img_stride,
+        "max_steps": training.steps_per_episode,
+        **config.environment,
+    }
+    task = read_task_config(environment, {})  # says what is wrong before anything is started
+    kept = 1 if held_out else task.scene_reset_interval
+    augmentation = 0.0 if held_out else training.colour_augmentation
+    return Exploration(environment, training.seed, augmentation, held_out, kept)
+
+
+@torch.no_grad()
+def encode_frames(policy: F1Policy, frames: np.ndarray) -> Tensor:
+    """The codes of uint8 frames [N, 3, h, w], int64 [N, L], on the policy's device."""
+    found = []
+    for start in range(0, len(frames), CODED_TOGETHER):
+        pixels = torch.as_tensor(frames[start : start + CODED_TOGETHER], device=policy.device)
+        found.append(policy.tokenizer.encode(to_model(pixels, policy.config.tokenizer.image_size, schema.WRIST_RGB)))
+    return torch.cat(found)
+
+
+def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:
+    """Share of the next frame's codes that are the last frame's."""
+    codes = batch[schema.FRAME_TOKENS]
+    same = (codes[..., -1, :] == codes[..., -2, :]).float().mean(-1)
+    real = batch.get(schema.STEP_MASK)
+    return same.mean() if real is None else (same * real).sum() / real.sum()
+
+
+def copy_loss(batch: dict[str, Tensor]) -> Tensor:
+    """Mean difference of the next frame from the last, in the units of the motion loss."""
+    frames = batch[schema.IMAGE0_HISTORY]
+    return (frames[..., -1, :, :, :].float() - frames[..., -2, :, :, :].float()).abs().mean() / 127.5
+
+
+def _size(chunk: dict[str, Tensor]) -> int:
+    return chunk[schema.STATE].shape[:-1].numel()
+
+
+def _scalars(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in results.items() if value.ndim == 0}
+
+
+class _Means:
+    """Means of metrics over updates, weighted; they stay tensors."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weight = 0.0
+
+    def add(self, values: dict[str, Tensor], weight: float) -> None:
+        self._weight += weight
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value * weight
+
+    def means(self) -> Metrics:
+        return {f"train/{name}": value / self._weight for name, value in self._sums.items()}
+
+
+def train_teacher(config: PhaseConfig) -> dict[str, Any]:
+    """`deft train teacher`."""
+    return TeacherTrainer(config).train()

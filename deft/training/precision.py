@@ -1,0 +1,56 @@
+"""In which number format products are computed: what was asked for, or what this machine is quick with."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LARGE_MODEL = 20_000_000  # weights from which a GPU's bfloat16 outweighs the conversions
+_CPU_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86's and ARM's
+
+
+def choose_precision(name: str, device: torch.device, policy: nn.Module | None = None) -> torch.dtype | None:
+    """The type for autocast, or None where weights are used as they are; sets how a GPU multiplies float32."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
+    if name != "auto":
+        return torch.bfloat16 if name == "bfloat16" else None
+    if device.type == "cuda":
+        size = sum(parameter.numel() for parameter in policy.parameters()) if policy is not None else 0
+        return torch.bfloat16 if size >= LARGE_MODEL and torch.cuda.is_bf16_supported() else None
+    return torch.bfloat16 if cpu_has_bfloat16() and bfloat16_is_quicker() else None
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
+    """Compute in `dtype` inside, where it is given."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype)
+
+
+def cpu_has_bfloat16(info: str | None = None) -> bool:
+    """Whether the CPU has instructions for it; without them torch emulates, hundreds of times slower."""
+    if info is None:
+        try:
+            info = Path("/proc/cpuinfo").read_text()
+        except OSError:
+            return False
+    lines = [line for line in info.lower().splitlines() if line.startswith(("flags", "features"))]
+    return bool(lines) and bool(set(_CPU_FLAGS) & set(lines[0].split()))
+
+
+def bfloat16_is_quicker(size: int = 512, repeats: int = 5) -> bool:
+    """Whether a product of matrices is, here and now."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(size, size, dtype=dtype)
+        matrix @ matrix  # once to prepare
+        started = time.perf_counter()
+        for _ in range(repeats):
+            matrix @ matrix
+        seconds[dtype] = time.perf_counter() - started
+    return seconds[torch.bfloat16] < 0.8 * seconds[torch.float32]

@@ -1,0 +1,443 @@
+"""Phase 1: memory through chunks, learning, resuming, collecting beside training, recorded video."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from f1_worlds import micro_config
+from panning_camera import WORLD, panning_config
+
+from deft import schema
+from deft.config.loading import to_dict
+from deft.data.episodes import side_by_side
+from deft.errors import InputError, RunError
+from deft.models.f1.frames import to_model
+from deft.models.f1.policy import F1Policy
+from deft.training import checkpoint
+from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
+from deft.training.phases.recorded import DatasetExplorer, find_cameras, last_picture, open_video, split
+from deft.training.phases.teacher import TeacherTrainer, copy_accuracy, encode_frames, train_teacher
+
+ROOT = Path(__file__).parents[3]
+EXPLORATION = Exploration({"world": WORLD, "max_steps": 4})
+
+
+def small_policy(**changes) -> F1Policy:
+    torch.manual_seed(0)
+    policy = F1Policy(micro_config(**{"condition_init": 0.05, **changes}))
+    torch.nn.init.normal_(policy.tokenizer.quantize.embedding.weight)
+    return policy
+
+
+def coding_policy(**changes) -> F1Policy:
+    """A policy whose codes tell pictures apart: the codebook is made of what its encoder gives out."""
+    policy = small_policy(**changes)
+    frames = np.concatenate([episode.wrist for episode in InlineExplorer(EXPLORATION).take(8)])
+    with torch.no_grad():
+        features = policy.tokenizer.features(to_model(torch.as_tensor(frames), 16, "wrist_rgb"))
+        vectors = features.permute(0, 2, 3, 1).flatten(0, 2)
+        chosen = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:32]
+        policy.tokenizer.quantize.embedding.weight.copy_(vectors[chosen])
+    return policy
+
+
+def trainer(folder, policy=None, **settings) -> TeacherTrainer:
+    return TeacherTrainer(panning_config(folder, **settings), policy or small_policy())
+
+
+def weights(policy: F1Policy) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in policy.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_zeros_then_carried_without_its_gradient(tmp_path, monkeypatch):
+    made = trainer(tmp_path, num_episodes=2)
+    given, returned = [], []
+    original = F1Policy.forward_with_world_model
+
+    def watched(self, batch, memory_state=None, **arguments):
+        results = original(self, batch, memory_state=memory_state, **arguments)
+        given.append(memory_state)
+        returned.append(results[schema.MEMORY_STATE])
+        return results
+
+    monkeypatch.setattr(F1Policy, "forward_with_world_model", watched)
+    made.train()
+    assert len(given) == 3  # 5 steps in chunks of 2
+    assert not given[0].any()
+    for before, after in zip(given[1:], returned, strict=False):
+        assert torch.equal(before, after)
+        assert not before.requires_grad
+        assert after.requires_grad
+    assert given[1].abs().sum() > 0
+    assert not torch.equal(given[1][:, 0], given[1][:, 1])  # each row has its own
+
+
+def test_a_memory_of_none_is_an_error(tmp_path, monkeypatch):
+    made = trainer(tmp_path)
+    monkeypatch.setattr("deft.training.phases.teacher.MemoryStateManager.get_current", lambda self: None)
+    with pytest.raises(InputError, match="memory_state cannot be None"):
+        made.train()
+
+
+def test_chunks_with_carried_memory_equal_the_whole_sequence(tmp_path):
+    made = trainer(tmp_path)
+    made.policy.eval()
+    made._gather()
+    batch = made.buffer.batch(np.arange(2))
+    whole, _ = batch.chunk(0, 5)
+    with torch.no_grad():
+        expected = made.policy(whole, memory_state=made.policy.initial_memory(2))
+        memory, losses = made.policy.initial_memory(2), []
+        for start in (0, 2, 4):
+            chunk, _ = batch.chunk(start, 2)
+            found = made.policy(chunk, memory_state=memory)
+            memory = found[schema.MEMORY_STATE]
+            losses.append(float(found["wm_loss"]) * len(chunk["state"]))
+    assert torch.allclose(memory, expected[schema.MEMORY_STATE], atol=1e-6)
+    assert sum(losses) / 5 == pytest.approx(float(expected["wm_loss"]), abs=1e-5)
+    made.close()
+
+
+def test_padded_steps_do_not_count(tmp_path):
+    """An episode of 3 steps beside one of 5: the loss of the chunk is that of its real steps."""
+    explorers = [InlineExplorer(Exploration({"world": WORLD, "max_steps": length}, seed=length)) for length in (5, 3)]
+    policy = small_policy().eval()
+    episodes = [explorer.take(1)[0] for explorer in explorers]
+    for episode in episodes:
+        episode.codes = encode_frames(policy, episode.wrist)
+    batch, _ = side_by_side(episodes).chunk(0, 5)
+    single = [side_by_side([episode]).chunk(0, 5)[0] for episode in episodes]
+    with torch.no_grad():
+        together = policy(batch, memory_state=policy.initial_memory(2))
+        alone = [policy(one, memory_state=policy.initial_memory(1)) for one in single]
+    for name in ("wm_loss", "wm_acc_mean", "wm_acc_tail"):
+        expected = (5 * float(alone[0][name]) + 3 * float(alone[1][name])) / 8
+        assert float(together[name]) == pytest.approx(expected, abs=1e-5)
+    expected = (5 * copy_accuracy(single[0]) + 3 * copy_accuracy(single[1])) / 8
+    assert copy_accuracy(batch) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_memory_before_a_random_step_is_that_of_the_steps_before_it(tmp_path):
+    made = trainer(tmp_path)
+    made._gather()
+    batch = made.buffer.batch(np.arange(2))
+    times = torch.tensor([3, 0])
+    found = made.memory_before(batch, torch.tensor([0, 1]), times)
+    steps, _ = batch.chunk(0, 3)
+    with torch.no_grad():
+        expected = made.policy.forward_memory_only(steps, made.policy.initial_memory(2))
+    assert torch.allclose(found[:, 0], expected[:, 0], atol=1e-6)
+    assert not found[:, 1].any()
+    made.close()
+
+
+# -- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_what_copying_cannot(tmp_path):
+    """The picture moves in every step. After training the prediction moves it too, and by a_t: with another a_t it is
+    another prediction, and a worse one."""
+    policy = coding_policy(motion_prior=True)
+    made = trainer(
+        tmp_path,
+        policy,
+        num_episodes=240,
+        steps_per_episode=8,
+        batch_size=8,
+        bptt_length=4,
+        motion_warmup=0.6,
+        motion_learning_rate=1e-2,
+        learning_rate=2e-3,
+        log_every=80,
+    )
+    made.train()
+    policy.eval()
+    explorer = InlineExplorer(Exploration({"world": WORLD, "max_steps": 8}, held_out=True))
+    episodes = explorer.take(8)
+    for episode in episodes:
+        episode.codes = encode_frames(policy, episode.wrist)
+    batch, _ = side_by_side(episodes).chunk(0, 8)
+    memory = policy.initial_memory(8)
+    other = {**batch, "action_history": batch["action_history"].clone()}
+    other["action_history"][..., -1, :] *= -1  # a_t alone: the camera goes the other way
+    with torch.no_grad():
+        results, misled = (policy(one, memory_state=memory) for one in (batch, other))
+    predicted, changed = (policy.predict_images_only(one, memory)["frame_tokens"] for one in (batch, other))
+    accuracy, copied = (predicted == batch["frame_tokens"][..., 4, :]).float().mean(), copy_accuracy(batch)
+    assert accuracy > copied + 0.1
+    assert (predicted != changed).float().mean() > 0.2
+    assert float(misled["wm_loss"]) > 1.1 * float(results["wm_loss"])
+
+
+def test_the_warm_up_teaches_the_motion_prior_alone(tmp_path):
+    policy = small_policy(motion_prior=True)
+    before = weights(policy)
+    trainer(tmp_path, policy, num_episodes=4, motion_warmup=1.0).train()
+    changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all(name.startswith("model.motion.") for name in changed)
+
+
+def test_random_steps_train_too(tmp_path):
+    policy = small_policy()
+    before = weights(policy)
+    summary = trainer(tmp_path, policy, sequential_training=False, num_episodes=4).train()
+    assert summary["updates"] == 6  # two rounds of ⌈5 / 2⌉
+    assert not same(before, policy.state_dict())
+
+
+def test_lora_changes_adapters_and_memory_alone(tmp_path):
+    from deft.models.f1.loading import load_f1_policy
+    from deft.models.f1.lora import add_lora
+
+    policy = small_policy()
+    add_lora(policy, {"r": 2})
+    before = weights(policy)
+    trainer(tmp_path, policy, num_episodes=4, lora={"r": 2}).train()
+    changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all(".lora_" in name or ".modules_to_save." in name for name in changed)
+    saved = tmp_path / "checkpoint-4"
+    assert (saved / "peft_adapter" / "adapter_config.json").is_file()
+    loaded = load_f1_policy(tmp_path / "f1_config.json", checkpoint_path=saved).policy
+    effective = [
+        {n: v for n, v in one.state_dict().items() if ".original_module." not in n} for one in (policy, loaded)
+    ]
+    assert same(*effective)
+
+
+# -- the run folder --------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_as_documented(tmp_path):
+    summary = trainer(tmp_path, num_episodes=6, save_every=2, video_save_every=4, sample_save_every=2).train()
+    assert summary["episodes"] == 6
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
+    assert {path.name for path in (tmp_path / "checkpoint-6").iterdir()} == {
+        "model.pt",
+        "training_state.pt",
+        "metrics.pt",
+    }
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [f"episode_{n}.png" for n in (2, 4, 6)]
+    assert [path.name for path in (tmp_path / "videos").iterdir()] == ["episode_4.mp4"]
+    lines = [json.loads(line) for line in (tmp_path / "episode_metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert {"train/wm_loss", "train/wm_acc_mean", "train/copy_acc", "train/learning_rate"} <= lines[-1].keys()
+
+
+@pytest.mark.parametrize("settings", [{}, {"sequential_training": False, "buffer_capacity": 5}])
+def test_resuming_equals_going_on(tmp_path, settings):
+    """8 episodes at once, and 4, stopped, then 4 more: the same weights, bit for bit."""
+    once = trainer(tmp_path / "once", scheduler="constant", **settings)
+    once.train()
+    trainer(tmp_path / "twice", num_episodes=4, scheduler="constant", **settings).train()
+    resumed = trainer(tmp_path / "twice", scheduler="constant", auto_resume=True, **settings)
+    resumed.load(tmp_path / "twice" / "checkpoint-4")  # the policy was given, not loaded
+    resumed.policy.load_state_dict(checkpoint.load_part(tmp_path / "twice" / "checkpoint-4", "model.pt"))
+    resumed.train()
+    assert resumed.episode == 8
+    assert same(once.policy.state_dict(), resumed.policy.state_dict())
+
+
+def test_a_run_is_not_replaced_unasked(tmp_path):
+    trainer(tmp_path, num_episodes=2).train()
+    with pytest.raises(InputError, match=r"already holds a run \(checkpoint-2\)"):
+        trainer(tmp_path)
+    trainer(tmp_path, num_episodes=4, overwrite=True).train()
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
+def test_the_clock_ends_a_run(tmp_path):
+    started = time.monotonic()
+    summary = trainer(tmp_path, num_episodes=100_000, max_minutes=0.02).train()
+    assert 1.0 < time.monotonic() - started < 20.0
+    assert (tmp_path / f"checkpoint-{summary['episodes']}").is_dir()
+    assert summary["learning_rate"] < 2e-4  # of 1e-3: the schedule went by the clock
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    config = panning_config(folder, num_episodes=100_000, save_every=2, keep_checkpoints=2)
+    values = {name: value for name, value in to_dict(config).items() if name != "run"}
+    model = folder.parent / "model.json"
+    model.write_text(json.dumps(to_dict(micro_config())))
+    values["model"]["config_file"] = str(model)
+    (folder.parent / "run.json").write_text(json.dumps(values))
+    return [sys.executable, "-m", "deft", "train", "--config", str(folder.parent / "run.json"), *flags]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_killed_run_leaves_a_good_checkpoint(tmp_path, how):
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(command(folder), env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not checkpoint.list_checkpoints(folder) and time.monotonic() < deadline and running.poll() is None:
+        time.sleep(0.02)
+    running.send_signal(how)
+    _, complaint = running.communicate(timeout=60)
+    found, problems = checkpoint.latest_whole_checkpoint(folder)
+    assert found is not None, complaint
+    assert not problems
+    reached = checkpoint.load_training_state(found)["episode"]
+    assert found.name == f"checkpoint-{reached}"
+    if how == signal.SIGTERM:
+        assert running.returncode == 143
+        assert complaint.strip().splitlines()[-1] == "deft: stopped by SIGTERM"
+    more = [*command(folder), "--auto_resume", "--num_episodes", str(reached + 2), "--json"]
+    done = subprocess.run(more, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(done.stdout.splitlines()[-1])["episodes"] == reached + 2
+
+
+# -- exploration -----------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_is_the_same_whoever_collects_it():
+    inline = InlineExplorer(EXPLORATION)
+    expected = inline.take(4)
+    assert [episode.number for episode in expected] == [0, 1, 2, 3]
+    assert not np.array_equal(expected[0].action, expected[1].action)
+    beside = ProcessExplorer(EXPLORATION, 2)
+    try:
+        found = sorted(beside.take(4), key=lambda episode: episode.number)
+    finally:
+        beside.close()
+    for one, other in zip(expected, found, strict=True):
+        for name, values in one.streams().items():
+            assert np.array_equal(values, other.streams()[name])
+    later = InlineExplorer(EXPLORATION)
+    later.skip(2)
+    assert np.array_equal(later.take(1)[0].wrist, expected[2].wrist)
+    shared = [InlineExplorer(EXPLORATION, first, 2).take(2) for first in range(2)]
+    assert [[episode.number for episode in part] for part in shared] == [[0, 2], [1, 3]]
+
+
+def test_held_out_scenes_are_never_trained_on():
+    seeds = {Exploration({}, seed=seed).scene_seed(index) for seed in (0, 1, 12345) for index in range(1000)}
+    held_out = {
+        Exploration({}, seed=seed, held_out=True).scene_seed(index) for seed in (0, 1, 12345) for index in range(1000)
+    }
+    assert not seeds & held_out
+    assert max(seeds) < min(held_out)
+
+
+def test_a_scene_is_kept_for_several_episodes():
+    explorer = InlineExplorer(Exploration({"world": WORLD, "max_steps": 3}, scenes_kept=3))
+    first = explorer.take(5)
+    again = InlineExplorer(Exploration({"world": WORLD, "max_steps": 3}, scenes_kept=3))
+    again.skip(4)
+    assert np.array_equal(again.take(1)[0].wrist, first[4].wrist)
+    assert [episode.number for episode in first] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_collects_beside_training(tmp_path):
+    made = trainer(tmp_path, overlap=True, num_envs=1, num_episodes=12)
+    summary = made.train()
+    assert summary["episodes"] == 12
+    assert made.num_taken >= 2
+    _, process = made.explorer._workers[0]
+    assert process.poll() is not None  # ended with the run
+
+
+def test_what_goes_wrong_beside_training_ends_the_run(tmp_path):
+    made = trainer(tmp_path, overlap=True, num_envs=1, world_kwargs={"breaks_at": 3})
+    with pytest.raises(RunError, match="the camera fell off"):
+        made.train()
+
+
+# -- recorded video --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recording(tmp_path) -> Path:
+    """Four npz episodes of the panning camera, as pixel datasets have them: channels of three stacked frames."""
+    folder = tmp_path / "pixels"
+    folder.mkdir()
+    explorer = InlineExplorer(Exploration({"world": WORLD, "max_steps": 7}))
+    for episode in explorer.take(4):
+        stacked = np.concatenate([episode.wrist[[0, *range(7)]], episode.wrist, episode.wrist], 1)
+        np.savez(
+            folder / f"{episode.number}.npz",
+            observation=stacked,
+            action=np.concatenate([np.zeros((1, 4)), episode.action[:, :4]]).astype(np.float32),
+            reward=np.zeros(8, np.float32),
+            discount=np.ones(8, np.float32),
+        )
+    return folder
+
+
+def test_a_dataset_trains_the_same_model(tmp_path, recording):
+    made = trainer(tmp_path / "run", dataset=str(recording), steps_per_episode=7, num_episodes=8)
+    made.train()
+    explorer = made.explorer
+    assert isinstance(explorer, DatasetExplorer)
+    assert explorer.num_episodes == 3  # one of four is kept out
+    assert set(explorer.training_episodes) | set(explorer.held_out_episodes) == {0, 1, 2, 3}
+    kept = explorer.held_out(9)
+    assert [episode.number for episode in kept] == explorer.held_out_episodes.tolist()
+    assert np.array_equal(
+        kept[0].wrist, InlineExplorer(Exploration({"world": WORLD, "max_steps": 7})).take(4)[kept[0].number].wrist
+    )
+    assert kept[0].state.shape == (8, 32)
+    low, high = (np.array(limit) for limit in explorer.normalization["action"])
+    episode = explorer.read(int(explorer.training_episodes[0]))
+    raw = explorer.dataset.episode(int(explorer.training_episodes[0])).action
+    assert np.allclose((episode.action[:, :2] * (high - low)[:2] + (low + high)[:2]) / 2, raw[:, :2], atol=1e-6)
+    assert not episode.action[:, 2:].any()  # dims that never change, and padding
+    state = checkpoint.load_training_state(tmp_path / "run" / "checkpoint-8")["state"]
+    assert state["normalization"] == explorer.normalization
+
+
+def test_a_dataset_run_resumes_bit_for_bit(tmp_path, recording):
+    settings = {"dataset": str(recording), "steps_per_episode": 7, "scheduler": "constant"}
+    once = trainer(tmp_path / "once", **settings)
+    once.train()
+    trainer(tmp_path / "twice", num_episodes=4, **settings).train()
+    resumed = trainer(tmp_path / "twice", auto_resume=True, **settings)
+    resumed.policy.load_state_dict(checkpoint.load_part(tmp_path / "twice" / "checkpoint-4", "model.pt"))
+    resumed.train()
+    assert same(once.policy.state_dict(), resumed.policy.state_dict())
+
+
+def test_a_dataset_with_more_dims_makes_a_wider_model(tmp_path, recording):
+    for file in recording.glob("*.npz"):
+        arrays = dict(np.load(file))
+        arrays["action"] = np.concatenate([arrays["action"]] * 10, 1)
+        np.savez(file, **arrays)
+    config = panning_config(tmp_path / "run", dataset=str(recording), num_episodes=2)
+    (tmp_path / "model.json").write_text(json.dumps(to_dict(micro_config())))
+    config.model.config_file = str(tmp_path / "model.json")
+    train_teacher(config)
+    assert json.loads((tmp_path / "run" / "f1_config.json").read_text())["max_action_dim"] == 40
+
+
+def test_cameras_and_frames_of_a_dataset(recording):
+    dataset = open_video(str(recording), {}, 16)
+    assert find_cameras(dataset, None, None) == ("", None)
+    with pytest.raises(InputError, match="no pictures 'left'"):
+        find_cameras(dataset, "left", None)
+    grey = np.arange(8, dtype=np.uint8).reshape(2, 1, 2, 2)
+    assert np.array_equal(last_picture(grey)[:, 2], grey[:, 0])
+    with pytest.raises(InputError, match="4 channels"):
+        last_picture(np.zeros((2, 4, 2, 2), np.uint8))
+    assert [len(part) for part in split(20, 0.1, 0)] == [18, 2]
+    assert [len(part) for part in split(3, 0.0, 0)] == [2, 1]
+    with pytest.raises(InputError, match="one episode"):
+        split(1, 0.5, 0)

@@ -1,0 +1,183 @@
+"""The image tokenizer's training, on a model of 16 pixels and a recorded set of pictures; the tabletop's with few."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from f1_worlds import micro_config
+from safetensors.torch import load_file
+
+from deft.cli import main
+from deft.config.loading import to_dict
+from deft.config.settings import LoggingConfig
+from deft.config.tokenizer_settings import TokenizerTrainingConfig
+from deft.envs.tabletop.pictures import TabletopPictures
+from deft.errors import InputError
+from deft.evaluation.image_quality import psnr
+from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.loading import WEIGHTS, load_f1_policy
+from deft.models.f1.policy import F1Policy
+from deft.training.phases.frames import DatasetFrames, FrameStore
+from deft.training.phases.tokenizer import perplexity, train_tokenizer
+
+QUIET = LoggingConfig(console_level="ERROR", tensorboard=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The config file of a model of 16 pixels."""
+    path = tmp_path / "micro.json"
+    path.write_text(json.dumps({"preset": "tiny", **to_dict(micro_config())}))
+    return str(path)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> str:
+    """Three episodes of 20 pictures: a bright square wanders over a shaded ground."""
+    random = np.random.default_rng(0)
+    folder = tmp_path / "recording"
+    folder.mkdir()
+    for episode in range(3):
+        pictures = np.zeros((20, 3, 16, 16), np.uint8)
+        pictures[:] = np.linspace(20, 120, 16).astype(np.uint8)
+        for picture in pictures:
+            row, column = random.integers(0, 12, 2)
+            picture[:, row : row + 5, column : column + 5] = random.integers(150, 256, (3, 1, 1))
+        arrays = {"action": np.zeros((20, 2), np.float32), "reward": np.zeros(20), "discount": np.ones(20)}
+        np.savez(folder / f"{episode}.npz", observation=pictures, **arrays)
+    return str(folder)
+
+
+def _config(
+    tmp_path: Path, model: str, recording: str, name: str = "run", **changes: object
+) -> TokenizerTrainingConfig:
+    settings = {"num_updates": 40, "batch_size": 8, "eval_interval": 20, "save_interval": 20, "threads": 1}
+    return TokenizerTrainingConfig(
+        model=model, dataset=recording, output_dir=str(tmp_path / name), device="cpu", **(settings | changes)
+    )
+
+
+def test_a_few_updates_repeat_pictures_that_were_kept_out_better(tmp_path, model, recording):
+    results = train_tokenizer(_config(tmp_path, model, recording, num_updates=100, eval_interval=20), QUIET)
+    folder = tmp_path / "run"
+    lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    found = [line["psnr"] for line in lines if line["type"] == "evaluation"]
+    assert found[-1] == pytest.approx(results["psnr"])
+    assert found[-1] > found[0] + 1.5
+    assert results["codes_used"] > 8
+    assert 1 < results["perplexity"] <= 32
+    assert results["frames"] == 2 * 20
+    assert {path.name for path in (folder / "samples").iterdir()} >= {"update_20.png", "update_100.png"}
+    assert json.loads((folder / "results.json").read_text())["ssim"] == pytest.approx(results["ssim"])
+
+
+def test_a_model_starts_from_the_file_that_training_wrote(tmp_path, model, recording):
+    """What training measured is what the loaded tokenizer does, up to the file's half precision."""
+    config = _config(tmp_path, model, recording)
+    results = train_tokenizer(config, QUIET)
+    policy = load_f1_policy(micro_config(tokenizer_weights=results["weights"])).policy
+    held_out = DatasetFrames(config, 16).held_out()["image"]
+    made = to_pictures(policy.tokenizer.decode(policy.tokenizer.encode(to_model(held_out, 16, "held out"))))
+    assert float(psnr(held_out, made).mean()) == pytest.approx(results["psnr"], abs=0.05)
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, model, recording):
+    whole = train_tokenizer(_config(tmp_path, model, recording, "whole"), QUIET)
+    config = _config(tmp_path, model, recording, "parts", keep_checkpoints=5)
+    train_tokenizer(config, QUIET)
+    for path in (tmp_path / "parts" / "checkpoint-40").iterdir():  # as if killed after update 20
+        path.unlink()
+    (tmp_path / "parts" / "checkpoint-40").rmdir()
+    config.resume = True
+    resumed = train_tokenizer(config, QUIET)
+    first, second = (load_file(results["weights"]) for results in (whole, resumed))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys()
+    assert whole["psnr"] == resumed["psnr"]
+
+
+def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, model, recording, capsys):
+    command = ["train", "tokenizer", "--output-dir", str(tmp_path / "out")]
+    assert main([*command, "--dataset", str(tmp_path / "nowhere")]) == 2
+    assert main([*command, "--model", str(tmp_path / "nowhere.json")]) == 2
+    assert main([*command, "--dataset", recording, "--model", model, "--cameras", "front"]) == 2
+    assert main([*command, "--dataset", recording, "--model", model, "--resume"]) == 2
+    assert main([*command, "--env-kwargs", "colour=red"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 5
+    parts = ("was not found", "no such config file", "no 'front'", "no checkpoint", "env_kwargs")
+    assert all(part in line for part, line in zip(parts, lines, strict=True))
+    config = _config(tmp_path, model, recording, num_updates=2)
+    train_tokenizer(config, QUIET)
+    with pytest.raises(InputError, match="already holds a run"):
+        train_tokenizer(config, QUIET)
+    config.resume, config.batch_size = True, 4
+    with pytest.raises(InputError, match="was trained with batch_size 8, not 4"):
+        train_tokenizer(config, QUIET)
+
+
+def test_a_source_that_fails_or_ends_early_is_told():
+    def failing():
+        yield np.zeros((2, 3, 4, 4), np.uint8)
+        raise InputError("the camera fell off")
+
+    store = FrameStore(failing(), 4, 4, torch.device("cpu"))
+    assert len(store.first(2)) == 2
+    with pytest.raises(InputError, match="the camera fell off"):
+        store.first(3)
+    store.close()
+    store = FrameStore((chunk for chunk in [np.ones((2, 3, 4, 4), np.uint8)]), 4, 4, torch.device("cpu"))
+    with pytest.raises(InputError, match="4 pictures were expected, and there are 2"):
+        store.first(4)
+    store.close()
+
+
+def test_perplexity_by_hand():
+    """Two codes in equal parts are two; 1/2, 1/4, 1/4 has entropy 1.5 ln 2, so 2^1.5."""
+    assert perplexity(torch.tensor([0.5, 0.5, 0.0])) == pytest.approx(2.0)
+    assert perplexity(torch.tensor([0.5, 0.25, 0.25])) == pytest.approx(2**1.5)
+
+
+def test_tabletop_pictures_come_from_the_seed_and_show_many_scenes():
+    def pictures(seed: int) -> np.ndarray:
+        env = TabletopPictures(16, pictures_per_scene=2)
+        found = [env.reset(seed=seed)[0]]
+        ends = []
+        for _ in range(3):
+            if ends and ends[-1]:
+                found.append(env.reset()[0])
+            picture, _, _, truncated, _ = env.step(0)
+            found.append(picture)
+            ends.append(truncated)
+        assert ends == [True, True, True]  # two pictures a scene: the reset's and one more
+        env.close()
+        return np.stack(found)
+
+    first, again, other = pictures(0), pictures(0), pictures(1)
+    assert first.shape == (6, 2, 3, 16, 16)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    scenes = first[::2].reshape(3, -1).astype(int)
+    assert np.abs(scenes[0] - scenes[1]).mean() > 10  # another table, other walls
+
+
+def test_the_shipped_tokenizer_repeats_pictures_it_has_not_seen():
+    """`tiny` from a clean install: no file to name. A picture of its mean colour alone scores about 15 dB."""
+    policy = load_f1_policy("tiny").policy
+    assert (WEIGHTS / "tiny_tokenizer.safetensors").stat().st_size < 2 * 2**20
+    env = TabletopPictures(64)
+    pictures = torch.from_numpy(np.concatenate([env.reset(seed=7_000_000 + index)[0] for index in range(8)]))
+    env.close()
+    flat = pictures.float().mean((2, 3), keepdim=True).round().to(torch.uint8).expand_as(pictures)
+    made = to_pictures(policy.tokenizer.decode(policy.tokenizer.encode(to_model(pictures, 64, "pictures"))))
+    assert float(psnr(pictures, made).mean()) > float(psnr(pictures, flat).mean()) + 4
+
+
+def test_a_tokenizer_that_is_missing_is_never_replaced_by_chance():
+    config = micro_config(tokenizer_weights="nowhere")
+    with pytest.raises(InputError, match="deft train tokenizer") as error:
+        load_f1_policy(config)
+    assert "\n" not in str(error.value)
+    assert isinstance(load_f1_policy(config, debug=True).policy, F1Policy)

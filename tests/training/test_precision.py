@@ -1,0 +1,30 @@
+"""Which number format is chosen."""
+
+import torch
+
+from deft.training import precision
+from deft.training.precision import autocast, choose_precision, cpu_has_bfloat16
+
+ARM = "processor\t: 0\nFeatures\t: fp asimd evtstrm {}\nCPU part\t: 0xd0c\n"
+
+
+def test_a_cpu_without_instructions_for_it_gets_no_bfloat16(monkeypatch):
+    assert not cpu_has_bfloat16(ARM.format("atomics"))
+    assert cpu_has_bfloat16(ARM.format("bf16"))
+    assert cpu_has_bfloat16("flags\t\t: fpu avx512_bf16 sse\n")
+    assert not cpu_has_bfloat16("flags\t\t: fpu avx512f sse\n")
+    cpu = torch.device("cpu")
+    for has, quicker, expected in ((True, True, torch.bfloat16), (True, False, None), (False, True, None)):
+        monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr(precision, "bfloat16_is_quicker", lambda quicker=quicker: quicker)
+        assert choose_precision("auto", cpu) is expected
+    assert choose_precision("float32", cpu) is None
+    assert choose_precision("bfloat16", cpu) is torch.bfloat16
+
+
+def test_autocast_is_where_it_is_asked_for():
+    product = torch.ones(2, 2)
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        assert (product @ product).dtype is torch.bfloat16
+    with autocast(torch.device("cpu"), None):
+        assert (product @ product).dtype is torch.float32
