@@ -109,7 +109,6 @@ def test_another_scale_than_the_weights_were_trained_with_is_refused():
         algorithm.resumed()
 
 
-
 def test_episodes_longer_than_the_timesteps_are_refused() -> None:
     with pytest.raises(InputError, match=r"max_episode_length: 4 is less than the dataset's longest .* set it to 5"):
         make_algorithm(make_table(), max_episode_length=4)
