@@ -24,13 +24,16 @@ from deft.training.run_folder import CONFIG_FILE
 log = logging.getLogger(__name__)
 
 
-def take_over(config: RunConfig, policy: Policy | None) -> RunConfig:
-    """The config with the policy section of what it starts from: the policy given, or the run of `model_path`."""
+def take_over(config: RunConfig, policy: Policy | None, resume_from: Path | None = None) -> RunConfig:
+    """The config with the policy section of what it starts from: the policy given, or the run of `model_path`.
+
+    A run that is resumed has taken it over already: its own folder says what.
+    """
     if policy is not None:
         return _with_actor(config, _section_of(policy)) if isinstance(policy, Actor) else config
     if config.model_path is None:
         return config
-    source = _config_beside(Path(config.model_path))
+    source = _config_beside(resume_from or Path(config.model_path))
     return config if source is None else _with_actor(config, _actor_section(source, config))
 
 

@@ -73,8 +73,7 @@ def build_trainer(
     `critics`: the state of the off-policy algorithm that trained the policy given.
     """
     config, resume_from, replaces = place_run(config, config.env.id)
-    if resume_from is None:
-        config = take_over(config, policy)
+    config = take_over(config, policy, resume_from)
     fresh_policy = policy is None and config.model_path is None
     assert config.output_dir is not None
     seed_everything(config.seed)

@@ -245,6 +245,27 @@ def test_from_run_to_run_on_the_command_line(tmp_path, capsys):
     assert load_config(out / "config.yaml").policy.actor.distribution == "tanh_gaussian"
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "sac"])
+def test_a_run_from_another_resumes_by_the_same_command(tmp_path, algorithm):
+    """Also when the run that it started from is gone."""
+    offline = iql(tmp_path)
+    arguments = ["train", algorithm, "--env", TWO_STEP, "--model-path", str(offline.run_dir), "--auto-resume"]
+    arguments += [
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--eval-freq",
+        "0",
+        "--console-level",
+        "ERROR",
+        "--no-tensorboard",
+    ]
+    arguments += ["--rollout-steps", "32"] if algorithm == "ppo" else ["--learning-starts", "20", "--batch-size", "8"]
+    assert cli.main([*arguments, "--total-timesteps", "32"]) == 0
+    offline.run_dir.rename(tmp_path / "gone")
+    assert cli.main([*arguments, "--total-timesteps", "64"]) == 0
+    assert (tmp_path / "run" / "checkpoint-64").is_dir()
+
+
 def test_critics_that_do_not_fit_are_refused_or_made_anew(tmp_path):
     source = str(iql(tmp_path).run_dir)
     with pytest.raises(InputError, match=r"critics of the checkpoint does not fit.*--no-keep-critics"):

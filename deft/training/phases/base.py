@@ -67,7 +67,7 @@ class BaseRLTrainer(ABC):
         self.num_updates = 0
         self.elapsed = 0.0  # seconds of training
         self.choose_what_learns()
-        self.optimizer = setup_optimizer(self.policy, config.training.learning_rate, config.training.weight_decay)
+        self.optimizer = self.make_optimizer()
         self.scheduler = LambdaLR(self.optimizer, lambda _: self.learning_rate_factor())
         self._log: RunLogger | None = None
         self._log_state: dict[str, Any] | None = None
@@ -88,6 +88,10 @@ class BaseRLTrainer(ABC):
             freeze_vision_encoder=self.training.freeze_vision_encoder or not self.training.train_understanding,
             train_gen_expert_only=not self.training.train_understanding,
         )
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Of the weights that learn."""
+        return setup_optimizer(self.policy, self.training.learning_rate, self.training.weight_decay)
 
     def model_config(self) -> F1Config:
         """The model's sizes and switches: of the run that goes on, else of `model.config_file`."""

@@ -37,6 +37,7 @@ from deft.training.precision import autocast
 log = logging.getLogger(__name__)
 CODED_TOGETHER = 256  # frames
 MOST_WORKERS = 64
+TRUST_RATE = 10.0  # times the learning rate of the rest
 
 
 class TeacherTrainer(BaseRLTrainer):
@@ -245,6 +246,25 @@ class TeacherTrainer(BaseRLTrainer):
         else:
             explorer.skip(held)
         return explorer
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """How far the motion prior is trusted learns quicker than the rest, which would else drown it at first."""
+        optimizer = super().make_optimizer()
+        motion = self.policy.model.motion
+        if motion is None:
+            return optimizer
+        trusted = [
+            one
+            for name, one in motion.named_parameters()
+            if one.requires_grad and ("trust." in name or "log_sharpness" in name)
+        ]
+        chosen = {id(one) for one in trusted}
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) not in chosen]
+        if trusted:
+            rate = TRUST_RATE * self.training.learning_rate
+            optimizer.add_param_group({"params": trusted, "lr": rate, "weight_decay": 0.0})
+        return optimizer
 
     def model_config(self) -> F1Config:
         """As large as a dataset's states and actions need it."""
