@@ -460,9 +460,7 @@ def test_what_the_map_says_is_there_and_what_is_not_is_not() -> None:
             assert (name in deft.__all__) == (when == "now"), f"{name} is said to be here {when}"
         for name in re.findall(r"`deft train ([a-z]\S*?)[ `]", text):
             known = {*algorithm_settings.ALGORITHM_SETTINGS, *WAYPOINT_TRAINING, *PHASE_TRAINING, "tokenizer"}
-            assert (name in known) == (when == "now"), (
-                f"{name} is said to be here {when}"
-            )
+            assert (name in known) == (when == "now"), f"{name} is said to be here {when}"
         for name in re.findall(r"`scripts/(\S+?\.sh)", text):
             assert (ROOT / "scripts" / name).is_file() == (when == "now"), f"{name} is said to be here {when}"
 
