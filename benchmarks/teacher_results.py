@@ -132,7 +132,9 @@ def main() -> None:
     for bar in found["bars"]:
         print(f"{'reached' if bar['reached'] else 'MISSED':8} {bar['what']}: {bar['found']:.3f} (bar {bar['bar']:g})")
     latest = checkpoint.find_checkpoint(run)
-    save_file(checkpoint.load_part(latest, checkpoint.MODEL), folder / "tiny_teacher.safetensors")
+    weights = checkpoint.load_part(latest, checkpoint.MODEL)
+    halved = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
+    save_file(halved, folder / "tiny_teacher.safetensors")  # read back as float32; the figures are of float32
 
     swept = run
     if arguments.memory_minutes:

@@ -38,7 +38,7 @@ class TrainingConfig:
     """Steps of an episode."""
     batch_size: Count = 8
     """Episodes that are trained on side by side, in each process."""
-    learning_rate: Positive = 1e-3
+    learning_rate: Positive = 2e-3
     """AdamW's step size at its highest."""
     weight_decay: NonNegative = 0.01
     """AdamW's weight decay, of matrices alone."""

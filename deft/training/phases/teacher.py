@@ -53,6 +53,8 @@ class TeacherTrainer(BaseRLTrainer):
         self.generator = np.random.default_rng([training.seed, self.processes.rank])
         self.num_taken = 0  # episodes that this process has got from its explorer
         self.explorer: Explorer | None = explorer
+        if explorer is None and training.dataset is None:
+            self.exploration()  # what is wrong with the environment's settings is said before anything is written
         self.buffer = EpisodeBuffer(0, 0)  # made with the explorer
         self._buffer_state: dict[str, Any] | None = None
         self.motion_optimizer: torch.optim.Optimizer | None = None
