@@ -51,8 +51,9 @@ class TransitionRing:
         self._num_frames = 0  # ever written
         self._written, self._oldest = 0, 0  # transitions, counted from the first ever written
         self._bounds = torch.zeros(2, dtype=torch.float64, device=self.device)  # oldest, and how many, for the device
-        self._last_frame: list[int | None] = []  # of each environment, where its episode goes on
-        self._waiting: list[deque[dict[Key, Any]]] = []  # steps of each environment that still gather their n rewards
+        self._num_envs = 0
+        self._last_frame: dict[int, int] = {}  # of each environment whose episode goes on
+        self._waiting: dict[int, deque[dict[Key, Any]]] = {}  # steps of each that still gather their n rewards
 
     def __len__(self) -> int:
         """Transitions that can be drawn."""
@@ -62,11 +63,22 @@ class TransitionRing:
 
     @torch.inference_mode(False)  # a collector writes in inference mode; what it wrote must still be fit to train on
     def write(self, row: Row) -> None:
-        """Take one step of all environments, {key: [N, …]} with next observations; the collector's way in."""
+        """Take one step of all environments, {key: [N, …]} with next observations; the collector's way in.
+
+        Rows outside `schema.STEP_MASK`, where it is there, did not happen: their episode was lost.
+        """
         arrays = {key: value if isinstance(value, np.ndarray) else to_numpy(value) for key, value in row.items()}
+        envs = np.arange(len(arrays[schema.NEXT_TERMINATED]))
+        mask = arrays.pop(schema.STEP_MASK, None)
+        if mask is not None:
+            for lost in envs[~mask]:
+                self._waiting.pop(int(lost), None)
+                self._last_frame.pop(int(lost), None)
+            envs = envs[mask]
+            arrays = {key: value[mask] for key, value in arrays.items()}
         terminated = arrays[schema.NEXT_TERMINATED]
-        done = terminated | arrays[schema.NEXT_TRUNCATED]
-        self._add(arrays, terminated, done, len(done))
+        if len(envs):
+            self._add(arrays, terminated, terminated | arrays[schema.NEXT_TRUNCATED], envs.tolist())
 
     @torch.inference_mode(False)
     def extend(self, episode: Any) -> None:
@@ -84,10 +96,11 @@ class TransitionRing:
         size = 1 if alone else self.capacity  # steps that wait for others, or share images, come one by one
         for start in range(0, length, size):
             part = slice(start, min(start + size, length))
-            count = part.stop - start
-            self._add({key: value[part] for key, value in steps.items()}, terminated[part], done[part], count)
+            envs = [0] * (part.stop - start)  # a recording is one environment's
+            self._add({key: value[part] for key, value in steps.items()}, terminated[part], done[part], envs)
 
-    def _add(self, arrays: dict[Key, Any], terminated: np.ndarray, done: np.ndarray, count: int) -> None:
+    def _add(self, arrays: dict[Key, Any], terminated: np.ndarray, done: np.ndarray, envs: list[int]) -> None:
+        self._num_envs = max(self._num_envs, max(envs) + 1)
         steps: dict[Key, Any] = {schema.ACTION: arrays[schema.ACTION]}
         reward = np.asarray(arrays[schema.NEXT_REWARD], np.float32)
         images: dict[Key, tuple[Any, Any]] = {}
@@ -100,17 +113,15 @@ class TransitionRing:
             else:
                 steps[key], steps[_following(key)] = value, following
         if images:
-            self._last_frame = self._last_frame or [None] * count
-            steps[_FRAME], steps[_NEXT_FRAME] = self._keep_images(images, done)
+            steps[_FRAME], steps[_NEXT_FRAME] = self._keep_images(images, done, envs)
         discount = self._discounts(arrays, terminated)
         if self.n_step == 1:
-            self._append({**steps, schema.NEXT_REWARD: reward, schema.DISCOUNT: discount}, count)
+            self._append({**steps, schema.NEXT_REWARD: reward, schema.DISCOUNT: discount}, len(envs))
             return
-        self._waiting = self._waiting or [deque() for _ in range(count)]
-        for index in range(count):
+        for index, env in enumerate(envs):
             # A copy: the environments write their next observation into the same memory.
             step = {key: np.array(value[index]) for key, value in steps.items()}
-            self._gather(index, step, reward, discount, done)
+            self._gather(env, step, reward[index], discount[index], bool(done[index]))
 
     def _discounts(self, arrays: dict[Key, Any], terminated: np.ndarray) -> np.ndarray:
         gamma = np.float32(self.gamma)
@@ -118,16 +129,14 @@ class TransitionRing:
             return np.where(terminated, 0.0, gamma ** arrays[schema.NEXT_NUM_STEPS]).astype(np.float32)
         return np.where(terminated, np.float32(0.0), gamma)
 
-    def _gather(
-        self, index: int, step: dict[Key, Any], reward: np.ndarray, discount: np.ndarray, done: np.ndarray
-    ) -> None:
+    def _gather(self, env: int, step: dict[Key, Any], reward: Any, discount: Any, done: bool) -> None:
         """n rewards: each waiting step of this environment takes this one's; those that are complete are written."""
-        waiting = self._waiting[index]
+        waiting = self._waiting.setdefault(env, deque())
         waiting.append({**step, schema.NEXT_REWARD: np.float32(0.0), schema.DISCOUNT: np.float32(1.0)})
         for earlier in waiting:
-            earlier[schema.NEXT_REWARD] += earlier[schema.DISCOUNT] * reward[index]
-            earlier[schema.DISCOUNT] *= discount[index]
-        while waiting and (done[index] or len(waiting) == self.n_step):
+            earlier[schema.NEXT_REWARD] += earlier[schema.DISCOUNT] * reward
+            earlier[schema.DISCOUNT] *= discount
+        while waiting and (done or len(waiting) >= self.n_step):
             first = waiting.popleft()
             for key, value in step.items():
                 if key == _NEXT_FRAME or key[0] == schema.NEXT:
@@ -162,26 +171,28 @@ class TransitionRing:
 
     # -- images --------------------------------------------------------------------------------------------------------
 
-    def _keep_images(self, images: dict[Key, tuple[Any, Any]], done: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _keep_images(
+        self, images: dict[Key, tuple[Any, Any]], done: np.ndarray, envs: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of the images before and after a step; one that is already there, as the last step's, is kept."""
-        count = len(done)
         if not self._frames:
             size = sum(before[0].nbytes for before, _ in images.values())
-            self._frame_capacity = self._frames_for(count)
+            self._frame_capacity = self._frames_for(self._num_envs)
             _check_memory(self._frame_capacity, size, self.device)
             for key, (before, _) in images.items():
                 shape = (self._frame_capacity, *before.shape[1:])
                 self._frames[key] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        numbers, next_numbers = np.empty(count, np.int64), np.empty(count, np.int64)
-        for index in range(count):
-            last = self._last_frame[index]
+        numbers, next_numbers = np.empty(len(envs), np.int64), np.empty(len(envs), np.int64)
+        for index, env in enumerate(envs):
+            last = self._last_frame.pop(env, None)
             numbers[index] = self._keep({key: pair[0][index] for key, pair in images.items()}) if last is None else last
             next_numbers[index] = self._keep({key: pair[1][index] for key, pair in images.items()})
-            self._last_frame[index] = None if done[index] else int(next_numbers[index])
+            if not done[index]:
+                self._last_frame[env] = int(next_numbers[index])
         return numbers, next_numbers
 
     def _frames_for(self, num_envs: int) -> int:
-        return self.capacity + self.capacity // _MORE_FRAMES + (self.n_step + 2) * num_envs
+        return self.capacity + self.capacity // _MORE_FRAMES + 4 * (self.n_step + 1) * num_envs
 
     def _keep(self, images: dict[Key, Any]) -> int:
         for key, image in images.items():
@@ -190,16 +201,19 @@ class TransitionRing:
         return self._num_frames - 1
 
     def _forget_overwritten(self) -> None:
-        """Drop transitions whose image is gone: many short episodes take more images than were thought of."""
-        numbers, gone = self._columns[_FRAME], self._num_frames - self._frame_capacity
+        """Drop transitions whose image is gone: many short episodes take more images than were thought of.
+
+        Images of several environments, and of steps that waited, are numbered in another order than their transitions:
+        so those that could be gone by then go too.
+        """
+        slack = 2 * (self.n_step + 1) * self._num_envs
+        numbers, gone = self._columns[_FRAME], self._num_frames - self._frame_capacity + slack
         while gone > 0 and self._oldest < self._written and int(numbers[self._oldest % self.capacity]) < gone:
             self._oldest += 1
 
     def cut(self) -> None:
         """The environments begin new episodes: what waited for further steps will not get them."""
-        for steps in self._waiting:
-            steps.clear()
-        self._last_frame = [None] * len(self._last_frame)
+        self._waiting, self._last_frame = {}, {}
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -241,11 +255,12 @@ class TransitionRing:
                 for key, frames in self._frames.items()
             },
             "num_frames": self._num_frames,
-            "last_frame": list(self._last_frame),
-            "waiting": [
-                [{_join(key): torch.as_tensor(np.asarray(value)) for key, value in step.items()} for step in steps]
-                for steps in self._waiting
-            ],
+            "num_envs": self._num_envs,
+            "last_frame": dict(self._last_frame),
+            "waiting": {
+                env: [{_join(key): torch.as_tensor(np.asarray(value)) for key, value in step.items()} for step in steps]
+                for env, steps in self._waiting.items()
+            },
             "written": self._written,
             "oldest": self._oldest,
             "generator": self.generator.get_state(),
@@ -254,17 +269,17 @@ class TransitionRing:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; into a smaller buffer go the latest."""
         self.generator.set_state(state["generator"])
-        self._waiting = [
-            deque({_split(key): value.numpy() for key, value in step.items()} for step in steps)
-            for steps in state["waiting"]
-        ]
-        self._last_frame = list(state["last_frame"])
+        self._waiting = {
+            env: deque({_split(key): value.numpy() for key, value in step.items()} for step in steps)
+            for env, steps in state["waiting"].items()
+        }
+        self._num_envs, self._last_frame = state["num_envs"], dict(state["last_frame"])
         self._columns, self._frames = {}, {}
         self._written = self._oldest = state["oldest"]
         frames = {_split(key): kept for key, kept in state["frames"].items()}
         if frames:
             held = len(next(iter(frames.values())))
-            self._frame_capacity = max(self._frames_for(len(self._last_frame)), held)
+            self._frame_capacity = max(self._frames_for(self._num_envs), held)
             numbers = torch.arange(state["num_frames"] - held, state["num_frames"])
             for key, kept in frames.items():
                 self._frames[key] = torch.zeros(

@@ -91,6 +91,8 @@ def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     best = path / checkpoint.BEST
     folder = checkpoint.find_checkpoint(best if best.exists() else path)
     config_file = folder.parent / CONFIG_FILE
+    if not config_file.is_file() and (folder.parent / "config.json").is_file():
+        raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against the policy it stands on")
     if not config_file.is_file():
         raise InputError(f"{path}: {config_file} is missing, so the policy cannot be rebuilt; evaluate it from Python")
     return folder, load_config(config_file)

@@ -134,6 +134,7 @@ def plot_safety(
     train_metrics: Sequence[Mapping[str, Any]], baseline: Mapping[str, Any], measures: Sequence[str], path: Path
 ) -> Path:
     """The deployed policy's measures on the held-out set over a run, the supervised policy's, and what was refused."""
+    train_metrics = [entry for entry in train_metrics if "rolled_back" in entry and f"safety/{measures[0]}" in entry]
     with _style():
         figure = _figure(5.2 * len(measures), 3.2)
         for axes, measure in zip(np.atleast_1d(figure.subplots(1, len(measures))), measures, strict=True):

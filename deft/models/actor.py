@@ -196,6 +196,7 @@ class Actor(ContinuousActor):
             return self
         alone = Actor(*self._made_with, num_members=1, dtype=self.actor.dtype).to(self.center.device)
         alone.encoder.load_state_dict(self.encoder.state_dict())
+        alone.reward_scale.copy_(self.reward_scale)
         stacked = {**dict(self.actor.named_parameters("actor")), **dict(self.value.named_parameters("value"))}
         if self.distribution == "gaussian":
             stacked["log_std"] = self.log_std

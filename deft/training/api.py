@@ -52,6 +52,8 @@ class OnlineTrainer:
         if use_wandb:
             run_config = replace(run_config, **{"logging.use_wandb": True})
         given = None if env is None or isinstance(env, str) else self._environments(env, run_config)
+        if critics is not None and not hasattr(critics, "algorithm"):
+            raise InputError(f"critics: give the trainer that trained the policy, not {type(critics).__name__}")
         state = None if critics is None else critics.algorithm.state_dict()
         self.trainer: Trainer = build_trainer(run_config, given, policy, eval_env, state)
 

@@ -110,6 +110,8 @@ class Collector:
         self._add_outcome(row, step)
         if self._next_observation:
             _flat_observation(row, _with_final(step), schema.NEXT_OBSERVATION)
+            if len(step.lost_index):  # steps that failed led nowhere
+                row[schema.STEP_MASK] = ~np.isin(np.arange(self.env.num_envs), step.lost_index)
         else:
             row[schema.NEXT_VALUE] = self._bootstrap(step, next_memory, ends_segment)
         # Counted before it is written: a trainer in another thread asks for the count of what it finds in the buffer.

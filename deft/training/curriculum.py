@@ -41,6 +41,8 @@ class Curriculum:
         self._index = 0
         self._resumed = False
         self._successes: deque[bool] = deque(maxlen=config.window)
+        self._num_silent = 0  # episodes in a row that did not say whether they succeeded
+        self._begun_before: set[int] = set()  # environments whose episode began at the level before
 
     @property
     def level(self) -> Level:
@@ -63,18 +65,20 @@ class Curriculum:
             self._set(self.config.levels[index])
         self._index = index
         self._successes.clear()
+        self._begun_before = set(range(self._env.num_envs))
         log.info("curriculum: level %r from %d steps on", self.level, num_timesteps)
         return self.level
 
     def state_dict(self) -> dict[str, Any]:
         """Which level, and what was seen at it, for the checkpoint."""
-        return {"level": self._index, "successes": list(self._successes)}
+        return {"level": self._index, "successes": list(self._successes), "begun_before": sorted(self._begun_before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it back; `start` then sets the level."""
         self._index = min(int(state["level"]), len(self.config.levels) - 1)
         self._successes.clear()
         self._successes.extend(bool(success) for success in state["successes"])
+        self._begun_before = set(state.get("begun_before", ()))
         self._resumed = True
 
     def _index_by_steps(self, num_timesteps: int) -> int:
@@ -85,12 +89,19 @@ class Curriculum:
         """One further where the window is full and enough of it succeeded."""
         assert self.config.success_rate is not None
         for episode in episodes:
-            if episode.success is None:
-                raise InputError(
-                    'env.curriculum.success_rate: the environment reports no success; have its info say "success" in '
-                    "an episode's last step, or give at_steps"
-                )
-            self._successes.append(episode.success)
+            if episode.success is None:  # cut before its end, or never said
+                self._num_silent += 1
+                if self._num_silent >= self.config.window:
+                    raise InputError(
+                        'env.curriculum.success_rate: the environment reports no success; have its info say "success" '
+                        "in an episode's last step, or give at_steps"
+                    )
+                continue
+            self._num_silent = 0
+            if episode.env_index in self._begun_before:  # at the level before
+                self._begun_before.discard(episode.env_index)
+            else:
+                self._successes.append(episode.success)
         is_full = len(self._successes) == self.config.window
         is_enough = sum(self._successes) >= self.config.success_rate * self.config.window
         return min(self._index + (is_full and is_enough), len(self.config.levels) - 1)

@@ -75,6 +75,7 @@ class GroupCollector(Collector):
     def __init__(self, env: VectorEnv, policy: Policy, seed: int, group_size: int) -> None:
         super().__init__(env, policy, seed, reward_terms=True)
         self.group_size = group_size
+        self._reports_success = False
 
     @torch.inference_mode()
     def play(self, buffer: GroupBuffer, seeds: list[int], max_steps: int, stop: Callable[[], bool]) -> bool:
@@ -92,13 +93,17 @@ class GroupCollector(Collector):
             step = self._play_step(buffer, alive)
             lengths[alive] += step.num_steps[alive]
             returns[alive] += step.reward[alive]
-            self.episodes.extend(episode for episode in step.episodes if alive[episode.env_index])
+            ended = [episode for episode in step.episodes if alive[episode.env_index]]
+            self._reports_success |= any(episode.success is not None for episode in ended)
+            self.episodes.extend(ended)
             lost[step.lost_index] |= alive[step.lost_index]
             alive[step.done_index] = False
             if not alive.any():
                 break
+        success = False if self._reports_success else None  # of an episode that is cut: it was not reached
         self.episodes.extend(
-            Episode(int(index), float(returns[index]), int(lengths[index]), None, {}) for index in np.flatnonzero(alive)
+            Episode(int(index), float(returns[index]), int(lengths[index]), success, {})
+            for index in np.flatnonzero(alive)
         )
         if alive.any():
             log.debug("%d episodes were cut after %d steps (rollout_steps)", alive.sum(), max_steps)

@@ -42,9 +42,9 @@ def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any]
     folder = None if path is None else checkpoint_folder(Path(path))
     if state is None and folder is not None:
         state = checkpoint.load_training_state(folder).get("algorithm", {})
-    if state is None or not isinstance(algorithm, OffPolicy):
+    if not isinstance(algorithm, OffPolicy) or (state is None and path is None):
         return
-    if "critics" not in state:
+    if state is None or "critics" not in state:
         log.info("%s has no critics: they start anew", folder or "the policy's run")
         return
     try:
@@ -54,9 +54,13 @@ def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any]
 
 
 def checkpoint_folder(path: Path) -> Path | None:
-    """The checkpoint whose weights a `model_path` means: of a run folder its best, else its latest; None for a file."""
+    """The checkpoint that a `model_path` means: of a run folder its best, else its latest; None for another file."""
     if not path.is_dir():
-        return None
+        return (
+            path.parent
+            if path.name == checkpoint.MODEL and (path.parent / checkpoint.TRAINING_STATE).is_file()
+            else None
+        )
     best = path / checkpoint.BEST
     return checkpoint.find_checkpoint(best if best.exists() else path)
 
@@ -105,6 +109,8 @@ def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig
                 f"model_path: {config.algorithm.name} goes on with an actor of unit actions (iql, cql, td3-bc, sft or "
                 "sac); the policy of that run is of another kind"
             )
+        if config.policy not in (OnlineActorConfig(), actor):
+            log.warning("policy: its settings are those of the run that it comes from; the ones given are not used")
         return replace(config, policy=to_dict(actor))
     if actor is None or actor.vla_config is not None:  # a VLA model is named by the config itself
         return config

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium import spaces
 
 from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.grpo import GRPO
@@ -24,7 +26,7 @@ from deft.envs.reward_weights import weigh
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
-from deft.models.actor import Actor
+from deft.models.actor import Actor, ContinuousActor
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
 from deft.models.vla.actor import VLAActor, weights_of_the_other_kind
@@ -99,6 +101,7 @@ def build_trainer(
         policy.to(device)
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
+        _check_bounds(policy, vector_env)
         algorithm = ALGORITHMS[config.algorithm.name](policy, config.algorithm.cfg, seed=config.seed)
         if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             adopt_critics(algorithm, config.model_path, critics)
@@ -194,6 +197,19 @@ def _check_action_dim(config: RunConfig, env: VectorEnv) -> None:
     actual = int(env.action_space.shape[-1]) if env.action_space.shape else 1
     if wanted != actual:
         raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
+
+
+def _check_bounds(policy: Policy, env: VectorEnv) -> None:
+    """Refuse an actor that was made for other bounds of the actions than the environment's."""
+    if not isinstance(policy, ContinuousActor) or not isinstance(env.action_space, spaces.Box):
+        return
+    low, high = ((policy.center + sign * policy.width).cpu().numpy() for sign in (-1, 1))
+    box = env.action_space
+    if not (np.allclose(low, box.low.reshape(-1)) and np.allclose(high, box.high.reshape(-1))):
+        raise InputError(
+            f"the policy acts between {low.min():g} and {high.max():g}, the environment takes {box}: make the policy "
+            "for that action_space, or rescale the environment's actions (gymnasium.wrappers.RescaleAction)"
+        )
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:

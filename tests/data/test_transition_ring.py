@@ -125,6 +125,50 @@ def test_a_resumed_ring_draws_the_same(image, n_step):
     assert all(torch.equal(drawn[key], again[key]) for key in drawn)
 
 
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_images_are_the_transitions_own_with_many_short_episodes(n_step):
+    # Every image and the float beside it carry one number; 8 environments whose episodes last about 5 steps.
+    generator = np.random.default_rng(0)
+    ring, number = TransitionRing(100, n_step=n_step), np.zeros(8, np.int64)
+    for _ in range(120):
+        done = generator.random(8) < 0.2
+        step = row(*[(n, 0, False, d) for n, d in zip(number, done, strict=True)])
+        image = row(*[(n, 0, False, d) for n, d in zip(number % 256, done, strict=True)], image=True)
+        streams = {
+            (schema.OBSERVATION, "number"): step[schema.OBSERVATION],
+            (*schema.NEXT_OBSERVATION, "number"): step[schema.NEXT_OBSERVATION],
+            (schema.OBSERVATION, "image"): image[schema.OBSERVATION],
+            (*schema.NEXT_OBSERVATION, "image"): image[schema.NEXT_OBSERVATION],
+        }
+        plain = {key: step[key] for key in step if key not in (schema.OBSERVATION, schema.NEXT_OBSERVATION)}
+        ring.write({**plain, **streams})
+        number += np.where(done, 7, 1)
+        batch = ring.sample(64) if len(ring) else {}
+        for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION) if batch else ():
+            expected = batch[key]["number"][:, 0] % 256
+            assert torch.equal(batch[key]["image"][:, 0, 0, 0].float(), expected)
+    assert len(ring) > 40
+
+
+def test_a_lost_step_leaves_nothing_behind():
+    ring = TransitionRing(10, gamma=1.0, n_step=2)
+    ring.write(row((0, 1, False, False), (10, 1, False, False)))
+    ring.write({**row((1, 1, False, False), (11, 0, False, True)), schema.STEP_MASK: np.array([True, False])})
+    ring.write(row((2, 1, False, False), (20, 1, False, False)))
+    ring.write(row((3, 1, False, False), (21, 1, False, False)))
+    # Of the second environment only what came after the loss: 20 and 21.
+    assert content(ring) == [(0, 2, 1.0, 2), (1, 2, 1.0, 3), (2, 2, 1.0, 4), (20, 2, 1.0, 22)]
+
+
+def test_another_number_of_environments_after_a_cut():
+    for n_step, image in ((3, False), (1, True)):
+        ring = TransitionRing(10, n_step=n_step)
+        ring.write(row((0, 1, False, False), (10, 1, False, False), image=image))
+        ring.cut()
+        ring.write(row((0, 1, False, True), (10, 1, False, True), (20, 1, False, True), image=image))
+        assert len(ring) == (3 if n_step == 3 else 5)
+
+
 def test_named_streams_and_chunks():
     ring = TransitionRing(4, gamma=0.5)
     plain = row((0, 1, False, False))

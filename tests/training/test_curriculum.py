@@ -60,16 +60,18 @@ def test_levels_begin_when_enough_episodes_succeed() -> None:
     curriculum.start()
     assert curriculum.update(10, episodes(True, True, True)) is None  # not four yet
     assert curriculum.update(20, episodes(False)) == "medium"  # 3 of 4
-    assert curriculum.update(30, episodes(True, True, True)) is None  # those at easy do not count any more
+    assert curriculum.update(30, episodes(True, True, True, True)) is None  # nor does the one that began at easy
     assert curriculum.update(40, episodes(False, False)) is None  # the last four: 2 of 4
     assert curriculum.update(50, episodes(True, True, True)) == "hard"  # F T T T
     assert curriculum.update(60, episodes(True, True, True, True)) is None  # nothing is harder
 
 
 def test_success_that_is_not_reported_is_told() -> None:
-    curriculum = Curriculum(CurriculumConfig(success_rate=0.5), SerialVectorEnv([Levelled()]))
+    curriculum = Curriculum(CurriculumConfig(success_rate=0.5, window=2), SerialVectorEnv([Levelled()]))
+    curriculum.update(5, episodes(None, True, None))  # one that was cut says nothing
+    curriculum = Curriculum(CurriculumConfig(success_rate=0.5, window=2), SerialVectorEnv([Levelled()]))
     with pytest.raises(InputError, match="reports no success"):
-        curriculum.update(10, episodes(None))
+        curriculum.update(10, episodes(None, None))
 
 
 def test_an_environment_without_the_method_is_refused_at_the_start() -> None:
@@ -92,7 +94,7 @@ def test_a_resumed_run_is_where_it_was() -> None:
     config = CurriculumConfig(success_rate=1.0, window=2)
     first = Curriculum(config, SerialVectorEnv([Levelled()]))
     first.update(1, episodes(True, True))
-    first.update(2, episodes(True))
+    first.update(2, episodes(False, True))  # the first of them began at easy
     env = Levelled()
     second = Curriculum(config, SerialVectorEnv([env]))
     second.load_state_dict(first.state_dict())

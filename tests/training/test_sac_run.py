@@ -276,6 +276,16 @@ def test_critics_that_do_not_fit_are_refused_or_made_anew(tmp_path):
     trainer.close()
 
 
+def test_a_policy_for_other_bounds_is_refused(tmp_path):
+    offline = iql(tmp_path)  # acts in [-1, 1]
+    settings = RLConfig(algorithm="sac", output_dir=str(tmp_path / "online"), **QUIET)
+    wide = gymnasium.wrappers.RescaleAction(TwoStep(), -2.0, 2.0)
+    with pytest.raises(InputError, match="the policy acts between -1 and 1, the environment takes Box"):
+        SACTrainer(wide, policy=offline.policy, config=settings)
+    with pytest.raises(InputError, match="critics: give the trainer that trained the policy, not str"):
+        SACTrainer(TwoStep(), policy=offline.policy, critics="iql", config=settings)
+
+
 def test_an_actor_critic_is_no_start_for_sac(tmp_path):
     settings = RLConfig(total_timesteps=64, rollout_steps=32, output_dir=str(tmp_path / "ppo"), eval_freq=0, **QUIET)
     online = PPOTrainer(TWO_STEP, config=settings)

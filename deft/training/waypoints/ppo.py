@@ -6,6 +6,7 @@ Beside what every run writes, the folder holds `config.json`, `train_metrics.jso
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,7 @@ from deft.training.waypoints.files import (
     TRAIN_METRICS,
     load_sft,
     read_json,
+    same_sft,
     save_ppo,
     write_json,
 )
@@ -196,7 +198,15 @@ def build_waypoint_trainer(
         if safety is not None:
             safety.set_baseline(policy)
         if resume_from is not None:
+            given = copy.deepcopy(sft)
             trainer.load(resume_from)
+            if not same_sft(policy, given):
+                raise InputError(
+                    f"--sft-checkpoint {config.sft_checkpoint}: the run in {config.out_dir} was made from another "
+                    "supervised policy; give that one, or another --out-dir"
+                )
+            if safety is not None:
+                safety.deployed = safety.held_out.evaluate(policy)
     except BaseException:
         env.close()
         raise
