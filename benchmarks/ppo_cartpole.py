@@ -21,16 +21,27 @@ from common import evaluate_run, last_checkpoint, print_machine, print_table, re
 
 BAR = 475.0
 STEPS = 100_000
-SETTINGS = ["--env", "CartPole-v1", "--total_timesteps", STEPS, "--rollout_steps", 2048, "--ppo_epochs", 4]
+SETTINGS: list[Any] = [
+    "--env",
+    "CartPole-v1",
+    "--total_timesteps",
+    STEPS,
+    "--rollout_steps",
+    2048,
+    "--ppo_epochs",
+    4,
+]
 SETTINGS += ["--ppo_clip_range", 0.2, "--learning_rate", 3e-4, "--batch_size", 64]
 EVALUATION_SEED = 10_000
 
 
-def train_and_evaluate(seed: int, episodes: int, folder: Path) -> dict[str, Any]:
+def train_and_evaluate(algorithm: str, settings: list[Any], seed: int, episodes: int, folder: Path) -> dict[str, Any]:
     """One seed: train by the command line, then evaluate what it saved last."""
     run_dir = folder / f"seed-{seed}"
     start = time.perf_counter()
-    run_deft(["train", "ppo", *SETTINGS, "--seed", seed, "--device", "cpu", "--threads", 1, "--output_dir", run_dir])
+    run_deft(
+        ["train", algorithm, *settings, "--seed", seed, "--device", "cpu", "--threads", 1, "--output_dir", run_dir]
+    )
     seconds = time.perf_counter() - start
     checkpoint = last_checkpoint(run_dir)
     result = evaluate_run(checkpoint, episodes, EVALUATION_SEED + seed)
@@ -45,9 +56,9 @@ def train_and_evaluate(seed: int, episodes: int, folder: Path) -> dict[str, Any]
     }
 
 
-def main() -> int:
+def main(algorithm: str, settings: list[Any], description: str | None) -> int:
     """Train all seeds, print the table; 1 if any is below the bar."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=1, help="single-thread runs at a time")
@@ -56,7 +67,10 @@ def main() -> int:
     print_machine()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         seeds = range(arguments.seeds)
-        work = [pool.submit(train_and_evaluate, seed, arguments.episodes, Path(folder)) for seed in seeds]
+        work = [
+            pool.submit(train_and_evaluate, algorithm, settings, seed, arguments.episodes, Path(folder))
+            for seed in seeds
+        ]
         results = [job.result() for job in work]
     print_table(
         ["seed", "env steps", "seconds", f"mean of {arguments.episodes}", "std", "last 100 in training", "≥ 475"],
@@ -80,4 +94,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("ppo", SETTINGS, __doc__))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deft.envs.vector import one_line
-from deft.machine import available_cores
+from deft.machine import available_cores, physical_memory
 
 BACKENDS = {"egl": "EGL", "osmesa": "OSMesa", "glfw": "GLX"}  # MUJOCO_GL → what it is
 PROBE_TIMEOUT = 120.0  # seconds: imports, and software rendering on a busy machine
@@ -113,7 +113,7 @@ def _machine() -> dict[str, Any]:
 
 def _memory() -> tuple[int, int]:
     """Bytes in all and free, for this process: its control group's limit counts."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = physical_memory()
     free = total
     with contextlib.suppress(OSError, AttributeError, TypeError):
         text = Path("/proc/meminfo").read_text()

@@ -6,6 +6,11 @@ import contextlib
 import os
 
 
+def physical_memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def available_cores() -> int:
     """Cores this process may use: its affinity, and the CPU quota of its control group if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,6 +18,7 @@ from torch import Tensor
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.ppo import approximate_kl
 from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
 from deft.errors import InputError, RunError
@@ -206,7 +207,7 @@ class GRPO(Algorithm):
             order = torch.randperm(steps.batch_size[-1], generator=self.generator)
             losses += [self._step(minibatch) for minibatch in self._minibatches(steps, order)]
             limit = self.settings.target_kl
-            if limit is not None and float(_approximate_kl(losses[first_of_last_epoch:])) > 1.5 * limit:
+            if limit is not None and float(approximate_kl(losses[first_of_last_epoch:])) > 1.5 * limit:
                 stopped = True
                 break
         return self._loss_metrics(losses, losses[first_of_last_epoch:], stopped)
@@ -260,7 +261,7 @@ class GRPO(Algorithm):
                 f"{self.version}: lower learning_rate, or look at the rewards and observations; the checkpoints "
                 "already saved are good"
             )
-        metrics["approx_kl"] = _approximate_kl(last)
+        metrics["approx_kl"] = approximate_kl(last)
         metrics["clip_fraction"] = torch.cat([loss["is_clipped"] for loss in last]).float().mean()
         metrics["learning_rate"] = torch.tensor(self.optimizer.learning_rate)
         metrics["epochs_stopped_early"] = torch.tensor(float(stopped))
@@ -315,12 +316,6 @@ def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(π ‖ π_ref) from actions of π: exp(d) − d − 1 with d = log π_ref − log π; ≥ 0."""
     difference = (reference - log_prob).clamp(max=LARGEST_LOG_RATIO)
     return difference.exp() - difference - 1
-
-
-def _approximate_kl(losses: list[Metrics]) -> Tensor:
-    """E[(r − 1) − log r] between the policy and the one that acted (Schulman, 2020)."""
-    log_ratio = torch.cat([loss["log_ratio"] for loss in losses])
-    return (log_ratio.exp() - 1 - log_ratio).mean()
 
 
 def _frozen(policy: Policy) -> Policy:

@@ -270,7 +270,7 @@ class PPO(Algorithm):
     def _kl_too_large(self, epoch: list[Metrics]) -> bool:
         if self.settings.target_kl is None:
             return False
-        return float(_approximate_kl(epoch)) > 1.5 * self.settings.target_kl
+        return float(approximate_kl(epoch)) > 1.5 * self.settings.target_kl
 
     def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
         """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
@@ -292,7 +292,7 @@ class PPO(Algorithm):
             )
         log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in last])
         target, value = rollout[schema.VALUE_TARGET], rollout[schema.VALUE]
-        metrics["approx_kl"] = _approximate_kl(last)
+        metrics["approx_kl"] = approximate_kl(last)
         metrics["clip_fraction"] = ((log_ratio.exp() - 1).abs() > self.settings.clip_range).float().mean()
         # 1 − Var(R − V) / Var(R): 1 is a perfect critic, 0 no better than a constant
         variance = target.var(correction=0)
@@ -305,7 +305,7 @@ class PPO(Algorithm):
         return metrics
 
 
-def _approximate_kl(losses: list[Metrics]) -> Tensor:
+def approximate_kl(losses: list[Metrics]) -> Tensor:
     """E[(r − 1) − log r], low in variance and never negative (Schulman, 2020)."""
     log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in losses])
     return (log_ratio.exp() - 1 - log_ratio).mean()

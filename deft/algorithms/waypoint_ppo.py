@@ -43,29 +43,26 @@ class WaypointPPO(PPO):
         kl_target: float | None = None,
         residual_start: float = 1.0,
         residual_open_at: float = 0.5,
-        value_warmup: int = 0,
         accept: Callable[[PPOPolicy], bool] | None = None,
     ) -> None:
         super().__init__(policy, settings, seed)
         self.kl_coef, self.kl_target = kl_coef, kl_target
         self.residual_start, self.residual_open_at = residual_start, residual_open_at
-        self.value_warmup = value_warmup
         self.accept = accept
         policy.open_residual(residual_start)
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """PPO's update, then the penalty's coefficient and the residual's bound for the next rollout."""
         rollout = _without_pictures(next(batches))
-        weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
-        state = copy.deepcopy(self.state_dict())
+        before = None if self.accept is None else self._remember()
         with _small_matrices():
             metrics = super().update(iter([rollout]))
         self._adapt_kl_coef(float(metrics["reference_kl"]))
         self._open_residual()
-        if self.accept is not None:
+        if self.accept is not None and before is not None:
             accepted = self.accept(self.policy)
             if not accepted:
-                self._take_back(weights, state)
+                self._take_back(*before)
             metrics["rolled_back"] = torch.tensor(float(not accepted))
         metrics["kl_coef"] = torch.tensor(self.kl_coef)
         metrics["residual_scale"] = self.policy.residual_scale.clone()
@@ -84,8 +81,6 @@ class WaypointPPO(PPO):
     def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
         losses, gradients = super()._losses(scored, minibatch)
         losses["reference_kl"] = scored["reference_kl"].mean()
-        if self.version < self.value_warmup:
-            return losses, {"value": gradients["value"]}
         if self.kl_coef:
             count = scored["reference_kl"].numel()
             gradients["reference_kl"] = torch.full_like(scored["reference_kl"], self.kl_coef / count)
@@ -109,6 +104,11 @@ class WaypointPPO(PPO):
         """The share that is open grows linearly from `residual_start` to 1 at `residual_open_at` of training."""
         done = 1.0 if self.residual_open_at == 0 else min(1.0, self.progress / self.residual_open_at)
         self.policy.open_residual(self.residual_start + (1 - self.residual_start) * done)
+
+    def _remember(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Weights and state as they are now."""
+        weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
+        return weights, copy.deepcopy(self.state_dict())
 
     def _take_back(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """As before the update, but for its number and the order of minibatches, which go on."""

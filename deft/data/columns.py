@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.errors import InputError
+from deft.machine import physical_memory
 
 Key: TypeAlias = str | tuple[str, ...]
 Row: TypeAlias = Mapping[Key, Tensor | np.ndarray]
@@ -75,7 +75,7 @@ class Columns:
     def _check_memory(self, row: Row) -> None:
         """Refuse what the machine cannot hold: the system would grant it now, and kill the process when it is used."""
         needed = self.capacity * sum(value.nbytes for value in row.values())
-        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        present = physical_memory()
         if needed > present:
             raise InputError(
                 f"buffer_size: {self.capacity} steps of all environments take {needed / 2**30:,.1f} GiB, this machine "

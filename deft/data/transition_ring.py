@@ -6,7 +6,6 @@ observation of one transition and the next observation of the one before it.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from deft import schema
 from deft.data.columns import Key, Row, to_numpy
 from deft.data.replay import Batch
 from deft.errors import InputError
+from deft.machine import physical_memory
 
 _FRAME, _NEXT_FRAME = "frame", "next_frame"  # columns with the numbers of a transition's images, counted from 0
 _MORE_FRAMES = 8  # an episode's last image starts no transition: room for one such in so many
@@ -329,7 +329,7 @@ def _check_memory(count: int, size: int, device: torch.device) -> None:
     """Refuse what the machine cannot hold: the system would grant it now, and kill the process when it is used."""
     if device.type != "cpu":
         return
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    present = physical_memory()
     if count * size > present:
         raise InputError(
             f"buffer_size: {count:,} observations take {count * size / 2**30:,.1f} GiB, this machine has "

@@ -101,13 +101,7 @@ class Collector:
         if self._observation is None:
             self._start()
         row, next_memory = self._act()
-        self.stepping_since = time.monotonic()
-        step = self.env.step(row[schema.ACTION])
-        self.stepping_since = None
-        self._check_finite(step.observation, step.reward)
-        if step.final_observation is not None:
-            self._check_finite(step.final_observation)
-        self._add_outcome(row, step)
+        step = self._step_env(row)
         if self._next_observation:
             _flat_observation(row, _with_final(step), schema.NEXT_OBSERVATION)
             if len(step.lost_index):  # steps that failed led nowhere
@@ -181,6 +175,17 @@ class Collector:
                 row[key] = td[key]
         row[schema.ACTION] = to_numpy(td[schema.ACTION])
         return row, td.get(schema.NEXT_MEMORY, None)
+
+    def _step_env(self, row: dict[Key, Any]) -> VectorStep:
+        """Take the row's actions; the environment's part of the transition is added to it."""
+        self.stepping_since = time.monotonic()
+        step = self.env.step(row[schema.ACTION])
+        self.stepping_since = None
+        self._check_finite(step.observation, step.reward)
+        if step.final_observation is not None:
+            self._check_finite(step.final_observation)
+        self._add_outcome(row, step)
+        return step
 
     def _add_outcome(self, row: dict[Key, Any], step: VectorStep) -> None:
         """The environment's part of a transition."""

@@ -7,7 +7,6 @@ and a checkpoint stands between two iterations: a resumed run plays the same gro
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,13 +115,7 @@ class GroupCollector(Collector):
     def _play_step(self, buffer: GroupBuffer, alive: np.ndarray) -> VectorStep:
         row, next_memory = self._act()
         row[schema.STEP_MASK] = alive
-        self.stepping_since = time.monotonic()
-        step = self.env.step(row[schema.ACTION])
-        self.stepping_since = None
-        self._check_finite(step.observation, step.reward)
-        if step.final_observation is not None:
-            self._check_finite(step.final_observation)
-        self._add_outcome(row, step)
+        step = self._step_env(row)
         buffer.write(row)
         self._observation = step.observation
         self._memory = None if next_memory is None else zero_rows(next_memory, step.done_index)

@@ -1,6 +1,7 @@
 """Waypoint PPO: GAE by hand, the penalty and its gradient, the opening bound, and updates that are taken back."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_the_supervised_weights_are_bit_equal_after_updates_and_the_heads_are_no
 def test_at_first_the_value_head_learns_alone():
     policy = make_policy()
     before = copy.deepcopy(policy.state_dict())
-    algorithm = WaypointPPO(policy, SETTINGS, kl_coef=0.1, value_warmup=2)
+    algorithm = WaypointPPO(policy, dataclasses.replace(SETTINGS, value_warmup=2), kl_coef=0.1)
     for moves in (False, False, True):
         algorithm.update(iter([make_rollout(policy)]))
         changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}

@@ -23,13 +23,12 @@ from deft.models.f1.memory import Memory
 from deft.models.f1.motion import MotionPrior
 from deft.models.f1.naming import OWN_PREFIXES, REPEATED, from_paligemma, is_published, published_name
 from deft.models.f1.policy import F1Policy
-from deft.models.vla.loading import read_weights
+from deft.models.vla.loading import check_fit, read_weights
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS = Path(__file__).parent / "weights"  # what ships with the package
 WEIGHT_FILES = ("model.safetensors", "model.pt")
-NAMES_SHOWN = 3
 
 
 class LoadedPolicy(NamedTuple):
@@ -117,7 +116,7 @@ def load_tokenizer(policy: F1Policy, path: str | Path) -> None:
             weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
             break
     own = policy.tokenizer.state_dict()
-    _check_fit(own, weights, path, "the image tokenizer")
+    check_fit(own, weights, path, "the image tokenizer")
     policy.tokenizer.load_state_dict({name: weights[name].to(own[name].dtype) for name in own})
 
 
@@ -139,7 +138,7 @@ def load_paligemma(policy: F1Policy, folder: str | Path) -> None:
     words = weights.get("words.weight")
     if words is not None and len(words) > policy.config.vocab_size:  # later releases added words at the end
         weights["words.weight"] = words[: policy.config.vocab_size]
-    _check_fit(own, weights, folder, "the understanding expert")
+    check_fit(own, weights, folder, "the understanding expert")
     policy.model.load_state_dict({name: weights[name].to(own[name].dtype) for name in own}, strict=False)
 
 
@@ -157,14 +156,14 @@ def _filled(config: F1Config, weights: dict[str, Tensor], path: Path) -> F1Polic
     if from_published:
         theirs = {name: published_name(name) for name in own}
         expected = {found: own[name] for name, found in theirs.items() if found is not None}
-        _check_fit(expected, weights, path, "F1Policy")
+        check_fit(expected, weights, path, "F1Policy")
         weights = {name: weights[found] for name, found in theirs.items() if found is not None}
         added = _added_parts(config)
         weights |= added
         if added:
             parts = ", ".join(sorted({name.split(".")[1] for name in added}))
             logger.info("%s is a published checkpoint: %s start anew, without effect", path, parts)
-    _check_fit(own, weights, path, "F1Policy")
+    check_fit(own, weights, path, "F1Policy")
     policy.load_state_dict({name: weights[name].to(own[name].dtype) for name in own}, assign=True)
     return policy
 
@@ -185,28 +184,6 @@ def _added_parts(config: F1Config) -> dict[str, Tensor]:
     }
     assert all(name.startswith(OWN_PREFIXES) for name in found)
     return found
-
-
-def _check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path, what: str) -> None:
-    """Every key and every shape must be the model's."""
-    shapes = [
-        f"{name} is {list(weights[name].shape)} in the file and {list(own[name].shape)} in the model"
-        for name in own
-        if name in weights and weights[name].shape != own[name].shape
-    ]
-    problems = {
-        "missing": [name for name in own if name not in weights],
-        "unexpected": [name for name in weights if name not in own],
-        "of another shape": shapes,
-    }
-    found = [f"{len(names)} {kind} ({_some(names)})" for kind, names in problems.items() if names]
-    if found:
-        raise InputError(f"{path} does not fit {what}: keys {', '.join(found)}")
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _tokenizer_file(config: F1Config, debug: bool) -> Path | None:

@@ -203,6 +203,12 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     """Copy the file's tensors into the model; every key and every shape must fit."""
     weights = read_weights(path)
     own = model.state_dict()
+    check_fit(own, weights, path, type(model).__name__)
+    model.load_state_dict(weights)
+
+
+def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path, what: str) -> None:
+    """Refuse tensors of a file whose keys or shapes are not the model's own."""
     shapes = [
         f"{name} is {list(weights[name].shape)} in the file and {list(own[name].shape)} in the model"
         for name in own
@@ -213,10 +219,9 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         "unexpected": [name for name in weights if name not in own],
         "of another shape": shapes,
     }
-    parts = [f"{len(names)} {what} ({_some(names)})" for what, names in problems.items() if names]
-    if parts:
-        raise InputError(f"{path} does not fit {type(model).__name__}: keys {', '.join(parts)}")
-    model.load_state_dict(weights)
+    found = [f"{len(names)} {kind} ({_some(names)})" for kind, names in problems.items() if names]
+    if found:
+        raise InputError(f"{path} does not fit {what}: keys {', '.join(found)}")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

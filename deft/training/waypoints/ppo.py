@@ -190,7 +190,6 @@ def build_waypoint_trainer(
             kl_target=config.kl_target,
             residual_start=config.residual_start,
             residual_open_at=config.residual_open_at,
-            value_warmup=config.value_warmup,
             accept=safety,
         )
         on_start = partial(_remove_run, Path(config.out_dir)) if replaces else None
@@ -240,6 +239,7 @@ def _ppo_settings(config: PPOConfig) -> PPOSettings:
         entropy_coef=config.entropy_coef,
         max_grad_norm=config.max_grad_norm,
         target_kl=config.target_kl,
+        value_warmup=config.value_warmup,
     )
 
 
