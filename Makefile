@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test demo waypoints lint slow-test clean
+.PHONY: setup test demo reach waypoints lint slow-test clean
 
 setup: $(VENV)/.installed
 	@bash scripts/system_packages.sh
@@ -27,8 +27,13 @@ lint: setup
 slow-test: setup
 	$(BIN)/python -m pytest -m slow
 
+# The three phases of F1 on the embedded tabletop, in about ten minutes on two cores; prints where its report is.
 demo: setup
 	$(BIN)/python -m deft.demo
+
+# PPO on the embedded Reach world, in a minute.
+reach: setup
+	$(BIN)/python -m deft.reach_demo
 
 # Records driving, trains a waypoint policy on it, refines it with PPO, and compares the two: out/waypoints.
 WAYPOINTS := out/waypoints

@@ -28,8 +28,9 @@ DATA = ["--policy", "expert", "--noise", 0.1, "--num_envs", 16]
 # The cloned deviation starts small: the expert's noise is, and a policy that swerves never arrives.
 CLONE = ["--log_std_init", -2, "--eval_freq", 0, "--device", "cpu", "--threads", 1]
 GRPO = ["--num_envs", 128, "--group_size", 8, "--advantage", "process", "--no-normalize_std", "--max_resamples", 0]
-GRPO += ["--learning_rate", 1e-4, "--batch_size", 1024, "--kl_coef", 0.1, "--clip_range", 0.2]
-PPO = ["--num_envs", 128, "--rollout_steps", 64, "--learning_rate", 1e-4, "--batch_size", 1024, "--entropy_coef", 0]
+GRPO += ["--learning_rate", 1e-4, "--batch_size", 2048, "--kl_coef", 0.1, "--clip_range", 0.2]
+PPO = ["--num_envs", 128, "--rollout_steps", 64, "--learning_rate", 3e-4, "--batch_size", 1024, "--entropy_coef", 0]
+PPO += ["--value_warmup", 5]
 
 
 def success(run_dir: Path, episodes: int, seed: int) -> dict[str, Any]:

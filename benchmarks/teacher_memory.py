@@ -5,7 +5,8 @@
 
 The arm turns away for some steps and back again; the last four frames then no longer show what comes into view. Frames
 of the way back are predicted with the memory carried from the episode's start, and with the memory reset at every
-chunk, in the same held-out scenes. What was seen in the chunk itself is remembered in both.
+chunk, in the same held-out scenes. What was seen in the chunk itself is remembered in both. The head camera, which
+shows the whole table all the time, is hidden.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
-from deft.training.phases.teacher import TeacherTrainer, encode_frames, make_exploration
+from deft.training.phases.teacher import TeacherTrainer, make_exploration
+from deft.training.phases.world_model_trainer import encode_frames
 
 AWAY, BACK = 10, 10  # steps
 TURN = 0.8  # of the largest delta of the arm's first joint
@@ -66,7 +68,7 @@ def measure_memory(policy: F1Policy, config: PhaseConfig, num_scenes: int, seed:
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
     model = policy.config
-    batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, policy.device)
+    batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, policy.device).without_head()
     results: dict[str, Any] = {"scenes": num_scenes}
     rows = {}
     for name, reset_every in (("carried", None), ("reset", CHUNK)):
@@ -97,6 +99,8 @@ def train_on_sweeps(run: Path, folder: Path, minutes: float, device: str) -> Pat
     config.model.config_file, config.model.checkpoint_path = str(source.parent / MODEL_FILE), str(source)
     config.training.max_minutes, config.training.motion_warmup = minutes, 0.0
     config.training.steps_per_episode, config.training.device = AWAY + BACK, device
+    config.training.head_dropout = 0.7
+    config.training.bptt_length = AWAY + BACK  # what is seen again was last seen longer ago than a chunk
     config.training.save_every = config.training.video_save_every = config.training.sample_save_every = 0
     config.teacher.output_dir, config.run.overwrite = str(folder), True
     trainer = TeacherTrainer(config)
@@ -128,4 +132,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import teacher_memory  # not as `__main__`: the processes that collect import `Sweeps` by name
+
+    teacher_memory.main()

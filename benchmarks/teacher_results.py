@@ -34,7 +34,13 @@ from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.teacher import TeacherTrainer
 
 BARS = {"cpu": (3.0, 1.0), "cuda": (10.0, 3.0)}  # points and dB above copying
-GPU_SETTINGS = {"batch_size": 64, "buffer_capacity": 6000, "learning_starts": 64, "learning_rate": 2e-3}
+GPU_SETTINGS = {
+    "batch_size": 64,
+    "steps_per_episode": 48,
+    "buffer_capacity": 6000,
+    "learning_starts": 64,
+    "learning_rate": 1.5e-3,
+}
 
 
 def teacher_config(folder: Path, minutes: float, device: torch.device, flags: list[str]) -> PhaseConfig:
@@ -125,7 +131,7 @@ def main() -> None:
     if not arguments.skip_teacher:
         found["training"] = train(teacher_config(run, arguments.minutes, device, flags))
         write()
-    results = evaluate_teacher(run, arguments.episodes, run / "held_out.mp4", device=str(device))
+    results = evaluate_teacher(run, arguments.episodes, device=str(device))
     found["evaluation"], found["bars"] = results, bars(results, device.type)
     write()
     print(teacher_table(results), flush=True)

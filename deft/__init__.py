@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from deft.training.api import GRPOTrainer, PPOTrainer, SACTrainer
     from deft.training.offline import OfflineTrainer
     from deft.training.offline_api import CQLTrainer, DecisionTransformerTrainer, IQLTrainer, SFTTrainer, TD3BCTrainer
+    from deft.training.phases.adversarial import AdversarialTrainer
     from deft.training.phases.base import BaseRLTrainer
+    from deft.training.phases.student import StudentTrainer
     from deft.training.phases.teacher import TeacherTrainer
     from deft.training.trainer import Trainer
 
@@ -73,6 +75,8 @@ _MODULES = {
     "get_training_config": "deft.config.rl_yaml",
     "load_rl_config": "deft.config.rl_yaml",
     "BaseRLTrainer": "deft.training.phases.base",
+    "AdversarialTrainer": "deft.training.phases.adversarial",
+    "StudentTrainer": "deft.training.phases.student",
     "TeacherTrainer": "deft.training.phases.teacher",
     "PPOConfig": "deft.config.waypoint_settings",
     "load_dataset": "deft.data.datasets",
@@ -118,6 +122,7 @@ __all__ = [
     "TD3BC",
     "Actor",
     "ActorCritic",
+    "AdversarialTrainer",
     "BaseRLTrainer",
     "BatchBuilder",
     "CQLTrainer",
@@ -141,6 +146,7 @@ __all__ = [
     "SACTrainer",
     "SFTTrainer",
     "StudentEnv",
+    "StudentTrainer",
     "TD3BCTrainer",
     "TeacherEnv",
     "TeacherTrainer",

@@ -98,12 +98,25 @@ def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
     for path in defaults:
         if path in given.values:
             set_path(settings, path, given.values[path])
+    _complete_model(settings, given.values)
     if "trainer.total_timesteps" in given.values:
         if "trainer.iterations" in given.values:
             raise InputError("--iterations: says how long to train, as --total-timesteps does; give one of them")
         if "iterations" in settings["trainer"]:
             settings["trainer"]["iterations"] = None  # a flag comes before the file
     return resolve(settings, written=given.written), given.values.get("json", False)
+
+
+def _complete_model(settings: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Who names a model means a VLA policy, with the chunks that the model is made for."""
+    from deft.config.flags import MODEL_CLASS
+    from deft.config.settings import MODEL_CHUNKS
+
+    model = given.get(MODEL_CLASS)
+    if model is not None and "policy.name" not in given:
+        settings["policy"]["name"] = "vla"
+        if model in MODEL_CHUNKS and "policy.chunk_length" not in given and "chunk_length" in settings["policy"]:
+            settings["policy"]["chunk_length"] = MODEL_CHUNKS[model]
 
 
 def _train_waypoints(name: str, arguments: list[str]) -> int:
@@ -147,17 +160,29 @@ def _phase(arguments: list[str]) -> str | None:
 
 
 def _train_phase(phase: str, arguments: list[str]) -> int:
-    """`deft train teacher [--config FILE] [flags]`."""
+    """`deft train teacher|student|adversarial|all [--config FILE] [flags]`."""
     from deft.config.rl_yaml import parse_phase
 
     resume = _peek(arguments, "resume")
     base = _peek(arguments, "config") or (_config_of_run(Path(resume)) if resume else None)
     config, as_json = parse_phase(phase, arguments, base or "rl_config")
+    if phase == "all":
+        from deft.training.phases.all_phases import train_all
+
+        return _report(train_all(config), as_json)
     if resume and _peek(arguments, "output-dir") is None and _peek(arguments, "output_dir") is None:
         from deft.training.checkpoint import find_checkpoint
 
         getattr(config, phase).output_dir = str(find_checkpoint(resume).parent)
 
+    if phase == "student":
+        from deft.training.phases.student import train_student
+
+        return _report(train_student(config), as_json)
+    if phase == "adversarial":
+        from deft.training.phases.adversarial import train_adversarial
+
+        return _report(train_adversarial(config), as_json)
     from deft.training.phases.teacher import train_teacher
 
     return _report(train_teacher(config), as_json)
@@ -207,23 +232,39 @@ def evaluate(arguments: list[str]) -> int:
 
     from deft.config.rl_yaml import phase_of_file
 
-    if (settings := _config_of_run(Path(config.path))) is not None and phase_of_file(settings) == "teacher":
-        return _evaluate_teacher(config, as_json)
+    settings = _config_of_run(Path(config.path))
+    phase = None if settings is None else phase_of_file(settings)
+    if phase == "all":
+        raise InputError(f"{config.path}: holds three phases; evaluate one, as in {config.path}/teacher")
+    if phase is not None:
+        return _evaluate_phase(phase, config, as_json)
 
     from deft.evaluation.evaluate import evaluate_run
 
-    return _report(evaluate_run(**dataclasses.asdict(config)), as_json)
+    results = evaluate_run(**dataclasses.asdict(config))
+    if "success_interval" in results and not as_json:
+        from deft.evaluation.success import success_lines
+
+        print(success_lines(results), flush=True)
+        results = {name: value for name, value in results.items() if name not in ("tasks", "instructions")}
+    return _report(results, as_json)
 
 
-def _evaluate_teacher(config: EvaluateConfig, as_json: bool) -> int:
-    from deft.evaluation.world_model import evaluate_teacher, teacher_table
-
+def _evaluate_phase(phase: str, config: EvaluateConfig, as_json: bool) -> int:
     for flag, value in (("--env", config.env), ("--random-policy", config.random_policy)):
         if value:
-            raise InputError(f"{flag}: a world model does not act; it is evaluated on held-out scenes of its own world")
-    results = evaluate_teacher(config.path, config.episodes, config.video, config.seed, config.device)
+            raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own world")
+    given = (config.path, config.episodes, config.video, config.seed, config.device)
+    if phase == "teacher":
+        from deft.evaluation.world_model import evaluate_teacher, teacher_table
+
+        results, table = evaluate_teacher(*given), teacher_table
+    else:
+        from deft.evaluation.explorer import evaluate_adversarial, evaluate_student, explorer_table
+
+        results, table = (evaluate_student if phase == "student" else evaluate_adversarial)(*given), explorer_table
     if not as_json:
-        print(teacher_table(results), flush=True)
+        print(table(results), flush=True)
         shown = ("episodes", "frames", "checkpoint", "plots", "video")
         results = {name: results[name] for name in shown if name in results}
     return _report(results, as_json)
@@ -255,7 +296,42 @@ def _collect_waypoints(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    """`deft compare --sft-checkpoint A --rl-checkpoint B [flags]`."""
+    """`deft compare RUN RUN … [flags]`; `deft compare --sft-checkpoint A --rl-checkpoint B [flags]` for waypoints."""
+    words = [word for word in arguments[:3] if not word.startswith("-")]
+    if len(words) == 2 and all(_is_waypoint_run(Path(word)) for word in words):
+        arguments = ["--sft-checkpoint", words[0], "--rl-checkpoint", words[1], *arguments[2:]]
+    is_waypoints = any(word.partition("=")[0].replace("_", "-") in WAYPOINT_RUNS for word in arguments)
+    return _compare_waypoints(arguments) if is_waypoints else _compare_runs(arguments)
+
+
+def _is_waypoint_run(path: Path) -> bool:
+    folder = path if path.is_dir() else path.parent
+    return path.exists() and _config_of_run(path) is None and (folder / "config.json").is_file()
+
+
+def _compare_runs(arguments: list[str]) -> int:
+    from deft.config.settings import CompareRunsConfig
+
+    description = "Play the same episodes with several policies: success with intervals, by task, as table and picture."
+    config, as_json = _parse_command(
+        CompareRunsConfig,
+        arguments,
+        "compare RUN RUN …",
+        f"{description} Waypoint policies: --sft-checkpoint A --rl-checkpoint B.",
+        word=("runs", "the runs to compare (or --sft-checkpoint and --rl-checkpoint, for waypoint policies)"),
+        several=True,
+    )
+
+    from deft.evaluation.compare import compare_runs, comparison_lines
+
+    results = compare_runs(config)
+    if not as_json:
+        print(comparison_lines(results), flush=True)
+        results = {name: results[name] for name in ("comparison", "plots")}
+    return _report(results, as_json)
+
+
+def _compare_waypoints(arguments: list[str]) -> int:
     from deft.config.waypoint_settings import CompareConfig
 
     description = "Drive the same held-out episodes with a supervised waypoint policy and with what PPO made of it."
@@ -288,10 +364,11 @@ def _parse_command(
     usage: str,
     description: str,
     word: tuple[str, str] | None = None,
+    several: bool = False,
 ) -> tuple[Any, bool]:
     """The settings of a command out of its flags, and whether to print JSON.
 
-    `word`: the setting that is given without a flag, and what it is to the user.
+    `word`: the setting that is given without a flag, and what it is to the user; with `several`, one or more of them.
     """
     from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, default_of, parse_flags
     from deft.config.validation import checked
@@ -307,22 +384,45 @@ def _parse_command(
     )
     settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
     if word is not None:
-        if len(given.words) != 1:
+        if not given.words or (len(given.words) > 1 and not several):
             raise InputError(f"{name}: give {word[1]}; got {' '.join(given.words) or 'none'}")
-        settings[word[0]] = given.words[0]
+        settings[word[0]] = tuple(given.words) if several else given.words[0]
     elif given.words:
         raise InputError(f"{name}: unexpected '{given.words[0]}'; a value follows its flag")
     spelled = {flag.path: f"--{flag.name}".replace("_", "-") for flag in flags}
     return checked(cls, settings, written=spelled | given.written), given.values.get("json", False)
 
 
-def doctor(arguments: list[str]) -> int:
-    """`deft doctor [--json]`."""
+def report(arguments: list[str]) -> int:
+    """`deft report RUN`."""
     from deft.config.flags import OUTPUT_FLAGS, FlagGroup, parse_flags
 
     given = parse_flags(
-        [FlagGroup("doctor", "The command itself.", OUTPUT_FLAGS)],
+        [FlagGroup("report", "The command itself.", OUTPUT_FLAGS)],
         {"json": False, "debug": False},
+        arguments,
+        usage="deft report RUN",
+        description="Write report.html, one page with all there is to see of a run of the F1 phases, into its folder.",
+    )
+    if len(given.words) != 1:
+        raise InputError(f"report: give one run folder; got {' '.join(given.words) or 'none'}")
+
+    from deft.evaluation.report import write_report
+
+    return _report({"report": str(write_report(given.words[0]))}, given.values.get("json", False))
+
+
+def doctor(arguments: list[str]) -> int:
+    """`deft doctor [--cluster [--ray-address ADDRESS]] [--json]`."""
+    from deft.config.flags import OUTPUT_FLAGS, Flag, FlagGroup, parse_flags
+
+    flags = (
+        Flag("cluster", "cluster", (), bool, "Say what the Ray cluster has, and what a run would put where."),
+        Flag("ray_address", "ray_address", (), str, "With --cluster: which one; `auto`, `local` or `host:port`."),
+    )
+    given = parse_flags(
+        [FlagGroup("doctor", "The command itself.", (*flags, *OUTPUT_FLAGS))],
+        {"cluster": False, "ray_address": "auto", "json": False, "debug": False},
         arguments,
         usage="deft doctor",
         description="Say what this machine can render with, how fast, what it has, and what to install for the rest.",
@@ -330,9 +430,16 @@ def doctor(arguments: list[str]) -> int:
     if given.words:
         raise InputError(f"doctor: unexpected '{given.words[0]}'; it takes flags alone")
 
-    from deft.doctor import describe, examine
+    describe: Callable[[Any], str]
+    if given.values.get("cluster", False):
+        from deft.training.cluster.report import describe_cluster as describe
+        from deft.training.cluster.report import examine_cluster
 
-    results = examine()
+        results = examine_cluster(given.values.get("ray_address", "auto"))
+    else:
+        from deft.doctor import describe, examine
+
+        results = examine()
     if given.values.get("json", False):
         return _report(results, as_json=True)
     print(describe(results), flush=True)
@@ -343,15 +450,22 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (train, "train a policy:      deft train [ALGORITHM] [--config FILE] [flags]"),
     "evaluate": (evaluate, "evaluate a policy:   deft evaluate RUN|CHECKPOINT [--episodes N] [flags]"),
     "collect": (collect, "record a dataset:    deft collect --policy RUN|random|expert --out DATASET [flags]"),
-    "compare": (compare, "compare waypoints:   deft compare --sft-checkpoint A --rl-checkpoint B [flags]"),
+    "compare": (compare, "compare policies:    deft compare RUN RUN … [--env ID] [--episodes N] [flags]"),
     "play": (play, "watch a policy:      deft play --env ID [--task NAME] --policy RUN|random|expert --video FILE"),
-    "doctor": (doctor, "examine the machine: deft doctor [--json]"),
+    "report": (report, "report on a run:     deft report RUN"),
+    "doctor": (doctor, "examine the machine: deft doctor [--cluster] [--json]"),
 }
 WAYPOINT_TRAINING = {
     "waypoint-sft": "Train a waypoint policy on recorded driving (`deft collect waypoints` records it).",
     "waypoint-ppo": "Train a residual on the waypoints of a frozen supervised policy with PPO.",
 }
-PHASE_TRAINING = {"teacher": "Train an F1 world model on random exploration, or on recorded video."}
+WAYPOINT_RUNS = ("--sft-checkpoint", "--rl-checkpoint")
+PHASE_TRAINING = {
+    "teacher": "Train an F1 world model on random exploration, or on recorded video.",
+    "student": "Train an explorer by PPO to find what a teacher's world model does not know.",
+    "adversarial": "Train world model and explorer against each other.",
+    "all": "Train the three phases in order, and write a report.",
+}
 TRAIN_HELP = """usage: deft train [ALGORITHM] [--config FILE] [flags]
 
 Train a policy. The settings come from the defaults, then the file, then the flags.
@@ -396,6 +510,8 @@ def _config_of_run(path: Path) -> Path | None:
 
 def _report(results: Mapping[str, Any], as_json: bool) -> int:
     """Print the results, for a person or as one line of JSON; the exit status is that of a command that is done."""
+    if os.environ.get("RANK", "0") != "0":  # of several processes that train together, the first one tells
+        return 0
     plain = _plain(results)
     if as_json:
         print(json.dumps(plain, allow_nan=False), flush=True)

@@ -1,54 +1,55 @@
-"""`make demo`: trains PPO on the embedded world, compares it with a random policy, and says where everything is."""
+"""`make demo`: the three phases of F1 on the embedded tabletop, small, and one page that shows what came of them."""
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from deft.config.loading import find_config, load_config, replace
+from deft.config.rl_yaml import read_phase_config
 from deft.errors import DeftError
-from deft.evaluation.evaluate import evaluate_run
-from deft.training.run import train
-
-EPISODES = 100
-HELD_OUT_SEED = 1_000_000  # far from the seeds of training and of its evaluations
+from deft.evaluation.report import COMPARISON_FILE
+from deft.models.f1.loading import default_teacher
+from deft.training.phases.all_phases import train_all
 
 
 def main() -> int:
-    """Train, evaluate on held-out episodes, film one, and print a table and the paths."""
+    """Train the phases in order, and say where the report is."""
     console = Console()
-    run_dir = Path("outputs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
-    config = replace(load_config(find_config("demo")), output_dir=str(run_dir))
+    root = Path("outputs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    config = read_phase_config("phases-demo")
+    config.phase, config.all.output_dir = "all", str(root)
+    config.model.checkpoint_path = str(default_teacher())
+    whole = config.all
+    minutes = sum(part or 0.0 for part in (whole.teacher_minutes, whole.student_minutes, whole.adversarial_minutes))
     console.print(
-        f"Deft trains PPO for {config.trainer.total_timesteps:,} steps in {config.env.id}: a robot arm on a table, "
-        "told which of two coloured targets to reach."
+        f"Deft trains a robot that explores a table, in three phases of {minutes:g} minutes in all: a world model that "
+        "foresees its camera, an explorer that looks for what it cannot foresee, and the two against each other."
     )
+    started = time.monotonic()
     try:
-        summary = train(config)
-        video = run_dir / "videos" / "reach.mp4"
-        trained = evaluate_run(run_dir, episodes=EPISODES, seed=HELD_OUT_SEED, video=video)
-        random = evaluate_run(run_dir, episodes=EPISODES, seed=HELD_OUT_SEED, random_policy=True)
+        results = train_all(config)
     except DeftError as error:
         print(f"deft: {error}", file=sys.stderr)
         return error.exit_status
-    table = Table(title=f"{EPISODES} held-out episodes, the same for both")
-    for heading in ("policy", "mean return", "success"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for name, results in (("random actions", random), ("PPO", trained)):
-        table.add_row(
-            name, f"{results['mean_reward']:.2f} ± {results['std_reward']:.2f}", f"{results['success_rate']:.0%}"
-        )
+    found = json.loads((root / COMPARISON_FILE).read_text(encoding="utf-8"))
+    names = list(found["rows"][0]["values"])
+    table = Table(title="World models on held-out episodes of another explorer")
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in found["rows"]:
+        table.add_row(row["name"], *(f"{row['values'][name]:.4g}" for name in names))
     console.print(table)
-    console.print(f"trained in {summary['seconds']:.0f} s")
-    console.print(f"run folder: {run_dir}")
-    console.print(f"video:      {video}")
-    for path in summary["plots"]:
-        console.print(f"plot:       {path}")
-    console.print(f"again:      deft evaluate {run_dir}")
+    console.print(f"trained and evaluated in {time.monotonic() - started:.0f} s")
+    console.print(f"run folder: {root}")
+    console.print(f"again:      deft train all --resume {root}")
+    console.print(f"report:     {Path(results['report']).resolve()}")
     return 0
 
 

@@ -24,6 +24,9 @@ LOG_PROB = "sample_log_prob"  # [B]: log-prob of `action` under the policy that 
 VALUE = "value"  # [B]: V(observation) by the policy that acted
 POLICY_VERSION = "policy_version"  # int64 [B]: which weights acted
 SAMPLE = "sample"  # nested, optional: what was random while acting and is needed to score the action again
+NOISE = "noise"  # [B, K, A], in `sample` before a flow policy acts: what its chain begins with, where that is given
+CHAIN = "chain"  # [B, S + 1, K, A], in `sample` of a flow policy: its denoising chain from noise to the action
+TOKENS = "tokens"  # int64 [B, K · A], in `sample` of a policy that writes its actions as words: which were drawn
 NEXT = "next"
 REWARD = "reward"
 TERMINATED = "terminated"
@@ -53,6 +56,7 @@ FRAME_TOKENS = "frame_tokens"  # int64 [B, H + n, L], optional: the codes of the
 MASK_SUFFIX = "_mask"  # bool [B] under a picture's name with it: whether there is one
 ACTION_IS_PAD = "action_is_pad"  # bool [B, K]: which steps of an action chunk lie after the episode's end
 MEMORY_STATE = "memory_state"  # [layers, B, hidden] before the batch's first step
+TEACHER_MEMORY = "teacher_memory"  # [B, hidden], in an explorer's rollout: what the teacher remembers after this step
 
 # The streams of a driver's observation, and what a waypoint policy keeps of it in `sample`.
 CAMERA = "camera"  # uint8 [B, 3, h, w]

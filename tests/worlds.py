@@ -105,3 +105,26 @@ class Failing(Counting):
             if self.how == "hang":
                 time.sleep(3600)
         return (observation, *rest)
+
+
+class Numbered(gymnasium.Env):
+    """Observation [whose, step of its life]: no two steps of any copy look alike, in whatever process they are."""
+
+    def __init__(self, length: int = 20, wait: float = 0.0) -> None:
+        self.observation_space = spaces.Box(0, 2**24, (3,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.length, self.wait, self.steps, self.life = length, wait, 0, 0
+        self.whose = np.random.SeedSequence().entropy % 2**40  # drawn by the system, also where seeds are equal
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.steps, self.life = self.steps + 1, self.life + 1
+        time.sleep(self.wait)
+        return self._observation(), 1.0, False, self.steps >= self.length, {}
+
+    def _observation(self):
+        return np.array([self.whose >> 20, self.whose % 2**20, self.life], np.float32)

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
+from deft.algorithms.optimization import FlatAdam, FusedAdam
 from deft.config.algorithm_settings import AlgorithmSettings
 from deft.models.policy import Policy
 
 Metrics: TypeAlias = dict[str, Tensor]
+
+
+class SharedTraining(Protocol):
+    """What an algorithm asks of the processes that train with it (`deft.training.processes`)."""
+
+    count: int
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor, in place, by its mean over the processes."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, in place."""
+        ...
+
+    def largest(self, value: float, device: Any) -> float:
+        """The largest of the processes' values."""
+        ...
+
+    def merge_statistics(self, module: nn.Module) -> None:
+        """Give every process the running statistics of all."""
 
 
 class Algorithm:
@@ -30,6 +51,16 @@ class Algorithm:
     """How many updates the policy's weights have seen; transitions carry it as `schema.POLICY_VERSION`."""
     progress: float = 0.0
     """How much of training is done, 0 to 1; set by the trainer, read by schedules."""
+
+    processes: SharedTraining | None = None
+    """The processes that train this policy together; None where it is this one alone."""
+
+    def share(self, processes: SharedTraining) -> None:
+        """Train together with other processes: gradients are averaged, statistics merged, decisions taken alike."""
+        self.processes = processes
+        for part in vars(self).values():
+            if isinstance(part, FlatAdam | FusedAdam):
+                part.average = processes.average
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """Learn from as many batches as it needs; the metrics stay tensors until they are logged."""

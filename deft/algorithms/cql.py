@@ -56,7 +56,7 @@ class CQL(SoftPolicy):
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         settings, policy, critics = self.settings, self.policy, self.critics
         state, action, next_state, reward, discount = self._read(batch)
-        still = Encoded(state.observation, state.features.detach())
+        still = state._replace(features=state.features.detach())
         # One of the policy's actions here improves it; the others, without gradient, are for the penalty.
         samples, sample_log_probs = policy.sample(still, settings.cql_samples + 1)
         chosen, log_prob = samples[0], sample_log_probs[0]

@@ -75,11 +75,13 @@ class GRPO(Algorithm):
         advantages = [self.advantages(rollout) for rollout in rounds]
         metrics = self._group_metrics(rounds, advantages)
         steps = self._training_steps(rounds, advantages)
-        metrics |= self._no_step() if steps is None else self._train(steps)
+        metrics |= self._no_step() if self._largest(0 if steps is None else 1) == 0 else self._train(steps)
         self.version += 1
         with torch.no_grad():
             for rollout in rounds:
                 self.policy.observe(rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]].to(self.device))
+            if self.processes is not None:
+                self.processes.merge_statistics(self.policy)
         interval = self.settings.reference_update_interval
         if self.reference is not None and interval is not None and self.version % interval == 0:
             self.reference.load_state_dict(self.policy.state_dict())
@@ -199,25 +201,55 @@ class GRPO(Algorithm):
 
     # -- the epochs ----------------------------------------------------------------------------------------------------
 
-    def _train(self, steps: TensorDict) -> Metrics:
+    def _train(self, steps: TensorDict | None) -> Metrics:
         losses: list[Metrics] = []
         first_of_last_epoch, stopped = 0, False
         for _ in range(self.settings.n_epochs):
             first_of_last_epoch = len(losses)
-            order = torch.randperm(steps.batch_size[-1], generator=self.generator)
-            losses += [self._step(minibatch) for minibatch in self._minibatches(steps, order)]
+            losses += self._epoch(steps)
             limit = self.settings.target_kl
-            if limit is not None and float(approximate_kl(losses[first_of_last_epoch:])) > 1.5 * limit:
+            if limit is not None and self._largest(self._kl(losses[first_of_last_epoch:])) > 1.5 * limit:
                 stopped = True
                 break
-        return self._loss_metrics(losses, losses[first_of_last_epoch:], stopped)
+        return self._no_step() if not losses else self._loss_metrics(losses, losses[first_of_last_epoch:], stopped)
 
-    def _step(self, minibatch: TensorDictBase) -> Metrics:
-        loss, metrics = self._loss(self.policy.evaluate_actions(minibatch), minibatch)
+    def _epoch(self, steps: TensorDict | None) -> list[Metrics]:
+        """All minibatches once. Processes take as many steps as the one with the most minibatches, each with a part of
+        its own, however small."""
+        minibatches: list[TensorDictBase | None] = []
+        if steps is not None:
+            order = torch.randperm(steps.batch_size[-1], generator=self.generator)
+            minibatches += self._minibatches(steps, order)
+        minibatches += [None] * (int(self._largest(len(minibatches))) - len(minibatches))
+        taken = [self._step(minibatch) for minibatch in minibatches]
+        return [metrics for metrics in taken if metrics]
+
+    def _step(self, minibatch: TensorDictBase | None) -> Metrics:
+        """One step of the optimizer, on the mean over all processes' steps; this one may have none."""
         self.optimizer.zero_gradients()
-        loss.backward()
-        metrics["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
+        metrics: Metrics = {}
+        share = self._share(minibatch)
+        if minibatch is not None:
+            loss, metrics = self._loss(self.policy.evaluate_actions(minibatch), minibatch)
+            (loss * share).backward()
+        norm = self.optimizer.step(self.settings.max_grad_norm)
+        if metrics:
+            metrics["grad_norm"] = norm
         return metrics
+
+    def _share(self, minibatch: TensorDictBase | None) -> Tensor | float:
+        """n_i · processes / Σ n: the mean of gradients weighted so is the gradient of the mean over all steps."""
+        if self.processes is None:
+            return 1.0
+        own = torch.zeros((), device=self.device) if minibatch is None else minibatch[schema.STEP_MASK].sum().float()
+        return own * self.processes.count / self.processes.sum(own.clone())
+
+    def _largest(self, value: float) -> float:
+        return value if self.processes is None else self.processes.largest(value, self.device)
+
+    @staticmethod
+    def _kl(losses: list[Metrics]) -> float:
+        return float(approximate_kl(losses)) if losses else 0.0
 
     def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
         """The loss of a minibatch, and its parts; log-probs are [B], or [B, tokens] with token ratios."""

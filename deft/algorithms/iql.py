@@ -6,7 +6,6 @@ Never asks a critic about an action that is not in the data.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
-from deft.models.actor import ContinuousActor, Encoded
+from deft.models.actor import ContinuousActor
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class IQL(OffPolicy):
         q_loss = (critics(state.features, action) - backup.unsqueeze(1)).square().mean((1, 2))
         advantage = advantage.detach()
         weight = (settings.temperature * advantage).exp().clamp(max=settings.max_weight)
-        log_prob = policy.log_prob(Encoded(state.observation, state.features.detach()), action)
+        log_prob = policy.log_prob(state._replace(features=state.features.detach()), action)
         policy_loss = -(weight * log_prob).mean(-1)
         descend((v_loss + q_loss + policy_loss).sum(), self.critic_optimizer, self.actor_optimizer)
         critics.move_target(settings.tau)
@@ -77,10 +76,3 @@ class IQL(OffPolicy):
                 log.warning(
                     "reward_scaling: every episode has the return %.4g, so rewards stay as they are", returns[0]
                 )
-
-    def schedule(self) -> None:
-        """The policy's step size."""
-        if self.settings.learning_rate_schedule == "cosine":
-            # α_t = α (1 + cos π t) / 2
-            rate = self.settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
-            self.actor_optimizer.learning_rate.fill_(rate)

@@ -23,8 +23,7 @@ from deft.errors import InputError
 from deft.models.actor import Actor, ContinuousActor, Encoded
 from deft.models.critics import Critics
 from deft.models.policy import Policy
-from deft.models.vla.actor import VLAActor
-from deft.models.vla.loading import load_vla_model_for
+from deft.models.vla.actor import make_vla_actor
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,8 @@ class ActorAlgorithm(OfflineAlgorithm):
     policy: ContinuousActor
     distribution: str = "gaussian"
     """Which of `Actor`'s distributions the algorithm trains."""
+    needs_next_observation: bool = True
+    """Whether its batches hold the observation that a transition leads to."""
 
     def __init__(self, policy: ContinuousActor, settings: OfflineSettings, seed: int = 0) -> None:
         if not isinstance(policy, ContinuousActor):
@@ -69,23 +70,35 @@ class ActorAlgorithm(OfflineAlgorithm):
         if config.vla_config is not None:
             if num_members > 1:
                 raise InputError("num_seeds: a VLA model is trained one seed at a time; start a run for each")
-            model = load_vla_model_for(
-                config.vla_config, observation_space, action_space, "the dataset", weights_follow=weights_follow
-            )
-            return VLAActor(model, observation_space, action_space, config, dtype)
+            return make_vla_actor(config, observation_space, action_space, "the dataset", dtype, weights_follow)
         return Actor(observation_space, action_space, config, cls.distribution, num_members, dtype)
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
         """Single transitions, out of memory or off the disk."""
         if dataset.table is not None:
             return ReplayBuffer(dataset.table, seed, self.policy.num_members, device)
-        return StreamingBuffer(dataset, cache_bytes, seed, device=device)
+        return StreamingBuffer(
+            dataset,
+            cache_bytes,
+            seed,
+            device=device,
+            chunk_length=self.policy.chunk_length,
+            chunk_gamma=self.settings.gamma,
+            next_observation=self.needs_next_observation,
+        )
 
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Fit the observation normalisation to the dataset."""
         if fresh:
             for block in sampler.observations():
                 self.policy.observe({schema.OBSERVATION: block})
+
+    def schedule(self) -> None:
+        """The policy's step size, where the settings let it fall."""
+        if getattr(self.settings, "learning_rate_schedule", "constant") == "cosine":
+            # α_t = α (1 + cos π t) / 2
+            rate = self._actor_learning_rate() * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
+            self.actor_optimizer.learning_rate.fill_(rate)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +166,7 @@ class OffPolicy(ActorAlgorithm):
 
     def _read(self, batch: Mapping[Any, Any]) -> tuple[Encoded, Tensor, Encoded, Tensor, Tensor]:
         """State, unit action and next state; the reward, and γ where the episode goes on after it (else 0)."""
-        state = self.policy.encode(batch[schema.OBSERVATION])
+        state = self.policy.encode(batch[schema.OBSERVATION])._replace(step_mask=batch.get(schema.STEP_MASK))
         with torch.no_grad():
             next_state = self.policy.encode(batch[schema.NEXT_OBSERVATION])
             action = self.policy.to_unit(batch[schema.ACTION])

@@ -7,13 +7,16 @@ networks that is a third of an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from deft.errors import InputError
+
+Average: TypeAlias = Callable[[Sequence[Tensor]], None]
+"""Replaces gradients by their mean over the processes that train together."""
 
 
 def descend(loss: Tensor, *optimizers: FusedAdam) -> None:
@@ -54,6 +57,7 @@ class FusedAdam:
         device = self._value.device
         self._count = torch.zeros((), device=device)
         self.learning_rate = torch.tensor(learning_rate, device=device)
+        self.average: Average | None = None
 
     @torch.no_grad()
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -66,7 +70,9 @@ class FusedAdam:
 
     @torch.no_grad()
     def step(self, max_grad_norm: float | None = None) -> None:
-        """One step with the gradients that are there, clipped to the norm that is given."""
+        """One step with the gradients that are there, averaged and clipped to the norm that is given."""
+        if self.average is not None:
+            self.average([self.gradient])
         if max_grad_norm is not None:
             norm = torch.linalg.vector_norm(self.gradient)
             self.gradient.div_(torch.clamp(norm / max_grad_norm, min=1.0))
@@ -125,6 +131,7 @@ class FlatAdam:
         self._first = [torch.zeros_like(value) for value in self._values]
         self._second = [torch.zeros_like(value) for value in self._values]
         self._count = 0
+        self.average: Average | None = None
 
     def zero_gradients(self) -> None:
         """Set every gradient to zero in place."""
@@ -133,7 +140,9 @@ class FlatAdam:
 
     @torch.no_grad()
     def step(self, max_grad_norm: float | None = None) -> Tensor:
-        """Clip to the global norm, step, and return the norm before clipping."""
+        """Average over the processes, clip to the global norm, step, and return the norm before clipping."""
+        if self.average is not None:
+            self.average(self._gradients)
         norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([part.float() for part in norms]))
         if max_grad_norm is not None:

@@ -43,7 +43,7 @@ class PPO(Algorithm):
         self.policy = policy
         self.settings = settings or PPOSettings()
         self.device = next(policy.parameters()).device
-        self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
+        self.optimizer = self._make_optimizer()
         self.generator = torch.Generator().manual_seed(seed)
         self._warned_lengths: set[int] = set()
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
@@ -69,9 +69,12 @@ class PPO(Algorithm):
                 break
         self.version += 1
         metrics = self._metrics(losses, first_of_last_epoch, rollout, stopped)
-        self._adapt_learning_rate(metrics["approx_kl"])
+        if self.version > self.settings.value_warmup:  # before that the policy does not move, and its KL says nothing
+            self._adapt_learning_rate(metrics["approx_kl"])
         with torch.no_grad():
             self.policy.observe(rollout)
+            if self.processes is not None:
+                self.processes.merge_statistics(self.policy)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,6 +94,9 @@ class PPO(Algorithm):
         self.generator.set_state(state["generator"])
         self.version = state["version"]
         self.running_return = state["running_return"]
+
+    def _make_optimizer(self) -> FlatAdam:
+        return FlatAdam(self.policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
 
     # -- before the epochs ---------------------------------------------------------------------------------------------
 
@@ -132,6 +138,8 @@ class PPO(Algorithm):
             self.running_return = torch.zeros_like(reward[0])
         returns, self.running_return = returns_so_far(reward, done, discount, self.running_return)
         normalizer.observe(returns.to(self.device))
+        if self.processes is not None:
+            self.processes.merge_statistics(self.policy)
         return normalizer(reward.to(self.device)).to(reward.device)
 
     @torch.no_grad()
@@ -191,15 +199,23 @@ class PPO(Algorithm):
     # -- one gradient step ---------------------------------------------------------------------------------------------
 
     def _step(self, minibatch: TensorDictBase) -> Metrics:
-        scored = self._evaluate(minibatch)
+        scored = self._scored(minibatch)
         losses, gradients = self._losses({name: value.detach() for name, value in scored.items()}, minibatch)
         self.optimizer.zero_gradients()
         names = [name for name in gradients if scored[name].requires_grad]
         if self.version < self.settings.value_warmup:
             names = ["value"]
         torch.autograd.backward([scored[name] for name in names], [gradients[name] for name in names])
+        self._share_gradients()
         losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
         return losses
+
+    def _scored(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
+        """What the policy says of the stored actions."""
+        return self._evaluate(minibatch)
+
+    def _share_gradients(self) -> None:
+        """Between the gradients and the step: where several processes train one policy, theirs are averaged here."""
 
     def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
         """The losses of a minibatch, and the gradient of their sum by log-prob, value and entropy.
@@ -210,7 +226,7 @@ class PPO(Algorithm):
         settings, count = self.settings, scored["value"].numel()
         advantage = minibatch[schema.ADVANTAGE]
         if settings.normalize_advantage and count > 1:
-            std, mean = torch.std_mean(advantage)
+            std, mean = self._std_mean(advantage)
             advantage = (advantage - mean) / (std + 1e-8)
         log_ratio = scored["log_prob"] - minibatch[schema.LOG_PROB]
         ratio = log_ratio.exp()
@@ -251,6 +267,23 @@ class PPO(Algorithm):
         slope = torch.where(clipped > plain, clipped_error * (step.abs() <= limit), error)
         return 0.5 * torch.maximum(plain, clipped).mean(), slope
 
+    def _std_mean(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """Deviation and mean of a minibatch, over all processes."""
+        if self.processes is None:
+            return torch.std_mean(advantage)
+        # n, Σx and, around the common mean, Σ(x − mean)²
+        sums = self.processes.sum(torch.stack([advantage.new_tensor(advantage.numel()), advantage.sum()]).double())
+        mean = sums[1] / sums[0]
+        squares = self.processes.sum((advantage.double() - mean).square().sum())
+        return (squares / (sums[0] - 1)).sqrt().to(advantage), mean.to(advantage)
+
+    def _mean_kl(self, losses: list[Metrics]) -> Tensor:
+        """`approximate_kl` over all processes, which decide by it alike."""
+        kl = approximate_kl(losses)
+        if self.processes is not None:
+            self.processes.average([kl])
+        return kl
+
     # -- schedules and metrics -----------------------------------------------------------------------------------------
 
     def _schedule_learning_rate(self) -> None:
@@ -270,7 +303,7 @@ class PPO(Algorithm):
     def _kl_too_large(self, epoch: list[Metrics]) -> bool:
         if self.settings.target_kl is None:
             return False
-        return float(approximate_kl(epoch)) > 1.5 * self.settings.target_kl
+        return float(self._mean_kl(epoch)) > 1.5 * self.settings.target_kl
 
     def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
         """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
@@ -292,7 +325,7 @@ class PPO(Algorithm):
             )
         log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in last])
         target, value = rollout[schema.VALUE_TARGET], rollout[schema.VALUE]
-        metrics["approx_kl"] = approximate_kl(last)
+        metrics["approx_kl"] = self._mean_kl(last)
         metrics["clip_fraction"] = ((log_ratio.exp() - 1).abs() > self.settings.clip_range).float().mean()
         # 1 − Var(R − V) / Var(R): 1 is a perfect critic, 0 no better than a constant
         variance = target.var(correction=0)

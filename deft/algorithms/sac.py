@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import SACSettings
 from deft.models.actor import ContinuousActor, Encoded
+
+LEARNED_ALPHA = 0.05  # temperature at first, for a policy that comes from an algorithm without one
 
 
 class SAC(SoftPolicy):
@@ -31,6 +34,7 @@ class SAC(SoftPolicy):
 
     def __init__(self, policy: ContinuousActor, settings: SACSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or SACSettings(), seed)
+        self._start_alpha(1.0)
         self.period = self.settings.policy_delay
         self._policy_metrics: Metrics = {}
         if self.settings.compile:  # draws as in eager mode, so that both learn the same
@@ -45,10 +49,17 @@ class SAC(SoftPolicy):
         return super().target_entropy if wanted == "auto" else float(wanted)
 
     def adopt(self, state: dict[str, Any]) -> None:
-        """Take the critics, and a temperature where there is one, out of the state of another off-policy algorithm."""
+        """Take the critics, and a temperature where there is one, out of the state of another off-policy algorithm.
+
+        Where there is none it starts low: a new policy's would pay a learned one for forgetting what it knows.
+        """
         super().adopt(state)
-        if self.settings.alpha == "auto" and "scalars" in state:
-            self.log_alpha.data.copy_(state["scalars"]["0"])
+        self._start_alpha(float(state["scalars"]["0"].exp()) if "scalars" in state else LEARNED_ALPHA)
+
+    def _start_alpha(self, default: float) -> None:
+        if self.settings.alpha == "auto":
+            start = self.settings.alpha_start
+            self.log_alpha.data.fill_(math.log(default if start is None else start))
 
     def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
         """One step on each batch that the replay buffer gives; none before learning starts."""
@@ -61,7 +72,7 @@ class SAC(SoftPolicy):
         batch = self._shifted(batch)
         state, action, next_state, reward, discount = self._read(batch)
         reward = reward * self.policy.reward_scale
-        still = Encoded(state.observation, state.features.detach())
+        still = state._replace(features=state.features.detach())
         q_loss, mean_q = self._critic_loss(state.features, action, next_state, reward, discount)
         if self.version < self.settings.critic_warmup or self.version % self.settings.policy_delay:
             descend(q_loss.sum(), self.critic_optimizer)

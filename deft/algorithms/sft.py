@@ -20,6 +20,7 @@ class SFT(ActorAlgorithm):
     """L = −E log π(a | s), or the mean squared error of the most likely action; in unit actions."""
 
     name = "sft"
+    needs_next_observation = False
     settings: SFTSettings
 
     def __init__(self, policy: ContinuousActor, settings: SFTSettings | None = None, seed: int = 0) -> None:
@@ -30,14 +31,10 @@ class SFT(ActorAlgorithm):
         yield from self.policy.encoder_parameters()
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
-        state = self.policy.encode(batch[schema.OBSERVATION])
         with torch.no_grad():
             action = self.policy.to_unit(batch[schema.ACTION])
             action = action if action.ndim == 3 else action.unsqueeze(0)
-        error = (self.policy.mean(state) - action).square().mean((-1, -2))
-        if self.settings.loss == "mse":
-            loss = error
-        else:
-            loss = -self.policy.log_prob(state, action).mean(-1)
-        descend(loss.sum(), self.actor_optimizer)
-        return {"bc_loss": loss.detach().mean(), "action_error": error.detach().mean()}
+        observation, mask = batch[schema.OBSERVATION], batch.get(schema.STEP_MASK)
+        losses = self.policy.imitation(observation, action, mask, self.settings.loss)
+        descend(losses["bc_loss"].sum(), self.actor_optimizer)
+        return {name: value.detach().mean() for name, value in losses.items()}

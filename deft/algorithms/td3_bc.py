@@ -45,7 +45,7 @@ class TD3BC(OffPolicy):
         q_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
         descend(q_loss.sum(), self.critic_optimizer)
         if (self.version + 1) % settings.policy_delay == 0:
-            self._policy_metrics = self._improve(Encoded(state.observation, state.features.detach()), action)
+            self._policy_metrics = self._improve(state._replace(features=state.features.detach()), action)
             critics.move_target(settings.tau)
             soft_update(self.target_policy, policy, settings.tau)
         return {"q_loss": q_loss.detach().mean(), "mean_q": q.detach().mean(), **self._policy_metrics}

@@ -248,6 +248,8 @@ class SFTSettings(OfflineSettings):
 
     loss: Literal["log_prob", "mse"] = "log_prob"
     """`log_prob`: the likelihood of the data's actions, so that the deviation is learned too; `mse`: squared error."""
+    learning_rate_schedule: Literal["constant", "cosine"] = "constant"
+    """`cosine` goes to 0 at the end of training."""
 
 
 @settings
@@ -267,6 +269,8 @@ class SACSettings(OffPolicySettings):
     """Env steps of uniformly random actions at the start; None: `learning_starts`, or 0 for a policy that was given."""
     alpha: Literal["auto"] | NonNegative = "auto"
     """Entropy temperature: learned towards `target_entropy`, or fixed."""
+    alpha_start: Positive | None = None
+    """What a learned temperature starts from; None: 1, or for a policy that was given that of its run, else 0.05."""
     target_entropy: Literal["auto"] | Number = "auto"
     """Entropy of the policy's unit actions that `alpha: auto` holds; `auto`: minus the action dims."""
     train_freq: Count = 1

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from deft.config.algorithm_settings import PPOSettings
 from deft.config.settings import LoggingConfig
 from deft.config.validation import Count, Fraction, NonNegative, NonNegativeInt, Positive, Seed, Switch, settings
 
@@ -80,6 +81,8 @@ class TrainingConfig:
     """Leave the vision tower as it is; for pretrained ones."""
     colour_augmentation: Fraction = 0.2
     """How much the colours of an episode are changed, alike in all of its frames; 0: not at all."""
+    head_dropout: Fraction = 0.25
+    """Share of the rounds without the head camera, as a student sees: what is out of view has to be remembered."""
     num_envs: Count | None = None
     """Copies of the environment; by default one for each core that training leaves free."""
     overlap: Switch = True
@@ -120,12 +123,60 @@ class TeacherSection:
 
 @settings
 class StudentRewards:
-    """What the explorer is rewarded for."""
+    """What the student is rewarded for; each term is normalised first."""
 
     memory_divergence_weight: NonNegative = 0.5
-    """How far the student's memory is from the teacher's."""
+    """Of the memory's convergence to the teacher's: −(D′ − D) − memory_decay · D′."""
     wm_uncertainty_weight: NonNegative = 0.5
-    """How wrong the world model is."""
+    """Of what the world model says, the sum of the five below."""
+    memory_decay: NonNegative = 0.07
+    """How much a distance of the memories costs while it lasts."""
+    uncertainty_weight: NonNegative = 1.0
+    """α, of the mean entropy of the foreseen codes."""
+    error_weight: NonNegative = 1.0
+    """β, of their cross-entropy."""
+    error_progress_weight: NonNegative = 0.5
+    """γ, of the rise of the error since the step before."""
+    uncertainty_progress_weight: NonNegative = 0.1
+    """ε, of the rise of the uncertainty."""
+    action_cost: NonNegative = 0.01
+    """δ, of the mean size of the action."""
+    reward_limit: Positive = 10.0
+    """The sum of the five is clipped at ± this."""
+
+
+@settings
+class ExplorerSettings(PPOSettings):
+    """How an explorer acts and learns by PPO."""
+
+    learning_rate: Positive = 3e-4
+    """Adam's step size for value and memory; the weights that act start with a tenth of it."""
+    gamma: Fraction = 0.95
+    """Discount."""
+    batch_size: Count = 100
+    """Steps in a minibatch."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus; the chain's noise is fixed, so it teaches nothing."""
+    learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "adaptive"
+    """`adaptive` keeps the KL of an update near `desired_kl`."""
+    desired_kl: Positive = 0.1
+    """For the adaptive schedule."""
+    clip_range: Positive = 0.3
+    """How far the probability ratio may move from 1."""
+    sequence_length: Count = 10
+    """Steps of a training sequence: gradients go back through the memory this far."""
+    episodes_per_update: Count = 8
+    """Episodes of a rollout, in each process; fewer copies of the environment play several each."""
+    denoising_steps: Count = 2
+    """Euler steps from noise to an action."""
+    initial_noise: NonNegative = 0.7
+    """Deviation of the noise that they begin with."""
+    noise_correlation: Fraction = 0.9
+    """How much of that noise stays from step to step of an episode: an arm that trembles gets nowhere."""
+    action_noise: Positive = 0.4
+    """Deviation of the noise in each of them."""
+    memory_loss_weight: NonNegative = 1.0
+    """Of the squared distance to the teacher's memory in the loss: the explorer's memory learns from it."""
 
 
 @settings
@@ -134,7 +185,10 @@ class StudentSection:
 
     output_dir: str = "./outputs/student_rl"
     """The run folder."""
+    teacher_path: str | None = None
+    """Whose world model is reused: a run, a checkpoint, a weights file; by default the one that ships, of `tiny`."""
     rewards: StudentRewards = Field(default_factory=StudentRewards)
+    explorer: ExplorerSettings = Field(default_factory=ExplorerSettings)
 
 
 @settings
@@ -144,7 +198,55 @@ class AdversarialSection:
     output_dir: str = "./outputs/adversarial_rl"
     """The run folder."""
     total_iterations: Count = 100_000
-    """Rounds of the two."""
+    """Iterations: in each the explorer acts, `wm_updates` train the world model, and PPO trains the explorer once."""
+    teacher_checkpoint: str | None = None
+    """The world model to start from: a run or checkpoint of phase 1; by default the one that ships with Deft."""
+    student_checkpoint: str | None = None
+    """The explorer to start from: a run or checkpoint of phase 2; without it, a new one."""
+    wm_lr: Positive = 1e-4
+    """AdamW's step size for the world model, at its highest."""
+    explorer_lr: Positive = 3e-4
+    """PPO's step size for the explorer."""
+    wm_updates: Count = 5
+    """Batches of `batch_size` episodes that the world model trains on for each update of the explorer."""
+    wm_warmup: NonNegativeInt = 10
+    """Iterations at the start in which the world model alone learns."""
+    reward: Literal["progress", "disagreement", "error"] = "progress"
+    """What pays: the world model's learning progress on the next frame, an ensemble's disagreement, or its error."""
+    reward_floor: NonNegative = 0.1
+    """Cross-entropy, in nats a code, below which the next frame counts as foreseen and pays nothing."""
+    progress_lag: Count = 5
+    """Iterations, at least, that the older world model is old; twice as many at most."""
+    ensemble_size: Count = 5
+    """Members of the ensemble whose disagreement is measured."""
+    replay_share: Fraction = 0.5
+    """Share of each batch of the world model that comes from older episodes."""
+    replay_capacity: Count = 128
+    """Older episodes that are kept, the explorer's and random ones."""
+    random_episodes: NonNegativeInt = 4
+    """New episodes of random actions that join the older ones in each iteration."""
+    collapse_patience: Count = 20
+    """Iterations in a row after which a side that shows a collapse ends the run."""
+
+
+@settings
+class AllSection:
+    """The three phases in order, each from the best checkpoint of the one before."""
+
+    output_dir: str = "./outputs/all"
+    """The folder of the whole: a run folder for each phase, and `report.html`."""
+    teacher_episodes: Count = 2_000
+    """Episodes of phase 1."""
+    student_episodes: Count = 1_000
+    """Episodes of phase 2."""
+    teacher_minutes: Positive | None = None
+    """End phase 1 after this long."""
+    student_minutes: Positive | None = None
+    """End phase 2 after this long."""
+    adversarial_minutes: Positive | None = None
+    """End phase 3 after this long."""
+    evaluation_episodes: Count = 16
+    """Held-out episodes that each phase is evaluated on."""
 
 
 @settings
@@ -163,7 +265,7 @@ class RunSection:
 class PhaseConfig:
     """An `rl_config.yaml`: what the three phases share, and a section for each."""
 
-    phase: Literal["teacher", "student", "adversarial"] | None = None
+    phase: Literal["teacher", "student", "adversarial", "all"] | None = None
     """Which phase the file is the run of; files that serve all have none."""
     model: ModelSection = Field(default_factory=ModelSection)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
@@ -173,4 +275,5 @@ class PhaseConfig:
     teacher: TeacherSection = Field(default_factory=TeacherSection)
     student: StudentSection = Field(default_factory=StudentSection)
     adversarial: AdversarialSection = Field(default_factory=AdversarialSection)
+    all: AllSection = Field(default_factory=AllSection)
     run: RunSection = Field(default_factory=RunSection)

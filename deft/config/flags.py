@@ -41,6 +41,9 @@ _NAMES = {
 }
 
 
+MODEL_CLASS = "policy.vla_config.model_class"
+
+
 @dataclass(frozen=True)
 class Flag:
     """One setting as a flag: where its value goes, what it is called, which type it has."""
@@ -81,7 +84,7 @@ OUTPUT_FLAGS = (
 def run_flags(algorithm: str) -> list[FlagGroup]:
     """Every setting of a run of this algorithm. Where two have one name, the algorithm's own gets it."""
     algorithm_class = ALGORITHM_SETTINGS[algorithm]
-    aliases: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {MODEL_CLASS: ["model"]}
     for place in [*(f"algorithm.cfg.{alias}" for alias in algorithm_class.ALIASES), *MOVED_SETTINGS]:
         aliases.setdefault(canonical_path(place, algorithm_class), []).append(place.rpartition(".")[2])
     sections = sorted(
@@ -103,7 +106,7 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
         title = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}.get(prefix, prefix.rpartition(".")[2])
         groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
     own = algorithm.replace("-", "_")
-    order = ("dataset", "env", "curriculum", own, "policy", "vla_config", "trainer", "logging", "run")
+    order = ("dataset", "env", "curriculum", own, "policy", "vla_config", "trainer", "cluster", "logging", "run")
     return sorted((group for group in groups if group.flags), key=lambda group: order.index(group.title))
 
 

@@ -14,7 +14,15 @@ from pydantic_core import ArgsKwargs
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, GRPOSettings, PPOSettings
 from deft.config.flags import run_flags
 from deft.config.loading import resolve, set_path, to_dict
-from deft.config.settings import CurriculumConfig, EnvConfig, LoggingConfig, PolicyConfig, RunConfig, TrainerConfig
+from deft.config.settings import (
+    ClusterConfig,
+    CurriculumConfig,
+    EnvConfig,
+    LoggingConfig,
+    PolicyConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from deft.config.validation import (
     Count,
     Fraction,
@@ -96,6 +104,12 @@ class RLConfig:
     iterations: Count | None = TrainerConfig.iterations
     buffer_type: Literal["standard", "vla"] = TrainerConfig.buffer_type
     max_staleness: NonNegativeInt = TrainerConfig.max_staleness
+    collectors: Literal["here", "ray"] = ClusterConfig.collectors
+    ray_address: str = ClusterConfig.ray_address
+    inference: Literal["auto", "worker", "actor"] = ClusterConfig.inference
+    inference_gpus: NonNegative = ClusterConfig.inference_gpus
+    worker_cpus: Positive = ClusterConfig.worker_cpus
+    block_steps: Count | None = ClusterConfig.block_steps
 
     # Environment (its id comes from the environment that the trainer is given)
     num_envs: Count = EnvConfig.num_envs

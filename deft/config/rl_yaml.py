@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,12 @@ import yaml
 from deft.config.f1_settings import PhaseConfig, TrainingConfig
 from deft.config.flags import CONFIG_FLAG, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
 from deft.config.loading import find_config, read_mapping, set_path, to_dict, value_at
-from deft.config.validation import checked, nested_class
+from deft.config.validation import checked, nested_class, setting_names
 from deft.errors import InputError, RunError
 
 CONFIG_FILE = "config.yaml"
 PHASES = ("teacher", "student", "adversarial")
+ALL_PHASES = "all"
 
 
 class ConfigMapping(dict[str, Any]):
@@ -83,20 +85,101 @@ def phase_of_file(path: Path) -> str | None:
     if not path.is_file():
         return None
     phase = read_mapping(path).get("phase")
-    return phase if phase in PHASES else None
+    return phase if phase in (*PHASES, ALL_PHASES) else None
+
+
+# Settings of `training` that only the training of a world model reads; the student's flags leave them out.
+WORLD_MODEL_TRAINING = (
+    "batch_size",
+    "learning_rate",
+    "weight_decay",
+    "scheduler",
+    "min_learning_rate",
+    "max_grad_norm",
+    "sequential_training",
+    "bptt_length",
+    "memory_backprop",
+    "motion_warmup",
+    "motion_learning_rate",
+    "train_understanding",
+    "freeze_vision_encoder",
+    "colour_augmentation",
+    "head_dropout",
+    "overlap",
+    "buffer_capacity",
+    "learning_starts",
+    "dataset",
+    "dataset_options",
+    "wrist_camera",
+    "head_camera",
+    "holdout",
+)
+# Of phase 3: its own settings say how long, how fast and on what it trains.
+GAME_SETTINGS = (
+    "training.num_episodes",
+    "training.learning_rate",
+    "training.sequential_training",
+    "training.motion_warmup",
+    "training.motion_learning_rate",
+    "training.overlap",
+    "training.buffer_capacity",
+    "training.learning_starts",
+    "training.dataset",
+    "training.dataset_options",
+    "training.wrist_camera",
+    "training.head_camera",
+    "training.holdout",
+    "student.explorer.learning_rate",
+)
+UNUSED = {
+    "student": tuple(f"training.{name}" for name in WORLD_MODEL_TRAINING),
+    "adversarial": GAME_SETTINGS,
+    ALL_PHASES: (
+        "training.num_episodes",
+        "training.max_minutes",
+        "adversarial.output_dir",
+        "adversarial.teacher_checkpoint",
+        "adversarial.student_checkpoint",
+    ),
+}
+MORE_SECTIONS = {
+    "adversarial": ("student.explorer",),
+    ALL_PHASES: ("student.rewards", "student.explorer", "adversarial"),
+}
+ALIASES = {"student.teacher_path": ("teacher_checkpoint",), "adversarial.teacher_checkpoint": ("teacher_path",)}
 
 
 def phase_flags(phase: str) -> list[FlagGroup]:
-    """Every setting of a phase as a flag; the environment's as one mapping."""
+    """Every setting of a phase as a flag; the environment's as one mapping. Where two have one name, the later is led
+    by its section's.
+    """
     environment = Flag(
         "environment", "environment", (), dict[str, Any], "Settings of the world, over those of --config."
     )
     groups = [FlagGroup("command", "The command itself.", (CONFIG_FLAG, *OUTPUT_FLAGS, environment))]
-    for section in ("training", "model", phase, "run", "logging"):
-        cls = nested_class(PhaseConfig, section)
-        assert cls is not None
-        groups.append(FlagGroup(section, cls.__doc__ or "", tuple(class_flags(cls, section))))
+    nested = [f"{phase}.{name}" for name in setting_names(_section(phase)) if nested_class(_section(phase), name)]
+    nested += MORE_SECTIONS.get(phase, ())
+    taken: set[str] = set()
+    for section in ("training", "model", phase, *nested, "run", "logging"):
+        cls, title = _section(section), section.rpartition(".")[2]
+        flags = []
+        for flag in class_flags(cls, section):
+            if flag.path in UNUSED.get(phase, ()):
+                continue
+            name = f"{title}_{flag.name}" if flag.name in taken else flag.name
+            taken.add(name)
+            flags.append(dataclasses.replace(flag, name=name, aliases=ALIASES.get(flag.path, ())))
+        groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
     return groups
+
+
+def _section(path: str) -> type:
+    """The settings class of a section, by its place in `PhaseConfig`."""
+    found: type | None = PhaseConfig
+    for name in path.split("."):
+        found = nested_class(found, name) if found is not None else None
+    assert found is not None, path
+    return found
 
 
 def parse_phase(phase: str, arguments: Sequence[str], base_file: Path | str | None) -> tuple[PhaseConfig, bool]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
@@ -72,7 +72,7 @@ class EnvConfig:
     vector: Literal["sync", "process", "envpool", "gpu"] = "sync"
     """How the copies run: here, in worker processes, in envpool's threads, or in one GPU simulation (ManiSkill)."""
     num_workers: Count | None = None
-    """Worker processes (`vector: process`); by default one a core, at most one an environment."""
+    """Worker processes (`vector: process`) or Ray workers; by default one a core, at most one an environment."""
     max_episode_steps: Count | None = None
     """A time limit in place of the environment's own."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -99,6 +99,10 @@ class VLAConfig:
     """Passed to the model's constructor."""
 
 
+MODEL_CHUNKS = {"vla-tiny": 4}
+"""Env steps that one inference of a model decides, where `--model` names it and `--chunk-length` is not given."""
+
+
 def check_vla_config(policy: Any) -> None:
     """Refuse a VLA policy without its model, and a model without a VLA policy."""
     if policy.name == "vla" and policy.vla_config is None:
@@ -110,8 +114,6 @@ def check_vla_config(policy: Any) -> None:
 @settings
 class ActorConfig:
     """The policy, and the shape of its critics."""
-
-    chunk_length: ClassVar[int] = 1  # these policies decide one step at a time
 
     name: Literal["actor", "vla"] = "actor"
     """A network from scratch, or a VLA model."""
@@ -125,12 +127,16 @@ class ActorConfig:
     """Log standard deviation of a Gaussian policy at the start."""
     normalize_observation: Switch = True
     """Scale vector observations by the dataset's mean and deviation; saved with the policy."""
+    chunk_length: Count = 1
+    """Env steps that one inference decides; above 1 with a VLA model alone."""
     vla_config: VLAConfig | None = None
     """The model behind `name: vla`."""
 
     @model_validator(mode="after")
     def _vla_config_goes_with_vla(self) -> ActorConfig:
         check_vla_config(self)
+        if self.chunk_length > 1 and self.name != "vla":
+            raise ValueError(f"chunk_length {self.chunk_length}: name '{self.name}' decides one step at a time")
         return self
 
 
@@ -201,6 +207,26 @@ class LoopConfig:
     """How many of the latest to keep, besides the best."""
     video_freq: NonNegativeInt = 0
     """Env steps between videos of an evaluation episode; 0: none."""
+    max_staleness: NonNegativeInt = 1
+    """VLA mode and Ray: how many versions older than the learner's the acting weights may be. 0: they take turns."""
+
+
+@settings
+class ClusterConfig:
+    """Who collects: this process, or workers on a Ray cluster."""
+
+    collectors: Literal["here", "ray"] = "here"
+    """`here`: this process steps the environments. `ray`: workers do, here or on other machines (extra `scale`)."""
+    ray_address: str = "local"
+    """`local`: a Ray of the run's own; `auto`: the cluster that this machine belongs to; or `host:port`."""
+    inference: Literal["auto", "worker", "actor"] = "auto"
+    """Where the policy acts: in every worker, or in one actor for all. `auto`: an actor from 20 M parameters on."""
+    inference_gpus: NonNegative = 0.0
+    """Share of a GPU that the inference actor takes; 0: it acts on a CPU."""
+    worker_cpus: Positive = 1.0
+    """CPUs that Ray sets aside for each worker."""
+    block_steps: Count | None = None
+    """Most steps that a worker collects before it hands them over; by default 256, at most a rollout's."""
 
 
 @settings
@@ -213,8 +239,6 @@ class TrainerConfig(LoopConfig):
     """`standard`: collect, train, clear. `vla`: a background collector writes while the main thread trains."""
     iterations: Count | None = None
     """Rollouts in all; where given, in place of `total_timesteps`."""
-    max_staleness: NonNegativeInt = 1
-    """VLA mode: how many versions older than the learner's the acting weights may be. 0 equals standard mode."""
 
 
 @settings
@@ -292,6 +316,7 @@ class RunConfig(RunSettings):
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
 
@@ -372,6 +397,9 @@ def run_class(algorithm_class: type[AlgorithmSettings]) -> Any:
     return {"rollouts": RunConfig, "replay": ReplayRunConfig, "dataset": OfflineRunConfig}[algorithm_class.LEARNS_FROM]
 
 
+Split = Literal["train", "held-out", "all"]
+
+
 @settings
 class EvaluateConfig:
     """What to evaluate, and how."""
@@ -382,8 +410,16 @@ class EvaluateConfig:
     """How many episodes."""
     video: str | None = None
     """Write a video of the first episodes to this file (`.mp4`)."""
+    videos: str | None = None
+    """Write videos of single episodes into this folder: three that succeed and three that fail, where there are."""
     env: str | None = None
     """Play in this environment instead of the run's own."""
+    task: str | None = None
+    """The environment's `task`; the same as `--env-kwargs task=…`."""
+    split: Split | None = None
+    """The tabletop's objects: the combinations of training, those that training never sees, or all."""
+    shuffle_instructions: Switch = False
+    """Name an object of the scene by chance, whatever the goal is: how much of the success hangs on the words."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor, beside those of the run."""
     random_policy: Switch = False
@@ -392,6 +428,41 @@ class EvaluateConfig:
     """Seed of the evaluation's environments."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+
+@settings
+class CompareRunsConfig:
+    """Which policies to compare, and on what: all play the same episodes."""
+
+    runs: tuple[str, ...]
+    """Run folders or checkpoints, `ppo=RUN,RUN,RUN` for seeds in one row, `random` (actions), `expert` (a script)."""
+    env: str | None = None
+    """Any Gymnasium id, or one of Deft's own; by default each run's own."""
+    env_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor, beside those of each run."""
+    task: str | None = None
+    """The environment's `task`; the same as `--env-kwargs task=…`."""
+    episodes: Count = 100
+    """How many episodes, for each policy and each column of the table."""
+    split: tuple[Split, ...] | None = None
+    """Columns of the table; by default `train` and `held-out` where the world has these splits."""
+    shuffle_instructions: Switch = False
+    """Add a column in which the words name an object by chance."""
+    out: str | None = None
+    """Folder for `comparison.json` and its plot; by default `comparison` in the last run's folder."""
+    seed: Seed = 0
+    """Seed of the episodes, the same for every policy."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+    @field_validator("runs")
+    @classmethod
+    def _one_or_more(cls, runs: tuple[str, ...]) -> tuple[str, ...]:
+        if not runs:
+            raise ValueError("give the runs to compare")
+        if len(set(runs)) < len(runs):
+            raise ValueError("a run is named twice; give each once")
+        return runs
 
 
 @settings
@@ -404,6 +475,8 @@ class CollectConfig:
     """The dataset's folder, named as Minari names datasets: `datasets/reach/expert-v0`."""
     env: str | None = None
     """Any Gymnasium id, or one of Deft's own; by default the one that the policy was trained in."""
+    task: str | None = None
+    """The environment's `task`, as a VLA model sees it; the tabletop then has its cameras and words, see its page."""
     steps: Count | None = None
     """Record exactly so many env steps; episodes that are open then are cut."""
     episodes: Count | None = None

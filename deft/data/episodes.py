@@ -7,6 +7,7 @@ consecutive steps or single steps out of them in the layout of the F1 model's ba
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,10 @@ class EpisodeBatch:
         if not bool(real.all()):
             batch[schema.STEP_MASK] = real.to(batch[schema.STATE].device)
         return batch, rows
+
+    def without_head(self) -> EpisodeBatch:
+        """The same episodes as a robot sees them that has its wrist camera alone."""
+        return dataclasses.replace(self, streams={name: s for name, s in self.streams.items() if name != "head"})
 
     def steps(self, rows: Tensor, times: Tensor, motion_only: bool = False) -> dict[str, Tensor]:
         """Single steps, [N, …]; `motion_only`: without what the motion prior does not look at."""

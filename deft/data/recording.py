@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LAYOUT_VERSION = "0.5.4"  # of Minari, whose layout this is
 DATA_FOLDER, METADATA_FILE, EPISODES_FILE = "data", "metadata.json", "main_data.hdf5"
+FIRST_VERSION = "-v0"  # what a name without one becomes
 COMPRESSED_FRAMES = 16  # images are compressed, without loss, so many at a time
 
 _NAME = re.compile(r"[-\w]+")
@@ -49,6 +50,8 @@ class Recording:
     ) -> None:
         """`env_spec`: Gymnasium's JSON of the environment; `details`: more entries for the metadata."""
         self.path = Path(path).expanduser()
+        if _NAME.fullmatch(self.path.name) and not re.search(r"-v\d*$", self.path.name):
+            self.path = self.path.with_name(f"{self.path.name}{FIRST_VERSION}")
         self.dataset_id, self.datasets_path = place(self.path)
         self._observation = streams(observation_space)
         self._action = action_stream(action_space)

@@ -53,6 +53,11 @@ class ReplayBuffer:
         """Transitions."""
         return len(self._first)
 
+    def shard(self, rank: int, count: int) -> None:
+        """Draw from every `count`-th transition alone, from `rank` on: the share of one of several processes."""
+        self._first = self._first[rank::count].contiguous()
+        self._ahead, self._ahead_size = [], 0
+
     def scale_rewards(self, scale: float) -> None:
         """Multiply the rewards of every batch by this."""
         self._reward_scale = scale

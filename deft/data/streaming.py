@@ -27,6 +27,11 @@ class StreamingBuffer:
     episodes pass through it in a random order, a new one every pass: once one has come in, as many draws are made
     as `reuse` times its transitions; then the next one comes in and the oldest go out to make room. So every transition
     is drawn about `reuse` times a pass, and a batch mixes all episodes of the pool.
+
+    With `chunk_length` K > 1 a transition is the K steps from a drawn one on, fewer where the episode ends: actions
+    [B, K, …] (after the end the last one again, and False in `schema.STEP_MASK` [B, K]), the reward Σ_i γ^i r_i, the
+    observation after them, and `schema.DISCOUNT` γ^k for the value there, 0 at a terminal. γ is `chunk_gamma`.
+    Without `next_observation` a batch has none, which saves half of the copying.
     """
 
     capturable = False  # it reads from disk
@@ -38,8 +43,14 @@ class StreamingBuffer:
         seed: int = 0,
         reuse: float = 8.0,
         device: torch.device | str = "cpu",
+        chunk_length: int = 1,
+        chunk_gamma: float = 1.0,
+        next_observation: bool = True,
     ) -> None:
         self.dataset = dataset
+        self.chunk_length = chunk_length
+        self.chunk_gamma = chunk_gamma
+        self.next_observation = next_observation
         self.cache_bytes = cache_bytes
         self.reuse = reuse
         self.device = torch.device(device)
@@ -52,6 +63,7 @@ class StreamingBuffer:
                 f"cache_gb: {cache_bytes / 2**30:g} is too small: the longest episode of {dataset.name} alone takes "
                 f"{self._bytes.max() / 2**30:.3g}"
             )
+        self._own = list(range(dataset.num_episodes))  # episodes to draw from
         self._order: list[int] = []  # episodes still to come in this pass
         self._pool: dict[int, Episode] = {}  # by episode, the oldest first
         self._draws_owed = 0.0  # draws until the next episode comes in
@@ -75,6 +87,14 @@ class StreamingBuffer:
         """What the pool takes now."""
         return sum(episode.nbytes for episode in self._pool.values())
 
+    def shard(self, rank: int, count: int) -> None:
+        """Draw from every `count`-th episode alone, from `rank` on: the share of one of several processes."""
+        self._own = list(range(rank, self.dataset.num_episodes, count))
+        if not self._own:
+            raise InputError(f"{self.dataset.name} has {self.dataset.num_episodes} episodes, fewer than processes")
+        self.fits = int(self._bytes[self._own].sum()) <= self.cache_bytes
+        self._order, self._pool, self._draws_owed = [], {}, 0.0
+
     def scale_rewards(self, scale: float) -> None:
         """Multiply the rewards of every batch by this."""
         self._reward_scale = scale
@@ -95,25 +115,55 @@ class StreamingBuffer:
         now: dict[str, Tensor] = {}
         following: dict[str, Tensor] = {}
         for name, example in chosen[0][0].streams.items():
-            rows = np.empty((batch_size, 2, *example.shape[1:]), example.dtype)
+            rows = np.empty((batch_size, *example.shape[1:]), example.dtype)
             for place, (episode, step) in zip(rows, chosen, strict=True):
-                place[...] = episode.streams[name][step : step + 2]  # an observation and the one that follows it
-            pairs = torch.from_numpy(rows).to(self.device)
-            now[name], following[name] = pairs[:, 0], pairs[:, 1]
-        reward = self._gather([episode.reward[step] for episode, step in chosen], np.float32)
-        batch: Batch = {
-            schema.OBSERVATION: now.get("", now),
-            schema.ACTION: torch.from_numpy(np.stack([episode.action[step] for episode, step in chosen])).to(
-                self.device
-            ),
-            schema.NEXT_REWARD: reward * self._reward_scale,
-            schema.NEXT_TERMINATED: self._gather([episode.terminated[step] for episode, step in chosen], np.float32),
-            schema.NEXT_OBSERVATION: following.get("", following),
-        }
+                place[...] = episode.streams[name][step]
+            now[name] = torch.from_numpy(rows).to(self.device)
+            if self.next_observation:
+                rows = np.empty_like(rows)
+                for place, (episode, step) in zip(rows, chosen, strict=True):
+                    place[...] = episode.streams[name][min(step + self.chunk_length, len(episode))]
+                following[name] = torch.from_numpy(rows).to(self.device)
+        batch: Batch = {schema.OBSERVATION: now.get("", now)}
+        if self.next_observation:
+            batch[schema.NEXT_OBSERVATION] = following.get("", following)
+        batch |= self._single_steps(chosen) if self.chunk_length == 1 else self._chunks(chosen)
         if self._gamma is not None:
             returns = [self._returns[number][step] for number, step in zip(which, steps, strict=True)]
             batch[schema.VALUE_TARGET] = self._gather(returns, np.float32) * self._reward_scale
         return batch
+
+    def _single_steps(self, chosen: list[tuple[Episode, int]]) -> Batch:
+        """Actions, rewards and ends of single transitions."""
+        reward = self._gather([episode.reward[step] for episode, step in chosen], np.float32)
+        action = np.stack([episode.action[step] for episode, step in chosen])
+        return {
+            schema.ACTION: torch.from_numpy(action).to(self.device),
+            schema.NEXT_REWARD: reward * self._reward_scale,
+            schema.NEXT_TERMINATED: self._gather([episode.terminated[step] for episode, step in chosen], np.float32),
+        }
+
+    def _chunks(self, chosen: list[tuple[Episode, int]]) -> Batch:
+        """The same of chunks, with what is real in them and the discount after them."""
+        length, gamma = self.chunk_length, self.chunk_gamma
+        weights = gamma ** np.arange(length)
+        actions, masks, rewards, terminated, discounts = [], [], [], [], []
+        for episode, step in chosen:
+            steps = np.arange(step, step + length)
+            real = steps < len(episode)
+            last = int(real.sum())
+            actions.append(episode.action[np.minimum(steps, len(episode) - 1)])
+            masks.append(real)
+            rewards.append(episode.reward[step : step + last] @ weights[:last])
+            terminated.append(episode.terminated[step + last - 1])
+            discounts.append(0.0 if terminated[-1] else gamma**last)
+        return {
+            schema.ACTION: torch.from_numpy(np.stack(actions)).to(self.device),
+            schema.STEP_MASK: torch.from_numpy(np.stack(masks)).to(self.device),
+            schema.NEXT_REWARD: self._gather(rewards, np.float32) * self._reward_scale,
+            schema.NEXT_TERMINATED: self._gather(terminated, np.float32),
+            schema.DISCOUNT: self._gather(discounts, np.float32),
+        }
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Batches without end."""
@@ -213,12 +263,13 @@ class StreamingBuffer:
     def _next(self) -> int:
         """The episode that comes in next; a pass goes through all of them in a new order."""
         if not self._order:
-            self._order = torch.randperm(self.dataset.num_episodes, generator=self.generator).tolist()
+            order = torch.randperm(len(self._own), generator=self.generator).tolist()
+            self._order = [self._own[place] for place in order]
         return self._order[0]
 
     def _room_for_next(self) -> bool:
         """Whether another episode fits beside those of the pool, and there is one that is not in it."""
-        if len(self._pool) == self.dataset.num_episodes:
+        if len(self._pool) == len(self._own):
             return False
         taken = sum(int(self._bytes[index]) for index in self._pool)
         return taken + int(self._bytes[self._next()]) <= self.cache_bytes

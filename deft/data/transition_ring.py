@@ -7,7 +7,7 @@ observation of one transition and the next observation of the one before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,13 +62,14 @@ class TransitionRing:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)  # a collector writes in inference mode; what it wrote must still be fit to train on
-    def write(self, row: Row) -> None:
+    def write(self, row: Row, numbers: Sequence[int] | None = None) -> None:
         """Take one step of all environments, {key: [N, …]} with next observations; the collector's way in.
 
+        `numbers`: which of all environments these are, where it is some of them.
         Rows outside `schema.STEP_MASK`, where it is there, did not happen: their episode was lost.
         """
         arrays = {key: value if isinstance(value, np.ndarray) else to_numpy(value) for key, value in row.items()}
-        envs = np.arange(len(arrays[schema.NEXT_TERMINATED]))
+        envs = np.arange(len(arrays[schema.NEXT_TERMINATED])) if numbers is None else np.asarray(numbers)
         mask = arrays.pop(schema.STEP_MASK, None)
         if mask is not None:
             for lost in envs[~mask]:
@@ -211,9 +212,11 @@ class TransitionRing:
         while gone > 0 and self._oldest < self._written and int(numbers[self._oldest % self.capacity]) < gone:
             self._oldest += 1
 
-    def cut(self) -> None:
-        """The environments begin new episodes: what waited for further steps will not get them."""
-        self._waiting, self._last_frame = {}, {}
+    def cut(self, numbers: Sequence[int] | None = None) -> None:
+        """The environments (or those of these numbers) begin new episodes: what waited for more steps gets none."""
+        for waiting in (self._waiting, self._last_frame):
+            for number in list(waiting) if numbers is None else numbers:
+                waiting.pop(number, None)
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 

@@ -41,15 +41,21 @@ class EpisodeWindows:
         self._starts, self._lengths = (torch.from_numpy(part).to(self.device) for part in (table.starts, table.lengths))
         self._ends = self._lengths.cumsum(0)  # transitions up to and with each episode
         self._offsets = torch.arange(context_length, device=self.device)
+        self._rank, self._count = 0, 1
 
     def __len__(self) -> int:
         """Windows: one for each transition."""
         return len(self.table)
 
+    def shard(self, rank: int, count: int) -> None:
+        """Draw every `count`-th window alone, from `rank` on: the share of one of several processes."""
+        self._rank, self._count = rank, count
+
     def sample(self, batch_size: int) -> Batch:
         """Windows [batch_size, context_length, …] in the schema's keys."""
-        draws = torch.randint(len(self), (batch_size,), generator=self.generator, device=self.device)
-        return self.windows(draws)
+        number = (len(self) - self._rank + self._count - 1) // self._count
+        draws = torch.randint(number, (batch_size,), generator=self.generator, device=self.device)
+        return self.windows(draws * self._count + self._rank)
 
     def windows(self, transitions: Tensor) -> Batch:
         """The windows that begin at the given transitions, which count from 0 through all episodes."""

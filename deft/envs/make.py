@@ -36,6 +36,11 @@ SHORT_NAMES = {
     "robotwin": "deft/RoboTwin-v0",
 }
 
+# What `deft collect --task` asks of an environment beside the task: what a VLA model reads, and how it moves the hand.
+TASK_KWARGS: dict[str, dict[str, Any]] = {
+    "deft/Tabletop-v0": {"observation": "images", "control_mode": "delta_ee_pos"},
+}
+
 # Packages that environments need, by the module that is missing.
 _EXTRAS = {
     "jax": "gymnasium[jax]",

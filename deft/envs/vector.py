@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -24,6 +24,8 @@ from deft.schema import encode_text
 
 Observation = np.ndarray | dict[str, np.ndarray]
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+LABELS = ("task", "instruction")
 
 _NOTHING_DONE = np.empty(0, np.int64)
 _NOTHING_DONE.flags.writeable = False
@@ -42,6 +44,8 @@ class Episode:
     """`success` or `is_success` in the last step's info; None where the environment does not say."""
     terms: dict[str, float]
     """Sums over the episode of what the environment put into info["reward_terms"]."""
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+    """`task` and `instruction` in the last step's info, where they are text: what evaluations count successes by."""
 
 
 @dataclass(slots=True)
@@ -393,6 +397,7 @@ class EnvSlot:
             self._length,
             None if success is None else bool(success),
             self._terms,
+            labels={name: info[name] for name in LABELS if isinstance(info.get(name), str)},
         )
         self._begin(arrays)
         return episode

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,14 @@ from typing import Any
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
-from deft.envs.make import make_env, make_vector_env
-from deft.envs.vector import VectorEnv
+from deft.envs.make import SHORT_NAMES, make_env, make_vector_env, wrap
+from deft.envs.serial import SerialVectorEnv
+from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
-from deft.evaluation.rollouts import evaluate_policy, film_episodes, merge_results
+from deft.evaluation.captions import Film
+from deft.evaluation.rollouts import evaluate_policy, film_episodes, merge_results, play_episodes
+from deft.evaluation.success import success_tables
+from deft.evaluation.video import write_video
 from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
@@ -23,7 +29,11 @@ from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, build_policy
 from deft.training.run_folder import CONFIG_FILE
 
+logger = logging.getLogger(__name__)
+
 FILMED_EPISODES = 5  # at most, of those that are evaluated
+FILMED_OUTCOMES = 3  # successes, and as many failures
+FIRST_HELD_OUT_SEED = 2**30  # of evaluations in worlds with splits
 
 
 def evaluate_run(
@@ -35,32 +45,103 @@ def evaluate_run(
     random_policy: bool = False,
     env: str | None = None,
     env_kwargs: dict[str, Any] | None = None,
+    task: str | None = None,
+    split: str | None = None,
+    shuffle_instructions: bool = False,
+    videos: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Episodes of a run's best checkpoint (or of the checkpoint given), each from its own seed; optionally a video.
+    """Episodes of a run's best checkpoint (or of the checkpoint given), each from its own seed; optionally videos.
 
-    With `random_policy` uniformly random actions play instead: the baseline, on the same seeds.
+    With `random_policy` uniformly random actions play instead: the baseline, on the same seeds. Where the world names
+    its tasks and instructions, the results have a table of each; success rates come with their Wilson interval.
     """
     folder, config = find_run(Path(path))
     seed_everything(seed)
-    env_config = _env_config(config, env)
-    env_config = dataclasses.replace(env_config, kwargs={**env_config.kwargs, **(env_kwargs or {})})
+    env_config = env_of_run(config, env, world_kwargs(env_kwargs, task, split, shuffle_instructions))
+    seen = config.env.kwargs.get("split", "train")
+    if split == "held-out" and seen != "train":
+        logger.warning("%s was trained with split %s: these combinations are not new to it", path, seen)
     count = min(episodes, EVALUATION_ENVS)
     vector_env = make_vector_env(env_config, chunk_length=config.policy.chunk_length, num_envs=count)
     policies: list[Policy | None] = [None]
+    played: list[Episode] = []
     try:
         if not random_policy:
             policies = [*members_of(load_policy(folder, config, vector_env, device))]
-        all_results = [evaluate_policy(policy, vector_env, episodes, seed) for policy in policies]
+        seed = first_seed(vector_env, seed)
+        all_results = [evaluate_policy(policy, vector_env, episodes, seed, played) for policy in policies]
     finally:
         vector_env.close()
     references = config.dataset.reference_returns if isinstance(config, OfflineRunConfig) else None
     results = merge_results(all_results, partial(normalized_score, reference_returns=references))
+    results |= success_tables(played)
     results["checkpoint"] = str(folder)
     if video is not None:
         filmed = make_env(env_config, render_mode="rgb_array")
         count = min(episodes, FILMED_EPISODES)
         results["video"] = str(film_episodes(policies[0], filmed, Path(video), count, seed))
+    if videos is not None:
+        outcomes = film_outcomes(policies[0], env_config, config.policy.chunk_length, played[:episodes], videos, seed)
+        results["videos"] = [str(file) for file in outcomes]
     return results
+
+
+def world_kwargs(
+    env_kwargs: dict[str, Any] | None, task: str | None, split: str | None, shuffle_instructions: bool = False
+) -> dict[str, Any]:
+    """Arguments of the environment's constructor out of the flags that name some of them."""
+    kwargs = dict(env_kwargs or {})
+    given = {"task": task, "split": split, "shuffle_instructions": shuffle_instructions or None}
+    for name, value in given.items():
+        if value is not None and kwargs.setdefault(name, value) != value:
+            raise InputError(f"--{name}: {value} is given, and --env-kwargs says {kwargs[name]!r}; give one of them")
+    return kwargs
+
+
+def first_seed(env: VectorEnv, seed: int) -> int:
+    """The first episode's seed: in worlds with splits one that no recording and no training begins from.
+
+    `deft collect` plays episode i from seed + i, and training its first ones likewise: without this a policy would be
+    asked to do again what it was shown.
+    """
+    has_splits = isinstance(env, SerialVectorEnv) and env.envs[0].has_wrapper_attr("split")
+    return seed + FIRST_HELD_OUT_SEED if has_splits else seed
+
+
+def film_outcomes(
+    policy: Policy | None,
+    env_config: EnvConfig,
+    chunk_length: int,
+    episodes: Sequence[Episode],
+    folder: str | Path,
+    seed: int,
+    count: int = FILMED_OUTCOMES,
+) -> list[Path]:
+    """Videos of single episodes: up to `count` that succeeded and as many that failed, played again from their seeds.
+
+    A file's name says how the filmed episode ended: one alone may end otherwise than the same one among many, since a
+    batch rounds differently.
+    """
+    chosen = [
+        index
+        for outcome in (True, False)
+        for index in [i for i, episode in enumerate(episodes) if episode.success is outcome][:count]
+    ]
+    if not chosen:
+        raise InputError("--videos: this environment does not say whether an episode succeeded; use --video")
+    film = Film(make_env(env_config, render_mode="rgb_array"))
+    fps = film.metadata.get("render_fps", 30)
+    vector = wrap(film, chunk_length=chunk_length)
+    written = []
+    try:
+        for index in chosen:
+            episode = play_episodes(policy, vector, 1, seed + index)[0]
+            words = "-".join(episode.labels.get("instruction", "episode").split())
+            name = f"{'success' if episode.success else 'failure'}_{index}_{words}.mp4"
+            written.append(write_video(film.last_episode, Path(folder) / name, fps=fps))
+    finally:
+        vector.close()
+    return written
 
 
 def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorEnv, device: str = "auto") -> Policy:
@@ -75,14 +156,17 @@ def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorE
     return policy
 
 
-def _env_config(config: RunConfig | OfflineRunConfig, env: str | None) -> EnvConfig:
-    if isinstance(config, RunConfig):
-        changed = replace(config, **{"env.vector": "sync"}).env
-        return changed if env is None else dataclasses.replace(changed, id=env, kwargs={})
-    env_id = env or config.env.id
-    if env_id is None:
+def env_of_run(config: RunConfig | OfflineRunConfig, env: str | None, kwargs: dict[str, Any]) -> EnvConfig:
+    """Where a run's policy is played: its own environment or the one given, with arguments beside the run's own."""
+    own = config.env.id
+    if env is None and own is None:
         raise InputError("env: the run's dataset names no environment; give one with --env")
-    kwargs = config.env.kwargs if env is None else {}
+    env_id = env or own
+    assert env_id is not None
+    if own is None or SHORT_NAMES.get(env_id, env_id) == SHORT_NAMES.get(own, own):
+        kwargs = {**config.env.kwargs, **kwargs}
+    if isinstance(config, RunConfig):
+        return dataclasses.replace(replace(config, **{"env.vector": "sync"}).env, id=env_id, kwargs=kwargs)
     return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps)
 
 

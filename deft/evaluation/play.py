@@ -8,7 +8,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import EnvConfig, PlayConfig
@@ -16,6 +15,7 @@ from deft.data.spaces import action_stream
 from deft.envs.make import SHORT_NAMES, make_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
+from deft.evaluation.captions import Captions
 from deft.evaluation.evaluate import find_run, load_policy
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.evaluation.video import write_video
@@ -23,7 +23,6 @@ from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
 from deft.training.offline import members_of
 from deft.training.random_state import seed_everything
 
-CAPTION_HEIGHT = 22  # pixels, even: H.264 wants that
 DEFAULT_ENV = "tabletop"
 
 
@@ -87,30 +86,3 @@ def _expert(vector: VectorEnv, env: gymnasium.Env) -> Callable[[], np.ndarray]:
         )
     stream = action_stream(env.action_space)
     return lambda: stream.to_rows(np.stack(vector.call(EXPERT_METHOD)))
-
-
-class Captions(gymnasium.Wrapper):
-    """Writes the instruction under every picture of an environment that has one (an attribute `instruction`)."""
-
-    def render(self) -> Any:
-        """The picture, with its line of text below."""
-        frame: Any = self.env.render()
-        frame = frame[-1] if isinstance(frame, list) else frame
-        text = self.env.get_wrapper_attr("instruction") if self.env.has_wrapper_attr("instruction") else None
-        if frame is None or not isinstance(text, str) or not text:
-            return frame
-        width = frame.shape[1]
-        strip = Image.new("RGB", (width, CAPTION_HEIGHT), "black")
-        ImageDraw.Draw(strip).text(
-            (width / 2, CAPTION_HEIGHT / 2), text, "white", _font_that_fits(text, width - 8), anchor="mm"
-        )
-        return np.concatenate([np.asarray(frame), np.asarray(strip)])
-
-
-def _font_that_fits(text: str, width: int) -> Any:
-    """The largest font, up to 14 pixels, in which the text is no wider than `width`."""
-    for size in range(14, 5, -1):
-        font = ImageFont.load_default(size)
-        if font.getlength(text) <= width:
-            break
-    return font

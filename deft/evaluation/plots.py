@@ -67,7 +67,7 @@ STYLE: dict[str, Any] = {
 def plot_run(run_dir: Path) -> list[Path]:
     """Draw the learning curve and the measures of the updates into `<run>/plots`; returns what there was data for."""
     run_dir = Path(run_dir)
-    lines = _read_lines(run_dir)
+    lines = read_lines(run_dir)
     plots = run_dir / "plots"
     drawn = []
     with _style():
@@ -79,9 +79,20 @@ def plot_run(run_dir: Path) -> list[Path]:
     return drawn
 
 
+def plot_metrics(run_dir: Path, panels: Mapping[str, str], file: str, x_label: str) -> Path | None:
+    """Draw metrics of the updates, name → title, into `<run>/plots/<file>`; None where there were none."""
+    updates = read_lines(Path(run_dir))["update"]
+    curves = {title: metric_curve(updates, name) for name, title in panels.items()}
+    curves = {title: curve for title, curve in curves.items() if len(curve[0])}
+    if not curves:
+        return None
+    with _style():
+        return _plot_updates(Path(run_dir).name, curves, Path(run_dir) / "plots" / file, x_label)
+
+
 def read_curve(run_dir: Path, window: int = WINDOW) -> Curve:
     """The running mean of a run's episode returns, as `plot_comparison` takes it."""
-    steps, returns = _columns(_read_lines(Path(run_dir))["episode"], "episode_return")
+    steps, returns = metric_curve(read_lines(Path(run_dir))["episode"], "episode_return")
     return _last_of_each_step(steps, running_mean(returns, window))
 
 
@@ -119,7 +130,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return (total[end] - total[start]) / (end - start)
 
 
-def _read_lines(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+def read_lines(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     """The lines of the metrics file by type; half a line at the end belongs to a run still being written."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
@@ -137,7 +148,7 @@ def _read_lines(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return lines
 
 
-def _columns(lines: Sequence[Mapping[str, Any]], name: str) -> Curve:
+def metric_curve(lines: Sequence[Mapping[str, Any]], name: str) -> Curve:
     """The steps and values of the lines that have a number under `name` (null stands for one that was not finite)."""
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     table = np.array(points, np.float64).reshape(-1, 2)
@@ -152,19 +163,19 @@ def _update_curves(updates: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     for part, name in by_last_part.items():
         if part not in UPDATE_PANELS and (part == "loss" or part.endswith("_loss")):
             panels[part.replace("_", " ").capitalize()] = name
-    curves = {title: _columns(updates, name) for title, name in panels.items()}
+    curves = {title: metric_curve(updates, name) for title, name in panels.items()}
     return {title: curve for title, curve in curves.items() if len(curve[0])}
 
 
 def _plot_learning_curve(name: str, lines: Mapping[str, list[dict[str, Any]]], path: Path) -> Path:
-    success_steps, success = _columns(lines["episode"], "success")
-    evaluated_success = _columns(lines["evaluation"], "success_rate")
+    success_steps, success = metric_curve(lines["episode"], "success")
+    evaluated_success = metric_curve(lines["evaluation"], "success_rate")
     with_success = len(success_steps) > 0 or len(evaluated_success[0]) > 0
     figure = _figure(7.2, 6.4 if with_success else 4.4)
     heights = [2, 1] if with_success else [1]
     rows = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
 
-    steps, returns = _columns(lines["episode"], "episode_return")
+    steps, returns = metric_curve(lines["episode"], "episode_return")
     if len(steps):
         chosen = np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int)
         rows[0].plot(steps[chosen], returns[chosen], ".", color=GRAY, markersize=4, alpha=0.5, markeredgewidth=0)
@@ -201,7 +212,7 @@ def _last_of_each_step(steps: np.ndarray, values: np.ndarray) -> Curve:
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    steps, means = _columns(evaluations, "mean_reward")
+    steps, means = metric_curve(evaluations, "mean_reward")
     if not len(steps):
         return
     deviations = [line.get("std_reward") or 0.0 for line in evaluations if line.get("mean_reward") is not None]
@@ -209,7 +220,7 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> N
     axes.errorbar(steps, means, yerr=deviations, fmt="o-", elinewidth=1, label="evaluation (mean ± std)", **style)
 
 
-def _plot_updates(name: str, panels: Mapping[str, Curve], path: Path) -> Path:
+def _plot_updates(name: str, panels: Mapping[str, Curve], path: Path, x_label: str = "Environment steps") -> Path:
     columns = min(len(panels), 4 if len(panels) in (4, 7, 8) else 3)
     rows = -(-len(panels) // columns)
     figure = _figure(3.7 * columns, 2.5 * rows + 0.4)
@@ -224,7 +235,7 @@ def _plot_updates(name: str, panels: Mapping[str, Curve], path: Path) -> Path:
         if title == "Explained variance":
             axes.set_ylim(max(-1.05, min(-0.05, values.min())), 1.05)
         lowest_in_column = index + columns >= len(panels)
-        _finish_axes(axes, title, "", "Environment steps" if lowest_in_column else "")
+        _finish_axes(axes, title, "", x_label if lowest_in_column else "")
         axes.tick_params(labelbottom=lowest_in_column)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)

@@ -67,10 +67,18 @@ def play_episodes(
     return episodes
 
 
-def evaluate_policy(policy: Policy | None, env: VectorEnv, num_episodes: int, seed: int = 0) -> dict[str, Any]:
-    """`play_episodes`, summed up. A policy with several target returns plays for each; the first one's results lead."""
+def evaluate_policy(
+    policy: Policy | None, env: VectorEnv, num_episodes: int, seed: int = 0, played: list[Episode] | None = None
+) -> dict[str, Any]:
+    """`play_episodes`, summed up; the episodes themselves are added to `played`.
+
+    A policy with several target returns plays for each; the first one's results lead.
+    """
     if not isinstance(policy, DecisionTransformerPolicy):
-        return summarize(play_episodes(policy, env, num_episodes, seed))
+        episodes = play_episodes(policy, env, num_episodes, seed)
+        if played is not None:
+            played += episodes
+        return summarize(episodes)
     targets = policy.target_returns
     summaries = []
     for target in targets:

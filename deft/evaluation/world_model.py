@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from deft import schema
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.episodes import EpisodeBatch, side_by_side
+from deft.data.robot_episode import RobotEpisode
 from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
 from deft.evaluation.plots import plot_comparison
 from deft.models.f1.frames import to_model, to_pictures
@@ -28,8 +30,11 @@ from deft.training.compute import choose_device
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.exploration import InlineExplorer
 from deft.training.phases.recorded import DatasetExplorer
-from deft.training.phases.teacher import encode_frames, make_exploration
+from deft.training.phases.teacher import make_exploration
+from deft.training.phases.world_model_trainer import encode_frames
+from deft.training.waypoints.files import write_json
 
+EVALUATION_FILE = "evaluation.json"  # in the run folder, for its report
 HORIZON = 10  # frames that are rolled out open loop
 EPISODES_TOGETHER = 16
 MOVING = 2.0  # mean absolute difference of two frames, in grey levels of 255, from which the picture moves
@@ -56,13 +61,7 @@ def evaluate_teacher(
         explorer = InlineExplorer(exploration)
         found = explorer.take(episodes)
         explorer.close()
-    batches = []
-    for start in range(0, len(found), EPISODES_TOGETHER):
-        part = found[start : start + EPISODES_TOGETHER]
-        for episode in part:
-            episode.codes = encode_frames(policy, episode.wrist)
-        model = policy.config
-        batches.append(side_by_side(part, model.n_obs_img_steps, model.obs_img_stride, policy.device))
+    batches = coded_batches(policy, found)
     results = measure(policy, batches)
     plots = folder.parent / "plots"
     results["plots"] = [str(plot) for plot in plot_horizons(results["open_loop"], plots)]
@@ -71,7 +70,20 @@ def evaluate_teacher(
     if video is not None:
         results["video"] = str(film_foresight(foreseen, Path(video)))
     results["checkpoint"] = str(folder)
+    write_json(results, folder.parent / EVALUATION_FILE)
     return results
+
+
+def coded_batches(policy: F1Policy, episodes: list[RobotEpisode]) -> list[EpisodeBatch]:
+    """Episodes side by side, some at a time, with their frames' codes."""
+    batches, model = [], policy.config
+    for start in range(0, len(episodes), EPISODES_TOGETHER):
+        part = [
+            dataclasses.replace(episode, codes=encode_frames(policy, episode.wrist))
+            for episode in episodes[start : start + EPISODES_TOGETHER]
+        ]
+        batches.append(side_by_side(part, model.n_obs_img_steps, model.obs_img_stride, policy.device))
+    return batches
 
 
 def measure(
@@ -101,6 +113,30 @@ def measure(
     if horizon:
         results["open_loop"] = open_loop(policy, batches, horizon)
     return results
+
+
+@torch.no_grad()
+def mean_loss(policy: F1Policy, batches: list[EpisodeBatch], together: int = HORIZON) -> float:
+    """The cross-entropy of the next frame's codes, mean over all steps; the memory is carried through each episode."""
+    was_training = policy.training
+    policy.eval()
+    total, count = 0.0, 0
+    for batch in batches:
+        memory = policy.initial_memory(len(batch.lengths)) if policy.config.memory_enabled else None
+        for start in range(0, batch.longest, together):
+            cut = batch.chunk(start, together)
+            assert cut is not None
+            steps, rows = cut[0], cut[1].to(policy.device)
+            before = None if memory is None else memory[:, rows]
+            results = policy.forward_with_world_model(steps, memory_state=before)
+            if memory is not None:
+                memory[:, rows] = results[schema.MEMORY_STATE]
+            real = steps.get(schema.STEP_MASK)
+            number = steps[schema.STATE].shape[:-1].numel() if real is None else int(real.sum())
+            total += float(results["wm_loss"]) * number
+            count += number
+    policy.train(was_training)
+    return total / count
 
 
 @dataclass

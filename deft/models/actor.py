@@ -36,6 +36,8 @@ class Encoded(NamedTuple):
 
     observation: Any
     features: Tensor
+    trunk: Tensor | None = None  # [B, F]: what a policy that shares its features with the critics trains them by
+    step_mask: Tensor | None = None  # bool [B, K]: which steps of the chunks to come are real
 
 
 class ContinuousActor(Policy):
@@ -90,6 +92,14 @@ class ContinuousActor(Policy):
     def state_value(self, features: Tensor) -> Tensor:
         """V, [members, B]."""
         raise TypeError(type(self).__name__)
+
+    def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
+        """What supervised training minimises, [members], as `bc_loss`, and what else is worth a look."""
+        state = self.encode(observation)
+        error = (self.mean(state) - unit).square().mean((-1, -2))
+        if loss == "mse":
+            return {"bc_loss": error, "action_error": error}
+        return {"bc_loss": -self.log_prob(state, unit).mean(-1), "action_error": error}
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
         """What the policy loss trains."""

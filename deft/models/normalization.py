@@ -42,9 +42,14 @@ class RunningNormalizer(nn.Module):
         # M2 = Σ(x − mean)² of both parts, plus the distance between their means
         m2 = self.variance * self.count + rows.var(0, correction=0) * batch_count
         m2 += delta.square() * self.count * batch_count / total
-        self.mean += delta * (batch_count / total)
-        self.variance.copy_(m2 / total)
-        self.count.copy_(total)
+        self.set_statistics(self.mean + delta * (batch_count / total), m2 / total, total)
+
+    @torch.no_grad()
+    def set_statistics(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Take these for all that was observed."""
+        self.mean.copy_(mean)
+        self.variance.copy_(variance)
+        self.count.copy_(count)
         scale = (self.variance + self.epsilon).rsqrt()
         self.scale.copy_(scale)
         self.shift.copy_(-self.mean * scale)

@@ -28,6 +28,9 @@ class Sampler(Source, Protocol):
 
     def __len__(self) -> int: ...
 
+    def shard(self, rank: int, count: int) -> None:
+        """Draw from the share of one of several processes alone."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to draw the same batches."""
 

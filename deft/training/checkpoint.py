@@ -3,6 +3,7 @@
     checkpoint-{step}/model.pt            the policy's weights and normalisation
     checkpoint-{step}/training_state.pt   optimizer, schedules, environments, buffer, random state, counters
     checkpoint-{step}/metrics.pt          the latest metrics
+    checkpoint-{step}/process-{rank}.pt   what each further process of the run keeps for itself
     best -> checkpoint-{step}             the best by evaluation
 
 Everything is loaded as plain tensors and data (`weights_only`), onto the CPU first.
@@ -78,6 +79,29 @@ def save_checkpoint(
             f"checkpoint-{step} could not be written to {run_dir}: {reason}; earlier ones are kept"
         ) from error
     return final
+
+
+def write_process_part(run_dir: Path, step: int, rank: int, content: dict[str, Any]) -> None:
+    """What one of several processes keeps, beside the checkpoint's place; the first process then moves it in."""
+    with open(run_dir / f"{_TEMPORARY}{_process_file(rank)}-{step}", "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def move_process_parts(run_dir: Path, step: int, count: int, folder: Path) -> None:
+    """Move in what the processes after the first have written."""
+    for rank in range(1, count):
+        os.replace(run_dir / f"{_TEMPORARY}{_process_file(rank)}-{step}", folder / _process_file(rank))
+
+
+def load_process_part(checkpoint: Path, rank: int) -> dict[str, Any] | None:
+    """What this process had kept; None where the run had fewer."""
+    return load_part(checkpoint, _process_file(rank)) if (checkpoint / _process_file(rank)).is_file() else None
+
+
+def _process_file(rank: int) -> str:
+    return f"process-{rank}.pt"
 
 
 @contextlib.contextmanager

@@ -20,11 +20,11 @@ from deft.data.datasets.dataset import Episode
 from deft.data.recording import Recording
 from deft.data.spaces import action_stream
 from deft.data.tensors import policy_inputs, zero_rows
-from deft.envs.make import SHORT_NAMES, make_env, make_vector_env
+from deft.envs.make import SHORT_NAMES, TASK_KWARGS, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import Observation, VectorEnv, VectorStep, take_rows
 from deft.errors import InputError
-from deft.evaluation.evaluate import find_run, load_policy
+from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import Policy
 from deft.training.logging import show_progress
@@ -99,16 +99,19 @@ def _summary(finished: list[PlayedEpisode]) -> dict[str, Any]:
 def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
     """Where to play: as the flags say, and for the rest as the policy's run did."""
     copies = min(config.num_envs, config.steps or config.episodes or 1)
-    settings: dict[str, Any] = {"num_envs": copies, "vector": config.vector, "kwargs": config.env_kwargs}
+    kwargs = world_kwargs(config.env_kwargs, config.task, None)
+    settings: dict[str, Any] = {"num_envs": copies, "vector": config.vector, "kwargs": kwargs}
     if config.max_episode_steps is not None:
         settings["max_episode_steps"] = config.max_episode_steps
     own = None if run is None else run.env.id
     if run is not None and own is not None and config.env in (None, own, SHORT_NAMES.get(own)):
-        settings["kwargs"] = {**run.env.kwargs, **config.env_kwargs}
+        settings["kwargs"] = {**run.env.kwargs, **kwargs}
         settings.setdefault("max_episode_steps", run.env.max_episode_steps)
         return EnvConfig(id=own, **settings)
     if config.env is None:
         raise InputError(f"--env: missing; it must be given for --policy {config.policy}")
+    if config.task is not None:
+        settings["kwargs"] = {**TASK_KWARGS.get(SHORT_NAMES.get(config.env, config.env), {}), **kwargs}
     return EnvConfig(id=config.env, **settings)
 
 

@@ -102,7 +102,8 @@ class Collection:
         return known
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Stop what collects by itself."""
+        self.collector.close()
 
 
 class InlineCollection(Collection):

@@ -124,6 +124,9 @@ class Collector:
         """Env steps, over all environments, of the oldest `num_vector_steps` vector steps not yet counted."""
         return sum(self.step_counts.popleft() for _ in range(num_vector_steps))
 
+    def close(self) -> None:
+        """Nothing to stop."""
+
     def set_version(self, version: int) -> None:
         """Which weights act from here on."""
         self.version = version
@@ -209,10 +212,13 @@ class Collector:
             return self._no_values
         index = np.flatnonzero(wanted)
         memory = None if next_memory is None else next_memory[torch.as_tensor(index, device=self.device)]
-        td = policy_inputs(take_rows(_with_final(step), index), self.device, memory)
         values = np.zeros_like(self._no_values)
-        values[index] = to_numpy(self.policy.get_value(td).float())
+        values[index] = self._values(index, take_rows(_with_final(step), index), memory)
         return values
+
+    def _values(self, index: np.ndarray, observation: Observation, memory: Tensor | None) -> np.ndarray:
+        """V of these environments' observations, by the policy."""
+        return to_numpy(self.policy.get_value(policy_inputs(observation, self.device, memory)).float())
 
     def _check_finite(self, observation: Observation, reward: np.ndarray | None = None) -> None:
         streams = observation if isinstance(observation, dict) else {"observation": observation}

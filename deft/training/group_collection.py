@@ -168,7 +168,15 @@ class GroupCollection(Collection):
     collector: GroupCollector
     buffer: GroupBuffer
 
-    def __init__(self, env: VectorEnv, policy: Policy, algorithm: GRPO, seed: int, max_steps: int) -> None:
+    def __init__(
+        self,
+        env: VectorEnv,
+        policy: Policy,
+        algorithm: GRPO,
+        seed: int,
+        max_steps: int,
+        collector_class: type[GroupCollector] = GroupCollector,
+    ) -> None:
         settings = algorithm.settings
         if env.num_envs % settings.group_size:
             raise InputError(
@@ -183,7 +191,7 @@ class GroupCollection(Collection):
                 f"{env.num_envs} holds at once"
             )
         algorithm.set_reward_terms(env.reward_terms)
-        super().__init__(GroupCollector(env, policy, seed, settings.group_size), GroupBuffer(max_steps))
+        super().__init__(collector_class(env, policy, seed, settings.group_size), GroupBuffer(max_steps))
         self.algorithm = algorithm
         self.groups_per_iteration = wanted
         self.max_rounds = wanted // self.groups_at_once + settings.max_resamples

@@ -14,6 +14,7 @@ from typing import Any
 from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
 from deft.config.loading import load_config, replace, to_dict
 from deft.config.settings import ActorConfig, OfflineRunConfig, OnlineActorConfig, ReplayRunConfig, RunConfig
+from deft.envs.make import SHORT_NAMES
 from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.policy import Policy
@@ -34,7 +35,24 @@ def take_over(config: RunConfig, policy: Policy | None, resume_from: Path | None
     if config.model_path is None:
         return config
     source = _config_beside(resume_from or Path(config.model_path))
-    return config if source is None else _with_actor(config, _actor_section(source, config))
+    if source is None:
+        return config
+    return _with_actor(_in_its_world(config, source), _actor_section(source, config))
+
+
+def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None) -> OfflineRunConfig:
+    """A run on a dataset that goes on with a VLA model of another run: the model is named there.
+
+    Any other policy is named by the config itself, whose defaults are those of the run that it starts from.
+    """
+    if config.model_path is None or resume_from is not None or config.policy != ActorConfig():
+        return config
+    source = _config_beside(Path(config.model_path))
+    actor = source.policy.actor if isinstance(source, RunConfig) else getattr(source, "policy", None)
+    if actor is None or actor.vla_config is None:
+        return config
+    names = {field.name for field in dataclasses.fields(ActorConfig)}
+    return replace(config, policy={name: value for name, value in to_dict(actor).items() if name in names})
 
 
 def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] | None = None) -> None:
@@ -102,6 +120,18 @@ def _online(config: ActorConfig, distribution: str) -> OnlineActorConfig:
     return OnlineActorConfig(**fields | {"distribution": distribution})
 
 
+def _in_its_world(config: RunConfig, source: RunConfig | OfflineRunConfig) -> RunConfig:
+    """The config whose environment is made as that of the run it starts from, where it is the same one."""
+    own, theirs = (
+        None if env_id is None else SHORT_NAMES.get(env_id, env_id) for env_id in (config.env.id, source.env.id)
+    )
+    missing = {name: value for name, value in source.env.kwargs.items() if name not in config.env.kwargs}
+    if own != theirs or not missing:
+        return config
+    log.info("%s is made as in the run that it starts from: %s", config.env.id, missing)
+    return replace(config, **{"env.kwargs": {**missing, **config.env.kwargs}})
+
+
 def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig:
     if isinstance(config, ReplayRunConfig):
         if actor is None:
@@ -112,8 +142,8 @@ def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig
         if config.policy not in (OnlineActorConfig(), actor):
             log.warning("policy: its settings are those of the run that it comes from; the ones given are not used")
         return replace(config, policy=to_dict(actor))
-    if actor is None or actor.vla_config is not None:  # a VLA model is named by the config itself
+    if actor is None or config.policy.name == "vla":  # a VLA model that the config itself names
         return config
     if config.policy.name == "actor" and config.policy.actor == actor:
         return config
-    return replace(config, policy={"name": "actor", "actor": to_dict(actor)})
+    return replace(config, policy={"name": "actor", "actor": to_dict(actor), "chunk_length": actor.chunk_length})

@@ -5,10 +5,12 @@ Made by `deft.training.offline_run` from a config, and by `IQLTrainer` and its s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,13 @@ from deft.training.compute import choose_threads, is_small, set_precision, torch
 from deft.training.evaluator import Evaluator
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger, logged_evaluations
+from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.signals import StopSignal
 from deft.training.watch import OFFLINE_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
+STOP_INTERVAL = 20  # updates between questions of several processes to each other whether to stop
 STATE_KEYS = (
     "algorithm_name", "algorithm", "num_updates", "updates_per_epoch", "best_reward", "sampler", "transitions",
     "fingerprint", "log", "random",
@@ -60,6 +64,7 @@ class OfflineTrainer:
         threads: int | None = None,
         run_config: dict[str, Any] | None = None,
         on_start: Callable[[], None] | None = None,
+        processes: Processes | None = None,
         **settings: Any,
     ) -> None:
         self.settings = OfflineTrainerConfig(**settings)
@@ -67,10 +72,19 @@ class OfflineTrainer:
         self.seed = seed
         self.run_dir = Path(output_dir)
         self.logging_config = logging_config or LoggingConfig()
-        self.threads = choose_threads(threads)
+        self.device = next(iter(policy.parameters())).device
+        self.processes = processes or Processes()
+        self.processes.open(self.device)
+        self.num_transitions = len(sampler)  # of all processes
+        if self.processes.count > 1:
+            algorithm.share(self.processes)
+            sampler.shard(self.processes.rank, self.processes.count)
+            sampler.generator.manual_seed(seed + self.processes.rank)
+        self.threads = choose_threads(threads, cores=self.processes.cores)
         self.num_updates = 0
         self.best_reward = -math.inf
-        self.evaluator = evaluator
+        self.evaluator = evaluator if self.processes.is_first else None
+        self._evaluated_elsewhere = evaluator is not None and not self.processes.is_first
         self._score = score or (lambda _: None)
         self._fingerprint = fingerprint
         self._video_env = video_env
@@ -82,21 +96,28 @@ class OfflineTrainer:
         self._last_metrics: dict[str, float] = {}
         self._watch = RangeWatch(OFFLINE_RANGES)
         self.batch_size = algorithm.settings.batch_size
-        device = next(iter(policy.parameters())).device
+        device = self.device
         self._captured: CapturedUpdate | None = None
         self._saved_step: int | None = None
         self._total = 0
         set_precision(device, algorithm.settings.precision)
         can_capture = device.type == "cuda" and algorithm.capturable and sampler.capturable
+        can_capture &= self.processes.count == 1  # what processes say to each other is not recorded
         if self.settings.capture == "on" and not can_capture:
             raise InputError("capture: 'on' needs a GPU and a dataset in memory; use auto")
         if can_capture and self.settings.capture != "off":
             self._captured = CapturedUpdate(algorithm, sampler, self.batch_size)
 
     @property
+    def _is_evaluated(self) -> bool:
+        """Whether the run is evaluated, by this process or by the first."""
+        return self.evaluator is not None or self._evaluated_elsewhere
+
+    @property
     def updates_per_epoch(self) -> int:
         """Gradient updates of an epoch."""
-        return self.settings.updates_per_epoch or math.ceil(len(self.sampler) / self.batch_size)
+        each = self.settings.updates_per_epoch
+        return each or math.ceil(self.num_transitions / (self.batch_size * self.processes.count))
 
     @property
     def epoch(self) -> int:
@@ -115,7 +136,9 @@ class OfflineTrainer:
         # oneDNN is what knows bf16; without it such products are emulated.
         small = is_small(self.policy) and self.algorithm.settings.precision != "bf16"
         threads = torch_threads(self.threads, small)
-        with stop, threads, checkpoint.folder_lock(self.run_dir), self._logging(total) as run_log:
+        first = self.processes.is_first
+        folder = checkpoint.folder_lock(self.run_dir) if first else contextlib.nullcontext()
+        with stop, threads, folder, self._logging(total) as run_log:
             self._log = run_log
             try:
                 self._start(total)
@@ -136,7 +159,7 @@ class OfflineTrainer:
 
     def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
         """Update, and after it what is due."""
-        while self.num_updates < total and not stop():
+        while self.num_updates < total and not self._stops(stop):
             self.algorithm.progress = self.num_updates / total
             previous = self.num_updates
             if self._captured is not None and self.num_updates + self.algorithm.period <= total:
@@ -146,6 +169,13 @@ class OfflineTrainer:
                 count, metrics = 1, self.algorithm.step(self.sampler.sample(self.batch_size))
             self.num_updates += count
             self._after_update(previous, metrics, run_log)
+
+    def _stops(self, stop: StopSignal) -> bool:
+        """Whether the run is to end here; several processes ask each other only now and then."""
+        if self.processes.count == 1:
+            return stop()
+        asks = self.num_updates % STOP_INTERVAL == 0
+        return asks and bool(self.processes.largest(float(stop()), self.device))
 
     def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
         """Log, evaluate and save what is due; an update may be several, so crossings count, not multiples."""
@@ -161,8 +191,11 @@ class OfflineTrainer:
                     f"{bad[0]} is no longer finite at update {step}: lower learning_rate, or look at the dataset's "
                     "rewards; the checkpoints already saved are good"
                 )
-        if self.evaluator is not None and crossed(previous, step, settings.eval_freq * epoch):
-            self._evaluate_now(run_log)
+        if self._is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
+            if self.processes.count > 1:
+                self._save_once()  # all together: what comes out of the evaluation only the first process knows
+            if self.evaluator is not None:
+                self._evaluate_now(run_log)
         if crossed(previous, step, settings.save_freq * epoch):
             self._save_once()
             self._prune()
@@ -228,6 +261,8 @@ class OfflineTrainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
+        if not self.processes.is_first:
+            return
         pending = [] if self.evaluator is None else self.evaluator.pending
         checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, pending)
 
@@ -235,14 +270,26 @@ class OfflineTrainer:
         if self._saved_step != self.num_updates:
             self.save()
 
-    def save(self, path: str | Path | None = None) -> Path:
-        """Write a checkpoint into the run folder, or its content into `path`."""
+    def save(self, path: str | Path | None = None, alone: bool = False) -> Path:
+        """Write a checkpoint into the run folder, or its content into `path`; `alone`: other processes are gone."""
         learned = self.algorithm.state_dict()
         if not (_is_finite(dict(self.policy.named_parameters())) and _is_finite(learned)):
             raise RunError(
                 f"the networks are no longer finite after {self.num_updates} updates, so nothing was saved: lower "
                 "learning_rate, or look at the dataset's rewards; the checkpoints already saved are good"
             )
+        count = 1 if alone else self.processes.count
+        place = self.run_dir if path is None else Path(path).parent
+        if count > 1:
+            place.mkdir(parents=True, exist_ok=True)
+            if not self.processes.is_first:
+                part = {"sampler": self.sampler.state_dict(), "random": get_random_state()}
+                checkpoint.write_process_part(place, self.num_updates, self.processes.rank, part)
+            self.processes.wait()
+            if not self.processes.is_first:
+                self.processes.wait()
+                self._saved_step = self.num_updates
+                return place / f"checkpoint-{self.num_updates}"
         if self._log is not None:
             self._log.flush()
         state = {
@@ -252,7 +299,8 @@ class OfflineTrainer:
             "updates_per_epoch": self.updates_per_epoch,
             "best_reward": self.best_reward,
             "sampler": self.sampler.state_dict(),
-            "transitions": len(self.sampler),
+            "transitions": self.num_transitions,
+            "processes": count,
             "fingerprint": self._fingerprint,
             "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
             "random": get_random_state(),
@@ -260,13 +308,16 @@ class OfflineTrainer:
         }
         weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
         folder = checkpoint.save_checkpoint(
-            self.run_dir if path is None else Path(path).parent,
+            place,
             self.num_updates,
             weights,
             state,
             self._last_metrics,
             name=None if path is None else Path(path).name,
+            write_more=partial(checkpoint.move_process_parts, place, self.num_updates, count),
         )
+        if count > 1:
+            self.processes.wait()
         if path is None:
             self._saved_step = self.num_updates
         return folder
@@ -280,33 +331,50 @@ class OfflineTrainer:
             raise InputError(f"{folder}: its training state lacks {', '.join(missing)}; it is not of an offline run")
         if state["algorithm_name"] != self.algorithm.name:
             raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
-        if state["transitions"] != len(self.sampler) or state["fingerprint"] != self._fingerprint:
+        if state["transitions"] != self.num_transitions or state["fingerprint"] != self._fingerprint:
             raise InputError(
                 f"{folder}: trained on another dataset ({state['transitions']} transitions; this one has "
-                f"{len(self.sampler)}): resume with the same, or start from its weights with --model-path"
+                f"{self.num_transitions}): resume with the same, or start from its weights with --model-path"
             )
         checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
         self.algorithm.load_state_dict(state["algorithm"])
         self.algorithm.resumed()
-        self.sampler.load_state_dict(state["sampler"])
+        self._load_sampler(folder, state)
         self.num_updates = state["num_updates"]
         # An evaluation beside the training may have come back after the checkpoint was written.
         returns = [line["mean_reward"] for line in logged_evaluations(folder.parent, self.num_updates)]
         self.best_reward = max([state["best_reward"], *returns])
         if state["updates_per_epoch"] != self.updates_per_epoch:
             log.warning("an epoch is now %d updates, not %d", self.updates_per_epoch, state["updates_per_epoch"])
-        self._log_state, self._random_state = state["log"], state["random"]
+        self._log_state = state["log"]
         self._loaded = True
+
+    def _load_sampler(self, folder: Path, state: dict[str, Any]) -> None:
+        """Go on with the batches; of a run with another number of processes, with new ones of each one's share."""
+        saved, own = state.get("processes", 1), state
+        if saved != self.processes.count:
+            if self.processes.is_first:
+                now = self.processes.count
+                log.warning("the run had %d processes, now %d: it goes on with other batches", saved, now)
+            seed = self.seed + state["num_updates"] + self.processes.rank
+            self.sampler.generator.manual_seed(seed)
+            seed_everything(seed)
+            return
+        if not self.processes.is_first:
+            own = checkpoint.load_process_part(folder, self.processes.rank) or state
+        self.sampler.load_state_dict(own["sampler"])
+        self._random_state = own["random"]
 
     def close(self) -> None:
         """Free the evaluation's environment."""
+        self.processes.close()
         if self.evaluator is not None:
             self.evaluator.close()
 
     def _start(self, total: int) -> None:
         if self.num_updates >= total:
             log.warning("nothing to do: the run has %d of %d updates", self.num_updates, total)
-        if self.evaluator is None and self.settings.eval_freq:
+        if not self._is_evaluated and self.settings.eval_freq:
             log.warning("not evaluated: the dataset names no environment that has its spaces; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:
             self.evaluator.env()  # what keeps it from being made is better known before training than after
@@ -314,9 +382,15 @@ class OfflineTrainer:
             set_random_state(self._random_state)
             self._random_state = None
         elif self.num_updates == 0:
-            seed_everything(self.seed)
+            seed_everything(self.seed + self.processes.rank)
+        self.processes.equalize(self.policy)
+        for part in vars(self.algorithm).values():
+            if isinstance(part, torch.nn.Module) and part is not self.policy:
+                self.processes.equalize(part)
 
     def _logging(self, total: int) -> RunLogger:
+        if not self.processes.is_first:
+            return SilentLogger()  # type: ignore[return-value]
         checkpoint.clean_temporary(self.run_dir)
         if self._on_start is not None and self.num_updates < total:
             self._on_start()
@@ -331,11 +405,11 @@ class OfflineTrainer:
 
     def _save_after_failure(self, error: BaseException) -> None:
         """Keep what was learned since the latest checkpoint."""
-        if self.num_updates == 0 or self._saved_step == self.num_updates:
+        if self.num_updates == 0 or self._saved_step == self.num_updates or not self.processes.is_first:
             return
         self._log = None  # it may be what failed
         try:
-            folder = self.save()
+            folder = self.save(alone=True)
         except Exception as second:
             log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
         else:

@@ -23,8 +23,10 @@ from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_spaces
+from deft.training.handover import take_over_offline
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
+from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer
 from deft.training.run_folder import open_run_folder, place_run
@@ -54,9 +56,13 @@ def build_offline_trainer(
     if dataset is None and config.dataset.path is None:
         raise InputError("dataset: missing; give a name (hopper-medium-v2) or a path with --dataset")
     subject = dataset.name if dataset is not None else str(config.dataset.path)
-    config, resume_from, replaces = place_run(config, subject)
+    processes = Processes()
+    device = processes.device(choose_device(config.device))
+    processes.open(device)
+    placed = place_run(config, subject) if processes.is_first else None
+    config, resume_from, replaces = processes.share(placed)
+    config = take_over_offline(config, resume_from)
     seed_everything(config.seed)
-    device = choose_device(config.device)
     check_extras(config.logging)
     if dataset is None:
         assert config.dataset.path is not None
@@ -73,13 +79,14 @@ def build_offline_trainer(
         make, video_env = partial(make_vector_env, env_config), partial(make_env, env_config, render_mode="rgb_array")
     if make is not None:
         count = min(config.trainer.eval_episodes, EVALUATION_ENVS)
-        make_all = partial(make, num_envs=count)
+        make_all = partial(make, num_envs=count, chunk_length=config.policy.chunk_length)
         evaluator = Evaluator(make_all, config.seed + EVALUATION_SEED, beside=device.type == "cuda")
         action_space = _checked_env(partial(make, num_envs=1), dataset, env_config.id if env_config else str(eval_env))
     if spaces is not None:
         _check_policy_spaces(spaces, dataset.observation_space, action_space)
     if policy is None:
-        policy = build_offline_policy(config, dataset.observation_space, action_space, resume_from is not None)
+        weights_follow = resume_from is not None or config.model_path is not None
+        policy = build_offline_policy(config, dataset.observation_space, action_space, weights_follow)
     policy.to(device)
     whole = config.model_path is not None and load_policy_weights(policy, config.model_path)
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
@@ -101,6 +108,7 @@ def build_offline_trainer(
         threads=config.threads,
         run_config=to_dict(config),
         on_start=partial(open_run_folder, config, replaces),
+        processes=processes,
         **to_dict(config.trainer),
     )
     if resume_from is not None:
@@ -158,9 +166,9 @@ def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> 
         env.close()
 
 
-def _copies(env: gymnasium.Env, num_envs: int) -> VectorEnv:
+def _copies(env: gymnasium.Env, num_envs: int, chunk_length: int = 1) -> VectorEnv:
     """Environments like the one that a user made."""
-    return wrap([make_another(env) for _ in range(num_envs)])
+    return wrap([make_another(env) for _ in range(num_envs)], chunk_length=chunk_length)
 
 
 def _check_policy_spaces(

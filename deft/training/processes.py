@@ -6,12 +6,16 @@ so that no way of calling the model can leave them apart.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+
+from deft.machine import available_cores
+from deft.models.normalization import RunningNormalizer
 
 
 class Processes:
@@ -22,6 +26,7 @@ class Processes:
         self.rank = int(os.environ.get("RANK", "0")) if self.count > 1 else 0
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.count > 1 else 0
         self._opened = False
+        self._seen: dict[str, Tensor] = {}  # by normaliser, the sums that all processes had after the last merge
 
     @property
     def is_first(self) -> bool:
@@ -34,6 +39,11 @@ class Processes:
             return torch.device("cuda", self.local_rank)
         return device
 
+    @property
+    def cores(self) -> int:
+        """The cores that each process of this machine may use."""
+        return max(1, available_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
     def open(self, device: torch.device) -> None:
         """Meet the others."""
         if self.count > 1 and not distributed.is_initialized():
@@ -45,6 +55,19 @@ class Processes:
         if self._opened and distributed.is_initialized():
             distributed.destroy_process_group()
             self._opened = False
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor, in place, by its mean over the processes."""
+        if self.count > 1:
+            for tensor in tensors:
+                distributed.all_reduce(tensor)
+                tensor /= self.count
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of the processes' tensors, in place."""
+        if self.count > 1:
+            distributed.all_reduce(tensor)
+        return tensor
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its mean over the processes, all in one transfer."""
@@ -67,6 +90,48 @@ class Processes:
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
         return float(tensor)
 
+    def total(self, value: float, device: torch.device) -> float:
+        """The sum of the processes' values."""
+        return float(self.sum(torch.tensor(float(value), dtype=torch.float64, device=device)))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank, in all."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        distributed.all_gather_object(values, value)
+        return values
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.count > 1:
+            distributed.barrier()
+
+    @torch.no_grad()
+    def equalize(self, module: nn.Module) -> None:
+        """Give every process the first one's weights and statistics."""
+        if self.count > 1:
+            for tensor in module.state_dict().values():
+                distributed.broadcast(tensor, 0)
+            self._seen = {name: _sums(part) for name, part in _normalizers(module)}
+
+    @torch.no_grad()
+    def merge_statistics(self, module: nn.Module) -> None:
+        """Give every process the running statistics over what all of them observed.
+
+        A normaliser's sums (n, Σx, Σx²) are those that all had after the last merge, plus what each has added since.
+        """
+        if self.count == 1:
+            return
+        for name, part in _normalizers(module):
+            sums = _sums(part)
+            before = self._seen.get(name, torch.zeros_like(sums))
+            sums = before + self.sum(sums - before)
+            self._seen[name] = sums
+            if sums[0] > 0:
+                mean, squares = (sums[1:] / sums[0]).view(2, *part.mean.shape)
+                part.set_statistics(mean, (squares - mean.square()).clamp(min=0), sums[0])
+
     def share(self, value: Any) -> Any:
         """The first process's value, in all."""
         if self.count == 1:
@@ -74,3 +139,49 @@ class Processes:
         box = [value]
         distributed.broadcast_object_list(box, 0)
         return box[0]
+
+
+class SilentLogger(contextlib.AbstractContextManager):
+    """A run's logger in the processes that write nothing."""
+
+    mean_reward: float | None = None
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def log_metrics(self, step: int, metrics: Any) -> None:
+        """Nothing."""
+
+    def log_episode(self, step: int, episode: Any) -> None:
+        """Nothing."""
+
+    def log_evaluation(self, step: int, results: Any) -> None:
+        """Nothing."""
+
+    def progress(self, step: int, **shown: float) -> None:
+        """Nothing."""
+
+    def expect(self, total_timesteps: int) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing was seen."""
+        return {"window": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def _normalizers(module: nn.Module) -> Iterator[tuple[str, RunningNormalizer]]:
+    for name, part in module.named_modules():
+        if isinstance(part, RunningNormalizer):
+            yield name, part
+
+
+def _sums(part: RunningNormalizer) -> Tensor:
+    """n, Σx and Σx² of all that was observed."""
+    mean, count = part.mean.flatten(), part.count
+    return torch.cat([count.view(1), count * mean, count * (part.variance.flatten() + mean.square())])

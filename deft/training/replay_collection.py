@@ -90,6 +90,8 @@ class ReplayCollection(Collection):
         if self.algorithm.version == 0 and not has_seen_data(self.algorithm.policy):
             for block in self.buffer.observations():
                 self.algorithm.policy.observe({schema.OBSERVATION: block})
+            if self.algorithm.processes is not None:
+                self.algorithm.processes.merge_statistics(self.algorithm.policy)
         self._due += collected * self.settings.updates_per_step
 
     def sample(self, batch_size: int) -> Batch:

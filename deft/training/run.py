@@ -29,13 +29,15 @@ from deft.evaluation.plots import plot_run
 from deft.models.actor import Actor, ContinuousActor
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
-from deft.models.vla.actor import VLAActor, weights_of_the_other_kind
+from deft.models.vla.actor import make_vla_actor, weights_of_the_other_kind
 from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
 from deft.training import checkpoint
+from deft.training.cluster.building import make_cluster_env
 from deft.training.compute import choose_device
 from deft.training.handover import adopt_critics, checkpoint_folder, take_over
+from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run_folder import open_run_folder, place_run
 from deft.training.sinks import check_extras
@@ -55,6 +57,8 @@ def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:
     """Train to the end, evaluate and plot, and close the trainer of an online or an offline run."""
     try:
         summary = trainer.train()
+        if not trainer.processes.is_first:
+            return summary
         if evaluates:
             summary |= {f"final_{name}": value for name, value in trainer.evaluate().items()}
         summary["plots"] = [str(path) for path in plot_run(trainer.run_dir)]
@@ -74,35 +78,41 @@ def build_trainer(
 
     `critics`: the state of the off-policy algorithm that trained the policy given.
     """
-    config, resume_from, replaces = place_run(config, config.env.id)
+    processes = Processes()
+    device = processes.device(choose_device(config.device))
+    processes.open(device)
+    placed = place_run(config, config.env.id) if processes.is_first else None
+    config, resume_from, replaces = processes.share(placed)
     config = take_over(config, policy, resume_from)
     fresh_policy = policy is None and config.model_path is None
     assert config.output_dir is not None
     seed_everything(config.seed)
-    device = choose_device(config.device)
     check_extras(config.logging)
     chunk_length: int = getattr(policy, "chunk_length", config.policy.chunk_length)
     gamma = config.algorithm.cfg.gamma
     video_env: Callable[[], gymnasium.Env]
     if env is None:
         config = replace(config, **{"env.num_envs": config.algorithm.cfg.copies(config.env.num_envs)})
-        vector_env = make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
+        vector_env = _make_envs(config, chunk_length, gamma)
         eval_env = eval_env or _evaluation_factory(config, chunk_length)
         video_env = partial(make_env, config.env, render_mode="rgb_array")
     else:
+        if config.cluster.collectors == "ray":
+            raise InputError("collectors: Ray workers make their own environments; give an id, not an environment")
         weights = config.env.reward_weights
         vector_env = wrap(weigh(env, weights), chunk_length=chunk_length, gamma=gamma)
         eval_env = eval_env or (lambda: weigh(make_another(env), weights))
         video_env = partial(make_another, env, render_mode="rgb_array")
     try:
         if policy is None:
-            policy = build_policy(config, vector_env, weights_follow=resume_from is not None)
+            weights_follow = resume_from is not None or config.model_path is not None
+            policy = build_policy(config, vector_env, weights_follow)
         policy = wrap_policy(policy, vector_env.observation_space, vector_env.action_space, config.policy, chunk_length)
         policy.to(device)
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
         _check_bounds(policy, vector_env)
-        algorithm = ALGORITHMS[config.algorithm.name](policy, config.algorithm.cfg, seed=config.seed)
+        algorithm = ALGORITHMS[config.algorithm.name](policy, config.algorithm.cfg, seed=config.seed + processes.rank)
         if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             adopt_critics(algorithm, config.model_path, critics)
         trainer = Trainer(
@@ -120,6 +130,7 @@ def build_trainer(
             on_start=partial(open_run_folder, config, replaces),
             fresh_policy=fresh_policy,
             curriculum=config.env.curriculum,
+            processes=processes,
             **to_dict(config.trainer),
         )
         if resume_from is not None:
@@ -130,12 +141,24 @@ def build_trainer(
     return trainer
 
 
+def _make_envs(config: RunConfig, chunk_length: int, gamma: float) -> VectorEnv:
+    """The environments that a run trains in: in this process, or in the workers of a cluster."""
+    if config.cluster.collectors == "ray":
+        return make_cluster_env(config, chunk_length, gamma)
+    return make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
+
+
 def build_policy(config: RunConfig, env: VectorEnv, weights_follow: bool = False) -> Policy:
     """The policy that a config names, for an environment's spaces.
 
     `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
     """
     if isinstance(config, ReplayRunConfig):
+        if config.policy.chunk_length > 1:
+            raise InputError(
+                f"chunk_length {config.policy.chunk_length}: {config.algorithm.name} learns from single steps; a "
+                "policy of action chunks goes on with ppo or grpo"
+            )
         return _build_actor(config.policy, config.algorithm.cfg, env, weights_follow)
     _check_action_dim(config, env)
     if config.policy.actor is not None:
@@ -149,10 +172,7 @@ def _build_actor(actor: OnlineActorConfig, settings: Any, env: VectorEnv, weight
     """The actor of a run that learns from a replay buffer, or that was taken over from one on a dataset."""
     dtype = PRECISIONS["float32" if settings is None else settings.precision]
     if actor.vla_config is not None:
-        model = load_vla_model_for(
-            actor.vla_config, env.observation_space, env.action_space, "the environment", weights_follow=weights_follow
-        )
-        return VLAActor(model, env.observation_space, env.action_space, actor, dtype)
+        return make_vla_actor(actor, env.observation_space, env.action_space, "the environment", dtype, weights_follow)
     return Actor(env.observation_space, env.action_space, actor, actor.distribution, dtype=dtype)
 
 

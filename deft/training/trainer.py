@@ -30,19 +30,24 @@ from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
 from deft.models.policy import Policy
 from deft.training import checkpoint
+from deft.training.cluster.building import block_steps, open_workers
+from deft.training.cluster.collectors import RayCollector, RayGroupCollector
+from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import UNKNOWN_COLLECTOR, BackgroundCollection, Collection, InlineCollection
 from deft.training.collector import Collector
 from deft.training.compute import choose_threads, is_small, torch_threads
 from deft.training.curriculum import Curriculum
-from deft.training.group_collection import GroupCollection
+from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger
+from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.replay_collection import ReplayCollection
 from deft.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
 EVALUATION_SEED = 10_000  # evaluations play the episodes from the run's seed plus this
+OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
 # What `Trainer.load` reads of a checkpoint's training state.
 STATE_KEYS = (
     "algorithm_name",
@@ -86,6 +91,7 @@ class Trainer:
         on_start: Callable[[], None] | None = None,
         fresh_policy: bool = True,
         curriculum: CurriculumConfig | None = None,
+        processes: Processes | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -101,6 +107,12 @@ class Trainer:
             algorithm.settings.batch_size = batch_size
         self.env = self._wrap(env)
         self.seed = seed
+        self.device = next(iter(policy.parameters())).device
+        self.processes = processes or Processes()
+        self.processes.open(self.device)
+        self._env_seed = seed + self.processes.rank * self.env.num_envs  # no two environments of a run start alike
+        if self.processes.count > 1:
+            algorithm.share(self.processes)
         self.num_timesteps = 0
         self.best_reward = -math.inf
         name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -120,7 +132,8 @@ class Trainer:
         self._most_updates: int | None = None
         self.collection = self._make_collection(timeout)
         self.curriculum = None if curriculum is None else Curriculum(curriculum, self.env, self.collection.paused)
-        self.threads = choose_threads(threads, self.env.num_workers, self.settings.buffer_type == "vla")
+        background = self.settings.buffer_type == "vla"
+        self.threads = choose_threads(threads, self.env.num_workers, background, self.processes.cores)
 
     @property
     def global_step(self) -> int:
@@ -137,12 +150,12 @@ class Trainer:
         stop = StopSignal()
         started = time.monotonic()
         threads = torch_threads(self.threads, is_small(self.policy))
-        with stop, threads, checkpoint.folder_lock(self.run_dir), self._logging(total) as run_log:
+        with stop, threads, self._folder(), self._logging(total) as run_log:
             self._log = run_log
             try:
                 self._start(total)
                 if not self._fresh_policy and self.settings.eval_freq and not self.num_timesteps and not self._loaded:
-                    self._save_and_prune(self._evaluate_now(run_log))  # what it could do before
+                    self._save_and_prune(self._evaluated(run_log))  # what it could do before
                 self._loop(total, stop, run_log)
                 self.collection.close()
                 self._record_episodes(run_log)
@@ -163,18 +176,26 @@ class Trainer:
 
     def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
         """Collect, train, publish, repeat."""
-        while self.num_timesteps < total and self.algorithm.version != self._most_updates and not stop():
+        while self.num_timesteps < total and self.algorithm.version != self._most_updates and not self._stops(stop):
             steps = self._rollout_steps(total)
             if not self.collection.gather(steps, self._ticking(stop, run_log)):
                 break
             self.algorithm.progress = self._progress(total)
             metrics = self.collection.update(self.algorithm, steps)
             previous = self.num_timesteps
-            self.num_timesteps += self.collection.collector.take_step_count(steps)
+            self.num_timesteps += self._steps_of_all(self.collection.collector.take_step_count(steps))
             if self._most_updates is not None:  # episodes and chunks may end early: the total was a bound
                 run_log.expect(round(self.num_timesteps / self.algorithm.version * self._most_updates))
             self._after_update(previous, metrics, run_log)
             self.collection.publish(self.algorithm.version)
+
+    def _stops(self, stop: StopSignal) -> bool:
+        """Whether the run is to end here, in all processes or in none."""
+        return bool(self.processes.largest(float(stop()), self.device))
+
+    def _steps_of_all(self, count: int) -> int:
+        """Env steps of all processes together."""
+        return count if self.processes.count == 1 else round(self.processes.total(count, self.device))
 
     def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
         """Mean and deviation of the return over whole episodes, deterministic, in an environment of its own."""
@@ -215,6 +236,7 @@ class Trainer:
         for kind in ("observation_space", "action_space"):
             if state[kind] != str(getattr(self.env, kind)):
                 raise InputError(f"{folder}: its {kind} is {state[kind]}, this environment's {getattr(self.env, kind)}")
+        state = self._own_part(folder, state)
         saved = state["collector"]
         if saved["env"] is not None and len(saved["env"]) != self.env.num_envs:
             raise InputError(
@@ -234,11 +256,14 @@ class Trainer:
             self.curriculum.load_state_dict(state["curriculum"])
         self._log_state = state["log"]
         self._random_state = state["random"]
+        if self._random_state is None:  # of a process that the saved run did not have
+            seed_everything(self.seed + self.processes.rank + self.algorithm.version)
         self._loaded = True
 
     def close(self) -> None:
         """Free the environments."""
         self.collection.close()
+        self.processes.close()
         for env in {id(env): env for env in (self.env, self._own_eval_env) if env is not None}.values():
             env.close()
 
@@ -247,19 +272,26 @@ class Trainer:
         algorithm, settings = self.algorithm, self.settings
         if algorithm.experience != "rollout" and settings.buffer_type == "vla":
             raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
+        on_cluster = isinstance(self.env, ClusterEnv)
+        if on_cluster and settings.buffer_type == "vla":
+            raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
+        if isinstance(self.env, ClusterEnv):
+            open_workers(self.env, self.policy, not algorithm.on_policy, algorithm.needs_reward_terms)
         if algorithm.experience == "groups":
             assert isinstance(algorithm, GRPO)
-            return GroupCollection(self.env, self.policy, algorithm, self.seed, settings.buffer_size)
-        collector = Collector(
-            self.env,
-            self.policy,
-            self.seed,
-            next_observation=not algorithm.on_policy,
-            reward_terms=algorithm.needs_reward_terms,
-        )
+            kind = RayGroupCollector if on_cluster else GroupCollector
+            return GroupCollection(self.env, self.policy, algorithm, self._env_seed, settings.buffer_size, kind)
+        wanted = {"next_observation": not algorithm.on_policy, "reward_terms": algorithm.needs_reward_terms}
+        if isinstance(self.env, ClusterEnv):
+            block = block_steps(self.env, settings.buffer_size)
+            collector: Collector = RayCollector(
+                self.env, self.policy, self._env_seed, **wanted, max_staleness=settings.max_staleness, block_steps=block
+            )
+        else:
+            collector = Collector(self.env, self.policy, self._env_seed, **wanted)
         if algorithm.experience == "replay":
             assert isinstance(algorithm, SAC)
-            return ReplayCollection(collector, algorithm, self.seed, self._fresh_policy)
+            return ReplayCollection(collector, algorithm, self._env_seed, self._fresh_policy)
         if settings.buffer_type == "vla":
             ring = VLABuffer(settings.buffer_size * max(1, settings.max_staleness))
             return BackgroundCollection(collector, ring, self.policy, settings.max_staleness, timeout)
@@ -271,15 +303,26 @@ class Trainer:
         if total_timesteps is not None:
             return TrainerConfig(total_timesteps=total_timesteps).total_timesteps
         if self.settings.iterations is not None:  # an upper bound: chunks and episodes may end early
-            most = self.settings.buffer_size * self.env.num_envs * self.env.chunk_length * self.collection.max_rounds
+            most = self.settings.buffer_size * self._num_envs * self.env.chunk_length * self.collection.max_rounds
             return self.settings.iterations * most
         return self.settings.total_timesteps
+
+    @property
+    def _num_envs(self) -> int:
+        """Environments of all processes."""
+        return self.env.num_envs * self.processes.count
 
     def _progress(self, total: int) -> float:
         """How much of training is done, 0 to 1."""
         return self.num_timesteps / total if self._most_updates is None else self.algorithm.version / self._most_updates
 
+    def _folder(self) -> contextlib.AbstractContextManager[None]:
+        """The run folder, held by the first process."""
+        return checkpoint.folder_lock(self.run_dir) if self.processes.is_first else contextlib.nullcontext()
+
     def _logging(self, total: int) -> RunLogger:
+        if not self.processes.is_first:
+            return SilentLogger()  # type: ignore[return-value]
         checkpoint.clean_temporary(self.run_dir)
         if self._on_start is not None and self.num_timesteps < total:
             self._on_start()
@@ -308,11 +351,15 @@ class Trainer:
             set_random_state(self._random_state)
             self._random_state = None
         elif self.algorithm.version == 0:
-            seed_everything(self.seed)  # whatever the process drew before does not matter
+            seed_everything(self.seed + self.processes.rank)  # whatever the process drew before does not matter
+        self.processes.equalize(self.policy)
+        for part in vars(self.algorithm).values():
+            if isinstance(part, torch.nn.Module) and part is not self.policy:
+                self.processes.equalize(part)
         self.collection.collector.set_version(self.algorithm.version)
         # With chunks the number of env steps in a rollout is known only afterwards.
         exact = self.env.chunk_length == 1
-        remaining = math.ceil((total - self.num_timesteps) / self.env.num_envs) if exact else None
+        remaining = math.ceil((total - self.num_timesteps) / self._num_envs) if exact else None
         held = self.collection.pending
         whole = held % self.settings.buffer_size == 0  # its last step is a segment's end, with its bootstrap
         if held and remaining is not None and (remaining < held or (remaining == held and not whole)):
@@ -327,35 +374,41 @@ class Trainer:
         """Vector steps of the next rollout: a whole one, or what is left to `total` (chunks may make it several)."""
         if self.env.chunk_length > 1 and self.settings.buffer_type == "vla":  # the collector does not know its end
             return self.settings.buffer_size
-        most = self.env.num_envs * self.env.chunk_length
+        most = self._num_envs * self.env.chunk_length
         return min(self.settings.buffer_size, math.ceil((total - self.num_timesteps) / most))
 
     def _ticking(self, stop: StopSignal, run_log: RunLogger) -> Callable[[], bool]:
         """The stop question that a collection asks at every step, which also moves the progress bar."""
-        collection, per_step = self.collection, self.env.num_envs * self.env.chunk_length
+        collection, per_step = self.collection, self._num_envs * self.env.chunk_length
 
         def tick() -> bool:
             run_log.progress(self.num_timesteps + collection.pending * per_step)
-            return stop()
+            return stop() and self.processes.count == 1  # several stop together, between two updates
 
         return tick
 
     def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
         """Log, evaluate and save what is due; steps come in thousands, so crossings count, not multiples."""
         step = self.num_timesteps
-        episodes = self._record_episodes(run_log)
+        logs = crossed(previous, step, self.settings.log_freq)
+        episodes = self._record_episodes(run_log) if logs or self.processes.count == 1 else []
         if self.curriculum is not None:
             self.curriculum.update(step, episodes)
-        if crossed(previous, step, self.settings.log_freq):
+        if logs:
             lost = self.collection.collector.num_lost_episodes
             run_log.log_metrics(step, {**metrics, "rollout/lost_episodes": lost} if lost else metrics)
         improved = False
         if crossed(previous, step, self.settings.eval_freq):
-            improved = self._evaluate_now(run_log, filming=crossed(previous, step, self.settings.video_freq))
+            improved = self._evaluated(run_log, filming=crossed(previous, step, self.settings.video_freq))
         if improved or crossed(previous, step, self.settings.save_freq):
             self._last_metrics = {name: float(value) for name, value in metrics.items()}
             self._save_and_prune(improved)
         run_log.progress(step)
+
+    def _evaluated(self, run_log: RunLogger, filming: bool = False) -> bool:
+        """Evaluate in the first process, while the others wait; whether it is the best so far."""
+        improved = self._evaluate_now(run_log, filming) if self.processes.is_first else False
+        return bool(self.processes.share(improved))
 
     def _evaluate_now(self, run_log: RunLogger, filming: bool = False) -> bool:
         """Evaluate and write it down; whether it is the best so far."""
@@ -369,19 +422,22 @@ class Trainer:
 
     def _save_and_prune(self, best: bool) -> None:
         folder = self.save()
+        if not self.processes.is_first:
+            return
         if best:
             checkpoint.mark_best(self.run_dir, folder)
         checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints)
 
     def _record_episodes(self, run_log: RunLogger) -> list[Episode]:
-        episodes = self.collection.collector.take_episodes()
+        episodes = [one for part in self.processes.gather(self.collection.collector.take_episodes()) for one in part]
         for episode in episodes:
             run_log.log_episode(self.num_timesteps, episode)
         return episodes
 
     def _unsaved(self) -> bool:
         """Whether something happened since the latest checkpoint: updates, or steps that wait for one."""
-        return self.collection.pending > 0 or not (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()
+        unsaved = self.collection.pending > 0 or not (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()
+        return bool(self.processes.share(unsaved))
 
     def _summary(self, run_log: RunLogger, seconds: float) -> dict[str, Any]:
         return {
@@ -397,13 +453,15 @@ class Trainer:
     def _save_after_failure(self, error: BaseException) -> None:
         """Keep what was learned since the latest checkpoint; a resumed run then starts new episodes."""
         self.collection.close()
+        if not self.processes.is_first:
+            return
         saved = (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()  # with its environments: the better one
         if self.algorithm.version == 0 or saved or not self._weights_are_finite():
             return
         if self._log is not None:  # it may be what failed
             self._log_state, self._log = self._log.state_dict(), None
         try:
-            folder = self._write(*self.collection.unknown_state(), None)
+            folder = self._write(*self.collection.unknown_state(), None, alone=True)
         except Exception as second:
             log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
         else:
@@ -412,7 +470,23 @@ class Trainer:
     def _weights_are_finite(self) -> bool:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters())
 
-    def _write(self, collector: dict[str, Any], buffer: dict[str, Any], path: str | Path | None) -> Path:
+    def _write(
+        self, collector: dict[str, Any], buffer: dict[str, Any], path: str | Path | None, alone: bool = False
+    ) -> Path:
+        """Write a checkpoint, every process its part of it; `alone`: the others are gone."""
+        folder = self.run_dir if path is None else Path(path).parent
+        count = 1 if alone else self.processes.count
+        if count > 1:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not self.processes.is_first:
+                algorithm = self.algorithm.state_dict()
+                own = {name: algorithm[name] for name in OWN_STATE if name in algorithm}
+                part = {"collector": collector, "buffer": buffer, "random": get_random_state(), "algorithm": own}
+                checkpoint.write_process_part(folder, self.num_timesteps, self.processes.rank, part)
+            self.processes.wait()
+            if not self.processes.is_first:
+                self.processes.wait()
+                return folder / (f"checkpoint-{self.num_timesteps}" if path is None else Path(path).name)
         if self._log is not None:
             self._log.flush()
         state = {
@@ -429,16 +503,41 @@ class Trainer:
             "rollout_steps": self.settings.buffer_size,
             "config": self._run_config,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
+            "processes": count,
         }
         weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
-        return checkpoint.save_checkpoint(
-            self.run_dir if path is None else Path(path).parent,
+        written = checkpoint.save_checkpoint(
+            folder,
             self.num_timesteps,
             weights,
             state,
             self._last_metrics,
             name=None if path is None else Path(path).name,
+            write_more=partial(checkpoint.move_process_parts, folder, self.num_timesteps, count),
         )
+        if count > 1:
+            self.processes.wait()
+        return written
+
+    def _own_part(self, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with what this process had kept; of a run with another number of processes, what there is.
+
+        The first process always finds its own. A further one without a part begins new episodes, with the replay
+        buffer of another.
+        """
+        saved, rank = state.get("processes", 1), self.processes.rank
+        if rank == 0 and saved == self.processes.count:
+            return state
+        if saved != self.processes.count and self.processes.is_first:
+            log.warning(
+                "the run had %d processes, now %d: it goes on, but not bit for bit", saved, self.processes.count
+            )
+        part = checkpoint.load_process_part(folder, rank % saved)
+        if rank == 0 or rank < saved:
+            return {**state, **(part or {}), "algorithm": {**state["algorithm"], **(part or {}).get("algorithm", {})}}
+        part = part or {name: state[name] for name in ("collector", "buffer")}
+        collector = {**part["collector"], **UNKNOWN_COLLECTOR}
+        return {**state, "collector": collector, "buffer": part["buffer"], "random": None}
 
     def _wrap(self, env: Any) -> VectorEnv:
         return wrap(env, chunk_length=self.policy.chunk_length, gamma=self.algorithm.settings.gamma)

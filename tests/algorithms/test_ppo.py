@@ -255,6 +255,18 @@ def test_learning_rate_schedules():
     assert algorithm.optimizer.learning_rate == pytest.approx(1.5e-3)
 
 
+def test_the_adaptive_rate_waits_for_the_policy():
+    policy = make_policy()
+    settings = PPOSettings(learning_rate=1e-3, learning_rate_schedule="adaptive", desired_kl=10.0, value_warmup=1)
+    algorithm = PPO(policy, settings)
+    algorithm.update(iter([make_rollout(policy)]))  # the value alone: a KL of 0 says nothing
+    assert algorithm.optimizer.learning_rate == 1e-3
+    rollout = make_rollout(policy)
+    rollout[schema.POLICY_VERSION].fill_(1)
+    algorithm.update(iter([rollout]))
+    assert algorithm.optimizer.learning_rate == pytest.approx(1.5e-3)
+
+
 def test_reward_normalisation_is_part_of_the_policy():
     policy = make_policy(normalize_reward=True)
     algorithm = PPO(policy, PPOSettings(gamma=0.0))

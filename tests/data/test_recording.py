@@ -186,10 +186,17 @@ def test_the_id_is_the_path_from_minaris_folder(path, expected, tmp_path, monkey
     parse_dataset_id(dataset_id)  # Minari agrees that it is one
 
 
-@pytest.mark.parametrize(("name", "advice"), [("mine", "mine-v0"), ("my data", "my-data-v0"), ("mine-v", "mine-v0")])
+@pytest.mark.parametrize(("name", "advice"), [("my data", "my-data-v0"), ("mine-v", "mine-v0")])
 def test_a_name_that_minari_refuses_is_mended(name, advice, tmp_path):
     with pytest.raises(InputError, match=f"write {tmp_path / advice}$"):
         record(tmp_path / name)
+
+
+def test_a_name_without_a_version_is_the_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "mine", counting(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-v0"]
+    assert load_dataset("mine").num_episodes == load_dataset("mine-v0").num_episodes == 1
 
 
 def test_an_existing_folder_is_not_written_into(tmp_path):

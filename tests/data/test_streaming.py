@@ -39,6 +39,31 @@ class Counted(Dataset):
         return Episode({"rgb": pixels, "state": state}, steps[:, None], steps, terminated, truncated)
 
 
+def test_chunks_end_with_their_episode() -> None:
+    # Episodes of 5 and 3 steps with rewards 0, 1, 2, …; episode 1 ends by a terminal. Chunks of 3 steps, γ = ½.
+    batch = StreamingBuffer(Counted([5, 3]), seed=0, chunk_length=3, chunk_gamma=0.5).sample(300)
+    episode, step = batch[schema.OBSERVATION]["state"].long().unbind(1)
+    length = torch.tensor([5, 3])[episode]
+    steps = step[:, None] + torch.arange(3)
+    real = steps < length[:, None]
+    assert torch.equal(batch[schema.STEP_MASK], real)
+    assert torch.equal(batch[schema.ACTION][..., 0], steps.minimum(length[:, None] - 1).float())
+    assert torch.equal(batch[schema.NEXT_OBSERVATION]["state"][:, 1], (step + 3).minimum(length).float())
+    expected = (steps * real * torch.tensor([1.0, 0.5, 0.25])).sum(1)
+    torch.testing.assert_close(batch[schema.NEXT_REWARD], expected)
+    terminal = (episode == 1) & (step + 3 >= 3)
+    assert torch.equal(batch[schema.NEXT_TERMINATED], terminal.float())
+    torch.testing.assert_close(batch[schema.DISCOUNT], 0.5 ** real.sum(1) * ~terminal)
+    assert {0, 1} == set(episode.tolist())
+
+
+def test_without_the_next_observation_a_batch_is_otherwise_the_same() -> None:
+    with_next, without = (StreamingBuffer(Counted([5, 3]), seed=0, next_observation=wanted) for wanted in (True, False))
+    full, small = with_next.sample(20), without.sample(20)
+    assert full.keys() - small.keys() == {schema.NEXT_OBSERVATION}
+    assert torch.equal(full[schema.ACTION], small[schema.ACTION])
+
+
 def test_a_batch_holds_transitions_and_what_follows_them() -> None:
     dataset = Counted([5, 3, 7])
     batch = StreamingBuffer(dataset, seed=0).sample(400)

@@ -59,6 +59,54 @@ def test_box_rows_are_executed_in_order(make_counting_env: MakeEnv) -> None:
     assert [action.tolist() for action in vector.call("get_received")[0]] == [[0.5], [-1.0]]
 
 
+class Watched(gymnasium.Env):
+    """Counts how often it looks at its world; an episode has five steps."""
+
+    observation_space = spaces.Box(0, 9, (1,))
+    action_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self) -> None:
+        self.observes = True
+        self.looks, self.time = 0, 0
+
+    def observe(self) -> np.ndarray:
+        self.looks += 1
+        return np.array([self.time], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.time += 1
+        return self.observe() if self.observes else None, 1.0, self.time == 5, False, {}
+
+
+def test_the_world_is_looked_at_where_a_chunk_ends() -> None:
+    env = Watched()
+    vector = SerialVectorEnv([ActionChunk(gymnasium.wrappers.TimeLimit(env, 100), 3, 1.0)])
+    vector.reset(seed=0)
+    assert env.looks == 1
+    actions = np.zeros((1, 3, 1), np.float32)
+    assert vector.step(actions).observation.tolist() == [[3.0]]
+    assert env.looks == 2
+    step = vector.step(actions)  # ends after two of its steps: the final observation, and that of the new episode
+    assert step.final_observation.tolist() == [[5.0]]
+    assert step.observation.tolist() == [[0.0]]
+    assert env.looks == 4
+    assert env.observes  # for whoever steps it himself
+
+
+def test_a_wrapper_that_may_read_observations_sees_every_one() -> None:
+    env = Watched()
+    seen = gymnasium.wrappers.TransformObservation(env, lambda observation: observation + 1, env.observation_space)
+    chunk = ActionChunk(seen, 3, 1.0)
+    chunk.reset()
+    assert chunk.step(np.zeros((3, 1)))[0].tolist() == [4.0]
+    assert env.looks == 4
+
+
 def test_what_cannot_be_chunked_is_refused(make_counting_env: MakeEnv) -> None:
     with pytest.raises(InputError, match="Box or Discrete"):
         ActionChunk(make_counting_env(action_space=spaces.MultiBinary(2)), 2, 1.0)

@@ -6,8 +6,10 @@ import pytest
 from worlds import Counting
 
 from deft import PPOTrainer, RLConfig
-from deft.envs.make import wrap
-from deft.evaluation.evaluate import evaluate_run
+from deft.config.settings import EnvConfig, RunConfig
+from deft.envs.make import make_vector_env, wrap
+from deft.errors import InputError
+from deft.evaluation.evaluate import FIRST_HELD_OUT_SEED, env_of_run, evaluate_run, first_seed, world_kwargs
 from deft.evaluation.rollouts import play_episodes, summarize
 
 
@@ -59,3 +61,37 @@ def test_each_environment_plays_its_own_episode():
     summary = summarize(episodes)
     assert summary["mean_reward"] == pytest.approx(np.mean([2, 5, 9, 2, 5, 9, 2]))
     assert "success_rate" not in summary
+
+
+def test_outcomes_are_filmed_by_their_names(run, tmp_path):
+    results = evaluate_run(run, episodes=3, seed=3, random_policy=True, videos=tmp_path / "films")
+    names = sorted(path.name for path in (tmp_path / "films").iterdir())
+    assert len(names) == 3
+    assert len(results["videos"]) == 3
+    assert all(name.startswith(("success_", "failure_")) for name in names)
+    # A picture of the start and of every step; chance takes all 50 of them.
+    lengths = [len(iio.imread(path)) for path in results["videos"]]
+    assert np.mean(lengths) == results["mean_length"] + 1
+    assert results["success_interval"][0] <= results["success_rate"] <= results["success_interval"][1]
+
+
+def test_flags_of_the_world_and_its_kwargs_agree():
+    assert world_kwargs({"image_size": 32}, "pick", "held-out", True) == {
+        "image_size": 32, "task": "pick", "split": "held-out", "shuffle_instructions": True,
+    }  # fmt: skip
+    assert world_kwargs(None, None, None) == {}
+    with pytest.raises(InputError, match="--split: train is given, and --env-kwargs says 'all'"):
+        world_kwargs({"split": "all"}, None, "train")
+
+
+def test_worlds_with_splits_begin_at_seeds_that_training_does_not():
+    tabletop = make_vector_env(EnvConfig(id="tabletop"))
+    reach = make_vector_env(EnvConfig(id="deft/Reach-v0"))
+    assert first_seed(tabletop, 7) == FIRST_HELD_OUT_SEED + 7
+    assert first_seed(reach, 7) == 7
+
+
+def test_the_run_keeps_its_arguments_in_its_own_environment():
+    config = RunConfig(env=EnvConfig(id="tabletop", kwargs={"image_size": 32}))
+    assert env_of_run(config, "deft/Tabletop-v0", {"split": "all"}).kwargs == {"image_size": 32, "split": "all"}
+    assert env_of_run(config, "CartPole-v1", {}).kwargs == {}

@@ -10,7 +10,8 @@ from worlds import Counting
 from deft.cli import main
 from deft.config.settings import PlayConfig
 from deft.errors import InputError
-from deft.evaluation.play import CAPTION_HEIGHT, Captions, play
+from deft.evaluation.captions import CAPTION_HEIGHT, Captions
+from deft.evaluation.play import play
 
 
 def test_the_expert_plays_from_numbered_seeds_and_is_filmed(tmp_path):

@@ -26,7 +26,8 @@ from deft.evaluation.world_model import (
 )
 from deft.models.f1.policy import F1Policy
 from deft.training.phases.exploration import Exploration, InlineExplorer
-from deft.training.phases.teacher import encode_frames, train_teacher
+from deft.training.phases.teacher import train_teacher
+from deft.training.phases.world_model_trainer import encode_frames
 
 
 class FakeTokenizer:

@@ -1,6 +1,7 @@
 """The whole way of a vision-language-action model: config, weights, collection, update, checkpoint, evaluation."""
 
 import json
+from pathlib import Path
 
 import gymnasium
 import pytest
@@ -214,3 +215,39 @@ def test_picture_and_words_together_are_learned(tmp_path):
     assert seen["mean_reward"] > 0.8  # of 1; and 0 for a policy that reads the picture or the words alone
     for hidden in ("camera", "command"):
         assert 0.3 < score(hidden)["success_rate"] < 0.7
+
+
+@pytest.mark.parametrize("head", ["token", "flow"])
+def test_from_demonstrations_to_reinforcement(tmp_path, monkeypatch, capsys, head):
+    """collect → sft → ppo, grpo and iql: who goes on is told neither the model, nor its chunks, nor its world."""
+    monkeypatch.chdir(tmp_path)
+    quiet = ["--threads", 1, "--device", "cpu", "--console-level", "ERROR", "--json"]
+    world = ["--env", "reach", "--env-kwargs", "observation=vla", f"image_size={SIZE}"]
+    deft(capsys, "collect", *world, "--policy", "expert", "--noise", 0.1, "--episodes", 3, "--out", "demos", "--json")
+    model = ["--model", "vla-tiny", "--vla-model-config", f"head={head}", "width=16"]
+    offline = ["--dataset", "demos", "--num-epochs", 1, "--updates-per-epoch", 2, "--batch-size", 8, *quiet]
+    trained = deft(
+        capsys, "train", "sft", *offline, *model, "--eval-freq", 1, "--eval-episodes", 2, "--output-dir", "sft"
+    )
+    assert trained["final_episodes"] == 2
+    assert load_config("sft/config.yaml").policy.chunk_length == 4  # what vla-tiny is made for
+    weights = torch.load(next(Path("sft").glob("checkpoint-*")) / "model.pt", weights_only=True)
+
+    iql = [*offline, "--eval-freq", 0, "--reward-scaling", "none", "--model-path", "sft", "--output-dir", "iql"]
+    assert deft(capsys, "train", "iql", *iql)["updates"] == 2
+    again = torch.load(next(Path("iql").glob("checkpoint-*")) / "model.pt", weights_only=True)
+    assert again.keys() == weights.keys()  # critics and V stand on the model's trunk: there is no other encoder
+    assert not torch.equal(again["model.value_head.4.weight"], weights["model.value_head.4.weight"])
+
+    online = ["--env", "reach", "--num-envs", 2, "--n-epochs", 1, "--batch-size", 8, "--eval-freq", 0, *quiet]
+    for source in ("sft", "iql"):
+        flags = ["--model-path", source, "--rollout-steps", 4, "--total-timesteps", 8, "--output-dir", f"{source}_ppo"]
+        assert deft(capsys, "train", "ppo", *online, *flags)["timesteps"] >= 8
+    config = load_config("iql_ppo/config.yaml")
+    assert config.policy.chunk_length == 4
+    assert config.env.kwargs == {"observation": "vla", "image_size": SIZE}
+    assert cli.main(["train", "sac", "--env", "reach", "--model-path", "sft", "--output-dir", "sac"]) == 2
+    assert "learns from single steps" in capsys.readouterr().err
+    flags = ["--model-path", "sft", "--group-size", 2, "--iterations", 1, "--output-dir", "grpo"]
+    assert deft(capsys, "train", "grpo", *online, *flags)["timesteps"] > 0
+    assert deft(capsys, "evaluate", "iql_ppo", "--episodes", 2, "--json")["episodes"] == 2

@@ -62,6 +62,8 @@ def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path
     if not text.strip():
         raise InputError("a dataset needs a name or a path; none was given")
     given = Path(text).expanduser()
+    if not given.exists() and given.with_name(f"{given.name}-v0").is_dir():  # as `deft collect --out` names it
+        given = given.with_name(f"{given.name}-v0")
     if given.exists():
         return given, given.resolve().name if given.is_dir() else given.stem
     folders = dataset_folders()

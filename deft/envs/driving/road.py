@@ -89,9 +89,8 @@ class Roads:
         place = np.empty((num_roads, NUM_POINTS))  # the same as an index of the angles
         for number, row in enumerate(index.tolist()):
             r, dr = shape[number]
-            shape[number, :, :-1] = np.dot(parameters[number, 2:], _BASIS).reshape(2, NUM_ANGLES)
-            shape[number] *= radius[number]
-            r += radius[number]
+            shape[number, :, :-1] = np.dot(parameters[number, 2:], _BASIS).reshape(2, NUM_ANGLES) * radius[number]
+            r[:-1] += radius[number]
             r[-1], dr[-1] = r[0], dr[0]
             pace = np.sqrt(r * r + dr * dr)  # ds/dθ
             np.cumsum((pace[:-1] + pace[1:]) * _HALF_STEPS, out=arc[number, 1:])

@@ -16,7 +16,8 @@ from gymnasium import spaces
 
 from deft.envs.tabletop import expert, panda
 from deft.envs.tabletop.control import ArmController, action_size, hand_down
-from deft.envs.tabletop.scene import DomainRandomization, Scene, draw_scene, flicker
+from deft.envs.tabletop.model import noise_tiles
+from deft.envs.tabletop.scene import SPLITS, DomainRandomization, Scene, draw_scene, flicker, noise_colours
 from deft.envs.tabletop.simulation import Simulation
 from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS, Goal
 from deft.errors import InputError, RunError
@@ -69,6 +70,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         scene_reset_interval: int = 1,
         num_objects: int = 2,
         max_episode_steps: int | None = None,
+        split: Literal["train", "held-out", "all"] = "train",
+        shuffle_instructions: bool = False,
         render_mode: Literal["rgb_array"] | None = None,
     ) -> None:
         """Choose task, control, what the policy sees, how it is rewarded, and what differs from scene to scene."""
@@ -86,6 +89,10 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             raise InputError(f"observation is {observation!r}; choose 'state', 'images' or 'both'")
         if reward not in ("dense", "sparse"):
             raise InputError(f"reward is {reward!r}; choose 'dense' or 'sparse'")
+        if split not in SPLITS:
+            raise InputError(f"split is {split!r}; choose {', '.join(SPLITS)}")
+        if not isinstance(shuffle_instructions, bool):
+            raise InputError(f"shuffle_instructions is {shuffle_instructions!r}; choose true or false")
         if render_mode not in (None, "rgb_array"):
             raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
         if not 16 <= image_size <= 1024:
@@ -111,6 +118,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self.scene_reset_interval = int(scene_reset_interval)
         self.num_objects = int(num_objects)
         self.max_episode_steps = max_episode_steps
+        self.split = split
+        self.shuffle_instructions = shuffle_instructions
         self.render_mode = render_mode
 
         self._controller = ArmController(control_mode, action_scale)
@@ -125,6 +134,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self._elapsed_steps = 0
         self._potentials = (0.0, 0.0)
         self._frames_checked = False
+        self.observes = True
+        """Whether a step looks at the world. Where nobody sees its observation it need not: it then returns None."""
 
     # ------------------------------------------------------------------------------------------------ what is known
 
@@ -189,10 +200,12 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         if target is not None and target not in range(self.num_objects):
             raise InputError(f"options target is {target!r}; choose 0 to {self.num_objects - 1}")
         task = TASKS[self._task_name]
-        self._goal = task.draw_goal(self.np_random, simulation.scene, target)
+        self._goal = task.draw_goal(self.np_random, simulation.scene, target, self.split)
+        if self.shuffle_instructions:
+            self._goal.instruction = self._other_words()
         self._potentials = task.potentials(simulation.view(), self._goal)
         self._frames_checked = False
-        return self._observe(), self._info()
+        return self.observe(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Move for 0.04 s, then see what came of it."""
@@ -202,8 +215,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self._elapsed_steps += 1
         truncated = self.max_episode_steps is not None and self._elapsed_steps >= self.max_episode_steps
         info = self._info()
+        observation = self.observe() if self.observes else None
         if self._task_name not in GOAL_TASKS:
-            return self._observe(), 0.0, False, truncated, info
+            return observation, 0.0, False, truncated, info
         task, view = TASKS[self._task_name], simulation.view()
         success = task.is_met(view, self._goal.index, self._goal.base)
         is_wrong = not success and task.is_met_by_another(view, self._goal)
@@ -217,7 +231,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             self._potentials = (approach, goal)
         info["success"] = success
         info["reward_terms"] = terms
-        return self._observe(), sum(terms.values()), success or is_wrong, truncated, info
+        return observation, sum(terms.values()), success or is_wrong, truncated, info
 
     def render(self) -> np.ndarray | None:
         """The head camera's picture for videos, uint8 [320, 320, 3]."""
@@ -230,6 +244,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         simulation = self.simulation
         if simulation.scene.flickers:
             simulation.model.light_diffuse[:] = flicker(simulation.scene, self._elapsed_steps)
+        if simulation.scene.noise_patch is not None:
+            colours = noise_colours(simulation.scene, self._elapsed_steps)
+            simulation.model.geom_rgba[noise_tiles(simulation.model), :3] = colours
         return dict(zip(cameras, simulation.pictures(cameras, size), strict=True))
 
     def expert_action(self, target: int | None = None) -> np.ndarray:
@@ -309,7 +326,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         has_area = TASKS[self._task_name].has_area
         for _ in range(MAX_SCENE_TRIES):
             seed = int(random.integers(2**31))
-            scene = draw_scene(seed, self.num_objects, has_area, self.randomization)
+            scene = draw_scene(seed, self.num_objects, has_area, self.randomization, self.split)
             if scene is None:
                 continue
             self._simulation = Simulation(scene)
@@ -318,13 +335,19 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
                 return
         raise RunError(f"no stable scene in {MAX_SCENE_TRIES} tries; use fewer objects or less randomisation")
 
+    def _other_words(self) -> str:
+        """Words for an object of the scene drawn without regard to the goal; scenes and goals stay as they were."""
+        random = np.random.default_rng([self.scene.seed, 7, self._episodes_in_scene])
+        return TASKS[self._task_name].draw_goal(random, self.scene).instruction
+
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = {"task": self._task_name, "instruction": self._goal.instruction}
         if self._task_name in GOAL_TASKS:
             info["success"] = False
         return info
 
-    def _observe(self) -> Any:
+    def observe(self) -> Any:
+        """What the policy sees of the world as it is now."""
         state = self._state()
         if self.observation == "state":
             return state

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from deft.envs.tabletop import panda, textures
-from deft.envs.tabletop.scene import AREA_RADIUS, TABLE_X, TABLE_Y, Scene, SceneObject, Surface
+from deft.envs.tabletop.scene import (
+    AREA_RADIUS,
+    NOISE_SIDE,
+    NOISE_TILES,
+    TABLE_X,
+    TABLE_Y,
+    Scene,
+    SceneObject,
+    Surface,
+)
 
 TIMESTEP = 1 / 250
 HEAD_CAMERA = "head_camera"
@@ -208,7 +217,21 @@ def _table(scene: Scene, top: float) -> str:
             f'<geom class="look" type="cylinder" size="{AREA_RADIUS} 0.001" pos="{place} {top + 0.0008}" '
             f'rgba="0.97 0.97 0.97 1" />',
         ]
+    if scene.noise_patch is not None:
+        side = NOISE_SIDE / NOISE_TILES
+        shifts = (np.arange(NOISE_TILES) - (NOISE_TILES - 1) / 2) * side
+        lines += [
+            f'<geom name="noise{index}" class="look" type="box" size="{side / 2} {side / 2} 0.0005" '
+            f'pos="{scene.noise_patch[0] + x} {scene.noise_patch[1] + y} {top + 0.0003}" rgba="0.5 0.5 0.5 1" />'
+            for index, (x, y) in enumerate((x, y) for x in shifts for y in shifts)
+        ]
     return "".join(lines)
+
+
+def noise_tiles(model: Any) -> slice:
+    """Where a model with a patch of noise holds its tiles' geoms."""
+    first = model.geom("noise0").id
+    return slice(first, first + NOISE_TILES**2)
 
 
 def _head_camera(scene: Scene) -> str:

@@ -27,6 +27,9 @@ OBJECT_GAP = 0.15  # between the centres of two task objects: room for an open g
 CLUTTER_GAP = 0.11  # from a task object to clutter
 MAX_CLUTTER = 12
 AREA_RADIUS = 0.06  # of the marked area of the push task
+NOISE_TILES = 5  # a side of the patch whose colours cannot be foreseen
+NOISE_SIDE = 0.26  # metres
+NOISE_X, NOISE_Y = (0.40, 0.56), (-0.14, 0.14)  # where its middle lies: within what the wrist camera sees at the start
 
 COLOURS = {
     "red": (0.83, 0.10, 0.09),
@@ -37,6 +40,10 @@ COLOURS = {
     "orange": (0.96, 0.45, 0.05),
 }
 # Half sizes as MuJoCo wants them: a box x, y, z; a cylinder and a capsule radius, half length; a sphere radius.
+# Combinations that training never sees (`split: train`), and that `split: held-out` asks for: one of a colour's two
+# kinds, so that either split always has the other.
+HELD_OUT = {"red": "cylinder", "green": "cube", "yellow": "cylinder", "purple": "cube"}
+SPLITS = ("train", "held-out", "all")
 TASK_SHAPES = {"cube": ("box", (0.025, 0.025, 0.025)), "cylinder": ("cylinder", (0.024, 0.028))}
 CLUTTER_SHAPES = ("box", "cylinder", "sphere", "capsule")
 
@@ -63,6 +70,8 @@ class DomainRandomization:
     """Metres that the table is lowered, at most."""
     crazy_random_light_rate: float = 0.02
     """The part of the scenes with random light in which the light flickers: another colour in every step."""
+    noise_patch_rate: float = 0.0
+    """The part of the scenes with a patch on the table whose tiles take other colours in every step: pure noise."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any] | None) -> DomainRandomization:
@@ -82,6 +91,7 @@ class DomainRandomization:
         for name, largest in {
             "clean_background_rate": 1.0,
             "crazy_random_light_rate": 1.0,
+            "noise_patch_rate": 1.0,
             "random_table_height": 0.05,
             "random_head_camera_dis": 0.3,
         }.items():
@@ -160,11 +170,17 @@ class Scene:
     shell: Vector = (0.92, 0.93, 0.94)
     table_drop: float = 0.0
     head_camera_shift: Vector = (0.0, 0.0, 0.0)
+    noise_patch: Vector | None = None
+    """The middle of the patch of noise."""
 
     @property
     def everything(self) -> list[SceneObject]:
         """Task objects, then clutter: the order of the bodies in the model."""
         return [*self.objects, *self.clutter]
+
+    def named(self, split: str) -> list[int]:
+        """Which objects an instruction may name: with `held-out` those that training does not see."""
+        return [index for index, item in enumerate(self.objects) if split != "held-out" or is_held_out(item.name)]
 
     def as_data(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -182,13 +198,24 @@ class Scene:
         return cls(**parts)
 
 
-def draw_scene(seed: int, num_objects: int, has_area: bool, randomization: DomainRandomization) -> Scene | None:
-    """The scene of a seed; None where its objects find no room, and another seed has to be tried.
+def is_held_out(name: str) -> bool:
+    """Whether "red cylinder" is one of the combinations that training never sees."""
+    colour, _, kind = name.partition(" ")
+    return HELD_OUT.get(colour) == kind
+
+
+def draw_scene(
+    seed: int, num_objects: int, has_area: bool, randomization: DomainRandomization, split: str = "all"
+) -> Scene | None:
+    """The scene of a seed; None where it does not work out, and another seed has to be tried.
 
     Nothing in it depends on which object the instruction will name: the places obey the same rules for all of them.
+    The splits differ in the kinds of the objects alone, and `held-out` in that one of them is a held-out combination.
     """
     random = np.random.default_rng([seed, 1])
-    objects = _task_objects(random, num_objects, randomization.random_appearance)
+    objects = _task_objects(random, num_objects, randomization.random_appearance, split)
+    if split == "held-out" and not any(is_held_out(item.name) for item in objects):
+        return None
     area = _place_task_objects(random, objects, has_area)
     if area is None:
         return None
@@ -213,12 +240,20 @@ def draw_scene(seed: int, num_objects: int, has_area: bool, randomization: Domai
         direction = random.normal(size=3)
         distance = random.uniform(0, randomization.random_head_camera_dis)
         scene.head_camera_shift = _rounded(distance * direction / np.linalg.norm(direction))
+    random = np.random.default_rng([seed, 7])
+    if random.random() < randomization.noise_patch_rate:
+        scene.noise_patch = _rounded([random.uniform(*NOISE_X), random.uniform(*NOISE_Y)])
     return scene
 
 
 def flicker(scene: Scene, step: int) -> np.ndarray:
     """The lights' colours of one step of a scene whose light flickers, [lights, 3]."""
     return np.random.default_rng([scene.seed, 6, step]).uniform(0.1, 0.9, (len(scene.lights), 3))
+
+
+def noise_colours(scene: Scene, step: int) -> np.ndarray:
+    """The colours of the noise patch's tiles in one step, [tiles, 3]: nothing that came before tells them."""
+    return np.random.default_rng([scene.seed, 8, step]).uniform(0.0, 1.0, (NOISE_TILES**2, 3))
 
 
 def distance_to_segment(point: Vector, start: Vector, end: Vector) -> float:
@@ -244,11 +279,14 @@ def _yaw(angle: float) -> Vector:
     return (math.cos(angle / 2), 0.0, 0.0, math.sin(angle / 2))
 
 
-def _task_objects(random: np.random.Generator, count: int, varies: bool) -> list[SceneObject]:
+def _task_objects(random: np.random.Generator, count: int, varies: bool, split: str) -> list[SceneObject]:
     names = random.permutation(list(COLOURS))[:count]
     objects = []
     for colour in names:
         kind = "cube" if random.random() < 0.6 else "cylinder"
+        if split != "all" and colour in HELD_OUT:
+            unseen = HELD_OUT[str(colour)]
+            kind = unseen if split == "held-out" else next(name for name in TASK_SHAPES if name != unseen)
         shape, size = TASK_SHAPES[kind]
         shade, scale, gloss = random.uniform(0.8, 1.15), random.uniform(0.88, 1.08), random.random()
         if not varies:  # drawn all the same, so that the places do not depend on it

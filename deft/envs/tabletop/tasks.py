@@ -58,10 +58,13 @@ class Task(ABC):
     has_area = False
     min_objects = 1
 
-    def draw_goal(self, random: np.random.Generator, scene: Scene, index: int | None = None) -> Goal:
+    def draw_goal(
+        self, random: np.random.Generator, scene: Scene, index: int | None = None, split: str = "all"
+    ) -> Goal:
         """Choose the object, another one as the base, and the words."""
         count = len(scene.objects)
-        chosen = int(random.integers(count)) if index is None else index
+        named = scene.named(split)
+        chosen = named[int(random.integers(len(named)))] if index is None else index
         base = (chosen + 1 + int(random.integers(max(count - 1, 1)))) % count
         template = self.templates[random.integers(len(self.templates))]
         names = {"object": scene.objects[chosen].name, "base": scene.objects[base].name}

@@ -76,6 +76,11 @@ def load_f1_policy(
     return LoadedPolicy(policy, config, _as_written(config_file, config))
 
 
+def default_teacher() -> Path:
+    """The weights of the teacher that ships with Deft: `tiny`, trained on the tabletop; how is in the file beside."""
+    return WEIGHTS / "tiny_teacher.safetensors"
+
+
 def published_state_dict(policy: F1Policy) -> dict[str, Tensor]:
     """The policy's tensors under published names; without what the published model does not have."""
     named = {published_name(name): tensor for name, tensor in base_state_dict(policy).items()}

@@ -41,13 +41,19 @@ class Condition:
 
 
 @dataclass
-class Foresight:
-    """A predicted frame, and the attention cache that the action expert goes on from."""
+class Context:
+    """What the action expert goes on from: the attention cache of the experts before it."""
+
+    cache: Cache
+    block: Block
+
+
+@dataclass
+class Foresight(Context):
+    """A predicted frame, with the context that it makes."""
 
     logits: Tensor  # [B, L, K]
     codes: Tensor  # int64 [B, L]
-    cache: Cache
-    block: Block
 
 
 class F1Model(nn.Module):
@@ -178,20 +184,32 @@ class F1Model(nn.Module):
             all_logits.append(logits)
             all_codes.append(choose(logits, top_k, top_p, generator))
             total = tokenizer.add(total, all_codes[-1], scale)
-        return Foresight(torch.cat(all_logits, 1), torch.cat(all_codes, 1), cache, block)
+        return Foresight(cache, block, torch.cat(all_logits, 1), torch.cat(all_codes, 1))
+
+    def context(self, prefix: Prefix) -> Context:
+        """What acting without foresight goes on from: the understanding expert alone."""
+        _, cache = self.experts({"understanding": prefix.tokens}, prefix.block, {"understanding": 1}, keep=True)
+        return Context(cache, prefix.block)
 
     def velocity(
-        self, foresight: Foresight, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
+        self, context: Context, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
     ) -> Tensor:
         """ε − a [B, K, A] of noisy actions, after all that is in the cache. `memory`: [B, hidden], before the step."""
+        return self.decide(context, state, noisy, time, memory)[0]
+
+    def decide(
+        self, context: Context, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The velocity, and what the expert makes of the state token, [B, C]: all that is seen and remembered."""
         tokens = self.flow.embed(state, noisy, time)
         if self.memory is not None and memory is not None:
             tokens = tokens + self.memory.to_action(memory)
         batch, chunk = noisy.shape[:2]
         suffix = Block.join([self._opening(batch, 1), self._opening(batch, chunk)])
-        block = Block.join([foresight.block, suffix])
-        outputs, _ = self.experts({"action": tokens}, block, {"action": chunk}, foresight.cache)
-        return self.flow.velocity(outputs["action"])
+        block = Block.join([context.block, suffix])
+        outputs, _ = self.experts({"action": tokens}, block, {"action": 1 + chunk}, context.cache)
+        output = outputs["action"]
+        return self.flow.velocity(output[:, 1:]), output[:, 0].float()
 
     def _opening(self, batch: int, size: int) -> Block:
         """`size` real tokens, of which the first opens a block."""

@@ -77,7 +77,8 @@ def setup_optimizer(policy: nn.Module, lr: float = 1e-4, weight_decay: float = 0
     matrices = [parameter for parameter in learning if parameter.ndim == 2 or parameter.ndim == 4]
     others = [parameter for parameter in learning if parameter.ndim not in (2, 4)]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr, betas=(0.9, 0.95))
+    fused = all(parameter.device.type == "cuda" for parameter in learning)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr, betas=(0.9, 0.95), fused=fused or None)
 
 
 def setup_scheduler(

@@ -20,7 +20,7 @@ from deft.errors import InputError
 from deft.models.f1 import flow, frames
 from deft.models.f1.config import F1Config
 from deft.models.f1.language import LanguageTokenizer, instruction_texts, make_language_tokenizer
-from deft.models.f1.model import Condition, F1Model, Foresight, Prefix
+from deft.models.f1.model import Condition, Context, F1Model, Foresight, Prefix
 from deft.models.f1.vq import MultiScaleTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -115,8 +115,9 @@ class F1Policy(nn.Module):
         `loss` is the world model's where the batch has no `action` chunk or `train_gen_expert_only`; else action loss +
         `gen_out_loss_ratio` · world-model loss. `memory_state` (here or in the batch) is the memory before the first
         step; the one returned is the memory after the last, with its gradient: detach it between chunks. Where episodes
-        end within a sequence, `step_mask` [T, B] says which steps are real: the others do not count. `by_step` adds the
-        cross-entropy (`wm_losses`) and the accuracy (`wm_accuracies`) of every row, for evaluation.
+        end within a sequence, `step_mask` [T, B] says which steps are real: the others do not count. `by_step` adds for
+        every row the cross-entropy (`wm_losses`), the accuracy (`wm_accuracies`), the mean entropy of its codes
+        (`wm_entropies`), and what is remembered after it (`remembered`, […, hidden]), for evaluation and rewards.
         """
         self._check_steps(cur_n_obs_img_steps, cur_n_pred_img_steps)
         inputs = self._prepare(batch, with_target=True, hide=self.training, generator=generator)
@@ -142,7 +143,10 @@ class F1Policy(nn.Module):
             results |= {
                 "wm_losses": losses.detach().mean(1).view(leading),
                 "wm_accuracies": correct.mean(1).view(leading),
+                "wm_entropies": token_entropy(logits.detach()).view(leading),
             }
+            if after is not None:
+                results["remembered"] = after.detach().view(*leading, -1)
         foresight_loss = wm_loss
         if expected is not None:
             assert inputs.frames is not None
@@ -256,6 +260,17 @@ class F1Policy(nn.Module):
             return actions
         images = frames.to_pictures(self.tokenizer.decode(found.codes))
         return {schema.ACTION: actions, "images": images, schema.FRAME_TOKENS: found.codes}
+
+    def look(self, batch: Mapping[str, Any]) -> Context:
+        """What the action expert goes on from where nothing is foreseen: pictures and words, [N, …] as they are."""
+        num_rows = len(batch[schema.STATE])
+        pictures, shown = self._pictures(batch, num_rows)
+        return self.model.context(self.model.understand(pictures, shown, *self._words(batch, num_rows)))
+
+    @torch.no_grad()
+    def frame_features(self, codes: Tensor) -> Tensor:
+        """What the memory gets of frames with codes […, L]: their finest scale, […, F]."""
+        return self.tokenizer.embed(codes)[..., -self.tokenizer.sizes[-1] :, :].flatten(-2)
 
     # What a batch becomes
 
@@ -473,6 +488,12 @@ class F1Policy(nn.Module):
         if schema.ACTION_IS_PAD in names:
             weight = weight * (~batch[schema.ACTION_IS_PAD].to(self.device).flatten(0, -2))[..., None]
         return (squares * weight).sum() / weight.sum().clamp(min=1)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """−Σ p log p of each place's codes, [N, L, codes], the mean over the places: [N], in nats."""
+    log_probs = logits.float().log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1).mean(-1)
 
 
 def _mean(values: Tensor, real: Tensor | None) -> Tensor:

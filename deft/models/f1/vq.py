@@ -6,6 +6,7 @@ The tensor names are those of the published checkpoint.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -221,6 +222,16 @@ class SharedConvolutions(nn.Module):
         return self.qresi_ls[self._chosen[scale]](x)
 
 
+@functools.lru_cache
+def enlargement(size: int, grid: int, device: torch.device) -> Tensor:
+    """Bicubic interpolation from size² to grid² places as a matrix [grid², size²].
+
+    For grids as small as these a product with it is many times quicker than the general operation, above all on GPUs.
+    """
+    places = torch.eye(size * size).view(1, size * size, size, size)
+    return functional.interpolate(places, size=(grid, grid), mode="bicubic").flatten(2)[0].T.contiguous().to(device)
+
+
 class MultiScaleQuantizer(nn.Module):
     """Features as the sum of what their scales add: each scale codes what the coarser ones left over."""
 
@@ -238,10 +249,11 @@ class MultiScaleQuantizer(nn.Module):
     def contribution(self, codes: Tensor, scale: int) -> Tensor:
         """What codes [B, n²] of one scale add to the features, [B, D, grid, grid]."""
         size, grid = self.scales[scale], self.scales[-1]
-        vectors = self.embedding(codes).transpose(1, 2).reshape(codes.shape[0], -1, size, size)
+        vectors = self.embedding(codes)  # [B, n², D]
         if size != grid:
-            vectors = functional.interpolate(vectors, size=(grid, grid), mode="bicubic")
-        return self.quant_resi(vectors, scale)
+            with torch.autocast(vectors.device.type, enabled=False):
+                vectors = enlargement(size, grid, vectors.device) @ vectors.float()
+        return self.quant_resi(vectors.transpose(1, 2).unflatten(2, (grid, grid)), scale)
 
     def at_scale(self, features: Tensor, scale: int) -> Tensor:
         """Features [B, D, grid, grid] seen at one scale, as tokens [B, n², D]."""

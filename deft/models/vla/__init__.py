@@ -5,5 +5,14 @@ from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.interface import VLAModelInterface
 from deft.models.vla.loading import load_vla_model, save_vla_model
 from deft.models.vla.policy import VLAPolicy
+from deft.models.vla.tiny import TinyVLAModel
 
-__all__ = ["GPTVLAModel", "VLAActor", "VLAModelInterface", "VLAPolicy", "load_vla_model", "save_vla_model"]
+__all__ = [
+    "GPTVLAModel",
+    "TinyVLAModel",
+    "VLAActor",
+    "VLAModelInterface",
+    "VLAPolicy",
+    "load_vla_model",
+    "save_vla_model",
+]

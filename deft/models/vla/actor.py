@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from deft.errors import InputError
 from deft.models.actor import ContinuousActor, Encoded, make_encoder
 from deft.models.distributions import HALF_LOG_2PI
 from deft.models.mlp import BatchedMLP
+from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy, takes_keyword
 
 logger = logging.getLogger(__name__)
@@ -29,10 +31,13 @@ logger = logging.getLogger(__name__)
 class VLAActor(VLAPolicy, ContinuousActor):
     """The model gives unit actions: [-1, 1] in each dim is the range of the action Box, in training and in acting.
 
-    The critics and V do not stand on the model but on an `ObservationEncoder` over all streams, which their losses
-    train. Those losses go with the scale of the rewards, and in a shared trunk they would drown the policy's gradient;
-    and V(s') takes no pass through the model this way. So `get_value` here is that V, which IQL trains, and
-    the model's own `get_value` stays as it was.
+    The critics and V stand on an `ObservationEncoder` over all streams, which their losses train: in a shared trunk
+    those losses, which go with the scale of the rewards, would drown the policy's gradient. So `get_value` here is that
+    V, which IQL trains, and the model's own `get_value` stays as it was. A model that offers its trunk (`features`,
+    `feature_dim`, `value_of`, `value_parameters`) is that encoder itself: critics and V read its features, V is the
+    model's own, and the trunk learns from the policy's loss alone.
+
+    A chunk of K actions is one unit action of K · A dims to the algorithms.
 
     The environment clips what the model draws, and so do `mean` and `sample`: what is trained is what is executed.
     """
@@ -48,23 +53,41 @@ class VLAActor(VLAPolicy, ContinuousActor):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         config = config or ActorConfig()
-        size = None if action_space.shape is None else int(action_space.shape[-1])
-        super().__init__(model, size, chunk_length=1)
+        shape = action_space.shape or ()
+        super().__init__(model, int(shape[-1]) if shape else None, shape[0] if len(shape) == 2 else 1)
         self.set_box(action_space)
-        self.encoder = make_encoder(observation_space, config)
-        self.feature_dim = self.encoder.dim
         self.hidden_sizes = (config.hidden_dim,) * config.num_layers
-        self.value = BatchedMLP(1, self.feature_dim, self.hidden_sizes, 1, dtype=dtype)
+        self.shares_trunk = all(callable(getattr(model, name, None)) for name in ("features", "value_of"))
+        if self.shares_trunk:
+            self.feature_dim = int(self.model.feature_dim)
+        else:
+            self.encoder = make_encoder(observation_space, config)
+            self.feature_dim = self.encoder.dim
+            self.value = BatchedMLP(1, self.feature_dim, self.hidden_sizes, 1, dtype=dtype)
         self._has_gaussian = callable(getattr(model, "gaussian", None))
+        self._imitates = callable(getattr(model, "imitation_loss", None))
         self._has_mean = takes_keyword(model.forward, "deterministic")
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
 
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Actions of the Box, or chunks […, K, A] of them, as unit actions, a chunk in one row […, K · A]."""
+        return super().to_unit(action.flatten(-2) if self.chunk_length > 1 else action)
+
     def encode(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Encoded:
         """The named streams, and the critics' features of them, [1, B, F]."""
-        if not isinstance(observation, TensorDictBase):
-            observation = TensorDict(dict(observation), [len(next(iter(observation.values())))])
-        return Encoded(observation, self.encoder(observation).unsqueeze(0))
+        streams = _streams(observation)
+        if not self.shares_trunk:
+            return Encoded(streams, self.encoder(streams).unsqueeze(0))
+        trunk = self.model.features(streams)
+        return Encoded(streams, trunk.detach().unsqueeze(0), trunk)
+
+    def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
+        """By the model's own loss where it has one: in one pass, and the steps after an episode's end do not count."""
+        if loss == "mse" or not self._imitates:
+            return super().imitation(observation, unit, step_mask, loss)
+        losses = self.model.imitation_loss(_streams(observation), self._as_chunks(unit[0]), step_mask=step_mask)
+        return {"bc_loss": self._scalar("imitation_loss", "loss", losses, unit.shape[1]).mean().unsqueeze(0)}
 
     def mean(self, state: Encoded) -> Tensor:
         """The model's most likely action, where the environment would clip it."""
@@ -76,11 +99,17 @@ class VLAActor(VLAPolicy, ContinuousActor):
         unit = self.model(state.observation, deterministic=True)
         self._check_action(f"the action of {self.model_name}.forward", unit, len(state.observation))
         self._check_gradient("its most likely action", unit)
-        return into_box(unit).unsqueeze(0)
+        return into_box(unit.flatten(1)).unsqueeze(0)
 
     def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
-        """Log-density of unit actions by the model's `evaluate_actions`."""
-        return self._score(state.observation, unit[0]).unsqueeze(0)
+        """Log-density of unit actions by the model's `evaluate_actions`; minus its imitation loss where it has one."""
+        if not self._imitates:
+            return self._score(state.observation, unit[0]).unsqueeze(0)
+        known = {} if state.trunk is None else {"features": state.trunk}
+        losses = self.model.imitation_loss(
+            state.observation, self._as_chunks(unit[0]), step_mask=state.step_mask, **known
+        )
+        return -self._scalar("imitation_loss", "loss", losses, unit.shape[1]).unsqueeze(0)
 
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
         """Draws as the environment would clip them, with the model's log-density of them before that.
@@ -92,6 +121,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
         if self._has_gaussian:
             mean, log_std = self._outputs("gaussian", 2, self.model.gaussian(observations))
             self._check_action(f"the mean of {self.model_name}.gaussian", mean, batch)
+            mean, log_std = mean.flatten(1), log_std.expand_as(mean).flatten(1)
             noise = torch.randn(count, *mean.shape, dtype=mean.dtype, device=mean.device)
             self._check_gradient("its Gaussian", mean)
             drawn = torch.addcmul(mean, noise, log_std.exp())
@@ -103,24 +133,26 @@ class VLAActor(VLAPolicy, ContinuousActor):
             self._check_action(f"the action of {self.model_name}.forward", drawn, count * batch)
             self._check_gradient("what it draws (`sample` in place of `rsample`?)", drawn)
             log_prob = self._score(repeated, drawn).unflatten(0, (count, batch))
-            drawn = drawn.unflatten(0, (count, batch))
+            drawn = drawn.flatten(1).unflatten(0, (count, batch))
         return into_box(drawn).unsqueeze(1), log_prob.unsqueeze(1)
 
     def state_value(self, features: Tensor) -> Tensor:
-        """V by the value network, on the critics' features."""
-        return self.value(features).squeeze(-1)
+        """V on the critics' features, by the value network or the model that shares its trunk."""
+        value = self.model.value_of(features) if self.shares_trunk else self.value(features)
+        return value.squeeze(-1)
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
-        """The model; what is frozen in it is left alone by the optimizer."""
-        yield from self.model.parameters()
+        """The model, less a value that is its own; what is frozen in it is left alone by the optimizer."""
+        values = {id(parameter) for parameter in self.value_parameters()}
+        yield from (parameter for parameter in self.model.parameters() if id(parameter) not in values)
 
     def encoder_parameters(self) -> Iterator[nn.Parameter]:
-        """The critics' encoder."""
-        yield from self.encoder.parameters()
+        """The critics' encoder; none where they read the model's trunk."""
+        yield from () if self.shares_trunk else self.encoder.parameters()
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
-        """The value network."""
-        yield from self.value.parameters()
+        """The value network, or the value of the model."""
+        yield from self.model.value_parameters() if self.shares_trunk else self.value.parameters()
 
     # -- for the collector and the trainer -----------------------------------------------------------------------------
 
@@ -128,33 +160,43 @@ class VLAActor(VLAPolicy, ContinuousActor):
         """The model's unit actions as actions of the Box, before the environment's clipping, with V beside them."""
         super().act(td, deterministic)
         td.set(schema.LOG_PROB, td[schema.LOG_PROB] - self._log_widths(td))
-        td.set(schema.ACTION, self.from_unit(td[schema.ACTION]))
-        td.set(schema.VALUE, self.get_value(td))
+        td.set(schema.ACTION, self.from_unit(td[schema.ACTION].flatten(1)))
+        if not self.shares_trunk:
+            td.set(schema.VALUE, self.get_value(td))
         return td
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
         """`log_prob`, `entropy` and `value` of stored actions of the Box."""
-        unit = td.copy().set(schema.ACTION, self.to_unit(td[schema.ACTION]))
+        unit = td.copy().set(schema.ACTION, self._as_chunks(self.to_unit(td[schema.ACTION])))
         scored, log_widths = super().evaluate_actions(unit), self._log_widths(td)
-        return {
-            "log_prob": scored["log_prob"] - log_widths,
-            "entropy": scored["entropy"] + log_widths,
-            "value": self.get_value(td),
-        }
+        scored["log_prob"] = scored["log_prob"] - log_widths
+        scored["entropy"] = scored["entropy"] + log_widths
+        if not self.shares_trunk:
+            scored["value"] = self.get_value(td)
+        return scored
 
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation), [B]."""
+        if self.shares_trunk:
+            return super().get_value(td)
         observations, _ = self._observations(td)
         return self.state_value(self.encoder(observations).unsqueeze(0))[0]
 
     def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
-        """Take observations into the normalisation of the critics' vectors; the model reads its streams as they are."""
-        self.encoder.observe(td[schema.OBSERVATION])
+        """Take observations into the normalisation of the critics' vectors, and into that of a model that has one."""
+        if not self.shares_trunk:
+            self.encoder.observe(td[schema.OBSERVATION])
+        super().observe(td)
 
     # -- the border to the model ---------------------------------------------------------------------------------------
 
+    def _as_chunks(self, unit: Tensor) -> Tensor:
+        """Unit actions [B, K · A] as the model has them: [B, K, A], or [B, A] without chunks."""
+        return unit.unflatten(-1, (self.chunk_length, -1)) if self.chunk_length > 1 else unit
+
     def _score(self, observations: TensorDictBase, unit: Tensor) -> Tensor:
-        scored = self._outputs("evaluate_actions", 2, self.model.evaluate_actions(observations, unit))
+        chunks = self._as_chunks(unit) if unit.ndim == 2 else unit
+        scored = self._outputs("evaluate_actions", 2, self.model.evaluate_actions(observations, chunks))
         return self._scalar("evaluate_actions", "log_prob", scored[0], len(unit))
 
     def _check_gradient(self, what: str, unit: Tensor) -> None:
@@ -167,8 +209,34 @@ class VLAActor(VLAPolicy, ContinuousActor):
     def _log_widths(self, td: TensorDictBase) -> Tensor:
         """Σ log(half width) over the real dims: from a density of unit actions to one of the Box's."""
         mask = td.get(schema.ACTION_MASK, None)
-        logs = self.width.log()
+        logs = self.width.log().view(self.chunk_length, -1).sum(0)
         return logs.sum() if mask is None else (logs * mask).sum(-1)
+
+
+def make_vla_actor(
+    config: ActorConfig,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    where: str,
+    dtype: torch.dtype = torch.float32,
+    weights_follow: bool = False,
+) -> VLAActor:
+    """The actor around the model that a config names, for the spaces of `where`; see `load_vla_model_for`.
+
+    `action_space` is that of single steps, or already one of the config's chunks.
+    """
+    assert config.vla_config is not None
+    space, length = action_space, config.chunk_length
+    if length > 1 and isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
+        space = gymnasium.spaces.Box(np.tile(space.low, (length, 1)), np.tile(space.high, (length, 1)))
+    model = load_vla_model_for(config.vla_config, observation_space, space, where, length, weights_follow)
+    return VLAActor(model, observation_space, space, config, dtype)
+
+
+def _streams(observation: Mapping[str, Tensor] | TensorDictBase) -> TensorDictBase:
+    if isinstance(observation, TensorDictBase):
+        return observation
+    return TensorDict(dict(observation), [len(next(iter(observation.values())))])
 
 
 class _IntoBox(torch.autograd.Function):

@@ -25,8 +25,19 @@ class VLAModelInterface(Protocol):
       dims must not enter log-prob or entropy. Environments with padded dims need a model with this keyword.
     - `act(observations, deterministic=False) -> (action, log_prob [B], value [B, 1])`: acting in one forward pass.
     - `evaluate(observations, actions) -> (log_prob [B], entropy [B], value [B, 1])`: scoring in one forward pass.
+    - `sample`, a keyword of `evaluate`: for a model whose log-prob needs more than the action, such as the denoising
+      chain of a flow. `act` then returns a fourth value, tensors [B, …] by name, which come back here. An attribute
+      `keeps_sample` that is False says that the model as it was built does without.
     - `gaussian(observations) -> (mean [B, A], log_std [A] or [B, A])`: which Gaussian `forward` draws from. CQL draws
       many actions a state; with it they cost one forward pass.
+    - `imitation_loss(observations, actions, step_mask=None) -> [B]`: what SFT minimises and IQL weighs, in place of
+      −log_prob; for heads that are not trained by their likelihood, such as a flow. `step_mask` is bool [B, K]: which
+      steps of a chunk lie within the episode.
+    - `features(observations) -> [B, F]`, `value_of(features) -> [B, 1]`, `value_parameters()` and the attribute
+      `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
+      `features`, so that one pass serves all.
+    - `observe(observations)`: takes observations into a normalisation of the model's own, between updates.
+    - `keeps_sample`: an attribute; False where `evaluate` has the keyword `sample` and this model needs none.
     - `chunk_length`, `action_dim`: attributes, checked against what the policy is told.
     """
 

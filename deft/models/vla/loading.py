@@ -33,8 +33,15 @@ from deft.models.vla.interface import missing_methods
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "deft.vla_models"
-# The model that ships with Deft, by its short name and by the path that the documents' example gives it.
-OWN_MODELS = dict.fromkeys(("gpt-vla", "vla_models.GPTVLAModel"), "deft.models.vla.gpt.GPTVLAModel")
+# The models that ship with Deft, by their short names and by the path that the documents' example gives one.
+OWN_MODELS = {
+    **dict.fromkeys(("gpt-vla", "vla_models.GPTVLAModel"), "deft.models.vla.gpt.GPTVLAModel"),
+    "vla-tiny": "deft.models.vla.tiny.TinyVLAModel",
+    "pi0": "deft.models.vla.pi0.Pi0VLA",
+    "vlm": "deft.models.vla.vlm.VisionLanguageVLA",
+    "openvla": "deft.models.vla.openvla.TokenVLA",
+    "lerobot": "deft.models.vla.lerobot.LeRobotVLA",
+}
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt")
 WEIGHT_SUFFIXES = (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)
@@ -52,10 +59,13 @@ def load_vla_model(
 
     `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
-    the model's; None keeps the freshly initialised weights and says so in the log.
+    the model's; None keeps the freshly initialised weights and says so in the log. Adapters of pretrained models
+    (`pi0`, `vlm`, `openvla`, `lerobot`) take a local folder in its place, with config, weights and tokenizer.
     """
     found_class = find_vla_class(model_class)
     path = None if model_path is None else Path(model_path)
+    if path is not None and path.is_dir() and getattr(found_class, "reads_folder", False):
+        return _to_device(build_vla_model(found_class, {**(model_config or {}), "folder": str(path)}), device)
     if path is not None:
         _check_weights_path(path)  # before the model is built, which may take long
     model = build_vla_model(found_class, {} if model_config is None else model_config)
@@ -63,6 +73,10 @@ def load_vla_model(
         logger.warning("%s starts from new weights: no model_path was given", found_class.__name__)
     else:
         _load_weights(model, path)
+    return _to_device(model, device)
+
+
+def _to_device(model: nn.Module, device: str | torch.device) -> nn.Module:
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
@@ -92,6 +106,8 @@ def load_vla_model_for(
     given = config.model_config
     keywords = model_defaults(model_class, given, observation_space, action_space, chunk_length) | given
     if weights_follow:
+        if getattr(model_class, "reads_folder", False) and config.model_path is not None:
+            keywords |= {"folder": config.model_path, "load_weights": False}
         return build_vla_model(model_class, keywords)
     return load_vla_model(config.model_path, model_class, keywords)
 
@@ -128,8 +144,8 @@ def find_vla_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
 
 def _import_class(name: str) -> Any:
     registered = OWN_MODELS | {e.name: e.value.replace(":", ".") for e in entry_points(group=ENTRY_POINT_GROUP)}
-    # Where there is a module of that name, that is meant.
-    if name in registered and importlib.util.find_spec(name.partition(".")[0]) is None:
+    # A path whose module is there is meant as a path.
+    if name in registered and ("." not in name or importlib.util.find_spec(name.partition(".")[0]) is None):
         name = registered[name]
     module_name, _, class_name = name.rpartition(".")
     hint = _registered_hint(name, class_name, {entry: path.rpartition(".")[2] for entry, path in registered.items()})

@@ -9,7 +9,7 @@ import inspect
 import logging
 from typing import Any, Self
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
@@ -43,7 +43,7 @@ class VLAPolicy(Policy):
         if not isinstance(model, nn.Module):
             raise InputError(f"VLA model {self.model_name} must be a torch.nn.Module")
         self.model: Any = model  # its optional methods are not part of nn.Module
-        self.action_dim = self._agree("action_dim", action_dim)
+        self.action_dim = self.step_dim = self._agree("action_dim", action_dim)
         self.chunk_length = self._agree("chunk_length", chunk_length) or 1
         self._acts = callable(getattr(model, "act", None))
         self._evaluates = callable(getattr(model, "evaluate", None))
@@ -53,6 +53,11 @@ class VLAPolicy(Policy):
             scoring.append(model.evaluate_actions)
         self._takes_deterministic = takes_keyword(drawing, "deterministic")
         self._takes_mask = all(takes_keyword(method, "action_mask") for method in [drawing, *scoring])
+        # A model whose heads differ in that says so itself.
+        evaluate: Any = getattr(model, "evaluate", None)
+        self._takes_sample = bool(getattr(model, "keeps_sample", True)) and (
+            self._acts and self._evaluates and "sample" in inspect.signature(evaluate).parameters
+        )
         self._said_sampling = False
         self.reward_normalizer = RewardNormalizer() if normalize_reward else None
         self.model.eval()
@@ -74,7 +79,10 @@ class VLAPolicy(Policy):
             self._said_sampling = True
             logger.warning("%s has no `deterministic` keyword: its actions are sampled", self.model_name)
         if self._acts:
-            action, log_prob, value = self._outputs("act", 3, self.model.act(observations, **drawing))
+            outputs = self._outputs("act", 4 if self._takes_sample else 3, self.model.act(observations, **drawing))
+            action, log_prob, value = outputs[:3]
+            if self._takes_sample:  # what was random beside the action, such as a flow's denoising chain
+                td.set(schema.SAMPLE, TensorDict(dict(outputs[3]), batch_size=[batch]))
             self._check_action(f"the action of {self.model_name}.act", action, batch)
         else:
             action = self.model(observations, **drawing)
@@ -94,6 +102,10 @@ class VLAPolicy(Policy):
         action = td[schema.ACTION]
         self._check_action("the stored action", action, batch)
         keywords = self._mask_keyword(td)
+        if self._takes_sample:
+            if td.get(schema.SAMPLE, None) is None:
+                raise InputError(f"{self.model_name} scores an action by what it was drawn with; no `sample` is stored")
+            keywords["sample"] = td[schema.SAMPLE]
         if self.reports_tokens and callable(getattr(self.model, "evaluate_tokens", None)):
             return self._evaluate_tokens(observations, action, keywords, batch)
         if self._evaluates:
@@ -132,6 +144,11 @@ class VLAPolicy(Policy):
         """V(observation), [B]."""
         observations, batch = self._observations(td)
         return self._value("get_value", self.model.get_value(observations), batch)
+
+    def observe(self, td: TensorDictBase) -> None:
+        """Show the observations to a model that has a normalisation of its own (`observe`)."""
+        if callable(getattr(self.model, "observe", None)):
+            self.model.observe(td[schema.OBSERVATION])
 
     # The border between Deft and the model ---------------------------------------------------------------------------
 
@@ -174,9 +191,9 @@ class VLAPolicy(Policy):
 
     def _check_action(self, source: str, action: Tensor, batch: int) -> None:
         steps = [self.chunk_length] if self.chunk_length > 1 else []
-        dims = action.shape[-1:] if self.action_dim is None else [self.action_dim]
+        dims = action.shape[-1:] if self.step_dim is None else [self.step_dim]
         if action.ndim != 2 + len(steps) or list(action.shape) != [batch, *steps, *dims]:
-            expected = ", ".join(map(str, [batch, *steps, self.action_dim or "A"]))
+            expected = ", ".join(map(str, [batch, *steps, self.step_dim or "A"]))
             raise InputError(f"{source} has shape {list(action.shape)}; it must have [{expected}]")
 
     def _scalar(self, method: str, name: str, values: Tensor, batch: int) -> Tensor:

@@ -53,6 +53,7 @@ class BaseRLTrainer(ABC):
     """
 
     phase: ClassVar[str]
+    unit: ClassVar[str] = "episodes"  # of progress
 
     def __init__(self, config: PhaseConfig, policy: F1Policy | None = None) -> None:
         self.config, self.training = config, config.training
@@ -67,8 +68,10 @@ class BaseRLTrainer(ABC):
         self.num_updates = 0
         self.elapsed = 0.0  # seconds of training
         self.choose_what_learns()
-        self.optimizer = self.make_optimizer()
-        self.scheduler = LambdaLR(self.optimizer, lambda _: self.learning_rate_factor())
+        self.optimizer: Any = self.make_optimizer()
+        self.scheduler: Any = (
+            None if self.optimizer is None else LambdaLR(self.optimizer, lambda _: self.learning_rate_factor())
+        )
         self._log: RunLogger | None = None
         self._log_state: dict[str, Any] | None = None
         self._random_state: dict[str, Any] | None = None
@@ -89,8 +92,8 @@ class BaseRLTrainer(ABC):
             train_gen_expert_only=not self.training.train_understanding,
         )
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """Of the weights that learn."""
+    def make_optimizer(self) -> Any:
+        """Of the weights that learn; None where the phase has an algorithm with its own."""
         return setup_optimizer(self.policy, self.training.learning_rate, self.training.weight_decay)
 
     def model_config(self) -> F1Config:
@@ -112,6 +115,9 @@ class BaseRLTrainer(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """The inverse of `state_dict`."""
 
+    def write_beside(self, folder: Path) -> None:  # noqa: B027
+        """Files of the phase's own in a checkpoint."""
+
     def close(self) -> None:
         """Free what the phase holds."""
         self.processes.close()
@@ -119,9 +125,14 @@ class BaseRLTrainer(ABC):
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     @property
+    def total(self) -> int:
+        """Episodes (or what else `unit` says) that the run is long."""
+        return self.training.num_episodes
+
+    @property
     def progress(self) -> float:
         """How much of the run is done, 0 to 1: by episodes, or by the clock where that ends it sooner."""
-        done = self.episode / self.training.num_episodes
+        done = self.episode / self.total
         if self.training.max_minutes is not None:
             done = max(done, self.elapsed / (60.0 * self.training.max_minutes))
         return min(1.0, done)
@@ -144,13 +155,13 @@ class BaseRLTrainer(ABC):
         return factor * min(1.0, (self.num_updates + 1) / RAMP)
 
     def train(self) -> dict[str, Any]:
-        """Train until `num_episodes` or `max_minutes`, and return a summary.
+        """Train until `total` or `max_minutes`, and return a summary.
 
         Ctrl-C and SIGTERM stop between two rounds; the run is saved then, and also when it fails.
         """
         if self.resume_from is not None:
             self.load(self.resume_from)
-        total, stop = self.training.num_episodes, StopSignal()
+        total, stop = self.total, StopSignal()
         threads = torch_threads(choose_threads(self.training.threads))
         with stop, threads, self._run_folder(total) as run_log:
             self._log = run_log
@@ -160,7 +171,7 @@ class BaseRLTrainer(ABC):
             else:
                 seed_everything(self.training.seed + self.processes.rank)
             if self.episode >= total:
-                log.warning("nothing to do: the run has %d of %d episodes", self.episode, total)
+                log.warning("nothing to do: the run has %d of %d %s", self.episode, total, self.unit)
             self._started = time.monotonic() - self.elapsed
             try:
                 while not self._is_over(stop):
@@ -180,14 +191,14 @@ class BaseRLTrainer(ABC):
         """What a command reports at the end."""
         return {
             "run_dir": str(self.run_dir),
-            "episodes": self.episode,
+            self.unit: self.episode,
             "updates": self.num_updates,
             "seconds": round(self.elapsed, 1),
             **{name.removeprefix("train/"): value for name, value in self._last_metrics.items() if "train/" in name},
         }
 
     def _is_over(self, stop: StopSignal) -> bool:
-        over = self.episode >= self.training.num_episodes or stop() or self.progress >= 1.0
+        over = self.episode >= self.total or stop() or self.progress >= 1.0
         return bool(self.processes.largest(float(over), self.device))
 
     def _round(self, run_log: RunLogger) -> None:
@@ -195,6 +206,7 @@ class BaseRLTrainer(ABC):
         count, metrics = self.train_round()
         self.episode += count
         self.elapsed = self.processes.share(time.monotonic() - self._started)
+        self._set_learning_rate()
         if not self.processes.is_first:
             return
         settings, number = self.training, self.episode
@@ -231,8 +243,15 @@ class BaseRLTrainer(ABC):
         chosen.step()
         if chosen is self.optimizer:
             self.num_updates += 1
-            self.scheduler.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
         return norm
+
+    def _set_learning_rate(self) -> None:
+        """As the progress has it now, so that a run which is resumed here goes on alike."""
+        if self.scheduler is not None:
+            for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+                group["lr"] = base * self.learning_rate_factor()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -246,8 +265,8 @@ class BaseRLTrainer(ABC):
             "episode": self.episode,
             "num_updates": self.num_updates,
             "elapsed": self.elapsed,
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": {"last_epoch": self.scheduler.last_epoch},
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else {"last_epoch": self.scheduler.last_epoch},
             "random": get_random_state(),
             "log": self._log.state_dict() if self._log is not None else self._log_state,
             "config": to_dict(self.config),
@@ -255,9 +274,10 @@ class BaseRLTrainer(ABC):
         }
         weights = {name: value.detach().cpu().clone() for name, value in base_state_dict(self.policy).items()}
 
-        def write_adapter(folder: Path) -> None:
+        def write_more(folder: Path) -> None:
             if has_lora(self.policy):
                 save_adapter(self.policy, folder / ADAPTER_FOLDER)
+            self.write_beside(folder)
 
         return checkpoint.save_checkpoint(
             self.run_dir if path is None else Path(path).parent,
@@ -266,7 +286,7 @@ class BaseRLTrainer(ABC):
             state,
             self._last_metrics,
             name=None if path is None else Path(path).name,
-            write_more=write_adapter,
+            write_more=write_more,
         )
 
     def load(self, path: str | Path) -> None:
@@ -280,16 +300,16 @@ class BaseRLTrainer(ABC):
         if self.resume_from is None:
             fresh = load_f1_policy(self.policy.config, "cpu", checkpoint_path=folder).policy
             self.policy.load_state_dict(fresh.state_dict())
-        try:
-            self.optimizer.load_state_dict(state["optimizer"])
-        except ValueError:
-            raise InputError(
-                f"{folder}: other weights learned in it; resume with the same settings of the model"
-            ) from None
-        self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
         self.episode, self.num_updates, self.elapsed = state["episode"], state["num_updates"], state["elapsed"]
-        for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-            group["lr"] = base * self.learning_rate_factor()  # a resumed run may be told another learning rate
+        if self.optimizer is not None and self.scheduler is not None:
+            try:
+                self.optimizer.load_state_dict(state["optimizer"])
+            except ValueError:
+                raise InputError(
+                    f"{folder}: other weights learned in it; resume with the same settings of the model"
+                ) from None
+            self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+            self._set_learning_rate()  # a resumed run may be told another one
         self._log_state, self._random_state = state["log"], state["random"]
         self.load_state_dict(state["state"])
 
@@ -369,7 +389,7 @@ class BaseRLTrainer(ABC):
             write_phase_config(self.config, self.run_dir / CONFIG_FILE)
             write_json(to_dict(self.policy.config), self.run_dir / MODEL_FILE)
             run_config = to_dict(self.config)
-            with RunLogger(self.run_dir, self.config.logging, total, self.episode, run_config, "episodes") as run_log:
+            with RunLogger(self.run_dir, self.config.logging, total, self.episode, run_config, self.unit) as run_log:
                 if self._log_state is not None:
                     run_log.load_state_dict(self._log_state)
                 yield run_log

@@ -67,6 +67,10 @@ class Exploration:
         """What is done at a step: anything."""
         return generator.uniform(-1.0, 1.0, size)
 
+    def choose(self, env: F1RLEnv, generator: np.random.Generator, step: int) -> np.ndarray:
+        """The same, by one who may look at the world."""
+        return self.action(generator, step, len(env.action_mask))
+
     def episode(self, env: F1RLEnv, number: int, scene_seed: int | None) -> RobotEpisode:
         """An episode of random actions."""
         generator = np.random.default_rng([self.seed, number, int(self.held_out)])
@@ -74,7 +78,7 @@ class Exploration:
         observations, over = [observation], False
         actions: list[np.ndarray] = []
         while not over:
-            action = self.action(generator, len(actions), len(env.action_mask))
+            action = self.choose(env, generator, len(actions))
             observation, _, terminated, truncated, info = env.step(action.astype(np.float32))
             over = terminated or truncated
             observations.append(observation)

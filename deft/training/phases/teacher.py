@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,26 +20,21 @@ from deft.config.f1_settings import PhaseConfig
 from deft.data.episodes import EpisodeBatch, EpisodeBuffer
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import read_task_config
-from deft.errors import InputError
-from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
 from deft.machine import available_cores
-from deft.models.f1.batch import MemoryStateManager
 from deft.models.f1.config import F1Config
-from deft.models.f1.frames import to_model
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.policy import F1Policy
-from deft.training.phases.base import BaseRLTrainer, Metrics
+from deft.training.phases.base import Metrics
 from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import DatasetExplorer
+from deft.training.phases.world_model_trainer import Means, WorldModelTrainer, copy_accuracy, scalars
 from deft.training.precision import autocast
 
 log = logging.getLogger(__name__)
-CODED_TOGETHER = 256  # frames
 MOST_WORKERS = 64
-TRUST_RATE = 10.0  # times the learning rate of the rest
 
 
-class TeacherTrainer(BaseRLTrainer):
+class TeacherTrainer(WorldModelTrainer):
     """Phase 1."""
 
     phase: ClassVar[str] = "teacher"
@@ -61,7 +55,6 @@ class TeacherTrainer(BaseRLTrainer):
         motion = self.policy.model.motion
         if motion is not None and self._warmup_share:
             self.motion_optimizer = setup_optimizer(motion, training.motion_learning_rate, training.weight_decay)
-        self._shown_episode: EpisodeBatch | None = None
 
     @property
     def warms_up(self) -> bool:
@@ -84,12 +77,14 @@ class TeacherTrainer(BaseRLTrainer):
         config = self.policy.config
         places = self.buffer.draw(self.training.batch_size, self.generator)
         batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
-        self._shown_episode = batch
+        self.shown_episode = batch
+        if self.training.head_dropout and self.generator.random() < self.training.head_dropout:
+            batch = batch.without_head()
         self.policy.train()
         if self.warms_up:
             metrics = self._train_motion(batch)
         elif self.training.sequential_training:
-            metrics = self._train_chunks(batch)
+            metrics = self.train_chunks(batch)
         else:
             metrics = self._train_random(batch)
         metrics |= {"collect/episodes": self.num_taken, "collect/new": self.buffer.num_unseen}
@@ -97,46 +92,20 @@ class TeacherTrainer(BaseRLTrainer):
 
     # -- three ways to train on episodes -------------------------------------------------------------------------------
 
-    def _train_chunks(self, batch: EpisodeBatch) -> Metrics:
-        """In order: memory of zeros at the first frame, carried from chunk to chunk without its gradient."""
-        memory = MemoryStateManager()
-        has_memory = self.policy.config.memory_enabled
-        if has_memory:
-            memory.update(self.policy.initial_memory(len(batch.lengths)))
-        sums = _Means()
-        for start in range(0, int(self.processes.largest(batch.longest, self.device)), self.training.bptt_length):
-            found = batch.chunk(start, self.training.bptt_length)
-            is_spare = found is None  # other processes have longer episodes: their gradients are waited for
-            chunk, rows = found if found is not None else batch.chunk(0, 1)  # type: ignore[misc]
-            current = memory.get_current()
-            if has_memory and current is None:
-                raise InputError("memory_state cannot be None: it is zeros at an episode's first frame")
-            before = None if current is None else current[:, rows.to(current.device)]
-            results = self._loss(chunk, before)
-            norm = self.update(results["loss"] * 0.0 if is_spare else results["loss"])
-            if has_memory:
-                assert current is not None
-                after = current.clone()
-                after[:, rows.to(current.device)] = results[schema.MEMORY_STATE].detach()
-                memory.update(after)
-            if not is_spare:
-                sums.add({**_scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(chunk)}, _size(chunk))
-        return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
-
     def _train_random(self, batch: EpisodeBatch) -> Metrics:
         """On random steps of all that is in the buffer; the memory before each comes from the steps before it."""
         config = self.policy.config
         everything = self.buffer.batch(np.arange(len(self.buffer)), config.n_obs_img_steps, config.obs_img_stride)
         count = self.training.batch_size * self.training.bptt_length
-        sums = _Means()
+        sums = Means()
         for _ in range(math.ceil(int(self.processes.largest(batch.longest, self.device)) / self.training.bptt_length)):
             rows = torch.as_tensor(self.generator.integers(len(everything.lengths), size=count))
             times = torch.as_tensor(self.generator.random(count) * everything.lengths[rows].numpy()).long()
             steps = everything.steps(rows, times)
             memory = self.memory_before(everything, rows, times) if config.memory_enabled else None
-            results = self._loss(steps, memory)
+            results = self.loss_of(steps, memory)
             norm = self.update(results["loss"])
-            sums.add({**_scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(steps)}, count)
+            sums.add({**scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(steps)}, count)
         return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     @torch.no_grad()
@@ -157,7 +126,7 @@ class TeacherTrainer(BaseRLTrainer):
         order = torch.as_tensor(self.generator.permutation(len(rows)))
         size = self.training.batch_size * self.training.bptt_length
         num_updates = math.ceil(int(self.processes.largest(len(rows), self.device)) / size)
-        sums = _Means()
+        sums = Means()
         for part in torch.tensor_split(order, num_updates):
             steps = batch.steps(rows[part], times[part], motion_only=True)
             with autocast(self.device, self.autocast_dtype):
@@ -165,10 +134,6 @@ class TeacherTrainer(BaseRLTrainer):
             norm = self.update(loss, self.motion_optimizer)
             sums.add({"motion_loss": loss.detach(), "grad_norm": norm, "copy_loss": copy_loss(steps)}, len(part))
         return sums.means()
-
-    def _loss(self, batch: dict[str, Tensor], memory: Tensor | None) -> dict[str, Tensor]:
-        with autocast(self.device, self.autocast_dtype):
-            return self.policy(batch, memory_state=memory, memory_backprop=self.training.memory_backprop)
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
@@ -190,20 +155,9 @@ class TeacherTrainer(BaseRLTrainer):
 
     def _keep(self, episodes: list[RobotEpisode]) -> None:
         """Put new episodes into the buffer."""
-        for episode in self._coded(episodes):
+        for episode in self.coded(episodes):
             self.buffer.add(episode)
         self.num_taken += len(episodes)
-
-    def _coded(self, episodes: list[RobotEpisode]) -> list[RobotEpisode]:
-        """The episodes with their frames' codes."""
-        if not episodes:
-            return []
-        codes = encode_frames(self.policy, np.concatenate([episode.wrist for episode in episodes]))
-        start = 0
-        for episode in episodes:
-            episode.codes = codes[start : start + len(episode.wrist)]
-            start += len(episode.wrist)
-        return episodes
 
     def _make_buffer(self, explorer: Explorer) -> EpisodeBuffer:
         training = self.training
@@ -244,29 +198,10 @@ class TeacherTrainer(BaseRLTrainer):
         held = min(self.num_taken, self.buffer.capacity)
         explorer.skip(self.num_taken - held)
         if held and self._buffer_state is not None and len(self._buffer_state["drawn"]) == self.buffer.capacity:
-            self.buffer.refill(self._coded(explorer.take(held)), self._buffer_state)
+            self.buffer.refill(self.coded(explorer.take(held)), self._buffer_state)
         else:
             explorer.skip(held)
         return explorer
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """How far the motion prior is trusted learns quicker than the rest, which would else drown it at first."""
-        optimizer = super().make_optimizer()
-        motion = self.policy.model.motion
-        if motion is None:
-            return optimizer
-        trusted = [
-            one
-            for name, one in motion.named_parameters()
-            if one.requires_grad and ("trust." in name or "log_sharpness" in name)
-        ]
-        chosen = {id(one) for one in trusted}
-        for group in optimizer.param_groups:
-            group["params"] = [one for one in group["params"] if id(one) not in chosen]
-        if trusted:
-            rate = TRUST_RATE * self.training.learning_rate
-            optimizer.add_param_group({"params": trusted, "lr": rate, "weight_decay": 0.0})
-        return optimizer
 
     def model_config(self) -> F1Config:
         """As large as a dataset's states and actions need it."""
@@ -288,16 +223,6 @@ class TeacherTrainer(BaseRLTrainer):
         return make_exploration(self.config, self.policy, held_out)
 
     # -- pictures, checkpoints -----------------------------------------------------------------------------------------
-
-    def write_sample(self, path: Path) -> None:
-        """Truth, prediction and error of some frames of the first episode of the last round."""
-        if self._shown_episode is not None:
-            draw_sample(foresee_episode(self.policy, self._shown_episode), path)
-
-    def write_video(self, path: Path) -> None:
-        """Head, true wrist and predicted wrist of that episode."""
-        if self._shown_episode is not None:
-            film_foresight(foresee_episode(self.policy, self._shown_episode), path)
 
     def state_dict(self) -> dict[str, Any]:
         """Which episodes come next; those in the buffer are not saved: `_open_explorer` gets them again."""
@@ -344,52 +269,10 @@ def make_exploration(config: PhaseConfig, policy: F1Policy, held_out: bool = Fal
     return Exploration(environment, training.seed, augmentation, held_out, kept)
 
 
-@torch.no_grad()
-def encode_frames(policy: F1Policy, frames: np.ndarray) -> Tensor:
-    """The codes of uint8 frames [N, 3, h, w], int64 [N, L], on the policy's device."""
-    found = []
-    for start in range(0, len(frames), CODED_TOGETHER):
-        pixels = torch.as_tensor(frames[start : start + CODED_TOGETHER], device=policy.device)
-        found.append(policy.tokenizer.encode(to_model(pixels, policy.config.tokenizer.image_size, schema.WRIST_RGB)))
-    return torch.cat(found)
-
-
-def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:
-    """Share of the next frame's codes that are the last frame's."""
-    codes = batch[schema.FRAME_TOKENS]
-    same = (codes[..., -1, :] == codes[..., -2, :]).float().mean(-1)
-    real = batch.get(schema.STEP_MASK)
-    return same.mean() if real is None else (same * real).sum() / real.sum()
-
-
 def copy_loss(batch: dict[str, Tensor]) -> Tensor:
     """Mean difference of the next frame from the last, in the units of the motion loss."""
     frames = batch[schema.IMAGE0_HISTORY]
     return (frames[..., -1, :, :, :].float() - frames[..., -2, :, :, :].float()).abs().mean() / 127.5
-
-
-def _size(chunk: dict[str, Tensor]) -> int:
-    return chunk[schema.STATE].shape[:-1].numel()
-
-
-def _scalars(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in results.items() if value.ndim == 0}
-
-
-class _Means:
-    """Means of metrics over updates, weighted; they stay tensors."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._weight = 0.0
-
-    def add(self, values: dict[str, Tensor], weight: float) -> None:
-        self._weight += weight
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value * weight
-
-    def means(self) -> Metrics:
-        return {f"train/{name}": value / self._weight for name, value in self._sums.items()}
 
 
 def train_teacher(config: PhaseConfig) -> dict[str, Any]:

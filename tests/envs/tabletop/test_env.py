@@ -16,7 +16,7 @@ from deft.envs.tabletop import panda
 from deft.envs.tabletop.control import CONTROL_MODES
 from deft.envs.tabletop.env import TabletopEnv
 from deft.envs.tabletop.model import object_position
-from deft.envs.tabletop.scene import COLOURS, TABLE_X, TABLE_Y, DomainRandomization, draw_scene
+from deft.envs.tabletop.scene import COLOURS, HELD_OUT, TABLE_X, TABLE_Y, DomainRandomization, draw_scene
 from deft.envs.tabletop.tasks import GOAL_TASKS, TASKS
 from deft.errors import InputError, RunError
 
@@ -455,3 +455,63 @@ def test_the_time_limit_may_be_given_with_the_other_arguments():
     ends = [env.step(np.zeros(8, np.float32))[3] for _ in range(5)]
     assert ends == [False] * 4 + [True]
     env.close()
+
+
+# -------------------------------------------------------------------------------------------------------- the splits
+
+
+def names_of(split: str, num_objects: int = 2) -> tuple[set[str], set[str]]:
+    """All objects of 60 scenes, and those that instructions name."""
+    shown, named = set(), set()
+    random = np.random.default_rng(0)
+    scenes = (draw_scene(seed, num_objects, False, DomainRandomization(), split) for seed in range(60))
+    for scene in (found for found in scenes if found is not None):
+        shown |= {item.name for item in scene.objects}
+        named.add(scene.objects[TASKS["pick"].draw_goal(random, scene, split=split).index].name)
+    return shown, named
+
+
+def test_training_never_sees_the_held_out_combinations() -> None:
+    held_out = {f"{colour} {kind}" for colour, kind in HELD_OUT.items()}
+    seen, _ = names_of("train")
+    assert not seen & held_out
+    assert len(seen) == 2 * len(COLOURS) - len(held_out)  # and all others
+    everything, _ = names_of("all")
+    assert everything == seen | held_out
+    _, named = names_of("held-out")
+    assert named == held_out  # the others may stand beside them, but are never named
+    assert TabletopEnv().split == "train"
+
+
+def test_the_splits_differ_in_kinds_alone() -> None:
+    for seed in range(20):
+        scenes = [draw_scene(seed, 2, True, DomainRandomization(), split) for split in ("train", "all")]
+        if None not in scenes:
+            first, second = ([(item.place, item.name.split()[0]) for item in scene.objects] for scene in scenes)
+            assert first == second
+
+
+def test_shuffled_words_name_an_object_by_chance() -> None:
+    """Half of the time the other one; scene and goal are those of the same seed without it."""
+    env, shuffled = TabletopEnv(task="reach"), TabletopEnv(task="reach", shuffle_instructions=True)
+    misleading = 0
+    for seed in range(24):
+        env.reset(seed=seed)
+        _, info = shuffled.reset(seed=seed)
+        assert shuffled.scene == env.scene
+        assert shuffled.goal.index == env.goal.index
+        assert info["instruction"] == shuffled.instruction
+        misleading += env.scene.objects[env.goal.index].name not in shuffled.instruction
+    assert 5 <= misleading <= 19  # 24 fair coins: outside with a chance of 0.3 %
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "line"),
+    [
+        ({"split": "test"}, "split is 'test'; choose train, held-out, all"),
+        ({"shuffle_instructions": 1}, "shuffle_instructions is 1; choose true or false"),
+    ],
+)
+def test_bad_splits_are_refused(kwargs: dict[str, Any], line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        TabletopEnv(**kwargs)

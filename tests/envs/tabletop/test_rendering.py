@@ -119,6 +119,25 @@ def test_randomisation_shows() -> None:
     assert np.abs(pictures(plain)["head"].astype(int) - pictures(other)["head"]).mean() > 10
 
 
+def test_a_noise_patch_changes_with_every_step_and_comes_again() -> None:
+    env = TabletopEnv(domain_randomization={"noise_patch_rate": 1.0})
+
+    def film() -> list[np.ndarray]:
+        env.reset(seed=2)
+        frames = [pictures(env)["wrist"].astype(int)]
+        for _ in range(3):
+            env.step(np.array([0] * 7 + [1.0]))
+            frames.append(pictures(env)["wrist"].astype(int))
+        return frames
+
+    first, second = film(), film()
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    for one, other in itertools.pairwise(first):
+        # The hand stands still: what differs by much is the patch, and it is a part of the picture alone.
+        differs = np.abs(one - other).max(-1) > 20
+        assert 0.05 < differs.mean() < 0.8
+
+
 def test_crazy_light_changes_with_every_step_and_comes_again() -> None:
     settings = {"random_light": True, "crazy_random_light_rate": 1.0}
     env = TabletopEnv(domain_randomization=settings)

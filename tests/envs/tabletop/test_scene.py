@@ -76,6 +76,7 @@ def test_clutter_stands_apart_and_leaves_room() -> None:
         ({"cluttered_table": True}, {"clutter"}),
         ({"random_head_camera_dis": 0.1}, {"head_camera_shift"}),
         ({"random_table_height": 0.03}, {"table_drop"}),
+        ({"noise_patch_rate": 1.0}, {"noise_patch"}),
         ({"random_background": True, "clean_background_rate": 1.0}, set()),
     ],
 )

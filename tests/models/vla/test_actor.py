@@ -12,14 +12,16 @@ from torch import nn
 from deft import schema
 from deft.algorithms.cql import CQL
 from deft.algorithms.iql import IQL
+from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
 from deft.config.algorithm_settings import CQLSettings, IQLSettings, TD3BCSettings
 from deft.config.settings import ActorConfig, VLAConfig
 from deft.errors import InputError
 from deft.models.actor import Encoded
-from deft.models.vla.actor import VLAActor, into_box, weights_of_the_other_kind
+from deft.models.vla.actor import VLAActor, into_box, make_vla_actor, weights_of_the_other_kind
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.policy import VLAPolicy
+from deft.models.vla.tiny import TinyVLAModel
 from deft.training.checkpoint import load_weights
 
 OBSERVATION = spaces.Dict(
@@ -320,3 +322,86 @@ def test_a_model_of_another_shape_is_named():
     other = VLAPolicy(gpt(language_model="gpt-tiny", max_instruction_length=32))
     with pytest.raises(InputError, match=r"model\.instruction_position is \(32, 96\), expected \(64, 96\)"):
         load_weights(offline, weights_of_the_other_kind(offline, other.state_dict(), "run"), "run")
+
+
+# ------------------------------------------------------------------------------------------- chunks, and a shared trunk
+
+
+def tiny(**changes) -> TinyVLAModel:
+    sizes = {"action_dim": 2, "chunk_length": 3, "image_keys": ["rgb"], "image_size": 16, "width": 16}
+    return TinyVLAModel(**{**sizes, "proprio_key": "proprio", "proprio_dim": 3, **changes})
+
+
+def chunked(box: spaces.Box, length: int = 3) -> spaces.Box:
+    return spaces.Box(np.tile(box.low, (length, 1)), np.tile(box.high, (length, 1)))
+
+
+def batch_of_chunks(size: int = 5) -> dict:
+    mask = torch.ones(size, 3, dtype=torch.bool)
+    mask[0, 1:] = False  # the first one ends after one step
+    return {
+        schema.OBSERVATION: streams(size),
+        schema.ACTION: torch.rand(size, 3, 2),
+        schema.STEP_MASK: mask,
+        schema.NEXT_REWARD: torch.rand(size),
+        schema.NEXT_TERMINATED: torch.zeros(size),
+        schema.DISCOUNT: torch.full((size,), 0.9),
+        schema.NEXT_OBSERVATION: streams(size),
+    }
+
+
+def test_a_chunk_is_one_action_to_the_algorithms():
+    actor = VLAActor(tiny(), OBSERVATION, chunked(BOX), SMALL)
+    assert (actor.action_dim, actor.chunk_length, actor.feature_dim) == (6, 3, actor.model.feature_dim)
+    chunk = torch.tensor([[[2.0, 1.0], [-2.0, 0.0], [0.0, 0.5]]])
+    assert actor.to_unit(chunk).tolist() == [[1, 1, -1, -1, 0, 0]]
+    assert torch.equal(actor.from_unit(actor.to_unit(chunk)), chunk)
+    td = actor.act(TensorDict({schema.OBSERVATION: TensorDict(streams(), [5])}, [5]))
+    assert td[schema.ACTION].shape == (5, 3, 2)
+    scored = actor.evaluate_actions(td)
+    torch.testing.assert_close(scored["log_prob"], td[schema.LOG_PROB], rtol=0, atol=1e-4)
+    torch.testing.assert_close(scored["value"], td[schema.VALUE])
+    # Half widths 2 and ½ in each step: Σ log is 0, so the density is that of the unit actions.
+    unit = VLAPolicy(actor.model).evaluate_actions(
+        td.copy().set(schema.ACTION, actor.to_unit(td["action"]).view(5, 3, 2))
+    )
+    torch.testing.assert_close(scored["log_prob"], unit["log_prob"])
+
+
+def test_critics_on_the_models_trunk_leave_it_to_the_policy():
+    actor = VLAActor(tiny(), OBSERVATION, chunked(UNIT), SMALL)
+    assert not list(actor.encoder_parameters())
+    own = {id(parameter) for parameter in actor.actor_parameters()}
+    values = {id(parameter) for parameter in actor.value_parameters()}
+    assert not own & values
+    assert own | values == {id(parameter) for parameter in actor.parameters()}
+    state = actor.encode(streams())
+    assert not state.features.requires_grad  # what critics and V read
+    assert state.trunk is not None
+    assert state.trunk.requires_grad
+    algorithm = IQL(actor, IQLSettings(temperature=0.0))  # every weight is 1: the policy's loss is that of SFT
+    batch = batch_of_chunks()
+    before = {name: value.clone() for name, value in actor.state_dict().items()}
+    observations = TensorDict(batch[schema.OBSERVATION], [5])
+    with torch.no_grad():
+        expected = actor.model.imitation_loss(observations, batch[schema.ACTION], batch[schema.STEP_MASK]).mean()
+    torch.testing.assert_close(algorithm.step(batch)["policy_loss"], expected)
+    changed = {name for name, value in actor.state_dict().items() if not torch.equal(value, before[name])}
+    assert {"model.head.out.weight", "model.trunk.0.weight", "model.value_head.4.bias"} <= changed
+
+
+def test_sft_on_chunks_is_the_models_own_loss():
+    actor, batch = VLAActor(tiny(), OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    with torch.no_grad():
+        observations = TensorDict(batch[schema.OBSERVATION], [5])
+        expected = actor.model.imitation_loss(observations, batch[schema.ACTION], batch[schema.STEP_MASK]).mean()
+    torch.testing.assert_close(SFT(actor).step(batch)["bc_loss"], expected)
+
+
+def test_an_actor_made_for_single_steps_is_made_for_their_chunks():
+    config = ActorConfig(
+        name="vla", chunk_length=3, vla_config=VLAConfig(model_class="vla-tiny", model_config={"width": 16})
+    )
+    for space in (UNIT, chunked(UNIT)):  # a dataset's, and the environment's
+        actor = make_vla_actor(config, OBSERVATION, space, "here", weights_follow=True)
+        assert (actor.chunk_length, actor.action_shape) == (3, (3, 2))

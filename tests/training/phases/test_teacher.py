@@ -23,7 +23,8 @@ from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import DatasetExplorer, find_cameras, last_picture, open_video, split
-from deft.training.phases.teacher import TeacherTrainer, copy_accuracy, encode_frames, train_teacher
+from deft.training.phases.teacher import TeacherTrainer, train_teacher
+from deft.training.phases.world_model_trainer import copy_accuracy, encode_frames
 
 ROOT = Path(__file__).parents[3]
 EXPLORATION = Exploration({"world": WORLD, "max_steps": 4})
@@ -88,7 +89,7 @@ def test_memory_is_zeros_then_carried_without_its_gradient(tmp_path, monkeypatch
 
 def test_a_memory_of_none_is_an_error(tmp_path, monkeypatch):
     made = trainer(tmp_path)
-    monkeypatch.setattr("deft.training.phases.teacher.MemoryStateManager.get_current", lambda self: None)
+    monkeypatch.setattr("deft.training.phases.world_model_trainer.MemoryStateManager.get_current", lambda self: None)
     with pytest.raises(InputError, match="memory_state cannot be None"):
         made.train()
 

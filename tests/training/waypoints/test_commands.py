@@ -22,7 +22,7 @@ def test_the_documents_commands(tmp_path, monkeypatch, capsys):
     assert main(["compare", *compare.split(), "--episodes", "4", "--json"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert results["supervised"]["episodes"] == results["with PPO"]["episodes"] == 4
-    assert main(["compare", *compare.split(), "--episodes", "4"]) == 0
+    assert main(["compare", "out/sft_waypoint_bc_torch_v0", "out/rl_delta_ppo_v0", "--episodes", "4"]) == 0
     assert "ade" in capsys.readouterr().out
 
 

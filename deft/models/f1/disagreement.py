@@ -1,0 +1,71 @@
+"""An ensemble of small networks that foresee the next frame's colours: where they disagree, there is more to learn.
+
+Noise that nothing foresees makes every member predict its mean: they agree, and it does not pay. The adversarial phase
+trains one beside the world model where `reward` is `disagreement`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft import schema
+from deft.models.f1.config import F1Config
+
+SIDE = 8  # frames are foreseen as SIDE × SIDE colours
+FRAMES = 2  # the latest frames that each member sees
+SHOWN = 0.5  # share of the steps that each member learns from: members with equal data would end up equal
+
+
+class Disagreement(nn.Module):
+    """K networks, [FRAMES frames, actions, state] → how the colours change; all in one batched product a layer."""
+
+    def __init__(self, config: F1Config, members: int = 5, width: int = 128) -> None:
+        super().__init__()
+        self.history = config.n_obs_img_steps
+        inputs = FRAMES * 3 * SIDE**2 + self.history * config.max_action_dim + config.max_state_dim
+        sizes = (inputs, width, width, 3 * SIDE**2)
+        self.weights = nn.ParameterList(
+            [nn.Parameter(torch.randn(members, first, last) / first**0.5) for first, last in itertools.pairwise(sizes)]
+        )
+        self.biases = nn.ParameterList([nn.Parameter(torch.zeros(members, 1, last)) for last in sizes[1:]])
+
+    def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What each member expects the colours to change by, [K, N, 3 · SIDE²], for the N steps of a batch."""
+        frames, *_ = self._colours(batch)
+        seen = frames[:, self.history - FRAMES : self.history].flatten(1)
+        actions, state = batch[schema.ACTION_HISTORY].flatten(-2), batch[schema.STATE]
+        inputs = torch.cat([seen, actions.flatten(0, -2).to(seen), state.flatten(0, -2).to(seen)], 1)
+        hidden = inputs.expand(len(self.weights[0]), -1, -1)
+        for place, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            hidden = torch.baddbmm(bias, hidden, weight)
+            if place < len(self.weights) - 1:
+                hidden = functional.silu(hidden)
+        return hidden
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The members' standard deviation, mean over the colours; shaped as the batch's steps."""
+        spread = self.predict(batch).std(0).mean(-1)
+        return spread.view(batch[schema.STATE].shape[:-1])
+
+    def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator | None = None) -> Tensor:
+        """Mean squared error, each member on its own half of the steps."""
+        _, target = self._colours(batch)
+        errors = (self.predict(batch) - target).square().mean(-1)  # [K, N]
+        weight = (torch.rand(errors.shape, generator=generator) < SHOWN).to(errors)
+        if schema.STEP_MASK in batch:
+            weight = weight * batch[schema.STEP_MASK].to(errors).flatten()
+        return (errors * weight).sum() / weight.sum().clamp(min=1)
+
+    def _colours(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The frames [N, H + 1, 3 · SIDE²] in 0 … 1, and how the last one differs from the one before."""
+        device = self.biases[0].device
+        frames = batch[schema.IMAGE0_HISTORY].to(device).flatten(0, -5)
+        small = functional.adaptive_avg_pool2d(frames.flatten(0, 1).float() / 255.0, SIDE)
+        colours = small.view(*frames.shape[:2], -1)
+        return colours, colours[:, -1] - colours[:, -2]

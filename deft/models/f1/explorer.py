@@ -1,0 +1,319 @@
+"""The explorer: an F1 policy that acts by PPO. Its pictures, words, actions and memory are its own and learn; the world
+model inside is the teacher's, and frozen.
+
+`deft.training.phases.explorer_rollouts` lets it act and trains it; phases 2 and 3 make it from a teacher with
+`new_explorer`, and read it back with `load_explorer`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from deft import schema
+from deft.config.f1_settings import ExplorerSettings
+from deft.errors import InputError
+from deft.models.f1.config import F1Config, read_f1_config
+from deft.models.f1.loading import load_f1_policy
+from deft.models.f1.model import Context
+from deft.models.f1.policy import F1Policy
+from deft.models.flow_chain import chain_entropy, sample_chain, step_log_prob
+from deft.models.normalization import RewardNormalizer
+from deft.models.policy import Policy
+from deft.models.vla.loading import check_fit, read_weights
+
+EXPLORER_FILE = "explorer.pt"  # beside model.pt in a checkpoint: what an F1 policy does not have
+WORLD_MODEL = (
+    "tokenizer.",
+    "model.experts.generation.",
+    "model.world_model.",
+    "model.conditioning.",
+    "model.motion.",
+    "model.memory.to_generation.",
+)
+"""The tensors, by prefix, that foresee frames: the teacher's, and never trained here."""
+
+
+class ExplorerPolicy(Policy):
+    """π(chain | wrist, state, memory) with a value on the action expert's own features.
+
+    An action is the end of a denoising chain x_0 … x_S: x_0 is noise, and so, of a fixed deviation, is added to every
+    Euler step along the learned velocity. The whole chain is stored (`sample`), so that its log-prob can be computed
+    again exactly. Of the 32 dims only those of `action_mask` are ever other than 0 or counted.
+
+    An observation is a TensorDict of `image0` (the wrist's img_t), `frame_tokens` (its codes, [B, L]), `state` and, for
+    tasks with a goal, `instruction`. A head camera is refused. `memory` is [B, layers, hidden], before the step.
+    """
+
+    recurrent = True
+
+    def __init__(
+        self,
+        f1: F1Policy,
+        action_mask: Tensor,
+        num_steps: int = 2,
+        action_noise: float = 0.4,
+        initial_noise: float = 0.7,
+        noise_correlation: float = 0.9,
+    ) -> None:
+        super().__init__()
+        if f1.model.memory is None:
+            raise InputError("the explorer needs a model with a memory (memory_enabled: true)")
+        self.f1 = f1
+        width = f1.config.action.hidden_size
+        self.value_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 64), nn.SiLU(), nn.Linear(64, 1))
+        nn.init.zeros_(self.value_head[-1].weight)  # type: ignore[arg-type]
+        self.reward_normalizer = RewardNormalizer()  # values are of returns of unit scale
+        self.action_mask: Tensor
+        self.deviation: Tensor
+        self.initial_deviation: Tensor
+        self.noise_correlation: Tensor
+        self.register_buffer("action_mask", action_mask.bool().clone())
+        self.register_buffer("deviation", torch.full((num_steps,), float(action_noise)))
+        self.register_buffer("initial_deviation", torch.tensor(float(initial_noise)))
+        self.register_buffer("noise_correlation", torch.tensor(float(noise_correlation)))
+        self.to(f1.device)
+        self.choose_what_learns()
+
+    @property
+    def config(self) -> F1Config:
+        """The F1 model's sizes."""
+        return self.f1.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.f1.device
+
+    def choose_what_learns(self) -> None:
+        """All but the world model and unused word outputs."""
+        for name, parameter in self.f1.named_parameters():
+            parameter.requires_grad_(not name.startswith((*WORLD_MODEL, "model.language_heads.")))
+
+    def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """What learns: the weights that act, and those of the value and the memory."""
+        named = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        beside = ("value_head.", "f1.model.memory.")
+        others = [
+            parameter
+            for name, parameter in named.items()
+            if name.startswith(beside) and not name.startswith("f1.model.memory.to_action.")
+        ]
+        chosen = {id(parameter) for parameter in others}
+        return [parameter for parameter in named.values() if id(parameter) not in chosen], others
+
+    def initial_memory(self, num_envs: int) -> Tensor:
+        """Zeros [num_envs, layers, hidden]."""
+        return self.f1.initial_memory(num_envs).transpose(0, 1).contiguous()
+
+    def draw_noise(self, num_rows: int, before: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
+        """x_0 [B, 1, 32] of the next step: ρ · x_0 of the step before + √(1 − ρ²) · new; all new where one `begins`.
+
+        Its density does not depend on the weights, and so its correlation in time changes no ratio.
+        """
+        fresh = self.initial_deviation * torch.randn(num_rows, 1, len(self.action_mask), device=self.device)
+        if before is None:
+            return fresh
+        kept = self.noise_correlation * before + (1 - self.noise_correlation.square()).sqrt() * fresh
+        return kept if begins is None else torch.where(begins[:, None, None], fresh, kept)
+
+    # -- the policy ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
+        """Add the action [B, 32], its chain (`sample`), log-prob and value, and the memory after the step.
+
+        The chain begins with the `noise` in `sample` (of `draw_noise`), else with new noise. Deterministic: with zeros,
+        and without noise on the way.
+        """
+        seen, memory = self._observation(td), self._memory(td)
+        context = self.f1.look(seen)
+        noise = td.get((schema.SAMPLE, schema.NOISE), None)
+        if noise is None or deterministic:
+            noise = self.draw_noise(len(memory)) * (0.0 if deterministic else 1.0)
+        means, features = [], []
+
+        def velocity(x: Tensor, time: Tensor) -> Tensor:
+            found, feature = self.f1.model.decide(context, seen[schema.STATE], self._real(x), time, memory[:, -1])
+            means.append(self._real(x - found / len(self.deviation)))
+            features.append(feature)
+            return self._real(found)
+
+        chain = self._real(sample_chain(velocity, noise, self.deviation, deterministic))
+        log_probs = [
+            step_log_prob(chain[:, step + 1], means[step], deviation, self.action_mask)
+            for step, deviation in enumerate(self.deviation)
+        ]
+        action = chain[:, -1, 0]
+        td.set(schema.ACTION, action)
+        td.set(schema.SAMPLE, TensorDict({schema.CHAIN: chain}, batch_size=td.batch_size))
+        td.set(schema.LOG_PROB, torch.stack(log_probs).sum(0))
+        td.set(schema.VALUE, self.value_head(features[0]).squeeze(-1))
+        frame = self.f1.frame_features(seen[schema.FRAME_TOKENS])
+        _, after = self._step_memory(frame[None], seen[schema.STATE][None], action[None], memory.transpose(0, 1))
+        td.set(schema.NEXT_MEMORY, after.transpose(0, 1).contiguous())
+        return td
+
+    def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
+        """`log_prob`, `entropy` and `value` of stored chains [T, B], the memory run through the T steps.
+
+        Also `remembered`, [T, B, hidden]: what this policy's memory is after each step.
+        """
+        seen = self._observation(td)
+        before, after = self._unroll(seen, td)
+        flat = {name: value.flatten(0, 1) for name, value in seen.items()}
+        context = self.f1.look(flat)
+        chain = td[schema.SAMPLE][schema.CHAIN].flatten(0, 1)
+        log_prob, feature = self._log_prob(context, flat[schema.STATE], chain, before.flatten(0, 1))
+        shape = td.batch_size
+        entropy = chain_entropy(self.deviation[:, None, None], chain[:, 0].shape, self.action_mask)
+        return {
+            "log_prob": log_prob.view(shape),
+            "entropy": entropy.view(shape),
+            "value": self.value_head(feature).view(shape),
+            "remembered": after,
+        }
+
+    @torch.no_grad()
+    def get_value(self, td: TensorDictBase) -> Tensor:
+        """V(observation) [B], from the memory before it."""
+        seen, memory = self._observation(td), self._memory(td)
+        noisy = torch.zeros(len(memory), 1, len(self.action_mask), device=self.device)
+        time = torch.ones(len(memory), device=self.device)
+        _, feature = self.f1.model.decide(self.f1.look(seen), seen[schema.STATE], noisy, time, memory[:, -1])
+        return self.value_head(feature).squeeze(-1)
+
+    def executed(self, action: Tensor) -> Tensor:
+        """What of actions […, 32] the robot does: clipped, zeros in the padding. It enters the memory."""
+        return self._real(action.clamp(-1.0, 1.0))
+
+    # -- its parts -----------------------------------------------------------------------------------------------------
+
+    def _real(self, x: Tensor) -> Tensor:
+        return x * self.action_mask
+
+    def _observation(self, td: TensorDictBase) -> dict[str, Tensor]:
+        """The observation's streams; what the explorer must not see is refused."""
+        seen = dict(td[schema.OBSERVATION].items())
+        extra = {schema.HEAD_RGB, schema.IMAGE1} & seen.keys()
+        if extra:
+            raise InputError(
+                f"the explorer sees the wrist camera alone; its observation has {', '.join(sorted(extra))}"
+            )
+        return {name: value.to(self.device) for name, value in seen.items()}
+
+    def _memory(self, td: TensorDictBase) -> Tensor:
+        memory = td.get(schema.MEMORY, None)
+        if memory is None:
+            raise InputError("memory cannot be None: it is zeros at an episode's first step (policy.initial_memory)")
+        return memory.to(self.device)
+
+    def _log_prob(self, context: Context, state: Tensor, chain: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """log p of chains [N, S + 1, 1, A], [N], and the feature for the value, [N, C].
+
+        log p = Σ_k log N(x_{k+1}; x_k − v(x_k, t_k) / S, σ). One pass scores all steps: rows n·S + k.
+        """
+        num_steps = len(self.deviation)
+        time = 1.0 - torch.arange(num_steps, device=chain.device) / num_steps
+        rows = Context(
+            [
+                (keys.repeat_interleave(num_steps, 0), values.repeat_interleave(num_steps, 0))
+                for keys, values in context.cache
+            ],
+            context.block._replace(is_real=context.block.is_real.repeat_interleave(num_steps, 0)),
+        )
+        x = chain[:, :-1].flatten(0, 1)
+        found, feature = self.f1.model.decide(
+            rows,
+            state.repeat_interleave(num_steps, 0),
+            x,
+            time.repeat(len(chain)),
+            memory.repeat_interleave(num_steps, 0),
+        )
+        mean = x - self._real(found) / num_steps
+        deviation = self.deviation.repeat(len(chain))[:, None, None]
+        log_prob = step_log_prob(chain[:, 1:].flatten(0, 1), mean, deviation, self.action_mask)
+        return log_prob.view(len(chain), num_steps).sum(1), feature[::num_steps]
+
+    def _step_memory(self, frame: Tensor, state: Tensor, action: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """T steps from (layers, B, hidden): what is remembered after each, [T, B, hidden], and the memory at last."""
+        module = self.f1.model.memory
+        assert module is not None
+        return module(frame, state, self.executed(action), memory)
+
+    def _unroll(self, seen: dict[str, Tensor], td: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """What is remembered before and after each of T steps, [T, B, hidden]; zeros where an episode began within."""
+        memory = self._memory(td)[0].transpose(0, 1).contiguous()
+        frame, state = self.f1.frame_features(seen[schema.FRAME_TOKENS]), seen[schema.STATE]
+        action = td[schema.ACTION].to(self.device)
+        done = (td[schema.NEXT_TERMINATED] | td[schema.NEXT_TRUNCATED]).to(self.device)
+        if not bool(done[:-1].any()):
+            after, _ = self._step_memory(frame, state, action, memory)
+            return torch.cat([memory[-1:], after[:-1]]), after
+        befores, afters = [], []
+        for t in range(len(state)):
+            if t > 0:
+                memory = memory * (~done[t - 1]).to(memory.dtype)[None, :, None]
+            befores.append(memory[-1])
+            remembered, memory = self._step_memory(frame[t : t + 1], state[t : t + 1], action[t : t + 1], memory)
+            afters.append(remembered[0])
+        return torch.stack(befores), torch.stack(afters)
+
+
+# -- making, saving, loading -----------------------------------------------------------------------------------------
+
+
+def new_explorer(teacher: F1Policy, action_mask: Any, settings: ExplorerSettings) -> ExplorerPolicy:
+    """An explorer with new weights around a copy of the teacher's world model. In float32: ratios need it."""
+    config = read_f1_config(teacher.config)
+    config.dtype, config.language_heads = "float32", False  # nothing reads the heads
+    with torch.device(teacher.device):
+        f1 = F1Policy(config)
+    give_world_model(teacher, f1)
+    return ExplorerPolicy(
+        f1,
+        torch.as_tensor(action_mask),
+        settings.denoising_steps,
+        settings.action_noise,
+        settings.initial_noise,
+        settings.noise_correlation,
+    )
+
+
+def give_world_model(teacher: F1Policy, f1: F1Policy) -> None:
+    """Copy the teacher's world model, bit for bit; refused by name of key where it does not fit."""
+    own, theirs = world_model_weights(f1), world_model_weights(teacher)
+    check_fit(own, theirs, Path("the teacher"), "the explorer's world model")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(theirs[name])
+
+
+def world_model_weights(f1: F1Policy) -> dict[str, Tensor]:
+    """The tensors that foresee frames."""
+    return {name: tensor for name, tensor in f1.state_dict().items() if name.startswith(WORLD_MODEL)}
+
+
+def explorer_extras(explorer: ExplorerPolicy) -> dict[str, Tensor]:
+    """What an explorer has beside its F1 policy: the content of `explorer.pt`."""
+    return {name: value.detach().cpu().clone() for name, value in explorer.state_dict().items() if name[:3] != "f1."}
+
+
+def load_explorer(folder: Path, model_file: Path, device: str | torch.device = "cpu") -> ExplorerPolicy:
+    """The explorer of a checkpoint: `model.pt` and `explorer.pt`, strict about keys; `model_file` has its sizes."""
+    path = folder / EXPLORER_FILE
+    if not path.is_file():
+        raise InputError(f"{folder} is no checkpoint of an explorer: it has no {EXPLORER_FILE}")
+    extras = read_weights(path)
+    for name in ("action_mask", "deviation"):
+        if name not in extras:
+            raise InputError(f"{path} does not fit ExplorerPolicy: key {name} is missing")
+    f1 = load_f1_policy(model_file, device, checkpoint_path=folder).policy
+    explorer = ExplorerPolicy(f1, extras["action_mask"], len(extras["deviation"]))
+    check_fit(explorer_extras(explorer), extras, path, "ExplorerPolicy")
+    explorer.load_state_dict(extras, strict=False)
+    return explorer

@@ -1,0 +1,205 @@
+"""`lerobot`: a policy of the LeRobot package (ACT, SmolVLA, π0, …) from a local folder, behind Deft's interface.
+
+Its chunk of actions is the mean of a Gaussian whose deviation is learned. The package is an extra of its own: it wants
+another Python and torch than Deft's newest, which the import says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft.errors import InputError
+from deft.models.distributions import HALF_LOG_2PI
+from deft.models.vla.pretrained import PretrainedVLA, ValueHead, masked_sum, stream, texts_of
+
+POOLED = 8  # cells a side of a picture that the value sees
+STATE, ACTION, TASK = "observation.state", "action", "task"
+
+
+class LeRobotVLA(PretrainedVLA):
+    """LeRobot's own processors normalise what goes in and what comes out; pictures go in as floats in [0, 1].
+
+    `cameras` says which of Deft's streams is which of the policy's (`{head_rgb: observation.images.top}`); without it
+    they are taken in order. A flow policy starts from noise 0, so that the same observation gives the same mean. PPO
+    and GRPO need a policy whose chunk has a gradient (ACT, SmolVLA); one that samples without (π0) is refused when it
+    trains, and may be evaluated: π0 trains as `pi0`. The value has layers of its own, on small pictures, the
+    proprioception and the mean: LeRobot's policies do not say where their trunk ends.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        load_weights: bool = True,
+        action_dim: int = 7,
+        chunk_length: int = 1,
+        image_keys: Sequence[str] = ("rgb",),
+        proprio_key: str | None = "state",
+        proprio_dim: int = 7,
+        instruction_key: str | None = "instruction",
+        cameras: Mapping[str, str] | None = None,
+        log_std_init: float = -1.0,
+    ) -> None:
+        super().__init__(action_dim, chunk_length, proprio_key, proprio_dim, instruction_key)
+        if folder is None or not (Path(folder) / "config.json").is_file():
+            raise InputError(f"{folder}: no LeRobot policy: name the folder with its config.json (model_path)")
+        configs, factory = lerobot_modules()
+        try:
+            config = configs.PreTrainedConfig.from_pretrained(folder, local_files_only=True)
+            config.device = "cpu"
+            policy_class = factory.get_policy_class(config.type)
+            if load_weights:
+                self.backbone = policy_class.from_pretrained(folder, config=config, local_files_only=True, strict=True)
+            else:
+                self.backbone = policy_class(config)
+            self._before, self._after = factory.make_pre_post_processors(
+                config, pretrained_path=folder, preprocessor_overrides={"device_processor": {"device": "cpu"}}
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise InputError(f"{folder}: not read as a LeRobot policy: {str(error).strip().splitlines()[0]}") from None
+        self.config: Any = config
+        wanted, given = int(config.action_feature.shape[0]), action_dim
+        if wanted != given:
+            raise InputError(f"{folder}: the policy gives actions of {wanted} dims; the environment takes {given}")
+        self.cameras = self._match(image_keys, cameras)
+        self.log_std = nn.Parameter(torch.full((chunk_length, action_dim), float(log_std_init)))
+        seen = len(self.cameras) * 3 * POOLED**2 + proprio_dim + chunk_length * action_dim
+        self.value_head = ValueHead(seen, gradient=False)
+        # LeRobot's decorator switches gradients off; what it stands on is called instead.
+        self._predict = inspect.unwrap(type(self.backbone).predict_action_chunk)
+        takes_noise = inspect.signature(self._predict).parameters
+        self._starts_from_noise = hasattr(config, "max_action_dim") and (
+            "noise" in takes_noise or any(p.kind is p.VAR_KEYWORD for p in takes_noise.values())
+        )
+        self._checked = False
+
+    # The interface of a VLA model ------------------------------------------------------------------------------------
+
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+        with torch.no_grad():
+            mean = self._mean(observations)
+        return self._value(observations, mean)
+
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Actions, their log-prob [B], and the value [B, 1]."""
+        mean = self._mean(observations)
+        if not self._checked:
+            self._checked = True
+            if not torch.equal(mean, self._mean(observations)):
+                raise InputError(
+                    f"LeRobot's {self.config.type} gives another chunk for the same observation: its noise cannot be "
+                    "set, and a drawn action has no log-prob"
+                )
+        drawn = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
+        log_prob = masked_sum(self._log_probs(mean, drawn), self.real(action_mask))
+        return self.shaped(drawn, action_mask), log_prob, self._value(observations, mean)
+
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
+        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
+        return log_prob, entropy
+
+    def evaluate(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B], entropy [B] and value [B, 1]."""
+        mean, mask = self._mean(observations), self.real(action_mask)
+        if torch.is_grad_enabled() and not mean.requires_grad:
+            raise InputError(
+                f"LeRobot's {self.config.type} gives no gradient through its chunk of actions: evaluate it, or train "
+                "a model of Deft's own (pi0, vlm)"
+            )
+        log_prob = masked_sum(self._log_probs(mean, self.chunk(actions)), mask)
+        entropy = masked_sum((0.5 + HALF_LOG_2PI + self.log_std).expand_as(mean), mask)
+        return log_prob, entropy, self._value(observations, mean)
+
+    def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """The squared error of the chunk, a mean over its numbers: [B]."""
+        error = (self._mean(observations) - self.chunk(actions)).square()
+        return masked_sum(error, self.real(None, step_mask)) / (self.chunk_length * self.action_dim)
+
+    # How it is computed ----------------------------------------------------------------------------------------------
+
+    def _match(self, image_keys: Sequence[str], cameras: Mapping[str, str] | None) -> dict[str, str]:
+        """Which stream is which of the policy's cameras."""
+        wanted = list(self.config.image_features)
+        found = dict(cameras) if cameras is not None else dict(zip(image_keys, wanted, strict=False))
+        missing = [name for name in wanted if name not in found.values()]
+        if missing:
+            raise InputError(
+                f"the policy sees {', '.join(wanted)}, and nothing is given for {', '.join(missing)}: set image_keys, "
+                "or cameras {stream: name}"
+            )
+        return found
+
+    def _batch(self, observations: TensorDictBase) -> dict[str, Any]:
+        """The observation as LeRobot has it."""
+        batch: dict[str, Any] = {}
+        for key, name in self.cameras.items():
+            image = stream(observations, key)
+            if image.dtype != torch.uint8:
+                raise InputError(f"observation {key!r} is {image.dtype}; pictures are uint8, 0 to 255")
+            image = image.permute(0, 3, 1, 2) if image.shape[-1] == 3 and image.shape[1] != 3 else image
+            batch[name] = image.float() / 255.0
+        size = len(next(iter(batch.values()))) if batch else observations.batch_size[0]
+        if self.config.robot_state_feature is not None:
+            batch[STATE] = self.proprio(observations, size, self.log_std.device)
+        rows = self.instructions(observations)
+        batch[TASK] = [""] * size if rows is None else texts_of(rows)
+        return batch
+
+    def _mean(self, observations: TensorDictBase) -> Tensor:
+        """The first K actions of the policy's chunk, in the environment's units, [B, K, A]."""
+        device = self.log_std.device
+        batch = self._before(self._batch(observations))
+        batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        keywords: dict[str, Any] = {}
+        if self._starts_from_noise:
+            size = (observations.batch_size[0], self.config.chunk_size, self.config.max_action_dim)
+            keywords["noise"] = torch.zeros(size, device=device)
+        if callable(getattr(self.backbone, "reset", None)):
+            self.backbone.reset()  # its queues hold the last observation
+        chunk = self._predict(self.backbone, batch, **keywords)
+        if chunk.ndim != 3 or chunk.shape[1] < self.chunk_length:
+            raise InputError(
+                f"LeRobot's {self.config.type} gives a chunk {list(chunk.shape)}; chunk_length {self.chunk_length} "
+                "steps of it are wanted"
+            )
+        executed = chunk[:, : self.chunk_length]
+        return self._after(executed.flatten(0, 1)).to(device).float().view(executed.shape)
+
+    def _value(self, observations: TensorDictBase, mean: Tensor) -> Tensor:
+        batch = self._batch(observations)
+        pictures = [functional.adaptive_avg_pool2d(batch[name], POOLED).flatten(1) for name in self.cameras.values()]
+        state = self.proprio(observations, len(mean), mean.device)
+        return self.value_head(torch.cat([*pictures, state, mean.flatten(1)], 1))
+
+    def _log_probs(self, mean: Tensor, actions: Tensor) -> Tensor:
+        return -0.5 * ((actions - mean) * (-self.log_std).exp()).square() - self.log_std - HALF_LOG_2PI
+
+
+def lerobot_modules() -> tuple[Any, Any]:
+    """`lerobot.configs.policies` and `lerobot.policies.factory`, or one line on what they need."""
+    try:
+        from lerobot.configs import policies as configs
+        from lerobot.policies import factory
+    except ImportError as error:
+        missing = "" if getattr(error, "name", "lerobot") in (None, "lerobot") else f" ({error})"
+        raise InputError(
+            'LeRobot policies need lerobot 0.6, and that Python 3.12 and torch 2.7 to 2.11: pip install "deft[lerobot]"'
+            f" there; this is Python {platform.python_version()} with torch {torch.__version__}{missing}"
+        ) from None
+    return configs, factory

@@ -1,0 +1,199 @@
+"""`openvla`: actions as words. 256 bins of each dim stand on the last ids of a vision-language model's vocabulary.
+
+The model writes K · A tokens one after another, as OpenVLA does; their log-probs are exact. `load_vla_model` builds it
+around any vision-language model that `vlm` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from deft import schema
+from deft.errors import InputError
+from deft.models.vla.pretrained import PretrainedVLA, Statistics, ValueHead, read_statistics
+from deft.models.vla.vlm import Trunk
+
+PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
+BINS = 256
+
+
+class ActionTokens(torch.nn.Module):
+    """Numbers in [-1, 1] to tokens and back, as OpenVLA counts them.
+
+    255 bins between 256 edges from −1 to 1; number d = 1 … 256 (the count of edges at or below x) is the id
+    `end − d`, and stands for the centre of bin min(d, 255). The 256th is written for exactly 1.
+    """
+
+    edges: Tensor
+    centers: Tensor
+
+    def __init__(self, end: int) -> None:
+        super().__init__()
+        self.first = end - BINS
+        edges = torch.linspace(-1.0, 1.0, BINS)
+        self.register_buffer("edges", edges, persistent=False)
+        self.register_buffer("centers", (edges[:-1] + edges[1:]) / 2, persistent=False)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Offsets of the ids from the first action token, int64, same shape: 0 (for 1.0) to 255 (for −1)."""
+        count = torch.searchsorted(self.edges, values.clamp(-1.0, 1.0).contiguous(), right=True).clamp(1, BINS)
+        return BINS - count
+
+    def decode(self, offsets: Tensor) -> Tensor:
+        """The centres that they stand for."""
+        return self.centers[(BINS - 1 - offsets).clamp(0, BINS - 2)]
+
+
+class TokenVLA(PretrainedVLA):
+    """A vision-language model that writes its actions, and a value on what it has read.
+
+    Drawn and scored over the 256 action tokens alone. Statistics (`q01`, `q99` and `mask` of each dim, as OpenVLA's
+    folders hold them) lead from [-1, 1] to the environment's units. `last_token`: one more than the last action id, by
+    default the size of the vocabulary without its padding.
+    """
+
+    keeps_sample = True  # two tokens stand for the highest bin
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        architecture: Mapping[str, Any] | None = None,
+        load_weights: bool = True,
+        action_dim: int = 7,
+        chunk_length: int = 1,
+        image_keys: Sequence[str] = ("rgb",),
+        instruction_key: str | None = "instruction",
+        prompt: str = PROMPT,
+        prompt_length: int = 64,
+        tokenizer: str | None = None,
+        statistics: Mapping[str, Any] | str | None = None,
+        last_token: int | None = None,
+        dtype: str = "float32",
+        lora: Mapping[str, Any] | None = None,
+        freeze_vision: bool = False,
+        gradient_checkpointing: bool = False,
+        compile: bool = False,
+        value_gradient: bool = False,
+    ) -> None:
+        super().__init__(action_dim, chunk_length, None, 1, instruction_key)
+        self.backbone = Trunk(
+            folder, architecture, load_weights, image_keys, tokenizer, prompt, prompt_length, dtype, lora,
+            freeze_vision, gradient_checkpointing,
+        )  # fmt: skip
+        if compile:
+            self.backbone.compile()
+        size = self.backbone.vocabulary - int(getattr(self.backbone.config, "pad_to_multiple_of", 0) or 0)
+        end = size if last_token is None else last_token
+        if not BINS < end <= self.backbone.vocabulary:
+            raise InputError(f"last_token {end} must be more than {BINS} and at most {self.backbone.vocabulary}")
+        self.tokens = ActionTokens(end)
+        self.action_statistics = Statistics(action_dim, read_statistics(folder, statistics).get("action"), "action")
+        self.value_head = ValueHead(self.backbone.width, value_gradient)
+        self.num_tokens = chunk_length * action_dim
+
+    # The interface of a VLA model ------------------------------------------------------------------------------------
+
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+        prefix = self.backbone.embed(observations, self.instructions(observations))
+        return self.value_head(_last(self.backbone(prefix), prefix.mask))
+
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Actions, the tokens' log-prob [B], the value [B, 1], and the tokens. Deterministic: each the likeliest."""
+        prefix = self.backbone.embed(observations, self.instructions(observations))
+        hidden, cache = self.backbone.begin(prefix)
+        current = _last(hidden, prefix.mask)
+        value, mask, is_real = self.value_head(current), prefix.mask, self._real_tokens(action_mask, len(current))
+        offsets, log_prob = [], torch.zeros(len(current), device=current.device)
+        for index in range(self.num_tokens):
+            logs = self._log_probs(current)
+            # argmax of log p + Gumbel noise is a draw from p
+            noise = 0.0 if deterministic else -torch.empty_like(logs).exponential_().log()
+            chosen = torch.where(is_real[:, index], (logs + noise).argmax(-1), BINS // 2)
+            offsets.append(chosen)
+            log_prob = log_prob + logs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) * is_real[:, index]
+            if index + 1 < self.num_tokens:
+                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+                current = self.backbone.more(self._embedded(chosen.unsqueeze(1)), mask, cache)[:, -1]
+        drawn = torch.stack(offsets, 1)
+        return self._actions(drawn, action_mask), log_prob, value, {schema.TOKENS: drawn}
+
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] and entropy [B] of the bins that the actions lie in."""
+        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
+        return log_prob, entropy
+
+    def evaluate(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B], entropy [B] and value [B, 1], in one pass; of the tokens in `sample` where they are given."""
+        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
+        return tokens.sum(1), entropy, value
+
+    def evaluate_tokens(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `evaluate`, with the log-prob of each token, [B, K · A]; 0 for padded dims."""
+        is_real = self._real_tokens(action_mask, len(actions))
+        offsets = self._offsets(actions, is_real) if sample is None else sample[schema.TOKENS]
+        prefix = self.backbone.embed(observations, self.instructions(observations))
+        hidden = self.backbone(prefix, self._embedded(offsets[:, :-1]) if self.num_tokens > 1 else None)
+        first = _last(hidden[:, : prefix.mask.shape[1]], prefix.mask)
+        before = torch.cat([first.unsqueeze(1), hidden[:, prefix.mask.shape[1] :]], 1)  # what each token follows
+        logs = self._log_probs(before)
+        chosen = logs.gather(-1, offsets.unsqueeze(-1)).squeeze(-1)
+        entropy = -(logs.exp() * logs).sum(-1)
+        return chosen * is_real, (entropy * is_real).sum(1), self.value_head(first)
+
+    def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """−log π of the tokens of demonstrated chunks, a mean over them: [B]."""
+        log_probs, _, _ = self.evaluate_tokens(observations, actions)
+        by_step = log_probs.view(-1, self.chunk_length, self.action_dim).sum(2)
+        return -(by_step if step_mask is None else by_step * step_mask).sum(1) / self.num_tokens
+
+    # How it is computed ----------------------------------------------------------------------------------------------
+
+    def _log_probs(self, hidden: Tensor) -> Tensor:
+        """[…, H] → log-probs of the 256 action tokens."""
+        return self.backbone.logits(hidden, self.tokens.first)[..., :BINS].log_softmax(-1)
+
+    def _embedded(self, offsets: Tensor) -> Tensor:
+        return self.backbone.model.get_input_embeddings()(offsets + self.tokens.first)
+
+    def _actions(self, offsets: Tensor, action_mask: Tensor | None) -> Tensor:
+        values = self.tokens.decode(offsets).view(-1, self.chunk_length, self.action_dim)
+        return self.shaped(self.action_statistics.denormalize(values), action_mask)
+
+    def _offsets(self, actions: Tensor, is_real: Tensor) -> Tensor:
+        """The tokens [B, K · A] of actions in the environment's units; in padded dims the middle one."""
+        offsets = self.tokens.encode(self.action_statistics.normalize(self.chunk(actions))).flatten(1)
+        return torch.where(is_real, offsets, BINS // 2)
+
+    def _real_tokens(self, action_mask: Tensor | None, batch: int) -> Tensor:
+        """bool [B, K · A]."""
+        if action_mask is None:
+            return torch.ones(batch, self.num_tokens, dtype=torch.bool, device=self.tokens.edges.device)
+        return action_mask.repeat(1, self.chunk_length)
+
+
+def _last(hidden: Tensor, mask: Tensor) -> Tensor:
+    """The hidden state of the last real token, [B, H]."""
+    index = mask.long().sum(1) - 1
+    return hidden[torch.arange(len(hidden), device=hidden.device), index]

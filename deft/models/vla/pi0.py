@@ -1,0 +1,261 @@
+"""`pi0`: π0 as transformers ships it (`PI0ForConditionalGeneration`), from a local folder, behind Deft's interface.
+
+A flow: it is fine-tuned by flow matching, acts by denoising, and PPO and GRPO score the denoising chain (`flow_chain`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from deft import schema
+from deft.errors import InputError
+from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error
+from deft.models.vla.pretrained import (
+    Pictures,
+    PretrainedVLA,
+    Statistics,
+    ValueHead,
+    Words,
+    add_lora,
+    build_backbone,
+    checkpoint_layers,
+    read_architecture,
+    read_statistics,
+    transformers_module,
+)
+
+PROMPT = "{instruction}\n"
+Prefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]  # keys and values by layer, mask [B, T], features [B, F]
+
+
+class Pi0VLA(PretrainedVLA):
+    """Cameras, words and proprioception in; the first K of the model's chunk of actions and a value out.
+
+    Images and words run through the vision-language model once; its keys and values serve every step of the denoising.
+    `flow_noise` is σ of each step when it acts to learn (0: none, as in evaluation), learned where `learn_noise`. The
+    chain covers the model's whole chunk and all of its 32 dims; its log-prob counts the dims that are executed.
+    """
+
+    keeps_sample = True
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        architecture: Mapping[str, Any] | None = None,
+        load_weights: bool = True,
+        action_dim: int = 7,
+        chunk_length: int = 10,
+        image_keys: Sequence[str] = ("rgb",),
+        proprio_key: str | None = "state",
+        proprio_dim: int = 8,
+        instruction_key: str | None = "instruction",
+        prompt_length: int = 48,
+        tokenizer: str | None = None,
+        statistics: Mapping[str, Any] | str | None = None,
+        num_steps: int | None = None,
+        flow_noise: float = 0.1,
+        learn_noise: bool = True,
+        dtype: str = "float32",
+        lora: Mapping[str, Any] | None = None,
+        freeze_vision: bool = False,
+        gradient_checkpointing: bool = False,
+        value_gradient: bool = False,
+    ) -> None:
+        super().__init__(action_dim, chunk_length, proprio_key, proprio_dim, instruction_key)
+        config = read_architecture(folder, architecture, "pi0")
+        for name, size, most in (
+            ("action_dim", action_dim, config.max_action_dim),
+            ("proprio_dim", proprio_dim, config.max_state_dim),
+            ("chunk_length", chunk_length, config.chunk_size),
+        ):
+            if size > most:
+                raise InputError(f"{name} {size} is more than this π0 has: {most}")
+        if not flow_noise > 0:
+            raise InputError(f"flow_noise {flow_noise} must be above 0: without noise a chain has no log-prob")
+        vlm = config.vlm_config
+        self.pictures = Pictures(image_keys, vlm.vision_config.image_size, folder)
+        self.words = Words(folder, tokenizer, PROMPT, prompt_length, vlm.text_config.vocab_size)
+        known = read_statistics(folder, statistics)
+        self.state_statistics = Statistics(proprio_dim, known.get("state"), "state")
+        self.action_statistics = Statistics(action_dim, known.get("action"), "action")
+        transformers = transformers_module()
+        self.backbone = build_backbone(transformers.PI0ForConditionalGeneration, config, folder, load_weights, dtype)
+        if freeze_vision:
+            self.backbone.model.vlm.vision_tower.requires_grad_(False)
+        add_lora(self.backbone, lora)
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            checkpoint_layers(self.backbone.model.vlm.vision_tower)
+        self.config: Any = config
+        self.num_steps = num_steps or config.num_inference_steps
+        self.log_noise = nn.Parameter(torch.full((self.num_steps,), math.log(flow_noise)), requires_grad=learn_noise)
+        self.value_head = ValueHead(vlm.text_config.hidden_size + proprio_dim, value_gradient)
+
+    @property
+    def deviation(self) -> Tensor:
+        """σ of each step of the denoising, [S]."""
+        return self.log_noise.exp()
+
+    # The interface of a VLA model ------------------------------------------------------------------------------------
+
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+        return self.value_head(self._read(observations)[0][2])
+
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Actions, log-prob of the chain [B], value [B, 1], and the chain. Deterministic: from noise 0, without σ."""
+        prefix, state = self._read(observations)
+        velocity = self._velocity(prefix, state)
+        shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
+        noise = torch.zeros(shape, device=state.device) if deterministic else torch.randn(shape, device=state.device)
+        executed = self._executed(action_mask, state.device)
+        chain, log_probs = draw_chain(velocity, noise, self.deviation, deterministic, executed)
+        value = self.value_head(prefix[2])
+        return self._actions(chain[:, -1], action_mask), log_probs.sum(1), value, {schema.CHAIN: chain}
+
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A flow's action alone has no log-prob: `evaluate` scores the chain that it came from."""
+        raise InputError(
+            "π0 has no log-prob of an action alone, only of the denoising that made it: ppo and grpo keep that; train "
+            "on a dataset with sft (flow matching)"
+        )
+
+    def evaluate(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B], entropy [B] and value [B, 1] of the stored chain."""
+        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
+        return tokens.sum(1), entropy, value
+
+    def evaluate_tokens(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `evaluate`, with the log-prob of each step of the denoising, [B, S]."""
+        if sample is None:
+            raise InputError("π0 scores the denoising chain of an action; none is stored with it")
+        prefix, state = self._read(observations)
+        chain, mask = sample[schema.CHAIN], self._executed(action_mask, state.device)
+        log_probs = chain_log_prob(self._velocity(prefix, state), chain, self.deviation, mask)
+        shape = (len(chain), *chain.shape[2:])
+        return log_probs, chain_entropy(self.deviation, shape, mask), self.value_head(prefix[2])
+
+    def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """The flow-matching error of demonstrated chunks [B, K, A], [B], over the model's chunk of at least K steps.
+
+        Steps beyond K, and those that `step_mask` [B, K] leaves out, are not counted; nor are dims beyond A.
+        """
+        prefix, state = self._read(observations)
+        normalised = self.action_statistics.normalize(self.chunk(actions))
+        steps, dims = self.config.chunk_size, self.config.max_action_dim
+        padded = functional.pad(normalised, (0, dims - self.action_dim, 0, steps - self.chunk_length))
+        uniform = torch.rand(len(padded), device=padded.device)
+        # t = scale · Beta(α, 1) + offset; Beta(α, 1) has the distribution function t^α
+        time = self.config.time_sampling_scale * uniform ** (1 / self.config.time_sampling_beta_alpha)
+        mask = self._executed(None, padded.device)
+        if step_mask is not None:
+            mask = mask & functional.pad(step_mask, (0, steps - self.chunk_length)).unsqueeze(-1)
+        velocity = self._velocity(prefix, state)
+        return flow_matching_error(
+            velocity, padded, torch.randn_like(padded), time + self.config.time_sampling_offset, mask
+        )
+
+    # How it is computed ----------------------------------------------------------------------------------------------
+
+    def inputs(self, observations: TensorDictBase) -> dict[str, Tensor]:
+        """What transformers' π0 takes: pictures, tokens, masks and the padded state."""
+        pixels = self.pictures(observations)
+        batch, cameras, device = len(pixels), pixels.shape[1], pixels.device
+        ids, is_word = self.words(self.instructions(observations), batch, device)
+        vision = self.config.vlm_config.vision_config
+        cells = (vision.image_size // vision.patch_size) ** 2
+        images = torch.full((batch, cameras * cells), self.config.vlm_config.image_token_id, device=device)
+        state = self.state_statistics.normalize(self.proprio(observations, batch, device))
+        dtype = self.backbone.dtype
+        return {
+            "input_ids": torch.cat([images, ids], 1),
+            "attention_mask": torch.cat([torch.ones_like(images), is_word.long()], 1),
+            "pixel_values": pixels.to(dtype),
+            "pixel_attention_mask": torch.ones(batch, cameras, dtype=torch.bool, device=device),
+            "state": functional.pad(state, (0, self.config.max_state_dim - self.proprio_dim)).to(dtype),
+        }
+
+    def _read(self, observations: TensorDictBase) -> tuple[Prefix, Tensor]:
+        """One pass of the vision-language model: its keys and values, and features for the value; and the state."""
+        inputs = self.inputs(observations)
+        model, mask = self.backbone.model, inputs["attention_mask"]
+        embedded = model.embed_prefix(inputs["input_ids"], inputs["pixel_values"], inputs["pixel_attention_mask"])
+        output = model.vlm(
+            inputs_embeds=embedded,
+            attention_mask=mask,
+            position_ids=mask.cumsum(-1) - 1,
+            token_type_ids=torch.zeros_like(embedded)[:, :, 0],
+            use_cache=True,
+        )
+        cached = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+        hidden = output.last_hidden_state.float()
+        pooled = (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+        state = inputs["state"]
+        features = torch.cat([pooled, state[:, : self.proprio_dim].float()], 1)
+        return (cached, mask, features), state
+
+    def _velocity(self, prefix: Prefix, state: Tensor) -> Velocity:
+        """The velocity field given what was read: (x, t) → ε − a."""
+        cached, mask, _ = prefix
+        cache_class = transformers_module().DynamicCache
+
+        def velocity(x: Tensor, time: Tensor) -> Tensor:
+            cache = cache_class()  # a new one: the model appends to it
+            for index, (keys, values) in enumerate(cached):
+                cache.update(keys, values, index)
+            output = self.backbone(
+                state=state, noise=x.to(state.dtype), timestep=time, attention_mask=mask, past_key_values=cache
+            )
+            return output.logits.float()
+
+        return _checkpointed(velocity) if self.gradient_checkpointing else velocity
+
+    def _executed(self, action_mask: Tensor | None, device: torch.device) -> Tensor:
+        """bool, broadcast to [B, chunk, dims]: what of the chain is executed."""
+        mask = torch.zeros(1, self.config.chunk_size, self.config.max_action_dim, dtype=torch.bool, device=device)
+        mask[:, : self.chunk_length, : self.action_dim] = True
+        if action_mask is None:
+            return mask
+        padding = self.config.max_action_dim - self.action_dim
+        return mask & functional.pad(action_mask, (0, padding)).unsqueeze(1)
+
+    def _actions(self, end: Tensor, action_mask: Tensor | None) -> Tensor:
+        """The executed part of a chain's end, in the environment's units."""
+        executed = end[:, : self.chunk_length, : self.action_dim]
+        return self.shaped(self.action_statistics.denormalize(executed), action_mask)
+
+
+def _checkpointed(velocity: Velocity) -> Velocity:
+    """Keeps no activations of a denoising step, and computes them again for the gradient."""
+
+    def run(x: Tensor, time: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return velocity(x, time)
+        found: Callable[..., Any] = checkpoint
+        return found(velocity, x, time, use_reentrant=False)
+
+    return run

@@ -1,0 +1,467 @@
+"""What the adapters of pretrained models share: reading a local folder, pictures, words, statistics, LoRA, the value.
+
+`pi0`, `vlm`, `openvla` and `lerobot` are built from these parts. Nothing is downloaded, and nothing is guessed: a
+folder that lacks something is refused in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from deft import schema
+from deft.config.validation import checked
+from deft.errors import InputError
+from deft.models.f1.lora import LoraSettings
+
+logger = logging.getLogger(__name__)
+
+BYTES = "bytes"
+BYTE_VALUES = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
+CACHED_TEXTS = 4096
+
+
+# ------------------------------------------------------------------------------------------------- folders and weights
+
+
+def transformers_module() -> Any:
+    """The package, or one line on how to get it."""
+    try:
+        import transformers
+    except ImportError:
+        raise InputError('this VLA model needs transformers: pip install "deft[vla]"') from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def read_architecture(folder: str | None, architecture: Mapping[str, Any] | None, kind: str | None = None) -> Any:
+    """The transformers config of a folder's `config.json`, or of keywords with `model_type`; `kind`: the one wanted."""
+    transformers = transformers_module()
+    if (folder is None) == (architecture is None):
+        raise InputError(
+            "give the model's folder (model_path) or its architecture, one of them; a folder holds config.json, the "
+            "weights and the tokenizer"
+        )
+    try:
+        if folder is not None:
+            if not (Path(folder) / "config.json").is_file():
+                raise InputError(f"{folder}: no pretrained model: there is no config.json in it")
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        else:
+            keywords = dict(architecture or {})
+            config = transformers.AutoConfig.for_model(keywords.pop("model_type", kind or ""), **keywords)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder or 'architecture'}: {_first_line(error)}") from None
+    if kind is not None and config.model_type != kind:
+        raise InputError(f"{folder or 'architecture'}: a model of type {config.model_type!r}; {kind!r} is wanted here")
+    return config
+
+
+def build_backbone(model_class: Any, config: Any, folder: str | None, load_weights: bool, dtype: str) -> Any:
+    """The transformers model of a config, with the folder's weights (all of them, or it is refused) or new ones."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    wanted = DTYPES[dtype]
+    if folder is None or not load_weights:
+        build = getattr(model_class, "from_config", model_class)  # an Auto class, or the model's own
+        return build(config).to(wanted)
+    try:
+        model, found = model_class.from_pretrained(
+            folder, config=config, dtype=wanted, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"{folder}: the weights cannot be read: {_first_line(error)}") from None
+    missing = sorted(found.get("missing_keys", ()))
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise InputError(f"{folder}: the weights lack {shown}; is it the folder of a {type(model).__name__}?")
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def add_lora(model: nn.Module, lora: Mapping[str, Any] | None) -> None:
+    """Low-rank adapters on the layers that `lora` names (`r`, `lora_alpha`, `target_modules`); the rest is frozen."""
+    if lora is None:
+        if next(model.parameters()).dtype == torch.bfloat16:
+            logger.warning("weights trained in bfloat16 lose small updates: train low-rank changes (lora), or float32")
+        return
+    settings = checked(LoraSettings, dict(lora))
+    if settings.lora_dropout:
+        raise InputError("lora_dropout must be 0: a policy is scored by the same network that acted")
+    try:
+        import peft
+    except ImportError:
+        raise InputError('LoRA needs peft: pip install "deft[vla]"') from None
+    config = peft.LoraConfig(r=settings.r, lora_alpha=settings.lora_alpha, target_modules=list(settings.target_modules))
+    try:
+        peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise InputError(f"lora: {_first_line(error)}") from None
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:  # small updates would be lost in bfloat16
+            parameter.data = parameter.data.float()
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Keep no activations inside the transformer's layers, and compute them again for the gradient.
+
+    transformers does so in training mode alone; a policy stays in evaluation mode (`VLAPolicy`).
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.forward = _checkpointed(module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*inputs: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled() or keywords.get("past_key_values") is not None:  # a cache would be filled twice
+            return forward(*inputs, **keywords)
+        return checkpoint(forward, *inputs, use_reentrant=False, **keywords)
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------- observations
+
+
+def stream(observations: TensorDictBase, key: str) -> Tensor:
+    """A named stream of the observation."""
+    found = observations.get(key, None)
+    if found is None:
+        raise InputError(
+            f"the observation has no {key!r}; it has {sorted(map(str, observations.keys()))}: "
+            "set image_keys, proprio_key and instruction_key in model_config"
+        )
+    return found
+
+
+class Pictures(nn.Module):
+    """Cameras as the model wants them: resized whole, padded to a square, scaled; without torchvision.
+
+    What a folder's `preprocessor_config.json` says goes first: `size`, `image_mean`, `image_std`, `resample`.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, keys: Sequence[str], size: int, folder: str | None = None) -> None:
+        super().__init__()
+        if isinstance(keys, str) or not keys:
+            raise InputError(f"image_keys {keys!r} must be a list of one or more observation keys")
+        said = _preprocessor(folder)
+        self.keys, self.size = tuple(keys), size
+        self.filter = FILTERS.get(said.get("resample", 3), "bicubic")
+        for name, key in (("mean", "image_mean"), ("deviation", "image_std")):
+            values = torch.tensor(said.get(key, [0.5, 0.5, 0.5]), dtype=torch.float32).view(3, 1, 1)
+            self.register_buffer(name, values, persistent=False)
+
+    def forward(self, observations: TensorDictBase) -> Tensor:
+        """float32 [B, cameras, 3, size, size]."""
+        return torch.stack([self._camera(stream(observations, key), key) for key in self.keys], 1)
+
+    def _camera(self, image: Tensor, key: str) -> Tensor:
+        if image.ndim == 4 and image.shape[-1] == 3 and image.shape[1] != 3:
+            image = image.permute(0, 3, 1, 2)
+        if image.dtype != torch.uint8 or image.ndim != 4 or image.shape[1] != 3:
+            raise InputError(
+                f"observation {key!r} is {str(image.dtype).removeprefix('torch.')} {list(image.shape)}; pictures are "
+                "uint8 with 3 channels, 0 to 255: the model scales them"
+            )
+        pixels, (height, width) = image.float(), image.shape[-2:]
+        if (height, width) != (self.size, self.size):
+            ratio = max(height, width) / self.size
+            shape = (max(1, int(height / ratio)), max(1, int(width / ratio)))
+            smooth = {"antialias": True, "align_corners": False} if self.filter != "nearest" else {}
+            pixels = functional.interpolate(pixels, size=shape, mode=self.filter, **smooth).round().clamp(0, 255)
+            pixels = functional.pad(pixels, (0, self.size - shape[1], 0, self.size - shape[0]))
+        return (pixels / 255.0 - self.mean) / self.deviation
+
+
+def _preprocessor(folder: str | None) -> dict[str, Any]:
+    path = None if folder is None else Path(folder) / "preprocessor_config.json"
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {_first_line(error)}") from None
+    return found if isinstance(found, dict) else {}
+
+
+class Words:
+    """Instructions as tokens, each different text once: rows of bytes → ids [B, length] and which are real, bool."""
+
+    def __init__(self, folder: str | None, tokenizer: str | None, prompt: str, length: int, vocabulary: int) -> None:
+        if "{instruction}" not in prompt:
+            raise InputError(f"prompt {prompt!r} has no {{instruction}} in it")
+        self.prompt, self.length = prompt, length
+        self._known: dict[bytes, tuple[list[int], int]] = {}
+        self._tokenizer: Any = None
+        if tokenizer == BYTES:
+            if vocabulary < BYTE_VALUES + 1:
+                raise InputError(f"tokenizer 'bytes' needs {BYTE_VALUES + 1} tokens; the model has {vocabulary}")
+            return
+        source = tokenizer or folder
+        if source is None:
+            raise InputError("tokenizer: missing; name the folder of a tokenizer, or 'bytes'")
+        try:
+            self._tokenizer = transformers_module().AutoTokenizer.from_pretrained(source, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"tokenizer {source} cannot be read: {_first_line(error)}") from None
+
+    def __call__(self, texts: Tensor | None, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tokens [B, length], padded at the end, and the mask of the real ones. No text at all is an empty one."""
+        if texts is None:
+            rows = [b""] * batch
+        elif texts.dtype != torch.uint8 or texts.ndim != 2:
+            raise InputError(
+                f"the instruction is {str(texts.dtype).removeprefix('torch.')} {list(texts.shape)}; "
+                "instructions are rows of bytes, uint8 [B, length]"
+            )
+        else:
+            rows = [row.tobytes().rstrip(b"\0") for row in texts.cpu().numpy()]
+        ids = np.zeros((batch, self.length), np.int64)
+        counts = np.zeros((batch, 1), np.int64)
+        for index, row in enumerate(rows):
+            tokens, counts[index] = self._tokens(row)
+            ids[index] = tokens
+        mask = np.arange(self.length) < counts
+        return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+    def _tokens(self, row: bytes) -> tuple[list[int], int]:
+        found = self._known.get(row)
+        if found is not None:
+            return found
+        text = self.prompt.format(instruction=row.decode(errors="replace"))
+        if self._tokenizer is None:
+            tokens = [1 + byte for byte in text.encode()]
+        else:
+            begin = self._tokenizer.bos_token_id
+            tokens = ([] if begin is None else [begin]) + self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) > self.length:
+            raise InputError(f"an instruction has {len(tokens)} tokens, and prompt_length is {self.length}: {text!r}")
+        if len(self._known) >= CACHED_TEXTS:
+            self._known.clear()
+        self._known[row] = tokens + [0] * (self.length - len(tokens)), len(tokens)
+        return self._known[row]
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+class Statistics(nn.Module):
+    """Between the environment's numbers and the model's: normalised = (x − shift) / scale, a dim each.
+
+    From mean and std, or from q01 and q99 (which become −1 and 1; a dim whose `mask` is False stays as it is).
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, size: int, values: Mapping[str, Any] | None, name: str) -> None:
+        super().__init__()
+        values = values or {}
+        shift, scale = torch.zeros(size), torch.ones(size)
+        if "q01" in values and "q99" in values:
+            low, high = (_numbers(values[key], size, f"{name}.{key}") for key in ("q01", "q99"))
+            shift, scale = (low + high) / 2, (high - low) / 2
+        elif "mean" in values and "std" in values:
+            shift, scale = (_numbers(values[key], size, f"{name}.{key}") for key in ("mean", "std"))
+        elif values:
+            raise InputError(f"statistics.{name} has {', '.join(values)}; it needs mean and std, or q01 and q99")
+        real = torch.tensor(values.get("mask", [True] * size), dtype=torch.bool)
+        if real.shape != (size,):
+            raise InputError(f"statistics.{name}.mask has {len(real)} numbers; there are {size} dims")
+        self.register_buffer("shift", torch.where(real, shift, 0.0))
+        self.register_buffer("scale", torch.where(real, scale, 1.0).clamp(min=1e-6))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Into the model."""
+        return (x.float() - self.shift) / self.scale
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        """Out of it."""
+        return x.float() * self.scale + self.shift
+
+
+def read_statistics(folder: str | None, given: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
+    """`state` and `action` statistics: as given, of a JSON file, or of the folder's own files.
+
+    Known in a folder: `processor_config.json` of transformers' π0 (`state_mean`, …), `dataset_statistics.json` and
+    `norm_stats` of `config.json` as OpenVLA writes them. Without any, numbers go in and out as they are.
+    """
+    if isinstance(given, str):
+        return _known_statistics(_json(Path(given)), given)
+    if given is not None:
+        return _known_statistics(dict(given), "statistics")
+    if folder is None:
+        return {}
+    for file in ("processor_config.json", "dataset_statistics.json", "config.json"):
+        path = Path(folder) / file
+        if path.is_file():
+            content = _json(path)
+            found = _known_statistics(content.get("norm_stats", content), str(path), strict=False)
+            if found:
+                return found
+    logger.warning("%s holds no statistics: states and actions go in and out as they are", folder)
+    return {}
+
+
+def _known_statistics(content: Mapping[str, Any], source: str, strict: bool = True) -> dict[str, dict[str, Any]]:
+    if "actions_mean" in content and "actions_std" in content:
+        found = {"action": {"mean": content["actions_mean"], "std": content["actions_std"]}}
+        if "state_mean" in content:
+            found["state"] = {"mean": content["state_mean"], "std": content["state_std"]}
+        return found
+    if len(content) == 1:  # OpenVLA: by the dataset's name
+        inner = next(iter(content.values()))
+        if isinstance(inner, Mapping) and "action" in inner:
+            content = inner
+    if isinstance(content.get("action"), Mapping):
+        state = content.get("state", content.get("proprio"))
+        action = dict(content["action"])
+        keys = ("mean", "std", "q01", "q99", "mask")
+        found = {"action": {key: action[key] for key in keys if key in action}}
+        if isinstance(state, Mapping):
+            found["state"] = {key: state[key] for key in keys if key in state}
+        return found
+    if strict:
+        raise InputError(f"{source}: no statistics of `action` in it; it has {', '.join(map(str, content))}")
+    return {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"statistics {path} cannot be read: {_first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"statistics {path} hold no mapping")
+    return found
+
+
+def _numbers(values: Any, size: int, name: str) -> Tensor:
+    found = torch.as_tensor(values, dtype=torch.float32).flatten()
+    if len(found) != size:
+        raise InputError(f"statistics.{name} has {len(found)} numbers; there are {size} dims")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the model's end
+
+
+class ValueHead(nn.Sequential):
+    """V on features of the trunk; with `gradient` its loss trains the trunk too."""
+
+    def __init__(self, features: int, gradient: bool, width: int = 256) -> None:
+        super().__init__(nn.LayerNorm(features), nn.Linear(features, width), nn.GELU(), nn.Linear(width, 1))
+        self.gradient = gradient
+        nn.init.zeros_(self[-1].weight)  # type: ignore[arg-type]
+        nn.init.zeros_(self[-1].bias)  # type: ignore[arg-type]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, F] → [B, 1]."""
+        return super().forward(features.float() if self.gradient else features.detach().float())
+
+
+class PretrainedVLA(nn.Module):
+    """The parts of a VLA model that do not depend on how it decides: what it reads, what it runs, its value.
+
+    A subclass builds `self.backbone` and defines `act` and `evaluate`; the three methods of the interface follow.
+    """
+
+    reads_folder = True  # `load_vla_model` hands such a class the folder, which holds more than weights
+    keeps_sample = False
+
+    def __init__(
+        self, action_dim: int, chunk_length: int, proprio_key: str | None, proprio_dim: int, instruction_key: str | None
+    ) -> None:
+        super().__init__()
+        for name, size in (("action_dim", action_dim), ("chunk_length", chunk_length), ("proprio_dim", proprio_dim)):
+            if size < 1:
+                raise InputError(f"{name} {size} must be 1 or more")
+        self.action_dim, self.chunk_length = action_dim, chunk_length
+        self.proprio_key, self.proprio_dim, self.instruction_key = proprio_key, proprio_dim, instruction_key
+        self.backbone: Any = None
+
+    # The interface of a VLA model ------------------------------------------------------------------------------------
+
+    def forward(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> Tensor:
+        """Actions [B, A], or [B, K, A] with chunks of K > 1 steps."""
+        return self.act(observations, deterministic, action_mask)[0]
+
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Actions, their log-prob [B], the value [B, 1], and what else was random (where `keeps_sample`)."""
+        raise TypeError(f"{type(self).__name__} does not define act")
+
+    # The borders ------------------------------------------------------------------------------------------------------
+
+    def proprio(self, observations: TensorDictBase, batch: int, device: torch.device) -> Tensor:
+        """Proprioception [B, P], checked; zeros where the environment has none."""
+        if self.proprio_key is None:
+            return torch.zeros(batch, self.proprio_dim, device=device)
+        state = stream(observations, self.proprio_key)
+        if state.shape != (batch, self.proprio_dim):
+            raise InputError(
+                f"observation {self.proprio_key!r} has shape {list(state.shape)}; the model was built for "
+                f"[{batch}, {self.proprio_dim}] (proprio_dim)"
+            )
+        return state.float()
+
+    def instructions(self, observations: TensorDictBase) -> Tensor | None:
+        """The rows of bytes, or None."""
+        return None if self.instruction_key is None else stream(observations, self.instruction_key)
+
+    def chunk(self, actions: Tensor) -> Tensor:
+        """Stored actions as [B, K, A]."""
+        return actions.reshape(len(actions), self.chunk_length, self.action_dim)
+
+    def shaped(self, actions: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """[B, K, A] as the environment takes it: padded dims 0, and [B, A] where there are no chunks."""
+        if action_mask is not None:
+            actions = actions.masked_fill(~action_mask.unsqueeze(1), 0.0)
+        return actions.squeeze(1) if self.chunk_length == 1 else actions
+
+    def real(self, action_mask: Tensor | None, step_mask: Tensor | None = None) -> Tensor | None:
+        """bool, broadcast to [B, K, A]: the dims that count, of the steps that are real; None where all are."""
+        mask = None if action_mask is None else action_mask.unsqueeze(1)
+        if step_mask is None:
+            return mask
+        return step_mask.unsqueeze(-1) if mask is None else mask & step_mask.unsqueeze(-1)
+
+
+def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
+    """[B, K, A] → [B] over what is real."""
+    return (values if mask is None else values.masked_fill(~mask, 0.0)).sum((1, 2))
+
+
+def trained(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return (parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def texts_of(rows: Tensor) -> list[str]:
+    """Rows of instruction bytes as texts."""
+    return [schema.decode_text(row) for row in rows.cpu().numpy()]

@@ -1,0 +1,552 @@
+"""`vla-tiny`: a vision-language-action model that two CPU cores can train, with a Gaussian, token or flow head.
+
+Loaded by `load_vla_model` under that name; `deft train sft` trains it on demonstrations, PPO, GRPO and IQL go on from
+there. One pass through the trunk gives features [B, F] on which the actions' head and the value stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft import schema
+from deft.errors import InputError
+from deft.models.distributions import HALF_LOG_2PI
+from deft.models.flow_chain import chain_entropy, chain_log_prob, flow_matching_error, sample_chain
+from deft.models.normalization import RunningNormalizer
+
+GRID = 16  # cells a side that a picture is seen in
+CHANNELS = 32
+QUERIES, WORD_QUERIES = 16, 6  # places that a picture is searched for, those that words name
+WORD_BUCKETS, MAX_WORDS, TEXT_DIM = 1024, 16, 64
+TASK_DIM = 8  # what of the text reaches the trunk past the cameras: which task it is, not which object
+SPACE_BYTE = 32
+TIME_FREQUENCIES = 8
+LOG_STD_RANGE = (-4.0, 1.0)
+SHARPNESS = 5.0  # of where a query looks: one that sees everything at once learns several times as slowly where to look
+VALUE_SCALE = 10.0  # with it the value learns so many times as fast as the policy, from one step size
+ENOUGH_OBSERVED = 20_000  # observations that the proprioception is normalised by
+PROPRIO_EPSILON = 1e-4  # of a variance: a number that hardly moves in the data is not blown up
+
+
+class WordEncoder(nn.Module):
+    """Text as bytes → [B, TEXT_DIM]: words by their hash, each read with its neighbours, gathered by learned queries.
+
+    Neighbours say the role: what follows "on the" is not what follows "put the". Any text can be read; a word that was
+    never trained on is a vector that was never trained.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORD_BUCKETS, TEXT_DIM, padding_idx=0)
+        self.position = nn.Parameter(0.1 * torch.randn(MAX_WORDS, TEXT_DIM))
+        self.neighbours = nn.ModuleList(nn.Conv1d(TEXT_DIM, TEXT_DIM, 3, padding=1) for _ in range(2))
+        self.queries = nn.Parameter(torch.randn(4, TEXT_DIM) / math.sqrt(TEXT_DIM))
+        self.out = nn.Sequential(nn.Linear(4 * TEXT_DIM, TEXT_DIM), nn.LayerNorm(TEXT_DIM))
+
+    def forward(self, text: Tensor) -> Tensor:
+        """uint8 [B, L] → [B, TEXT_DIM]; each different text is read once."""
+        different, which = torch.unique(text, dim=0, return_inverse=True)
+        ids = word_ids(different)
+        present = (ids > 0).unsqueeze(1)
+        tokens = ((self.words(ids) + self.position).transpose(1, 2)) * present
+        for layer in self.neighbours:
+            tokens = (tokens + functional.relu(layer(tokens))) * present
+        scores = (self.queries @ tokens).masked_fill(~present, -1e4)
+        gathered = scores.softmax(-1) @ tokens.transpose(1, 2)  # [U, 4, TEXT_DIM]
+        return self.out(gathered.flatten(1))[which]
+
+
+def word_ids(text: Tensor) -> Tensor:
+    """The words of texts, uint8 [B, L], as numbers 1 to WORD_BUCKETS − 1, int64 [B, MAX_WORDS]; 0 where there is none.
+
+    A word's number is Σ byte_i · 31^i, modulo a prime and the buckets.
+    """
+    is_letter = (text != 0) & (text != SPACE_BYTE)
+    begins = is_letter & ~functional.pad(is_letter, (1, -1))
+    word = begins.cumsum(1) - 1
+    places = torch.arange(text.shape[1], device=text.device).expand_as(word)
+    # The last place at which a word began, so far
+    start = torch.where(begins, places, 0).cummax(1).values
+    powers = torch.tensor([pow(31, i, 65_521) for i in range(text.shape[1])], device=text.device)
+    parts = torch.where(is_letter, text.long() * powers[places - start], 0)
+    hashes = parts.new_zeros(len(text), MAX_WORDS + 1)
+    counted = parts.new_zeros(len(text), MAX_WORDS + 1)
+    index = word.clamp(0, MAX_WORDS)  # what comes after the last word that there is room for is left out
+    hashes.scatter_add_(1, index, parts)
+    counted.scatter_add_(1, index, is_letter.long())
+    numbers = 1 + hashes % 65_521 % (WORD_BUCKETS - 1)
+    return torch.where(counted > 0, numbers, 0)[:, :MAX_WORDS]
+
+
+class CameraEncoder(nn.Module):
+    """A picture as the places of what the words ask for, and of a few things that are always worth a look.
+
+    The picture is cut into cells, each seen by itself: f = relu(W pixels). A query q, learned or made of the text,
+    looks for its cell:  p = softmax(5 f q);  out = (Σ p x, Σ p y, max f q): where it is, and how sure that is.
+    Everything is a matrix product: the gradient of a convolution costs a CPU several times as much.
+    """
+
+    grid: Tensor
+    out_dim = 3 * QUERIES
+
+    def __init__(self, image_size: int) -> None:
+        super().__init__()
+        self.side = image_size // GRID
+        self.pixels = nn.Linear(3 * self.side**2, CHANNELS)
+        self.queries = nn.Parameter(torch.randn(QUERIES - WORD_QUERIES, CHANNELS))
+        self.words = nn.Linear(TEXT_DIM, WORD_QUERIES * CHANNELS)
+        line = torch.linspace(-1.0, 1.0, GRID)
+        y, x = torch.meshgrid(line, line, indexing="ij")
+        self.register_buffer("grid", torch.stack([x.flatten(), y.flatten()], 1), persistent=False)
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        """uint8 pictures [B, 3, h, w] and texts [B, TEXT_DIM] → [B, out_dim]."""
+        cells = functional.relu(self.pixels(self.cut(image)))  # [B, cells, C]
+        asked = self.words(text).view(len(text), WORD_QUERIES, CHANNELS)
+        matches = torch.cat([functional.linear(cells, self.queries), cells @ asked.transpose(1, 2)], 2).transpose(1, 2)
+        places = (SHARPNESS * matches).softmax(-1) @ self.grid  # [B, Q, 2]
+        return torch.cat([places.flatten(1), matches.amax(-1)], 1)
+
+    def cut(self, image: Tensor) -> Tensor:
+        """The pixels of each cell, scaled to [-1, 1]: [B, cells, 3 side²]; the only place where they are scaled."""
+        batch, side = len(image), self.side
+        cells = image.reshape(batch, 3, GRID, side, GRID, side).permute(0, 2, 4, 1, 3, 5).reshape(batch, GRID**2, -1)
+        return torch.sub(cells, 127.5).to(self.pixels.weight.dtype).mul_(1 / 127.5)
+
+
+class TinyVLAModel(nn.Module):
+    """Cameras, proprioception and an instruction in, a chunk of K actions and a value out.
+
+    `head`: `gaussian` (a mean a dim, a learned deviation for each dim and step of the chunk), `token` (a categorical
+    over `num_bins` equal bins of [-1, 1] for each dim and step), or `flow` (a velocity that turns noise into
+    actions in `flow_steps` steps, each with noise of a learned deviation, so that the chain has a log-prob).
+
+    With `value_gradient` the value's loss trains the trunk too, else its own layers alone.
+    """
+
+    default_chunk_length = 4
+
+    def __init__(
+        self,
+        head: str = "gaussian",
+        action_dim: int = 7,
+        chunk_length: int = default_chunk_length,
+        image_keys: Sequence[str] = ("head_rgb", "wrist_rgb"),
+        image_size: int = 64,
+        proprio_key: str | None = "state",
+        proprio_dim: int = 24,
+        instruction_key: str | None = "instruction",
+        width: int = 256,
+        log_std_init: float = -1.5,
+        num_bins: int = 32,
+        flow_steps: int = 5,
+        flow_noise: float = 0.1,
+        value_gradient: bool = False,
+        freeze_vision: bool = False,
+    ) -> None:
+        super().__init__()
+        if head not in HEADS:
+            raise InputError(f"head {head!r} is none of {', '.join(HEADS)}")
+        if isinstance(image_keys, str) or not image_keys:
+            raise InputError(f"image_keys {image_keys!r} must be a list of one or more observation keys")
+        if image_size < GRID or image_size % GRID:
+            raise InputError(f"image_size {image_size} is no multiple of {GRID}")
+        for name, size, least in (
+            ("action_dim", action_dim, 1),
+            ("chunk_length", chunk_length, 1),
+            ("proprio_dim", proprio_dim, 1),
+            ("width", width, 1),
+            ("num_bins", num_bins, 2),
+            ("flow_steps", flow_steps, 1),
+        ):
+            if size < least:
+                raise InputError(f"{name} {size} must be {least} or more")
+        if not flow_noise > 0:
+            raise InputError(f"flow_noise {flow_noise} must be above 0: without noise a chain has no log-prob")
+        self.head_name, self.action_dim, self.chunk_length = head, action_dim, chunk_length
+        self.image_keys, self.image_size = tuple(image_keys), image_size
+        self.proprio_key, self.proprio_dim, self.instruction_key = proprio_key, proprio_dim, instruction_key
+        self.value_gradient, self.freeze_vision = value_gradient, freeze_vision
+        self.width = width
+
+        self.text: Any = WordEncoder()
+        self.task: Any = nn.Linear(TEXT_DIM, TASK_DIM)
+        self.cameras: Any = nn.ModuleList(CameraEncoder(image_size) for _ in self.image_keys)
+        inputs = TASK_DIM + len(self.image_keys) * CameraEncoder.out_dim
+        if proprio_key is not None:
+            self.proprio: Any = RunningNormalizer((proprio_dim,), clip=5.0, epsilon=PROPRIO_EPSILON)
+            inputs += proprio_dim
+        self.trunk: Any = nn.Sequential(
+            nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+        )
+        if head == "gaussian":
+            self.head: Any = GaussianChunks(width, chunk_length, action_dim, log_std_init)
+        elif head == "token":
+            self.head = TokenChunks(width, chunk_length, action_dim, num_bins)
+        else:
+            self.head = FlowChunks(width, chunk_length, action_dim, flow_steps, flow_noise)
+        last = nn.Linear(width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.feature_dim = inputs + width
+        self.value_head = nn.Sequential(
+            nn.Linear(self.feature_dim, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last
+        )
+        if freeze_vision:
+            self.cameras.requires_grad_(False)
+            self.text.requires_grad_(False)
+
+    @property
+    def keeps_sample(self) -> bool:
+        """Whether `act` also gives what was random beside the action, and `evaluate` asks for it."""
+        return self.head_name == "flow"
+
+    # -- the interface of a VLA model ----------------------------------------------------------------------------------
+
+    def forward(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> Tensor:
+        """Actions [B, A], or [B, K, A] with chunks of K > 1 steps; padded dims are 0."""
+        return self.act(observations, deterministic, action_mask)[0]
+
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+        return self.value_of(self.features(observations))
+
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] and entropy [B] over the real dims of the whole chunk; not for a flow, see `evaluate`."""
+        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
+        return log_prob, entropy
+
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Actions, their log-prob [B], the value [B, 1], and for a flow the denoising chain, in one pass."""
+        features = self.features(observations)
+        mask = self._mask(action_mask)
+        action, log_prob, sample = self.head.draw(self._for_head(features), deterministic, mask)
+        if mask is not None:
+            action = action.masked_fill(~mask, 0.0)
+        outputs = (self._shaped(action), log_prob, self.value_of(features))
+        return (*outputs, sample) if self.keeps_sample else outputs
+
+    def evaluate(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B], entropy [B] and value [B, 1] of given actions; of a flow, of the chain in `sample`."""
+        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
+        return tokens.sum(1), entropy, value
+
+    def evaluate_tokens(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `evaluate`, with the log-prob of each step of the chunk, [B, K], or of a flow's denoising, [B, S]."""
+        if self.keeps_sample and sample is None:
+            raise InputError("the actions of a flow have no log-prob of their own: score its chain (`sample`)")
+        features = self.features(observations)
+        chunk, mask = self._chunk(actions), self._mask(action_mask)
+        tokens, entropy = self.head.score(self._for_head(features), chunk, mask, sample)
+        return tokens, entropy, self.value_of(features)
+
+    # -- for supervised and offline training ---------------------------------------------------------------------------
+
+    def features(self, observations: TensorDictBase) -> Tensor:
+        """What was seen, heard and felt, and what the trunk makes of it, [B, F].
+
+        The actions' head reads the second part alone. The value reads both: what the trunk leaves out since no action
+        depends on it may well say how an episode ends.
+        """
+        images = [self._image(observations, key) for key in self.image_keys]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision):
+            if self.instruction_key is None:
+                text = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
+            else:
+                text = self.text(self._text(observations, self.instruction_key))
+            seen = [camera(image, text) for camera, image in zip(self.cameras, images, strict=True)]
+        if self.proprio_key is not None:
+            proprio = self._stream(observations, self.proprio_key)
+            if proprio.shape != (len(text), self.proprio_dim):
+                raise InputError(
+                    f"observation {self.proprio_key!r} has shape {list(proprio.shape)}; the model was built for "
+                    f"[{len(text)}, {self.proprio_dim}] (proprio_dim)"
+                )
+            seen.append(self.proprio(proprio.float()))
+        inputs = torch.cat([*seen, self.task(text)], 1)
+        return torch.cat([inputs, self.trunk(inputs)], 1)
+
+    def value_of(self, features: Tensor) -> Tensor:
+        """V on features […, F]: […, 1]."""
+        return VALUE_SCALE * self.value_head(features if self.value_gradient else features.detach())
+
+    def imitation_loss(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        step_mask: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """What supervised training minimises, [B]: −log π of the steps in `step_mask` [B, K], or a flow's error.
+
+        `features`: those of the observations, where they are known already.
+        """
+        features = self.features(observations) if features is None else features
+        return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """What the value's loss trains."""
+        yield from self.value_head.parameters()
+
+    def observe(self, observations: TensorDictBase | Mapping[str, Tensor]) -> None:
+        """Take observations into the normalisation of the proprioception, until it has seen enough.
+
+        It then stays: a policy that was trained on demonstrations is not to see its own body otherwise later on.
+        """
+        if self.proprio_key is not None and self.proprio.count < ENOUGH_OBSERVED:
+            self.proprio.observe(observations[self.proprio_key].float())
+
+    def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Mean and log deviation of what a Gaussian head draws from."""
+        if self.head_name != "gaussian":
+            raise InputError(
+                f"a {self.head_name} head has no Gaussian over actions; train it with sft, iql, ppo or grpo"
+            )
+        mean = self.head.mean(self._for_head(self.features(observations)))
+        return self._shaped(mean), self._shaped(self.head.log_std.unsqueeze(0))[0]
+
+    # -- borders -------------------------------------------------------------------------------------------------------
+
+    def _for_head(self, features: Tensor) -> Tensor:
+        return features[..., -self.width :]
+
+    def _chunk(self, actions: Tensor) -> Tensor:
+        return actions.reshape(len(actions), self.chunk_length, self.action_dim)
+
+    def _shaped(self, actions: Tensor) -> Tensor:
+        """[B, K, A] as the environment takes it: [B, A] where there are no chunks."""
+        return actions.squeeze(1) if self.chunk_length == 1 else actions
+
+    def _mask(self, action_mask: Tensor | None) -> Tensor | None:
+        return None if action_mask is None else action_mask.unsqueeze(1).expand(-1, self.chunk_length, -1)
+
+    def _image(self, observations: TensorDictBase, key: str) -> Tensor:
+        """A camera's uint8 pictures, channels first."""
+        image = self._stream(observations, key)
+        if image.ndim == 4 and image.shape[-1] == 3:
+            image = image.permute(0, 3, 1, 2)
+        if image.dtype != torch.uint8 or image.shape[1:] != (3, self.image_size, self.image_size):
+            raise InputError(
+                f"observation {key!r} is {image.dtype} {list(image.shape)}; the model was built for uint8 images of "
+                f"{self.image_size}×{self.image_size} pixels and 3 channels (image_size)"
+            )
+        return image
+
+    def _text(self, observations: TensorDictBase, key: str) -> Tensor:
+        text = self._stream(observations, key)
+        if text.dtype != torch.uint8 or text.ndim != 2:
+            raise InputError(
+                f"observation {key!r} is {text.dtype} {list(text.shape)}; instructions are rows of bytes, "
+                "uint8 [B, length]"
+            )
+        return text
+
+    def _stream(self, observations: TensorDictBase, key: str) -> Tensor:
+        stream = observations.get(key, None)
+        if stream is None:
+            raise InputError(
+                f"the observation has no {key!r}; it has {sorted(map(str, observations.keys()))}: "
+                "set image_keys, proprio_key and instruction_key in model_config"
+            )
+        return stream
+
+
+# ------------------------------------------------------------------------------------------------------------- heads
+
+
+class Chunks(nn.Module):
+    """A distribution over chunks of actions [B, K, A], given features [B, F]."""
+
+    def __init__(self, chunk_length: int, action_dim: int) -> None:
+        super().__init__()
+        self.shape = (chunk_length, action_dim)
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Actions [B, K, A], their log-prob [B], and what else was random."""
+        raise TypeError(type(self).__name__)
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """Log-probs [B, K] of each step, and the entropy [B]; over the dims where `mask` [B, K, A] is True."""
+        raise TypeError(type(self).__name__)
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """−log π over the steps that are real, as a mean over all of the chunk's numbers: [B]."""
+        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
+        return -self.score(features, actions, mask, None)[0].sum(1) / math.prod(self.shape)
+
+
+class GaussianChunks(Chunks):
+    """log p(a) = Σ [ −½ ((a − μ) / σ)² − log σ − ½ log 2π ]."""
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, log_std_init: float) -> None:
+        super().__init__(chunk_length, action_dim)
+        self.out = nn.Linear(width, chunk_length * action_dim)
+        self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
+        nn.init.normal_(self.out.weight, std=0.01)
+        nn.init.zeros_(self.out.bias)
+
+    @property
+    def log_std(self) -> Tensor:
+        """[K, A]."""
+        return self.log_std_free.clamp(*LOG_STD_RANGE)
+
+    def mean(self, features: Tensor) -> Tensor:
+        """[B, K, A]."""
+        return self.out(features).view(-1, *self.shape)
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Mean plus noise."""
+        mean = self.mean(features)
+        action = mean if deterministic else torch.addcmul(mean, torch.randn_like(mean), self.log_std.exp())
+        return action, self._log_prob(mean, action, mask).sum((1, 2)), {}
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """By the density; the entropy of a dim is log σ + ½ log 2πe."""
+        mean = self.mean(features)
+        entropy = _real((self.log_std + (0.5 + HALF_LOG_2PI)).expand_as(mean), mask)
+        return self._log_prob(mean, actions, mask).sum(2), entropy.sum((1, 2))
+
+    def _log_prob(self, mean: Tensor, actions: Tensor, mask: Tensor | None) -> Tensor:
+        log_std = self.log_std
+        standardised = (actions - mean) * (-log_std).exp()
+        return _real(-0.5 * standardised.square() - log_std - HALF_LOG_2PI, mask)
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """½ (a − μ)² over the steps that are real, as a mean over all of the chunk's numbers: [B].
+
+        −log π for a deviation of 1. What is learned is the mean: how far the demonstrations scatter around it says
+        nothing about how far to explore, and a chunk of such steps, none of which sees the one before, goes astray.
+        """
+        error = 0.5 * (actions - self.mean(features)).square()
+        return _real(error, None if step_mask is None else step_mask.unsqueeze(-1).expand_as(error)).mean((1, 2))
+
+
+class TokenChunks(Chunks):
+    """Each dim of each step is one of `num_bins` bins of [-1, 1], independent given the features; a bin acts as its
+    centre, c_i = −1 + (2 i + 1) / bins.
+    """
+
+    centers: Tensor
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, num_bins: int) -> None:
+        super().__init__(chunk_length, action_dim)
+        self.num_bins = num_bins
+        self.out = nn.Linear(width, chunk_length * action_dim * num_bins)
+        nn.init.normal_(self.out.weight, std=0.01)
+        nn.init.zeros_(self.out.bias)
+        self.register_buffer("centers", (2 * torch.arange(num_bins) + 1) / num_bins - 1.0, persistent=False)
+
+    def _log_probs(self, features: Tensor) -> Tensor:
+        return self.out(features).view(-1, *self.shape, self.num_bins).log_softmax(-1)
+
+    def _bins(self, actions: Tensor) -> Tensor:
+        return ((actions + 1.0) * (0.5 * self.num_bins)).long().clamp(0, self.num_bins - 1)
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Draw bins; deterministic: the centre nearest the mean, since neighbouring bins are neighbouring actions."""
+        logs = self._log_probs(features)
+        if deterministic:
+            bins = self._bins((logs.exp() * self.centers).sum(-1))
+        else:
+            # argmax of log p + Gumbel noise is a draw from p
+            bins = (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
+        chosen = logs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
+        return self.centers[bins], _real(chosen, mask).sum((1, 2)), {}
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """By the bins that the actions lie in."""
+        logs = self._log_probs(features)
+        chosen = logs.gather(-1, self._bins(actions).unsqueeze(-1)).squeeze(-1)
+        entropy = _real(-(logs.exp() * logs).sum(-1), mask)
+        return _real(chosen, mask).sum(2), entropy.sum((1, 2))
+
+
+class FlowChunks(Chunks):
+    """A velocity field on chunks, trained by flow matching; drawn and scored as a noised chain (`flow_chain`)."""
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, num_steps: int, noise: float) -> None:
+        super().__init__(chunk_length, action_dim)
+        self.num_steps = num_steps
+        size = chunk_length * action_dim
+        self.condition = nn.Linear(width, width)
+        self.noisy = nn.Linear(size + 2 * TIME_FREQUENCIES, width)
+        self.hidden = nn.Linear(width, width)
+        self.out = nn.Linear(width, size)
+        self.log_noise = nn.Parameter(torch.full((num_steps, *self.shape), math.log(noise)))
+
+    @property
+    def deviation(self) -> Tensor:
+        """σ of each step, [S, K, A]."""
+        return self.log_noise.clamp(*LOG_STD_RANGE).exp()
+
+    def _velocity(self, features: Tensor) -> Any:
+        condition = self.condition(features)
+
+        def velocity(x: Tensor, time: Tensor) -> Tensor:
+            angles = time[:, None] * (math.pi * 2.0 ** torch.arange(TIME_FREQUENCIES, device=x.device) / 4.0)
+            inputs = torch.cat([x.flatten(1), angles.sin(), angles.cos()], 1)
+            hidden = functional.relu(self.noisy(inputs) + condition)
+            return self.out(hidden + functional.relu(self.hidden(hidden))).view(x.shape)
+
+        return velocity
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The end of a chain; deterministic: of the one from the middle of the noise, without any."""
+        noise = torch.zeros if deterministic else torch.randn
+        start = noise(len(features), *self.shape, dtype=features.dtype, device=features.device)
+        velocity, deviation = self._velocity(features), self.deviation
+        chain = sample_chain(velocity, start, deviation, deterministic)
+        return chain[:, -1], chain_log_prob(velocity, chain, deviation, mask).sum(1), {schema.CHAIN: chain}
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """Log-probs of each step of the denoising, [B, S]."""
+        deviation = self.deviation
+        tokens = chain_log_prob(self._velocity(features), sample[schema.CHAIN], deviation, mask)
+        return tokens, chain_entropy(deviation, actions.shape, mask)
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """‖v(x_t, t) − (ε − a)‖², with one t and one ε a row."""
+        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
+        time = torch.rand(len(actions), device=actions.device)
+        return flow_matching_error(self._velocity(features), actions, torch.randn_like(actions), time, mask)
+
+
+HEADS = {"gaussian": GaussianChunks, "token": TokenChunks, "flow": FlowChunks}
+
+
+def _real(values: Tensor, mask: Tensor | None) -> Tensor:
+    """0 in the dims where `mask` [B, K, A] is False."""
+    return values if mask is None else values.masked_fill(~mask, 0.0)

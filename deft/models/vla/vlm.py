@@ -1,0 +1,293 @@
+"""`vlm`: any PaliGemma-style vision-language model of transformers, from a local folder, with an action head.
+
+Cameras and words run through the model as it was trained; a token for the proprioception, a query for each action step
+and one for the value follow them. `openvla` shares the trunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from deft.errors import InputError
+from deft.models.distributions import HALF_LOG_2PI
+from deft.models.vla.pretrained import (
+    Pictures,
+    PretrainedVLA,
+    Statistics,
+    ValueHead,
+    Words,
+    add_lora,
+    build_backbone,
+    checkpoint_layers,
+    masked_sum,
+    read_architecture,
+    read_statistics,
+    transformers_module,
+)
+
+PROMPT = "{instruction}\n"
+PALIGEMMA = "paligemma"
+NESTED = ("idefics3", "smolvlm")  # take pictures as [B, number, 3, h, w]
+
+
+class Tokens(NamedTuple):
+    """Embedded tokens [B, T, H], and which of them are real, bool [B, T]."""
+
+    tokens: Tensor
+    mask: Tensor
+
+
+class Trunk(nn.Module):
+    """A vision-language model that reads cameras and words: embeds them, and runs embedded tokens.
+
+    `token_type_ids` say which tokens see one another whatever their order: for PaliGemma those of type 0, which are
+    cameras and words; for others that take them (Gemma 3) those of type 1, the cameras. The rest is read in order.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        architecture: Mapping[str, Any] | None,
+        load_weights: bool,
+        image_keys: Sequence[str],
+        tokenizer: str | None,
+        prompt: str,
+        prompt_length: int,
+        dtype: str,
+        lora: Mapping[str, Any] | None,
+        freeze_vision: bool,
+        gradient_checkpointing: bool,
+    ) -> None:
+        super().__init__()
+        config = read_architecture(folder, architecture)
+        vision, text = getattr(config, "vision_config", None), config.get_text_config()
+        if vision is None or not isinstance(getattr(vision, "image_size", None), int):
+            raise InputError(
+                f"{folder or 'architecture'}: a model of type {config.model_type!r} has no vision_config with an "
+                "image_size; a PaliGemma-style vision-language model is wanted"
+            )
+        self.pictures = Pictures(image_keys, vision.image_size, folder)
+        self.words = Words(folder, tokenizer, prompt, prompt_length, text.vocab_size)
+        auto = transformers_module().AutoModelForImageTextToText
+        self.model: Any = build_backbone(auto, config, folder, load_weights, dtype)
+        if freeze_vision:
+            self._vision().requires_grad_(False)
+        add_lora(self.model, lora)
+        if gradient_checkpointing:
+            checkpoint_layers(self.model)
+        self.width: int = text.hidden_size
+        self.vocabulary: int = text.vocab_size
+        self.config: Any = config
+        accepted = inspect.signature(self._inner().forward).parameters
+        self._has_types = "token_type_ids" in accepted
+        self._first_position = 1 if config.model_type == PALIGEMMA else 0
+
+    def compile(self, **settings: Any) -> None:
+        """Compile the passes through the model, with the settings of `torch.compile`, but for those with a cache.
+
+        Copies of the module (a reference policy, an acting one) are not compiled.
+        """
+        self._inner().compile(**settings)
+        self._vision().compile(**settings)
+
+    def embed(self, observations: TensorDictBase, instructions: Tensor | None) -> Tokens:
+        """Cameras, then words: tokens of the model's width."""
+        pixels = self.pictures(observations)
+        batch, cameras = pixels.shape[:2]
+        ids, is_word = self.words(instructions, batch, pixels.device)
+        features = self._image_features(pixels.flatten(0, 1).to(self.model.dtype))
+        features = features.reshape(batch, cameras * features.shape[-2], self.width)
+        words = self.model.get_input_embeddings()(ids)
+        is_picture = torch.ones(features.shape[:2], dtype=torch.bool, device=ids.device)
+        return Tokens(torch.cat([features.to(words.dtype), words], 1), torch.cat([is_picture, is_word], 1))
+
+    def forward(self, prefix: Tokens, suffix: Tensor | None = None) -> Tensor:
+        """Last hidden states [B, T, H], float32, of a prefix and a suffix [B, S, H] that is read in order after it."""
+        tokens, mask = prefix
+        if suffix is not None:
+            tokens = torch.cat([tokens, suffix.to(tokens.dtype)], 1)
+            mask = torch.cat([mask, mask.new_ones(suffix.shape[:2])], 1)
+        return self._forward(tokens, mask, prefix.mask.shape[1], None).last_hidden_state.float()
+
+    def begin(self, prefix: Tokens) -> tuple[Tensor, Any]:
+        """Read a prefix; its hidden states, and the cache to go on from (`more`)."""
+        cache = transformers_module().DynamicCache(config=self.config.get_text_config())
+        output = self._forward(prefix.tokens, prefix.mask, prefix.mask.shape[1], cache)
+        return output.last_hidden_state.float(), output.past_key_values
+
+    def more(self, tokens: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """Read further tokens [B, S, H]; `mask` covers all that was read, and them. Their hidden states."""
+        return self._forward(tokens, mask, 0, cache).last_hidden_state.float()
+
+    def logits(self, hidden: Tensor, first: int) -> Tensor:
+        """Of the vocabulary from the id `first` on, float32."""
+        weight = self.model.get_output_embeddings().weight[first:]
+        return (hidden.to(weight.dtype) @ weight.T).float()
+
+    def _forward(self, tokens: Tensor, mask: Tensor, prefix_length: int, cache: Any) -> Any:
+        length = tokens.shape[1]
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:] + self._first_position
+        keywords: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
+        if self._has_types and prefix_length:
+            types = torch.zeros(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+            if self.config.model_type == PALIGEMMA:
+                types[:, prefix_length:] = 1
+            else:
+                types[:, : prefix_length - self.words.length] = 1
+            keywords["token_type_ids"] = types
+        inner = self._inner()
+        run = inner if cache is None else inner.forward  # a cache grows: compiled, each length would be compiled anew
+        return run(
+            inputs_embeds=tokens, attention_mask=mask.long(), position_ids=positions, return_dict=True, **keywords
+        )
+
+    def _image_features(self, pixels: Tensor) -> Tensor:
+        """[N, 3, size, size] → [N, cells, H]."""
+        found = self._inner().get_image_features(pixels.unsqueeze(1) if self.config.model_type in NESTED else pixels)
+        features = getattr(found, "pooler_output", found)
+        return torch.stack(list(features)) if isinstance(features, list | tuple) else features
+
+    def _inner(self) -> Any:
+        """The model without its language head."""
+        return self.model.model
+
+    def _vision(self) -> nn.Module:
+        inner = self._inner()
+        found = next((getattr(inner, name) for name in ("vision_tower", "vision_model") if hasattr(inner, name)), None)
+        if found is None:
+            raise InputError(f"{type(inner).__name__} has no vision_tower: freeze_vision and compile need one")
+        return found
+
+
+class VisionLanguageVLA(PretrainedVLA):
+    """A Gaussian over action chunks, and a value, on a vision-language model.
+
+    Behind the prefix stand a token for the proprioception, K queries and the value's: new parameters, learned with
+    the heads. `lora` trains low-rank changes in place of the weights, which may then be kept as bfloat16.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        architecture: Mapping[str, Any] | None = None,
+        load_weights: bool = True,
+        action_dim: int = 7,
+        chunk_length: int = 1,
+        image_keys: Sequence[str] = ("rgb",),
+        proprio_key: str | None = "state",
+        proprio_dim: int = 7,
+        instruction_key: str | None = "instruction",
+        prompt: str = PROMPT,
+        prompt_length: int = 32,
+        tokenizer: str | None = None,
+        statistics: Mapping[str, Any] | str | None = None,
+        log_std_init: float = -1.0,
+        dtype: str = "float32",
+        lora: Mapping[str, Any] | None = None,
+        freeze_vision: bool = False,
+        gradient_checkpointing: bool = False,
+        compile: bool = False,
+        value_gradient: bool = False,
+    ) -> None:
+        super().__init__(action_dim, chunk_length, proprio_key, proprio_dim, instruction_key)
+        self.backbone = Trunk(
+            folder, architecture, load_weights, image_keys, tokenizer, prompt, prompt_length, dtype, lora,
+            freeze_vision, gradient_checkpointing,
+        )  # fmt: skip
+        if compile:
+            self.backbone.compile()
+        known = read_statistics(folder, statistics)
+        self.state_statistics = Statistics(proprio_dim, known.get("state"), "state")
+        self.action_statistics = Statistics(action_dim, known.get("action"), "action")
+        width = self.backbone.width
+        self.proprio_projection = nn.Linear(proprio_dim, width)
+        scale = self._token_scale()
+        self.queries = nn.Parameter(scale * torch.randn(chunk_length + 1, width))
+        nn.init.normal_(self.proprio_projection.weight, std=scale / proprio_dim**0.5)
+        last = nn.Linear(width, action_dim)
+        nn.init.normal_(last.weight, std=0.002)
+        nn.init.zeros_(last.bias)
+        self.action_head = nn.Sequential(nn.LayerNorm(width), last)
+        self.log_std = nn.Parameter(torch.full((chunk_length, action_dim), float(log_std_init)))
+        self.value_head = ValueHead(width, value_gradient)
+
+    # The interface of a VLA model ------------------------------------------------------------------------------------
+
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+        return self._mean_and_value(observations)[1]
+
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Actions, their log-prob [B], and the value [B, 1], in one pass."""
+        mean, value = self._mean_and_value(observations)
+        drawn = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
+        log_prob = masked_sum(self._log_probs(mean, drawn), self.real(action_mask))
+        return self.shaped(self.action_statistics.denormalize(drawn), action_mask), log_prob, value
+
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
+        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
+        return log_prob, entropy
+
+    def evaluate(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B], entropy [B] and value [B, 1], in one pass."""
+        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask)
+        return tokens.sum(1), entropy, value
+
+    def evaluate_tokens(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `evaluate`, with the log-prob of each step of the chunk, [B, K]."""
+        mean, value = self._mean_and_value(observations)
+        mask = self.real(action_mask)
+        log_probs = self._log_probs(mean, self.action_statistics.normalize(self.chunk(actions)))
+        log_probs = log_probs if mask is None else log_probs.masked_fill(~mask, 0.0)
+        # Entropy of a Gaussian dim: ½ log 2πe + log σ, in the environment's units + log scale
+        entropy = (0.5 + HALF_LOG_2PI + self.log_std + self.action_statistics.scale.log()).expand_as(mean)
+        return log_probs.sum(2), masked_sum(entropy, mask), value
+
+    def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Mean and log deviation of what `forward` draws from, in the environment's units."""
+        mean = self.action_statistics.denormalize(self._mean_and_value(observations)[0])
+        log_std = self.log_std + self.action_statistics.scale.log()
+        return (mean.squeeze(1), log_std.squeeze(0)) if self.chunk_length == 1 else (mean, log_std)
+
+    def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """−log π of demonstrated chunks, a mean over their numbers: [B]."""
+        mean, _ = self._mean_and_value(observations)
+        log_probs = self._log_probs(mean, self.action_statistics.normalize(self.chunk(actions)))
+        return -masked_sum(log_probs, self.real(None, step_mask)) / (self.chunk_length * self.action_dim)
+
+    # How it is computed ----------------------------------------------------------------------------------------------
+
+    def _mean_and_value(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Normalised mean actions [B, K, A] and the value [B, 1]: one pass."""
+        prefix = self.backbone.embed(observations, self.instructions(observations))
+        batch, device = len(prefix.tokens), prefix.tokens.device
+        state = self.state_statistics.normalize(self.proprio(observations, batch, device))
+        added = [self.proprio_projection(state).unsqueeze(1), self.queries.expand(batch, -1, -1)]
+        hidden = self.backbone(prefix, torch.cat(added, 1))[:, -(self.chunk_length + 1) :]
+        return self.action_head(hidden[:, :-1]), self.value_head(hidden[:, -1])
+
+    def _log_probs(self, mean: Tensor, normalised: Tensor) -> Tensor:
+        """log N(a; μ, σ) of every dim, [B, K, A], as a density in the environment's units."""
+        standardised = (normalised - mean) * (-self.log_std).exp()
+        return -0.5 * standardised.square() - self.log_std - HALF_LOG_2PI - self.action_statistics.scale.log()
+
+    def _token_scale(self) -> float:
+        """How large the model's own tokens are: the deviation of its embedded words."""
+        with torch.no_grad():
+            ids = torch.arange(min(512, self.backbone.vocabulary))
+            return float(self.backbone.model.get_input_embeddings()(ids).float().std())

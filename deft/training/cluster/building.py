@@ -1,0 +1,104 @@
+"""From a run's settings to workers on a cluster, and to the collector that has them make its steps.
+
+Called by `deft.training.run` (the environments) and `deft.training.trainer` (the collectors).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from deft.config.settings import EnvConfig, RunConfig
+from deft.envs.make import SHORT_NAMES, make_vector_env
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
+from deft.machine import available_cores
+from deft.models.policy import Policy
+from deft.training.cluster import connection
+from deft.training.cluster.inference import LARGE_POLICY
+from deft.training.cluster.pool import ClusterEnv, PoolSettings, WorkerPool
+
+DEFAULT_BLOCK = 256  # steps
+
+
+def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> ClusterEnv:
+    """The environments of a run, in workers on its cluster."""
+    cluster, env = config.cluster, config.env
+    if config.env.vector == "process":
+        raise InputError("env.vector: Ray workers are processes already; with collectors ray use sync")
+    group_size = config.algorithm.cfg.group_size if config.algorithm.name == "grpo" else None  # type: ignore[attr-defined]
+    most = env.num_envs // (group_size or 1)
+    what = "environments" if group_size is None else f"groups of {group_size}"
+    if env.num_workers is not None and env.num_workers > most:
+        raise InputError(
+            f"num_workers: {env.num_workers} workers cannot share {most} {what}; use num_envs "
+            f"{env.num_workers * (group_size or 1)} or more, or fewer workers"
+        )
+    wanted = env.num_workers or min(most, max(1, available_cores() - 1))
+    opened = connection.connect(cluster.ray_address, wanted * cluster.worker_cpus + 1)
+    try:
+        cpus = connection.total("CPU")
+        if env.num_workers is None and cluster.ray_address != "local":
+            wanted = max(1, min(most, int((cpus - 1) / cluster.worker_cpus)))
+        if wanted * cluster.worker_cpus > cpus:
+            raise InputError(
+                f"num_workers: {wanted} workers of {cluster.worker_cpus:g} CPUs do not fit the cluster's {cpus:g}; "
+                "use fewer, or a smaller worker_cpus"
+            )
+        settings = PoolSettings(
+            num_envs=env.num_envs,
+            num_workers=wanted,
+            make_env=functools.partial(_make, _registered(env), env, chunk_length, gamma),
+            seed=config.seed,
+            timeout=env.timeout,
+            restarts=env.restart_workers,
+            worker_cpus=cluster.worker_cpus,
+            group_size=group_size,
+        )
+        return ClusterEnv(WorkerPool(settings), cluster, opened)
+    except BaseException:
+        if opened:
+            connection.disconnect()
+        raise
+
+
+def _registered(config: EnvConfig) -> EnvSpec | None:
+    """What this process has registered under the id: a worker may not have run what registers it."""
+    spec = copy.deepcopy(gymnasium.registry.get(SHORT_NAMES.get(config.id, config.id).rpartition(":")[2]))
+    if spec is not None and isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
+        spec.entry_point = getattr(importlib.import_module("__main__"), spec.entry_point.partition(":")[2])
+    return spec
+
+
+def _make(spec: EnvSpec | None, config: EnvConfig, chunk_length: int, gamma: float, num_envs: int) -> VectorEnv:
+    """Some of the environments, in a worker."""
+    if spec is not None:
+        gymnasium.registry.setdefault(spec.id, spec)
+    return make_vector_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=num_envs)
+
+
+def open_workers(env: ClusterEnv, policy: Policy, next_observation: bool, reward_terms: bool) -> None:
+    """Give the workers their policy, or one actor that acts for them where the policy is large."""
+    config, pool = env.config, env.pool
+    pool.settings.next_observation, pool.settings.reward_terms = next_observation, reward_terms
+    in_actor = config.inference == "actor"
+    if config.inference == "auto":
+        in_actor = sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_POLICY
+    if not in_actor:
+        pool.open(policy)
+        return
+    if config.inference_gpus > connection.total("GPU"):
+        raise InputError(
+            f"inference_gpus: {config.inference_gpus:g} is asked for, the cluster has {connection.total('GPU'):g}"
+        )
+    device = "cuda" if config.inference_gpus else "cpu"
+    pool.open(policy, device, config.inference_gpus)
+
+
+def block_steps(env: ClusterEnv, rollout_steps: int) -> int:
+    """Most steps of a block."""
+    return min(env.config.block_steps or DEFAULT_BLOCK, rollout_steps)

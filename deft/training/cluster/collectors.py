@@ -1,0 +1,526 @@
+"""Collectors that have their steps made by a pool of workers: the contract of `Collector` and `GroupCollector`.
+
+With `max_staleness` 0 every worker makes its part of each rollout while the learner waits, and the result is that of
+collecting in the learner's process, bit for bit on the CPU. Above 0 a thread keeps the workers busy while the learner
+trains: rollouts are laid together from the blocks that come first, a slow worker hands over shorter ones, and a worker
+gets no order whose steps could come to be older than `max_staleness` updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from deft import schema
+from deft.data.columns import Key
+from deft.data.transition_ring import TransitionRing
+from deft.envs.vector import Observation
+from deft.models.policy import Policy
+from deft.training.cluster.blocks import Block, End, Order, unpack_tensor
+from deft.training.cluster.packing import Strand, lay, like, plain, strands_of, take_steps
+from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost, parts_of
+from deft.training.collection import UNKNOWN_COLLECTOR
+from deft.training.collector import Collector, StepBuffer
+from deft.training.group_collection import GroupBuffer, GroupCollector
+from deft.training.random_state import get_random_state, set_random_state
+
+log = logging.getLogger(__name__)
+WATCH_INTERVAL = 0.2  # seconds between looks at the stop signal while waiting
+SLOWEST = 2.0  # a block ends when it has taken so many times the usual one's time
+
+
+class _Exact(Collector):
+    """Orders to all workers at once, and their blocks side by side."""
+
+    env: ClusterEnv
+
+    def _set_up(self) -> None:
+        self.pool = self.env.pool
+        self._states: dict[int, dict[str, Any] | None] = {}  # by slot, at the end of the latest block
+        self._knows: dict[int, int] = {}  # by slot, the incarnation that stands there
+
+    def _order(self, slot: Slot, **details: Any) -> Order:
+        """A new order; a worker that does not know where its environments stand is told."""
+        state = self._states.get(slot.index) if self._knows.get(slot.index) != slot.incarnation else None
+        seed = self.seed + slot.first
+        if state is None and slot.incarnation > 0:  # other episodes than those that its predecessor began with
+            seed = int(np.random.default_rng([self.seed, slot.first, slot.incarnation]).integers(2**31))
+        weights = self.pool.weights(self.version)
+        return Order(self.pool.number(), self.version, weights, state=state, seed=seed, **details)
+
+    def _renewed(self, slot: Slot, order: Order) -> Order:
+        """The order of a worker that died, for its successor."""
+        self._lose(slot)
+        kept = {
+            name: getattr(order, name)
+            for name in ("num_steps", "seconds", "random", "actions", "keeps_state", "group_seeds", "round")
+        }
+        return self._order(slot, **kept)
+
+    def _lose(self, slot: Slot) -> None:
+        """What a dead worker's environments had begun is lost, unless their state is known."""
+        if self._states.get(slot.index) is None:
+            self.num_lost_episodes += slot.count
+
+    def _answers(self, stop: Callable[[], bool]) -> list[Block] | None:
+        """The blocks of all orders, by slot; None if `stop` came first, with the orders forgotten."""
+        blocks: dict[int, Block] = {}
+        while self.pool.busy:
+            if stop():
+                self.pool.cancel()
+                return None
+            for block in self.pool.wait(WATCH_INTERVAL, self._renewed):
+                blocks[block.slot] = block
+        for block in blocks.values():
+            self._knows[block.slot] = block.incarnation
+            self._states[block.slot] = block.state
+        return [blocks[slot.index] for slot in self.pool.slots]
+
+    def _take_events(self, blocks: list[Block]) -> None:
+        """Episodes in the order in which one process would have seen them."""
+        ended = sorted((event for block in blocks for event in block.episodes), key=lambda e: (e[0], e[1].env_index))
+        self.episodes.extend(episode for _, episode in ended)
+        self.num_lost_episodes += sum(block.num_lost for block in blocks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all environments stand, as one process would say it: it may go on from here, or other workers."""
+        if not self._knows:
+            told = [self._states.get(slot.index) for slot in self.pool.slots]
+            if not any(told):
+                return {"env": None, "memory": None, "started": False, "step_counts": []}
+        else:
+            told = [self._states.get(slot.index) for slot in self.pool.slots]
+        if any(state is None for state in told):
+            try:
+                told = self.pool.ask("get_state")
+            except WorkerLost:
+                return dict(UNKNOWN_COLLECTOR)
+        if len(told) < len(self.pool.slots) or any(state is None or state["env"] is None for state in told):
+            return dict(UNKNOWN_COLLECTOR)
+        memories = [state["memory"] for state in told if state is not None]
+        return {
+            "env": [one for state in told if state is not None for one in state["env"]],
+            "memory": None if memories[0] is None else torch.cat(memories),
+            "started": True,
+            "step_counts": list(self.step_counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on from there; False where the environments' state is unknown and they start new episodes."""
+        self.step_counts.clear()
+        if state["env"] is None:
+            return not state["started"]
+        self.step_counts.extend(state["step_counts"])
+        self._states = dict(enumerate(parts_of(state, self.pool.slots)))
+        self._knows = {}
+        return True
+
+
+class RayCollector(_Exact):
+    """Steps by workers; at staleness 0 in turns with the learner, above it beside."""
+
+    def __init__(
+        self,
+        env: ClusterEnv,
+        policy: Policy,
+        seed: int = 0,
+        next_observation: bool = False,
+        reward_terms: bool = False,
+        max_staleness: int = 0,
+        block_steps: int | None = None,
+    ) -> None:
+        super().__init__(env, policy, seed, next_observation, reward_terms)
+        self._set_up()
+        self.max_staleness, self.block_steps = max_staleness, block_steps
+        self.feeder: Feeder | None = None
+
+    @torch.inference_mode()
+    def collect(self, buffer: StepBuffer, num_vector_steps: int, stop: Callable[[], bool] = lambda: False) -> int:
+        """Write `num_vector_steps` steps of every environment; how many were made, all or none."""
+        if num_vector_steps <= 0:
+            return 0
+        if self.max_staleness > 0:
+            return self._collect_beside(buffer, num_vector_steps, stop)
+        before = get_random_state()
+        given = [self._explored() for _ in range(num_vector_steps)]
+        actions = [action for action in given if action is not None]
+        for slot in self.pool.slots:
+            rows = slice(slot.first, slot.first + slot.count)
+            own = [action[rows] for action in actions]
+            keeps_state = not self._next_observation
+            details = {"num_steps": num_vector_steps, "random": before, "actions": own, "keeps_state": keeps_state}
+            self.pool.give(slot, self._order(slot, **details))
+        deaths = self.pool.num_deaths
+        blocks = self._answers(stop)
+        if blocks is None:
+            return 0
+        if self.pool.num_deaths > deaths and isinstance(buffer, TransitionRing):
+            buffer.cut()
+        self._write_side_by_side(buffer, blocks, num_vector_steps)
+        last = blocks[0].random
+        assert last is not None
+        set_random_state(last)
+        return num_vector_steps
+
+    def _explored(self) -> np.ndarray | None:
+        return None if self.explore is None else self.explore()
+
+    def _write_side_by_side(self, buffer: StepBuffer, blocks: list[Block], num_steps: int) -> None:
+        columns = side_by_side(blocks)
+        if schema.NEXT_VALUE in columns:
+            self._fill_values(columns[schema.NEXT_VALUE], blocks)
+        self._take_events(blocks)
+        for step in range(num_steps):
+            self.step_counts.append(sum(block.step_counts[step] for block in blocks))
+            buffer.write(row_of(columns, step))
+
+    def _fill_values(self, column: np.ndarray, blocks: list[Block]) -> None:
+        """V where a segment ends, in the batches in which one process would have asked for it."""
+        wanted: dict[int, list[End]] = {}
+        for block in blocks:
+            for end in block.ends:
+                wanted.setdefault(end.step, []).append(end)
+        for step, ends in wanted.items():
+            rows = np.concatenate([end.rows for end in ends])
+            memory = None
+            if ends[0].memory is not None:
+                memory = torch.cat([unpack_tensor(end.memory) for end in ends]).to(self.device)
+            observation = _joined([end.observation for end in ends])
+            column[step, rows] = self._values(rows, observation, memory)
+
+    # -- beside the learner --------------------------------------------------------------------------------------------
+
+    def set_version(self, version: int) -> None:
+        """Which weights act from here on; the workers get them with their next order."""
+        super().set_version(version)
+        if self.feeder is not None:
+            self.feeder.publish()
+
+    def _collect_beside(self, buffer: StepBuffer, num_steps: int, stop: Callable[[], bool]) -> int:
+        if self.feeder is None:
+            block_steps = self.block_steps or num_steps
+            if self.policy.recurrent or self._next_observation:
+                block_steps = num_steps  # memory, and the order of an environment's steps, are carried in whole rows
+            self.feeder = Feeder(self, num_steps, min(block_steps, num_steps))
+        if self._next_observation:
+            blocks = self.feeder.take_blocks(num_steps * self.env.num_envs, stop)
+            if blocks is None:
+                return 0
+            assert isinstance(buffer, TransitionRing)
+            self._write_apart(buffer, blocks, num_steps)
+        else:
+            strands = self.feeder.take_strands(num_steps, stop)
+            if strands is None:
+                return 0
+            columns = lay(strands, num_steps, self.env.num_envs)
+            chunks = columns.get(schema.NEXT_NUM_STEPS)
+            for step in range(num_steps):
+                self.step_counts.append(self.env.num_envs if chunks is None else int(chunks[step].sum()))
+                buffer.write(row_of(columns, step))
+        self._take_events(self.feeder.take_arrived())
+        return num_steps
+
+    def _write_apart(self, ring: TransitionRing, blocks: list[Block], num_steps: int) -> None:
+        """Blocks one after another: the ring keeps each environment's steps in order."""
+        assert self.feeder is not None
+        count = 0
+        for block in blocks:
+            slot = self.pool.slots[block.slot]
+            envs = list(range(slot.first, slot.first + slot.count))
+            if block.sequence == 0 and block.incarnation > 0:
+                ring.cut(envs)
+            for step in range(block.num_steps):
+                ring.write(row_of(block.columns, step), envs)
+            count += sum(block.step_counts)
+        # The trainer counts vector steps; how many env steps each was matters only in their sum.
+        self.step_counts.extend([count // num_steps] * (num_steps - 1) + [count - count // num_steps * (num_steps - 1)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in turns; beside the learner the workers are in the midst of it, and their state is not known."""
+        return dict(UNKNOWN_COLLECTOR) if self.feeder is not None else super().state_dict()
+
+    def close(self) -> None:
+        """Stop the thread that gives orders."""
+        if self.feeder is not None:
+            self.feeder.close()
+            self.feeder = None
+
+
+class Feeder:
+    """A thread that keeps the workers busy, and what they have handed over.
+
+    With T·N steps an update, at most (max_staleness + 1)·T·N are ordered, unread or in training, and an update waits
+    for steps that a later one would find too old: none is ever thrown away, nor used later than `max_staleness`
+    updates after the weights that made it.
+    """
+
+    def __init__(self, collector: RayCollector, rollout_steps: int, block_steps: int) -> None:
+        self.collector, self.pool = collector, collector.pool
+        self.rollout_size = rollout_steps * collector.env.num_envs
+        self.block_steps = block_steps
+        self.round = 0
+        self._in_training = 0  # steps that were taken since then
+        self._strands: list[Strand] = []
+        self._arrived: list[Block] = []
+        self._times: deque[float] = deque(maxlen=4 * len(self.pool.slots))
+        self._condition = threading.Condition()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._drawn: list[deque[np.ndarray]] = [deque() for _ in self.pool.slots]
+        self.waited = 0.0  # seconds that the learner waited for steps
+        self.publishing = 0.0  # seconds that it spent on handing out weights
+        self.pool.weights(collector.version)
+        self._thread = threading.Thread(target=self._run, name="deft-feeder", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> None:
+        """The learner has new weights: they go into the object store now, while it does not change them."""
+        started = time.monotonic()
+        with self._condition:
+            self.pool.weights(self.collector.version)
+            self.round += 1
+            self._in_training = 0
+            self._condition.notify_all()
+        self.publishing += time.monotonic() - started
+
+    def take_strands(self, num_steps: int, stop: Callable[[], bool]) -> list[Strand] | None:
+        """The steps of a rollout, the oldest there are; None if `stop` came first."""
+        count = num_steps * self.collector.env.num_envs
+        whole_rows = self.collector.policy.recurrent
+        with self._waiting():
+            while not self._may_take(count):
+                if not self._wait(stop):
+                    return None
+            if whole_rows:  # of strands as long as a rollout; only a run's last one is shorter, and leaves the rest
+                ordered = sorted(self._strands, key=lambda strand: (strand.round, *strand.place))
+                chosen, self._strands = (
+                    ordered[: self.collector.env.num_envs],
+                    ordered[self.collector.env.num_envs :],
+                )
+                self._in_training += count
+                return [dataclasses.replace(one, stop=one.start + num_steps) for one in chosen]
+            taken, self._strands = take_steps(self._strands, count)
+            self._in_training += count
+            return taken
+
+    def take_blocks(self, num_steps: int, stop: Callable[[], bool]) -> list[Block] | None:
+        """The blocks that have come, once they hold `num_steps`; None if `stop` came first."""
+        with self._waiting():
+            while not self._may_take(num_steps):
+                if not self._wait(stop):
+                    return None
+            taken, self._strands = self._strands, []
+            self._in_training += sum(len(strand) for strand in taken)
+            return list({id(strand.block): strand.block for strand in taken}.values())
+
+    def take_arrived(self) -> list[Block]:
+        """The blocks that came since the last call, for what happened in them."""
+        with self._condition:
+            arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """Stop giving orders."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        self._thread.join(5.0)
+        self.pool.cancel()
+
+    def _waiting(self) -> Any:
+        return _Timed(self)
+
+    def _wait(self, stop: Callable[[], bool]) -> bool:
+        """A moment, in which the lock is free; False where the run is to stop. The thread's errors surface here."""
+        if self._error is not None:
+            raise self._error
+        if stop():
+            return False
+        self._condition.wait(WATCH_INTERVAL)
+        return True
+
+    def _may_take(self, count: int) -> bool:
+        """Whether there are `count` steps, and none would be left that a later update finds too old."""
+        if sum(len(strand) for strand in self._strands) < count:
+            return False
+        outstanding = [(slot.order.round, self._size(slot)) for slot in self.pool.slots if slot.order is not None]
+        held = [(strand.round, len(strand)) for strand in self._strands]
+        for round_ in {round_ for round_, _ in (*outstanding, *held)}:
+            here = sum(size for other, size in held if other <= round_)
+            coming = sum(size for other, size in outstanding if other <= round_)
+            left = here - min(here, count) + coming
+            updates = round_ + self.collector.max_staleness - self.round  # after this one, that may still use them
+            if left > updates * self.rollout_size:
+                return False
+        return True
+
+    def _size(self, slot: Slot) -> int:
+        return slot.count * (slot.order.num_steps if slot.order is not None else self.block_steps)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                with self._condition:
+                    self._give_orders()
+                blocks = self.pool.wait(WATCH_INTERVAL, self._renewed)
+                with self._condition:
+                    for block in blocks:
+                        self._take(block)
+                    if blocks:
+                        self._condition.notify_all()
+                    elif not self.pool.busy:
+                        self._condition.wait(WATCH_INTERVAL)
+        except BaseException as error:
+            self._error = error
+            if not self._stopping:
+                log.error("collection stopped: %s: %s", type(error).__name__, error)
+            with self._condition:
+                self._condition.notify_all()
+
+    def _give_orders(self) -> None:
+        for slot in self.pool.idle:
+            if not slot.is_ready:  # an order that nobody is at would hold the rest back
+                continue
+            held = sum(len(strand) for strand in self._strands)
+            ordered = sum(self._size(busy) for busy in self.pool.busy)
+            limit = (self.collector.max_staleness + 1) * self.rollout_size
+            if self._in_training + held + ordered + slot.count * self.block_steps > limit:
+                continue
+            self.pool.give(slot, self._order(slot))
+
+    def _order(self, slot: Slot) -> Order:
+        collector = self.collector
+        is_known = len(self._times) >= len(self.pool.slots) and not collector.policy.recurrent  # that needs whole rows
+        seconds = SLOWEST * statistics.median(self._times) if is_known else None
+        actions = [action for _ in range(self.block_steps) if (action := self._given_action(slot)) is not None]
+        return collector._order(slot, num_steps=self.block_steps, seconds=seconds, actions=actions, round=self.round)
+
+    def _given_action(self, slot: Slot) -> np.ndarray | None:
+        """What this worker's environments do next in place of the policy; drawn for all environments at once."""
+        if not self._drawn[slot.index]:
+            drawn = self.collector._explored()
+            if drawn is None:
+                return None
+            for other in self.pool.slots:
+                self._drawn[other.index].append(drawn[other.first : other.first + other.count])
+        return self._drawn[slot.index].popleft()
+
+    def _renewed(self, slot: Slot, order: Order) -> None:
+        """A worker died: its successor gets an order, with the weights of then, when it is there."""
+        with self._condition:
+            self.collector._lose(slot)
+            self.collector._states.pop(slot.index, None)  # of an earlier block: its steps were counted already
+
+    def _take(self, block: Block) -> None:
+        collector = self.collector
+        collector._knows[block.slot] = block.incarnation
+        collector._states[block.slot] = None
+        slot = self.pool.slots[block.slot]
+        self._strands += strands_of(block, slot.count, block.round)
+        self._arrived.append(block)
+        self._times.append(block.seconds / block.num_steps * self.block_steps)
+
+
+class _Timed:
+    """Holds the feeder's lock, and counts how long the learner does."""
+
+    def __init__(self, feeder: Feeder) -> None:
+        self.feeder = feeder
+
+    def __enter__(self) -> None:
+        self.started = time.monotonic()
+        self.feeder._condition.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.feeder._condition.release()
+        self.feeder.waited += time.monotonic() - self.started
+
+
+class RayGroupCollector(_Exact, GroupCollector):
+    """Rounds of groups, played by workers that hold whole groups each."""
+
+    def __init__(self, env: ClusterEnv, policy: Policy, seed: int, group_size: int) -> None:
+        super().__init__(env, policy, seed, group_size)
+        self._set_up()
+
+    @torch.inference_mode()
+    def play(self, buffer: GroupBuffer, seeds: list[int], max_steps: int, stop: Callable[[], bool]) -> bool:
+        """One round: a seed for each group. False if `stop` came first."""
+        before = get_random_state()
+        for slot in self.pool.slots:
+            first, count = slot.first // self.group_size, slot.count // self.group_size
+            own = seeds[first : first + count]
+            self.pool.give(slot, self._order(slot, num_steps=max_steps, random=before, group_seeds=own))
+        blocks = self._answers(stop)
+        if blocks is None:
+            return False
+        longest = max(blocks, key=lambda block: block.num_steps)
+        assert longest.random is not None
+        set_random_state(longest.random)
+        columns = side_by_side([_lengthened(block, longest.num_steps) for block in blocks])
+        for step in range(longest.num_steps):
+            buffer.write(row_of(columns, step))
+        buffer.end_round(np.zeros(self.env.num_envs, bool))  # the workers have masked what was lost
+        self._take_events(blocks)
+        self.step_counts.append(sum(sum(block.step_counts) for block in blocks))
+        return True
+
+    def _lose(self, slot: Slot) -> None:
+        """Nothing: its round is played again from the same seeds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is carried from one iteration to the next."""
+        return GroupCollector.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Every iteration starts new episodes."""
+        return GroupCollector.load_state_dict(self, state)
+
+
+def side_by_side(blocks: list[Block]) -> dict[Key, Any]:
+    """Blocks of equal length as one, in the order of their environments."""
+    first = blocks[0].columns
+    return {
+        key: like(example, np.concatenate([plain(block.columns[key]) for block in blocks], axis=1))
+        for key, example in first.items()
+    }
+
+
+def row_of(columns: dict[Key, Any], step: int) -> dict[Key, Any]:
+    """One step of all environments, as a buffer takes it."""
+    return {
+        key: unpack_tensor((column[0], column[1][step])) if isinstance(column, tuple) else column[step]
+        for key, column in columns.items()
+    }
+
+
+def _lengthened(block: Block, num_steps: int) -> Block:
+    """A block with rows of zeros (outside `schema.STEP_MASK`) after its own."""
+    missing = num_steps - block.num_steps
+    if not missing:
+        return block
+    columns = {
+        key: like(
+            column, np.concatenate([plain(column), np.zeros((missing, *plain(column).shape[1:]), plain(column).dtype)])
+        )
+        for key, column in block.columns.items()
+    }
+    return dataclasses.replace(block, columns=columns, num_steps=num_steps)
+
+
+def _joined(observations: list[Observation]) -> Observation:
+    first = observations[0]
+    if isinstance(first, dict):
+        return {name: np.concatenate([one[name] for one in observations]) for name in first}
+    return np.concatenate(observations)  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""Blocks from many workers to one rollout [T, N]: whose steps they are does not matter, only what follows what.
+
+A strand is one environment's part of a block. Strands are laid end to end, those of one environment after each other,
+and the line is cut into rows of T steps. Where a row goes on with something else than the strand's own next step, the
+segment ends: the step counts as truncated, with V(next observation) beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deft import schema
+from deft.data.columns import Key
+from deft.training.cluster.blocks import Block
+
+
+@dataclass(slots=True)
+class Strand:
+    """Steps `start` … `stop` − 1 of one environment of a block; `round` is how fresh the weights were that acted."""
+
+    block: Block
+    env: int
+    start: int
+    stop: int
+    round: int
+
+    def __len__(self) -> int:
+        """Steps."""
+        return self.stop - self.start
+
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """Where it stands in the life of the environments: sorted by this, what follows comes next."""
+        return self.block.slot, self.env, self.block.incarnation, self.block.sequence, self.start
+
+    def goes_on_with(self, other: Strand) -> bool:
+        """Whether `other` begins with the step after this one's last."""
+        if self.place[:3] != other.place[:3]:
+            return False
+        if self.block.sequence == other.block.sequence:
+            return other.start == self.stop
+        follows = other.block.sequence == self.block.sequence + 1
+        return follows and other.start == 0 and self.stop == self.block.num_steps
+
+
+def strands_of(block: Block, num_envs: int, round_: int) -> list[Strand]:
+    """A block's environments apart."""
+    return [Strand(block, env, 0, block.num_steps, round_) for env in range(num_envs)]
+
+
+def take_steps(strands: list[Strand], num_steps: int) -> tuple[list[Strand], list[Strand]]:
+    """The strands with the oldest `num_steps`, the last of them cut to fit, and the rest."""
+    ordered = sorted(strands, key=lambda strand: (strand.round, strand.block.sequence, *strand.place))
+    taken: list[Strand] = []
+    missing = num_steps
+    for position, strand in enumerate(ordered):
+        if len(strand) > missing:
+            if missing:
+                middle = strand.start + missing
+                taken.append(Strand(strand.block, strand.env, strand.start, middle, strand.round))
+                strand = Strand(strand.block, strand.env, middle, strand.stop, strand.round)
+            return taken, [strand, *ordered[position + 1 :]]
+        taken.append(strand)
+        missing -= len(strand)
+    return taken, []
+
+
+def lay(strands: list[Strand], num_steps: int, num_envs: int) -> dict[Key, Any]:
+    """The rollout, {key: [T, N, …]}, of strands with T·N steps together; packed as the blocks' columns are."""
+    ordered = sorted(strands, key=lambda strand: strand.place)
+    columns: dict[Key, np.ndarray] = {}
+    for key, example in ordered[0].block.columns.items():
+        rows = np.empty((num_envs * num_steps, *plain(example).shape[2:]), plain(example).dtype)
+        position = 0
+        for strand in ordered:
+            rows[position : position + len(strand)] = plain(strand.block.columns[key])[
+                strand.start : strand.stop, strand.env
+            ]
+            position += len(strand)
+        columns[key] = rows
+    _end_segments(columns, ordered, num_steps)
+    rollout: dict[Key, Any] = {
+        key: rows.reshape(num_envs, num_steps, *rows.shape[1:]).swapaxes(0, 1) for key, rows in columns.items()
+    }
+    return {key: like(ordered[0].block.columns[key], rows) for key, rows in rollout.items()}
+
+
+def _end_segments(columns: dict[Key, np.ndarray], ordered: list[Strand], num_steps: int) -> None:
+    """Mark where a row goes on with something else, and give what ends inside a block the value of its next step."""
+    truncated, terminated = columns[schema.NEXT_TRUNCATED], columns[schema.NEXT_TERMINATED]
+    bootstrap, values = columns[schema.NEXT_VALUE], columns[schema.VALUE]
+    position = 0
+    for index, strand in enumerate(ordered):
+        first, last = position, position + len(strand) - 1
+        position = last + 1
+        row_ends = range(first - first % num_steps + num_steps - 1, last, num_steps)
+        inside = [end for end in row_ends if end >= first and not (terminated[end] or truncated[end])]
+        for end in inside:  # the row ends, the strand goes on in the next
+            bootstrap[end] = values[end + 1]
+        if strand.stop < strand.block.num_steps and not (terminated[last] or truncated[last]):
+            bootstrap[last] = plain(strand.block.columns[schema.VALUE])[strand.stop, strand.env]
+        at_row_end = last % num_steps == num_steps - 1
+        goes_on = index + 1 < len(ordered) and strand.goes_on_with(ordered[index + 1])
+        if not at_row_end and not goes_on and not terminated[last]:
+            truncated[last] = True
+
+
+def plain(column: Any) -> np.ndarray:
+    """A column's numbers; those of a type that numpy lacks as the bytes they are packed in."""
+    return column[1] if isinstance(column, tuple) else column
+
+
+def like(example: Any, rows: np.ndarray) -> Any:
+    """Rows packed as the example is."""
+    return (example[0], rows) if isinstance(example, tuple) else rows

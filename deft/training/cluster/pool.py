@@ -1,0 +1,342 @@
+"""The workers of a run: made, given orders, and replaced when they die.
+
+Every order is answered once. Where a worker dies, or its block is lost with a node, another takes its place and the
+order is given again; whatever the dead one may still send is refused by its number.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deft.config.settings import ClusterConfig
+from deft.envs.vector import Observation, VectorEnv, VectorStep
+from deft.errors import DeftError, InputError, RunError
+from deft.models.policy import Policy
+from deft.training.cluster import connection
+from deft.training.cluster.blocks import Block, Order, pack_weights
+from deft.training.cluster.inference import InferenceActor, RemotePolicy
+from deft.training.cluster.worker import CollectWorker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Slot:
+    """A place for a worker: the environments that it has, the worker that is in it now, and what that one does."""
+
+    index: int
+    first: int
+    count: int
+    incarnation: int = -1
+    handle: Any = None
+    is_ready: bool = False
+    order: Order | None = None
+    reference: Any = None
+    """Of what is awaited: the answer to `prepare`, then to the order."""
+    failures: int = 0
+    """In a row, since its last block."""
+
+
+@dataclass
+class PoolSettings:
+    """How a pool makes and minds its workers."""
+
+    num_envs: int
+    num_workers: int
+    make_env: Callable[[int], VectorEnv]
+    seed: int = 0
+    timeout: float = 60.0
+    restarts: int = 3
+    worker_cpus: float = 1.0
+    group_size: int | None = None
+    next_observation: bool = False
+    reward_terms: bool = False
+
+
+class WorkerPool:
+    """Gives orders to workers and takes their blocks; the same from one machine to a cluster."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self._ray = connection.import_ray()
+        self.policy: Policy | None = None
+        self.num_deaths = 0
+        self.inference: Any = None
+        self._published: tuple[int, Any] | None = None
+        self._next_number = 0
+        self._answered: set[int] = set()
+        self._workers_policy: Any = None
+        self._calls: dict[str, tuple[Any, ...]] = {}
+        unit = settings.group_size or 1
+        counts = [len(part) * unit for part in np.array_split(range(settings.num_envs // unit), settings.num_workers)]
+        firsts = np.cumsum([0, *counts[:-1]])
+        self.slots = [
+            Slot(index, int(first), count) for index, (first, count) in enumerate(zip(firsts, counts, strict=True))
+        ]
+        self.description: dict[str, Any] = {}
+        for slot in self.slots:
+            self._hire(slot)
+
+    # -- making workers ------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What the environments are like, from the first worker."""
+        self.description = self._get(self.slots[0].reference)
+        return self.description
+
+    def open(self, policy: Policy, device: str | None = None, gpus: float = 0.0) -> None:
+        """Give the workers a copy of the policy; with `device`, one actor there acts for all of them."""
+        self.policy = policy
+        twin = copy.deepcopy(policy).cpu().requires_grad_(False)
+        if device is not None:
+            actor_class: Any = self._ray.remote(InferenceActor)
+            # Ray restarts it where it dies, and asks it again: a request brings all that it needs.
+            options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
+            self.inference = actor_class.options(num_cpus=1, num_gpus=gpus, **options).remote(twin, device)
+            twin = RemotePolicy(self.inference, twin)
+        self._workers_policy = self._ray.put(twin)
+        for slot in self.slots:
+            self._adopt(slot)
+
+    def _hire(self, slot: Slot) -> None:
+        slot.incarnation += 1
+        slot.is_ready = False
+        actor_class: Any = self._ray.remote(CollectWorker)
+        options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+        slot.handle = actor_class.options(num_cpus=self.settings.worker_cpus, **options).remote(
+            slot.index, slot.incarnation, self.settings.timeout
+        )
+        rows = (slot.first, slot.count, self.settings.num_envs)
+        slot.reference = slot.handle.prepare.remote(rows, self.settings.make_env)
+        if self._workers_policy is not None:
+            self._adopt(slot)
+
+    def _adopt(self, slot: Slot) -> None:
+        settings = self.settings
+        slot.reference = slot.handle.adopt.remote(
+            slot.reference,  # what went wrong there is told here
+            self._workers_policy,
+            settings.next_observation,
+            settings.reward_terms,
+            settings.group_size,
+            self._calls,
+        )
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def weights(self, version: int) -> list[Any]:
+        """The reference to the learner's weights, put into the object store once a version."""
+        if self._published is None or self._published[0] != version:
+            assert self.policy is not None
+            self._published = version, self._ray.put(pack_weights(self.policy))
+        return [self._published[1]]
+
+    # -- orders --------------------------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """A new order's number."""
+        self._next_number += 1
+        return self._next_number
+
+    def give(self, slot: Slot, order: Order) -> None:
+        """Order a block; a worker that is not ready yet gets it when it is."""
+        slot.order = order
+        if slot.handle is None:
+            self._hire(slot)
+        elif slot.is_ready:
+            self._send(slot)
+
+    def _send(self, slot: Slot) -> None:
+        slot.reference = slot.handle.collect.remote(slot.order)
+
+    @property
+    def idle(self) -> list[Slot]:
+        """The workers without an order."""
+        return [slot for slot in self.slots if slot.order is None]
+
+    @property
+    def busy(self) -> list[Slot]:
+        """The workers with an order."""
+        return [slot for slot in self.slots if slot.order is not None]
+
+    def wait(self, seconds: float, renew: Callable[[Slot, Order], Order | None]) -> list[Block]:
+        """The blocks that came within `seconds`; `renew` makes the order anew that a dead worker leaves, or None."""
+        awaited = {slot.reference: slot for slot in self.slots if slot.reference is not None}
+        if not awaited:
+            time.sleep(min(seconds, 0.01))
+            return []
+        done, _ = self._ray.wait(list(awaited), num_returns=1, timeout=seconds)
+        if done and len(awaited) > 1:  # whatever else is there
+            done, _ = self._ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
+        blocks = []
+        for reference in done:
+            slot = awaited[reference]
+            try:
+                answer = self._get(reference)
+            except WorkerLost as lost:
+                self._replace(slot, str(lost), renew)
+                continue
+            slot.reference = None
+            if not slot.is_ready:
+                slot.is_ready = True
+                self.description = self.description or answer
+                if slot.order is not None:
+                    self._send(slot)
+            else:
+                block = self._accept(slot, answer)
+                if block is not None:
+                    blocks.append(block)
+        return blocks
+
+    def _accept(self, slot: Slot, block: Block) -> Block | None:
+        assert slot.order is not None
+        if block.number != slot.order.number or block.number in self._answered:
+            log.warning("a block that nobody awaits was refused (number %d)", block.number)
+            return None
+        self._answered.add(block.number)
+        slot.failures, slot.order = 0, None
+        return block
+
+    def _replace(self, slot: Slot, reason: str, renew: Callable[[Slot, Order], Order | None]) -> None:
+        self.num_deaths += 1
+        slot.failures += 1
+        if slot.failures > self.settings.restarts:
+            raise RunError(
+                f"worker {slot.index} failed {slot.failures} times in a row without a block: {reason}; look at its "
+                "environment, or raise env.restart_workers"
+            )
+        log.warning("worker %d is gone (%s): another takes its place and collects its block again", slot.index, reason)
+        self._kill(slot)
+        self._hire(slot)
+        if slot.order is not None:
+            slot.order = renew(slot, slot.order)
+
+    def _get(self, reference: Any) -> Any:
+        """An answer; raises what the worker raised, as one line, and `WorkerLost` where there is none."""
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except errors.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, DeftError):
+                raise type(cause)(str(cause)) from error
+            if isinstance(cause, errors.RayError):  # the inference actor's, or the weights were lost with a node
+                raise WorkerLost(type(cause).__name__) from error
+            raise RunError(f"a worker raised {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error
+        except errors.RayError as error:
+            raise WorkerLost(type(error).__name__) from error
+
+    def cancel(self) -> None:
+        """Forget all orders: workers that are at one are ended, for they cannot be told to stop."""
+        for slot in self.busy:
+            slot.order = None
+            if slot.is_ready:
+                self._kill(slot)
+                slot.reference = slot.handle = None
+
+    # -- all workers at once -------------------------------------------------------------------------------------------
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker, each after the order that it is at. `WorkerLost` where one is gone."""
+        if method == "call":
+            self._calls[args[0]] = args[1:]
+        references = [getattr(slot.handle, method).remote(*args) for slot in self.slots if slot.handle is not None]
+        answers = []
+        for reference in references:
+            try:
+                answers.append(self._get(reference))
+            except WorkerLost:
+                if method != "call":  # its successor is told when it comes
+                    raise
+        return answers
+
+    def close(self) -> None:
+        """End the workers."""
+        for slot in self.slots:
+            self._kill(slot)
+            slot.reference = slot.order = slot.handle = None
+        if self.inference is not None:
+            self._ray.kill(self.inference)
+            self.inference = None
+
+    def _kill(self, slot: Slot) -> None:
+        if slot.handle is not None:
+            self._ray.kill(slot.handle)
+
+
+class WorkerLost(Exception):
+    """An answer that will not come."""
+
+
+class ClusterEnv(VectorEnv):
+    """The environments of all workers, as the trainer sees them: what they are like. The workers step them."""
+
+    notices_hangs = True
+
+    def __init__(self, pool: WorkerPool, config: ClusterConfig, opened_connection: bool) -> None:
+        described = pool.describe()
+        self.pool, self.config = pool, config
+        self._opened = opened_connection
+        self.num_envs = pool.settings.num_envs
+        self.num_workers = len(pool.slots) if config.ray_address == "local" else 0  # on this machine's cores
+        self.observation_space = described["observation_space"]
+        self.action_space = described["action_space"]
+        self.action_mask = described["action_mask"]
+        self.chunk_length = described["chunk_length"]
+        self.reward_terms = described["reward_terms"]
+        self._closed = False
+
+    def reset(self, seed: Any = None) -> Observation:
+        """Refused: each worker resets its own."""
+        raise InputError("the environments of a cluster are reset by their workers")
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Refused: each worker steps its own."""
+        raise InputError("the environments of a cluster are stepped by their workers")
+
+    def get_state(self) -> list[dict[str, Any]] | None:
+        """The states of all environments, in their order."""
+        states = [state["env"] for state in self.pool.ask("get_state")]
+        return None if any(state is None for state in states) else [one for state in states for one in state]
+
+    def set_state(self, states: list[dict[str, Any]]) -> None:
+        """Refused: a state goes to the workers with an order."""
+        raise InputError("the state of a cluster's environments is set through its collector")
+
+    def state_obstacle(self) -> str | None:
+        """What keeps the state from being saved."""
+        return self.pool.description["state_obstacle"]
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of every environment."""
+        return [answer for answers in self.pool.ask("call", name, *args) for answer in answers]
+
+    def render(self, index: int = 0) -> np.ndarray | None:
+        """None: pictures are made in an environment of their own."""
+        return None
+
+    def close(self) -> None:
+        """End the workers, and the connection where it was opened for this run."""
+        if not self._closed:
+            self._closed = True
+            self.pool.close()
+            if self._opened:
+                connection.disconnect()
+
+
+def parts_of(state: dict[str, Any], slots: list[Slot]) -> Iterator[dict[str, Any] | None]:
+    """Each worker's part of a collector's state."""
+    for slot in slots:
+        if state["env"] is None:
+            yield None
+            continue
+        rows = slice(slot.first, slot.first + slot.count)
+        memory = None if state["memory"] is None else state["memory"][rows]
+        yield {"env": state["env"][rows], "memory": memory, "started": True, "step_counts": []}

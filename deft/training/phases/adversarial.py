@@ -1,0 +1,270 @@
+"""Phase 3, `deft train adversarial`: an explorer looks for what the world model cannot foresee, which then learns it.
+
+An iteration: the explorer acts for whole episodes and is paid by the world model's error (`game`), PPO trains it once,
+and the world model trains on `wm_updates` batches, part of what was just found and part older. The world model is the
+run's policy, so that a checkpoint is one of a teacher; the explorer is in the folder `explorer` beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from deft import schema
+from deft.config.f1_settings import ExplorerSettings, PhaseConfig
+from deft.config.loading import to_dict
+from deft.data.augmentation import recoloured
+from deft.data.episode_store import EpisodeStore
+from deft.data.episodes import EpisodeBatch, side_by_side
+from deft.data.robot_episode import RobotEpisode
+from deft.envs.f1 import read_task_config
+from deft.errors import InputError, RunError
+from deft.evaluation.world_model import coded_batches, mean_loss
+from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
+from deft.models.f1.policy import F1Policy
+from deft.training import checkpoint
+from deft.training.phases.base import MODEL_FILE, Metrics
+from deft.training.phases.exploration import InlineExplorer
+from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, make_worlds
+from deft.training.phases.game import CollapseGuard, GameReward
+from deft.training.phases.held_out import held_out_episodes
+from deft.training.phases.student import NUM_ENVS, load_teacher
+from deft.training.phases.teacher import make_exploration
+from deft.training.phases.world_model_trainer import WorldModelTrainer, encode_frames
+from deft.training.waypoints.files import write_json
+
+log = logging.getLogger(__name__)
+EXPLORER_FOLDER = "explorer"  # in a checkpoint: `model.pt` and `explorer.pt`, as a student's
+BUFFERS_FILE = "buffers.pt"
+RECENT_ROLLOUTS = 2  # rollouts that count as new
+HELD_OUT = 8  # episodes on which forgetting would show
+AT_LIMIT = 0.99
+RANDOM_SEED = 7919  # added to the seed for the random episodes: their scenes are not the explorer's
+
+
+class AdversarialTrainer(WorldModelTrainer):
+    """Phase 3. `policy` and `explorer` replace those of the two checkpoints."""
+
+    phase: ClassVar[str] = "adversarial"
+    unit: ClassVar[str] = "iterations"
+    shown: ClassVar[tuple[str, ...]] = ("reward", "wm_loss", "held_out_loss")
+
+    def __init__(
+        self, config: PhaseConfig, policy: F1Policy | None = None, explorer: ExplorerPolicy | None = None
+    ) -> None:
+        if config.training.dataset is not None:
+            raise InputError("dataset: phase 3 explores a world; recorded video is for `deft train teacher`")
+        config = copy.deepcopy(config)
+        config.training.learning_rate = config.adversarial.wm_lr
+        super().__init__(config, policy)
+        game, training = config.adversarial, config.training
+        rank, count = self.processes.rank, self.processes.count
+        exploration = make_exploration(config, self.policy)
+        num_steps = read_task_config(exploration.environment, {}).max_steps
+        # At the last step nothing is begun that would not be used: a scene takes longer than a step.
+        env = make_worlds(exploration.environment | {"max_steps": num_steps + 1}, training.num_envs or NUM_ENVS)
+        self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
+        episodes = config.student.explorer.episodes_per_update
+        self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
+        self.ppo = ExplorerPPO(
+            self.explorer,
+            explorer_settings(config),
+            training.seed + rank,
+            self.processes.average_gradients if count > 1 else None,
+            (lambda value: self.processes.largest(value, self.device)) if count > 1 else None,
+        )
+        self.reward = GameReward(game, self.policy)
+        self.guard = CollapseGuard(game.collapse_patience)
+        self.generator = np.random.default_rng([training.seed, rank, 3])
+        self.recent = EpisodeStore(RECENT_ROLLOUTS * self.rollouts.num_episodes)
+        self.replay = EpisodeStore(game.replay_capacity)
+        wanders = copy.deepcopy(exploration)
+        wanders.seed, wanders.scenes_kept = training.seed + RANDOM_SEED, 1
+        self.wanderer = InlineExplorer(wanders, rank, count)
+        self.num_random = 0  # random episodes taken so far
+        self._held_out: list[EpisodeBatch] | None = None
+
+    @property
+    def total(self) -> int:
+        """Iterations that the run is long."""
+        return self.config.adversarial.total_iterations
+
+    # -- an iteration --------------------------------------------------------------------------------------------------
+
+    def train_round(self) -> tuple[int, Metrics]:
+        """The explorer acts and learns, then the world model learns what came of it."""
+        game = self.config.adversarial
+        self.policy.eval()
+        found = self.rollouts.collect(version=self.ppo.version)
+        metrics: Metrics = dict(self.reward.pay(self.policy, found))
+        spread, saturated = action_spread(found)
+        metrics |= {
+            "train/reward": found.rollout[schema.NEXT_REWARD].mean(),
+            "game/action_spread": spread,
+            "game/actions_at_limit": saturated,
+        }
+        if self.episode >= game.wm_warmup:
+            self.ppo.progress = self.progress
+            metrics |= {f"ppo/{name}": value for name, value in self.ppo.update(iter([found.rollout])).items()}
+        self._keep(found.episodes)
+        metrics |= self._train_world_model()
+        self.reward.end_iteration(self.policy, self.episode + 1)
+        held_out = self.held_out_loss()
+        metrics |= {"train/held_out_loss": held_out, "game/replay": len(self.replay), "game/warm_up": self.warms_up}
+        self._look_for_a_collapse(held_out, spread, saturated, float(metrics["reward/paid_steps"]))
+        return 1, metrics
+
+    def _look_for_a_collapse(self, held_out: float, spread: float, saturated: float, paid: float) -> None:
+        """Of all processes alike: of each measure the one that is furthest from a collapse."""
+        spread, paid = (self.processes.largest(value, self.device) for value in (spread, paid))
+        self.guard.check(held_out, spread, -self.processes.largest(-saturated, self.device), paid)
+
+    @property
+    def warms_up(self) -> float:
+        """1 while the world model alone learns, else 0."""
+        return float(self.episode < self.config.adversarial.wm_warmup)
+
+    def _keep(self, episodes: list[RobotEpisode]) -> None:
+        """The explorer's new episodes; those they displace, and a few random ones, become older data."""
+        strength, game = self.training.colour_augmentation, self.config.adversarial
+        displaced = max(0, len(self.recent) + len(episodes) - (self.recent.episodes.maxlen or 0))
+        self.replay.add(list(self.recent.episodes)[:displaced])
+        wandered = self.wanderer.take(game.random_episodes)
+        self.num_random += len(wandered)
+        self.recent.add(self._coded(recoloured(episode, self.generator, strength)) for episode in episodes)
+        self.replay.add(self._coded(episode) for episode in wandered)
+
+    def _coded(self, episode: RobotEpisode) -> RobotEpisode:
+        if episode.codes is None:
+            episode.codes = encode_frames(self.policy, episode.wrist).cpu().numpy()
+        return episode
+
+    def _train_world_model(self) -> Metrics:
+        """`wm_updates` batches, new and older episodes side by side; the means of what is logged."""
+        game, model = self.config.adversarial, self.policy.config
+        num_older = round(self.training.batch_size * game.replay_share) if len(self.replay) else 0
+        self.policy.train()
+        found: list[Metrics] = []
+        for _ in range(game.wm_updates):
+            older = self.replay.draw(num_older, self.generator)
+            newer = self.recent.draw(self.training.batch_size - len(older), self.generator)
+            batch = side_by_side([*newer, *older], model.n_obs_img_steps, model.obs_img_stride, self.device)
+            found.append({**self.train_chunks(batch), **self.reward.learn(batch)})
+            self.shown_episode = batch
+        self.policy.eval()
+        return {name: sum(float(one[name]) for one in found) / len(found) for name in found[0]}
+
+    def held_out_loss(self) -> float:
+        """The world model's cross-entropy on episodes of another explorer, in scenes that are never trained on."""
+        if self._held_out is None:
+            episodes = held_out_episodes(self.config, self.policy, HELD_OUT, self.training.seed)
+            self._held_out = coded_batches(self.policy, episodes)
+        return mean_loss(self.policy, self._held_out)
+
+    # -- what it is made of --------------------------------------------------------------------------------------------
+
+    def _load_policy(self) -> F1Policy:
+        """The world model: of the run that goes on, or of the teacher."""
+        if self.resume_from is not None:
+            return super()._load_policy()
+        config = copy.deepcopy(self.config)
+        config.student.teacher_path = config.adversarial.teacher_checkpoint
+        try:
+            return load_teacher(config, self.device)
+        except InputError as error:
+            raise InputError(
+                str(error).replace("teacher_path", "teacher_checkpoint").replace("-path", "-checkpoint")
+            ) from None
+
+    def _load_explorer(self, action_mask: Any) -> ExplorerPolicy:
+        """Of the run that goes on, of the student, or a new one."""
+        given = self.config.adversarial.student_checkpoint
+        if self.resume_from is not None:
+            run = self.resume_from.parent
+            return load_explorer(self.resume_from / EXPLORER_FOLDER, run / EXPLORER_FOLDER / MODEL_FILE, self.device)
+        if given is None:
+            log.warning("student_checkpoint: none was given; phase 3 starts with a new explorer")
+            return new_explorer(self.policy, action_mask, explorer_settings(self.config))
+        folder = checkpoint.find_checkpoint(given)
+        if (folder / EXPLORER_FOLDER).is_dir():  # of another adversarial run
+            return load_explorer(folder / EXPLORER_FOLDER, folder.parent / EXPLORER_FOLDER / MODEL_FILE, self.device)
+        return load_explorer(folder, folder.parent / MODEL_FILE, self.device)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def write_beside(self, folder: Path) -> None:
+        """The explorer, as a student's checkpoint has it, and both buffers."""
+        place = folder / EXPLORER_FOLDER
+        place.mkdir()
+        weights = {name: value.detach().cpu().clone() for name, value in self.explorer.f1.state_dict().items()}
+        torch.save(weights, place / checkpoint.MODEL)
+        torch.save(explorer_extras(self.explorer), place / EXPLORER_FILE)
+        torch.save({"recent": self.recent.state_dict(), "replay": self.replay.state_dict()}, folder / BUFFERS_FILE)
+        write_json(to_dict(self.explorer.config), self.run_dir / EXPLORER_FOLDER / MODEL_FILE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both sides' optimizers and counters; networks and buffers are files of their own."""
+        return {
+            "ppo": self.ppo.state_dict(),
+            "reward": self.reward.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
+            "guard": self.guard.state_dict(),
+            "generator": self.generator.bit_generator.state,
+            "num_random": self.num_random,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, bit for bit where one process trains."""
+        self.ppo.load_state_dict(state["ppo"])
+        self.reward.load_state_dict(state["reward"])
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.guard.load_state_dict(state["guard"])
+        if self.processes.is_first:
+            self.generator.bit_generator.state = state["generator"]
+        self.num_random = state["num_random"]
+        self.wanderer.skip(self.num_random)
+
+    def load(self, path: str | Path) -> None:
+        """The buffers too."""
+        super().load(path)
+        buffers = checkpoint.load_part(checkpoint.find_checkpoint(path), BUFFERS_FILE)
+        self.recent.load_state_dict(buffers["recent"])
+        self.replay.load_state_dict(buffers["replay"])
+
+    def close(self) -> None:
+        """Free the worlds."""
+        self.rollouts.close()
+        self.wanderer.close()
+        super().close()
+
+    def _check_finite(self) -> None:
+        super()._check_finite()
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.explorer.parameters()):
+            raise RunError(
+                f"the explorer's weights are no longer finite after {self.episode} iterations, so nothing was saved: "
+                "lower explorer_lr; the checkpoints already saved are good"
+            )
+
+
+def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
+    """The student's settings of PPO, with the game's learning rate."""
+    settings = copy.deepcopy(config.student.explorer)
+    settings.learning_rate = config.adversarial.explorer_lr
+    return settings
+
+
+def action_spread(found: Collected) -> tuple[float, float]:
+    """The deviation of what was done, mean over the real dims, and the share of it that is at the limits."""
+    actions = np.concatenate([episode.action for episode in found.episodes])
+    real = found.rollout[schema.ACTION_MASK][0, 0].cpu().numpy().astype(bool)
+    return float(actions[:, real].std(0).mean()), float((np.abs(actions[:, real]) >= AT_LIMIT).mean())
+
+
+def train_adversarial(config: PhaseConfig) -> dict[str, Any]:
+    """`deft train adversarial`."""
+    return AdversarialTrainer(config).train()

@@ -1,0 +1,191 @@
+"""`deft train all`: the three phases in order in one folder, each from the best checkpoint of the one before it.
+
+What is done stands in `phases.json`; a run that is stopped anywhere goes on with `--auto-resume`, at the phase and the
+checkpoint where it was. At the end of every phase it is evaluated, and `report.html` is written anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deft.config.f1_settings import PhaseConfig
+from deft.config.rl_yaml import CONFIG_FILE, PHASES, phase_of_file, write_phase_config
+from deft.errors import InputError
+from deft.evaluation.explorer import compare_world_models, evaluate_adversarial, evaluate_student
+from deft.evaluation.report import COMPARISON_FILE, write_report
+from deft.evaluation.world_model import coded_batches, evaluate_teacher, mean_loss
+from deft.models.f1.loading import load_f1_policy
+from deft.models.f1.policy import F1Policy
+from deft.training import checkpoint
+from deft.training.compute import choose_device
+from deft.training.phases.adversarial import AdversarialTrainer
+from deft.training.phases.base import MODEL_FILE, BaseRLTrainer
+from deft.training.phases.held_out import held_out_episodes
+from deft.training.phases.student import StudentTrainer
+from deft.training.phases.teacher import TeacherTrainer
+from deft.training.processes import Processes
+from deft.training.run_folder import remove_run
+from deft.training.waypoints.files import read_json, write_json
+
+log = logging.getLogger(__name__)
+PROGRESS_FILE = "phases.json"
+CHOOSING_SEED, COMPARING_SEED = 1, 2  # of held-out scenes: the best is chosen on others than it is measured on
+TRAINERS: dict[str, type[BaseRLTrainer]] = {
+    "teacher": TeacherTrainer,
+    "student": StudentTrainer,
+    "adversarial": AdversarialTrainer,
+}
+EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "teacher": evaluate_teacher,
+    "student": evaluate_student,
+    "adversarial": evaluate_adversarial,
+}
+
+
+def train_all(config: PhaseConfig) -> dict[str, Any]:
+    """Train what is not done yet, evaluate it, and report."""
+    root = _open(config)
+    processes = Processes()
+    device = processes.device(choose_device(config.training.device))
+    processes.open(device)  # before the phases do: they find it open, and leave it so
+    done: dict[str, Any] = dict(processes.share(read_json(root / PROGRESS_FILE) or {}))
+    try:
+        for phase in PHASES:
+            if phase in done:
+                log.info("%s is done: %s", phase, done[phase]["best"])
+                continue
+            summary = TRAINERS[phase](phase_settings(config, phase, root)).train()
+            if processes.is_first:
+                done[phase] = {"summary": summary, "best": str(_best(config, phase, root / phase).name)}
+                _evaluate(config, phase, root, str(device))
+                write_json(done, root / PROGRESS_FILE)
+                write_report(root)
+            done = processes.share(done)
+        if processes.is_first and not (root / COMPARISON_FILE).is_file():
+            write_json(comparison(config, root, str(device)), root / COMPARISON_FILE)
+        results: dict[str, Any] = {"run_dir": str(root)}
+        if processes.is_first:
+            results |= {phase: str(root / phase / checkpoint.BEST) for phase in PHASES}
+            results["report"] = str(write_report(root))
+        return results
+    finally:
+        processes.close()
+
+
+def phase_settings(config: PhaseConfig, phase: str, root: Path) -> PhaseConfig:
+    """The settings of one phase of the whole."""
+    own, whole = copy.deepcopy(config), config.all
+    own.phase = phase  # type: ignore[assignment]
+    getattr(own, phase).output_dir = str(root / phase)
+    own.run.resume, own.run.overwrite, own.run.auto_resume = None, False, True
+    own.training.max_minutes = getattr(whole, f"{phase}_minutes")
+    if phase != "adversarial":
+        own.training.num_episodes = getattr(whole, f"{phase}_episodes")
+    own.student.teacher_path = own.adversarial.teacher_checkpoint = str(root / "teacher" / checkpoint.BEST)
+    own.adversarial.student_checkpoint = str(root / "student" / checkpoint.BEST)
+    return own
+
+
+def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
+    """The world models of phases 1 and 3 on the same held-out episodes of another explorer, for the report."""
+    policies = {
+        "Phase 1": load_world_model(root / "teacher", device),
+        "Phase 3": load_world_model(root / "adversarial", device),
+    }
+    found = compare_world_models(policies, config, config.all.evaluation_episodes, COMPARING_SEED)
+    updates = {
+        name: checkpoint.load_training_state(checkpoint.find_checkpoint(root / phase / checkpoint.BEST))["num_updates"]
+        for name, phase in (("Phase 1", "teacher"), ("Phase 3", "adversarial"))
+    }
+    updates["Phase 3"] += updates["Phase 1"]
+    rows = [
+        {
+            "name": name,
+            "values": {
+                "cross-entropy, nats": one["cross_entropy"],
+                "codes foreseen, %": 100 * one["wm_acc"],
+                "by copying, %": 100 * one["copy_acc"],
+                "updates in all": updates[name],
+            },
+        }
+        for name, one in found.items()
+    ]
+    return {
+        "title": "The world model, before and after the game",
+        "note": f"{next(iter(found.values()))['episodes']} held-out episodes of another explorer: scripted pushes and "
+        "grasps, and random actions, half each. Phase 3 has had more updates; benchmarks/phases_results.py compares at "
+        "equal numbers.",
+        "rows": rows,
+        "bars": {"Cross-entropy, nats a code": {name: one["cross_entropy"] for name, one in found.items()}},
+    }
+
+
+def load_world_model(run: Path, device: str) -> F1Policy:
+    """The best checkpoint's world model."""
+    folder = checkpoint.find_checkpoint(run / checkpoint.BEST)
+    return load_f1_policy(run / MODEL_FILE, device, checkpoint_path=folder).policy.eval()
+
+
+def _open(config: PhaseConfig) -> Path:
+    """The folder, with the settings in it; one that holds a run is gone on with, replaced, or refused."""
+    run = config.run
+    root = Path(run.resume if run.resume is not None else config.all.output_dir)
+    if root.exists() and not root.is_dir():
+        raise InputError(f"output_dir: {root} is a file; name a folder")
+    kind = phase_of_file(root / CONFIG_FILE)
+    if run.resume is not None and kind != "all":
+        raise InputError(f"--resume {root}: not a folder of `deft train all`")
+    if kind in PHASES:
+        raise InputError(f"output_dir: {root} is a run of phase {kind}; give another --output-dir")
+    if kind == "all" and run.resume is None and not run.auto_resume:
+        if not run.overwrite:
+            raise InputError(
+                f"output_dir: {root} already holds a run: --auto-resume goes on with it, --overwrite replaces it, "
+                "or give another --output-dir"
+            )
+        for phase in PHASES:
+            remove_run(root / phase)
+        for name in (PROGRESS_FILE, COMPARISON_FILE):
+            (root / name).unlink(missing_ok=True)
+    write_phase_config(config, root / CONFIG_FILE)
+    return root
+
+
+def _best(config: PhaseConfig, phase: str, run: Path) -> Path:
+    """The best of the checkpoints that were kept, and `best` pointing at it.
+
+    Of world models the one with the lowest loss on held-out episodes of another explorer; of students the one that the
+    frozen world model foresees worst.
+    """
+    kept = checkpoint.list_checkpoints(run)
+    if len(kept) == 1:
+        chosen = kept[0]
+    elif phase == "student":
+        chosen = max(kept, key=lambda path: checkpoint.load_part(path, checkpoint.METRICS).get("train/wm_error", 0.0))
+    else:
+        chosen = min(kept, key=_held_out_losses(config, run, kept).__getitem__)
+    checkpoint.mark_best(run, chosen)
+    return chosen
+
+
+def _held_out_losses(config: PhaseConfig, run: Path, kept: list[Path]) -> dict[Path, float]:
+    device = choose_device(config.training.device)
+    losses, episodes = {}, None
+    for path in kept:
+        policy = load_f1_policy(run / MODEL_FILE, device, checkpoint_path=path).policy.eval()
+        if episodes is None:
+            episodes = held_out_episodes(config, policy, config.all.evaluation_episodes, CHOOSING_SEED)
+        losses[path] = mean_loss(policy, coded_batches(policy, episodes))
+    return losses
+
+
+def _evaluate(config: PhaseConfig, phase: str, root: Path, device: str) -> None:
+    """Measure the best checkpoint; the results are in the phase's folder."""
+    run = root / phase
+    log.info("evaluating %s", run / checkpoint.BEST)
+    episodes, video = config.all.evaluation_episodes, run / "plots" / "held_out.mp4"
+    EVALUATIONS[phase](run / checkpoint.BEST, episodes, video, COMPARING_SEED, device)

@@ -1,0 +1,461 @@
+"""An explorer at work: whole episodes in copies of the world, what the world model beside it makes of them, and PPO.
+
+Phases 2 and 3 use it alike:
+
+    found = rollouts.collect()                                    the explorer acts: wrist camera alone, its own memory
+    measures = measure(world_model, found)                        the world model looks on: head and wrist, its memory
+    found.pay(*reward(measures))                                  a reward for each (s_t, a_t, s_{t+1})
+    metrics = ppo.update(iter([found.rollout]))                   PPO of the core
+
+Nothing is carried from one rollout to the next but counters: every rollout begins with new episodes, whose scenes come
+from the seed and their number, so a run that is resumed goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from deft import schema
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.ppo import PPO
+from deft.config.f1_settings import ExplorerSettings
+from deft.data.episodes import EpisodeBatch, side_by_side
+from deft.data.robot_episode import RobotEpisode
+from deft.envs.f1 import F1RLEnv, StudentEnv
+from deft.envs.process import ProcessVectorEnv
+from deft.envs.serial import SerialVectorEnv
+from deft.envs.vector import VectorEnv, VectorStep, take_rows
+from deft.machine import available_cores
+from deft.models.f1.explorer import ExplorerPolicy
+from deft.models.f1.frames import to_model
+from deft.models.f1.policy import F1Policy
+from deft.training.phases.exploration import Exploration
+from deft.training.phases.rewards import Measures
+
+STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass
+Observation = dict[str, np.ndarray]
+
+
+def make_world(environment: Mapping[str, Any]) -> F1RLEnv:
+    """A copy of the student's world that also shows what the world model needs: the head camera."""
+    return StudentEnv({**environment, "need_head_camera": True})
+
+
+def make_worlds(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
+    """Copies of the world, shared out among the cores."""
+    functions = [partial(make_world, dict(environment)) for _ in range(num_envs)]
+    if num_envs == 1 or available_cores() == 1:
+        return SerialVectorEnv(functions)
+    return ProcessVectorEnv(functions, restart_workers=0)
+
+
+@dataclass
+class Collected:
+    """A rollout [T, N], one column an episode of T steps (or several, where the world ended some early)."""
+
+    rollout: TensorDict
+    episodes: list[RobotEpisode]  # with head camera and codes
+    places: list[tuple[int, int]]  # of each: its first step and its column in the rollout
+    remembered: Tensor  # [T, N, hidden]: the explorer's memory after each step
+    terms: dict[str, Tensor] = field(default_factory=dict)  # the reward's, [T, N] each
+
+    def batch(self, policy: F1Policy) -> EpisodeBatch:
+        """The episodes side by side, as a world model takes them."""
+        config = policy.config
+        return side_by_side(self.episodes, config.n_obs_img_steps, config.obs_img_stride, policy.device)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """What belongs to the steps of the episodes, [longest, E, …], at its places in the rollout, [T, N, …]."""
+        found = values.new_zeros(*self.rollout.batch_size, *values.shape[2:])
+        for index, (episode, (start, column)) in enumerate(zip(self.episodes, self.places, strict=True)):
+            found[start : start + len(episode), column] = values[: len(episode), index]
+        return found
+
+    def starts(self) -> Tensor:
+        """bool [T, N]: which steps are an episode's first."""
+        found = torch.zeros(self.rollout.batch_size, dtype=torch.bool, device=self.remembered.device)
+        for start, column in self.places:
+            found[start, column] = True
+        return found
+
+    def pay(self, reward: Tensor, terms: dict[str, Tensor] | None = None) -> None:
+        """Put the reward [T, N] into the rollout."""
+        self.rollout[schema.NEXT_REWARD] = reward.to(self.remembered.device, torch.float32)
+        self.terms = terms or {}
+
+
+class ExplorerRollouts:
+    """Lets an explorer act in copies of the world. It owns them."""
+
+    def __init__(
+        self,
+        explorer: ExplorerPolicy,
+        env: VectorEnv,
+        exploration: Exploration,
+        num_steps: int,
+        num_episodes: int,
+        first: int = 0,
+        every: int = 1,
+    ) -> None:
+        """Rollouts of `num_episodes` of `num_steps` steps; `first` and `every` share out the scenes among processes.
+
+        The copies' own time limit must be longer than `num_steps`: at the end nothing is begun that is not used.
+        """
+        self.explorer, self.env, self.exploration = explorer, env, exploration
+        self.num_steps = num_steps
+        self.num_rounds = -(-num_episodes // env.num_envs)
+        self.num_begun = 0  # rounds of all rollouts so far
+        self._first, self._every = first, every
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes of a rollout."""
+        return self.num_rounds * self.env.num_envs
+
+    @torch.no_grad()
+    def collect(self, act: Callable[[TensorDict], TensorDictBase] | None = None, version: int = 0) -> Collected:
+        """A rollout of new episodes. `act` in the place of the explorer's own method; `version`: which weights act."""
+        rounds = [self._round(act or self.explorer.act, version) for _ in range(self.num_rounds)]
+        width = self.env.num_envs
+        places = [(start, column + width * number) for number, one in enumerate(rounds) for start, column in one.places]
+        return Collected(
+            torch.cat([one.rollout for one in rounds], 1),
+            [episode for one in rounds for episode in one.episodes],
+            places,
+            torch.cat([one.remembered for one in rounds], 1),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which scenes come next."""
+        return {"num_begun": self.num_begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.num_begun = state["num_begun"]
+
+    def close(self) -> None:
+        """Free the worlds."""
+        self.env.close()
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def _round(self, act: Callable[[TensorDict], TensorDictBase], version: int) -> Collected:
+        """One episode in every copy (a copy that ends early begins another)."""
+        explorer, count = self.explorer, self.env.num_envs
+        seen = _copied(self.env.reset(self._seeds()))
+        memory, codes = explorer.initial_memory(count), self._codes(seen)
+        mask = explorer.action_mask.expand(count, -1)
+        noise = explorer.draw_noise(count)
+        steps: list[TensorDictBase] = []
+        records = [_Record(number, seen, codes.cpu(), column) for column, number in enumerate(self._numbers())]
+        done: list[_Record] = []
+        for time in range(self.num_steps):
+            td = TensorDict(
+                {
+                    schema.OBSERVATION: self._observation(seen, codes),
+                    schema.MEMORY: memory,
+                    schema.ACTION_MASK: mask,
+                    schema.SAMPLE: TensorDict({schema.NOISE: noise}, batch_size=[count]),
+                },
+                batch_size=[count],
+            )
+            acted = act(td)
+            next_memory = acted[schema.NEXT_MEMORY]
+            executed = explorer.executed(acted[schema.ACTION]).cpu()
+            answer = self.env.step(executed.numpy())
+            following = _copied(answer.observation)
+            true_next = _with_final(following, answer)
+            next_codes = self._codes(true_next)
+            is_last = time == self.num_steps - 1
+            terminated = torch.as_tensor(answer.terminated.copy())
+            truncated = (torch.as_tensor(answer.truncated.copy()) | is_last) & ~terminated
+            over = (terminated | truncated).numpy()
+            acted[schema.NEXT] = TensorDict(
+                {
+                    schema.REWARD: torch.zeros(count),
+                    schema.TERMINATED: terminated,
+                    schema.TRUNCATED: truncated,
+                    schema.VALUE: self._bootstrap(true_next, next_codes, next_memory, truncated),
+                },
+                batch_size=[count],
+            )
+            acted[schema.POLICY_VERSION] = torch.full((count,), version)
+            acted["remembered"] = next_memory[:, -1]
+            steps.append(acted)
+            found = next_codes.cpu()
+            for column, record in enumerate(records):
+                record.add(executed[column], true_next, found)
+                if over[column]:
+                    done.append(record)
+            if is_last:
+                break
+            codes = next_codes
+            if over.any():
+                codes = self._codes(following)
+                for column in np.flatnonzero(over).tolist():
+                    records[column] = _Record(records[column].number, following, codes.cpu(), column, time + 1)
+            seen = following
+            ended = torch.as_tensor(over, device=next_memory.device)
+            memory = next_memory * ~ended[:, None, None]
+            noise = explorer.draw_noise(count, noise, ended)
+        rollout: Any = torch.stack(steps)
+        remembered = rollout.pop("remembered")
+        done.sort(key=lambda record: (record.column, record.start))
+        return Collected(
+            rollout.to(explorer.device),
+            [record.episode() for record in done],
+            [(record.start, record.column) for record in done],
+            remembered,
+        )
+
+    def _seeds(self) -> list[int]:
+        """The scenes of the next round: the seed's and its number's, each kept for `scenes_kept` rounds."""
+        kept, width = self.exploration.scenes_kept, self.env.num_envs
+        first = (self.num_begun // kept * self._every + self._first) * width
+        return [self.exploration.scene_seed(first + column) for column in range(width)]
+
+    def _numbers(self) -> list[int]:
+        width = self.env.num_envs
+        first = (self.num_begun * self._every + self._first) * width
+        self.num_begun += 1
+        return list(range(first, first + width))
+
+    def _codes(self, seen: Observation) -> Tensor:
+        """The codes of the newest wrist frames, int64 [N, L]."""
+        f1 = self.explorer.f1
+        pixels = torch.as_tensor(seen[schema.WRIST_RGB][:, -1], device=f1.device)
+        return f1.tokenizer.encode(to_model(pixels, f1.config.tokenizer.image_size, schema.WRIST_RGB))
+
+    def _observation(self, seen: Observation, codes: Tensor) -> TensorDict:
+        """What the explorer sees of it: the wrist's newest frame, its codes, the state, and a goal's words."""
+        device = self.explorer.device
+        streams = {
+            schema.IMAGE0: torch.as_tensor(seen[schema.WRIST_RGB][:, -1].copy(), device=device),
+            schema.FRAME_TOKENS: codes,
+            schema.STATE: torch.as_tensor(seen[schema.STATE], device=device),
+        }
+        if schema.INSTRUCTION in seen:
+            streams[schema.INSTRUCTION] = torch.as_tensor(seen[schema.INSTRUCTION], device=device)
+        return TensorDict(streams, batch_size=[len(codes)])
+
+    def _bootstrap(self, seen: Observation, codes: Tensor, memory: Tensor, truncated: Tensor) -> Tensor:
+        """V(the true next observation) where an episode was cut, 0 elsewhere."""
+        values = torch.zeros(len(codes))
+        index = truncated.nonzero().flatten()
+        if len(index):
+            rows = index.to(memory.device)
+            chosen: Any = take_rows(seen, index.numpy())
+            view = self._observation(chosen, codes[rows])
+            td = TensorDict({schema.OBSERVATION: view, schema.MEMORY: memory[rows]}, batch_size=[len(index)])
+            values[index] = self.explorer.get_value(td).cpu()
+        return values
+
+
+class _Record:
+    """One episode as it is made."""
+
+    def __init__(self, number: int, seen: Observation, codes: Tensor, column: int, start: int = 0) -> None:
+        self.number, self.column, self.start = number, column, start
+        self._frames: dict[str, list[Any]] = {"wrist": [], "head": [], "state": [], "codes": []}
+        self._actions: list[Tensor] = []
+        self._see(seen, codes)
+
+    def add(self, action: Tensor, seen: Observation, codes: Tensor) -> None:
+        """A step: the action as executed, and what it led to."""
+        self._actions.append(action)
+        self._see(seen, codes)
+
+    def _see(self, seen: Observation, codes: Tensor) -> None:
+        column, frames = self.column, self._frames
+        for name, stream in (("wrist", schema.WRIST_RGB), ("head", schema.HEAD_RGB)):
+            frames[name].append(seen[stream][column, -1].copy())  # a view would keep the whole history
+        frames["state"].append(seen[schema.STATE][column])
+        frames["codes"].append(codes[column])
+
+    def episode(self) -> RobotEpisode:
+        """All of it."""
+        frames = self._frames
+        return RobotEpisode(
+            wrist=np.stack(frames["wrist"]),
+            head=np.stack(frames["head"]),
+            state=np.stack(frames["state"]),
+            action=torch.stack(self._actions).numpy(),
+            codes=torch.stack(frames["codes"]).numpy(),
+            number=self.number,
+        )
+
+
+def _copied(observation: Any) -> Observation:
+    """An observation of one's own: a vector environment writes into its arrays again."""
+    return {name: stream.copy() for name, stream in observation.items()}
+
+
+def _with_final(following: Observation, answer: VectorStep) -> Observation:
+    """The true next observation: the final one where an episode ended, never the one after its reset."""
+    final: Any = answer.final_observation
+    if final is None:
+        return following
+    true_next = _copied(following)
+    for name, stream in true_next.items():
+        stream[answer.done_index] = final[name]
+    return true_next
+
+
+# -- what the world model makes of it --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure(world_model: F1Policy, found: Collected) -> Measures:
+    """What the world model foresaw of every step, told a_t, and how far the explorer's memory is from its own.
+
+    It sees head and wrist, and carries its memory through each episode from zeros. What it remembers goes into the
+    rollout too (`teacher_memory`), for the explorer's memory to learn from.
+    """
+    was_training = world_model.training
+    world_model.eval()
+    batch = found.batch(world_model)
+    columns: dict[str, list[Tensor]] = {"wm_losses": [], "wm_entropies": [], "remembered": []}
+    memory = world_model.initial_memory(len(batch.lengths))
+    for start in range(0, batch.longest, STEPS_TOGETHER):
+        cut = batch.chunk(start, STEPS_TOGETHER)
+        assert cut is not None
+        steps, rows = cut[0], cut[1].to(memory.device)
+        results = world_model.forward_with_world_model(steps, memory_state=memory[:, rows], by_step=True)
+        memory[:, rows] = results[schema.MEMORY_STATE]
+        for name, parts in columns.items():
+            values = results[name]
+            whole = values.new_zeros(len(values), len(batch.lengths), *values.shape[2:])
+            whole[:, rows] = values
+            parts.append(whole)
+    world_model.train(was_training)
+    error, uncertainty, remembered = (found.spread(torch.cat(parts)).float() for parts in columns.values())
+    remembered = remembered.to(found.remembered.device)
+    found.rollout[schema.TEACHER_MEMORY] = remembered
+    starts = found.starts()
+    after = torch.linalg.vector_norm(found.remembered - remembered, dim=-1)
+    before = torch.cat([torch.zeros_like(after[:1]), after[:-1]]).masked_fill(starts, 0.0)  # both begin with zeros
+    mask = found.rollout[schema.ACTION_MASK]
+    size = found.rollout[schema.ACTION].clamp(-1.0, 1.0).abs()
+    return Measures(
+        divergence_before=before,
+        divergence=after,
+        uncertainty=uncertainty.to(after.device),
+        error=error.to(after.device),
+        action_size=(size * mask).sum(-1) / mask.sum(-1),
+        starts=starts,
+    )
+
+
+# -- how it learns ---------------------------------------------------------------------------------------------------
+
+
+class TwoPaces(FlatAdam):
+    """Adam in which the weights that act go slower than the others: a step of them all moves a chain's density far.
+
+    They go at a share of `learning_rate`, which a schedule may change; the others keep the first.
+    """
+
+    ACTING = 0.1  # of the learning rate
+
+    def __init__(
+        self, acting: Iterable[nn.Parameter], others: Iterable[nn.Parameter], learning_rate: float, epsilon: float
+    ) -> None:
+        super().__init__(acting, learning_rate, epsilon)
+        self._others = FlatAdam(others, learning_rate, epsilon)
+
+    def zero_gradients(self) -> None:
+        """Of all."""
+        super().zero_gradients()
+        self._others.zero_gradients()
+
+    def step(self, max_grad_norm: float | None = None) -> Tensor:
+        """Both, each clipped by itself; the norm of the acting weights' gradients."""
+        self._others.step(max_grad_norm)
+        whole, self.learning_rate = self.learning_rate, self.learning_rate * self.ACTING
+        norm = super().step(max_grad_norm)
+        self.learning_rate = whole
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of both."""
+        return {**super().state_dict(), "others": self._others.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self._others.load_state_dict(state["others"])
+
+
+class ExplorerPPO(PPO):
+    """L = L_PPO + c · mean (h_explorer − h_teacher)²: the core's PPO, with a memory that learns from the teacher's.
+
+    With several processes, `average` replaces gradients by their mean before every step, and `largest` makes all stop
+    and change pace by the same KL.
+    """
+
+    name = "explorer-ppo"
+    policy: ExplorerPolicy
+    settings: ExplorerSettings
+
+    def __init__(
+        self,
+        policy: ExplorerPolicy,
+        settings: ExplorerSettings | None = None,
+        seed: int = 0,
+        average: Callable[[Iterable[nn.Parameter]], None] | None = None,
+        largest: Callable[[float], float] | None = None,
+    ) -> None:
+        super().__init__(policy, settings or ExplorerSettings(), seed)
+        self._average, self._largest = average, largest
+
+    def _make_optimizer(self) -> FlatAdam:
+        acting, others = self.policy.parts()
+        return TwoPaces(acting, others, self.settings.learning_rate, self.settings.adam_epsilon)
+
+    def _scored(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
+        scored = super()._scored(minibatch)
+        remembered = scored.pop("remembered")
+        taught = minibatch.get(schema.TEACHER_MEMORY, None)
+        if taught is not None:
+            scored["memory_error"] = (remembered - taught).square().mean(-1)
+        return scored
+
+    def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
+        losses, gradients = super()._losses(scored, minibatch)
+        if "memory_error" in scored:
+            error, weight = scored["memory_error"], self.settings.memory_loss_weight
+            losses["memory_error"] = error.mean()
+            if weight:
+                gradients["memory_error"] = torch.full_like(error, weight / error.numel())
+        return losses, gradients
+
+    def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
+        metrics = super()._metrics(losses, first_of_last_epoch, rollout, stopped)
+        if "memory_error" in losses[0]:
+            metrics["memory_error"] = torch.stack([loss["memory_error"] for loss in losses]).mean()
+        # How far the first minibatch's ratios were from 1, before anything was learned from this rollout: exactness.
+        metrics["first_ratio_error"] = (losses[0]["log_ratio"].exp() - 1).abs().max()
+        return metrics
+
+    def _share_gradients(self) -> None:
+        if self._average is not None:
+            self._average(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+
+    def _adapt_learning_rate(self, approx_kl: Tensor) -> None:
+        shared = approx_kl if self._largest is None else torch.tensor(self._largest(float(approx_kl)))
+        super()._adapt_learning_rate(shared)
+
+    def _kl_too_large(self, epoch: list[Metrics]) -> bool:
+        is_large = super()._kl_too_large(epoch)
+        if self._largest is None or self.settings.target_kl is None:
+            return is_large
+        return bool(self._largest(float(is_large)))

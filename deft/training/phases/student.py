@@ -1,0 +1,241 @@
+"""Phase 2, `deft train student`: an explorer that learns by PPO to go where the teacher's world model does not know.
+
+A round is one PPO iteration: whole episodes of the explorer (wrist camera alone), the frozen world model's look at them
+(head and wrist), a reward for every step, and the update. The explorer's F1 policy is the run's policy, so that a
+checkpoint is one of an F1 model; `explorer.pt` beside it holds the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from deft.config.f1_settings import ExplorerSettings, PhaseConfig
+from deft.config.rl_yaml import CONFIG_FILE, phase_of_file
+from deft.data.episodes import EpisodeBatch
+from deft.envs.f1 import read_task_config
+from deft.errors import InputError
+from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
+from deft.evaluation.plots import plot_metrics
+from deft.models.f1.explorer import (
+    EXPLORER_FILE,
+    ExplorerPolicy,
+    explorer_extras,
+    load_explorer,
+    new_explorer,
+    world_model_weights,
+)
+from deft.models.f1.loading import default_teacher, load_f1_policy
+from deft.models.f1.lora import has_lora, merge_lora
+from deft.models.f1.policy import F1Policy
+from deft.training import checkpoint
+from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
+from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, make_worlds, measure
+from deft.training.phases.rewards import Measures, StudentReward
+from deft.training.phases.teacher import make_exploration
+from deft.training.precision import autocast
+
+log = logging.getLogger(__name__)
+NUM_ENVS = 8
+PANELS = {
+    "train/reward": "Reward",
+    "train/memory_divergence": "Memory divergence D",
+    "train/wm_error": "World model's error, nats",
+    "train/wm_uncertainty": "World model's uncertainty, nats",
+    "train/approx_kl": "Approximate KL",
+    "train/explained_variance": "Explained variance",
+    **{
+        f"reward/{name}": f"Reward: {name.replace('_', ' ')}"
+        for name in ("memory", "uncertainty", "error", "error_progress", "uncertainty_progress", "action")
+    },
+}
+
+
+class StudentTrainer(BaseRLTrainer):
+    """Phase 2. `teacher` replaces the one of `student.teacher_path`."""
+
+    phase: ClassVar[str] = "student"
+    shown: ClassVar[tuple[str, ...]] = ("reward", "memory_divergence", "wm_error", "approx_kl")
+
+    def __init__(self, config: PhaseConfig, teacher: F1Policy | None = None) -> None:
+        self.teacher: F1Policy
+        self.explorer: ExplorerPolicy
+        self.rollouts: ExplorerRollouts
+        self._given_teacher = teacher
+        super().__init__(config)
+        if self.device.type == "cuda" and config.training.precision == "auto":
+            # Ratios of 1 need products that do not depend on the batch's shape beyond float32's own rounding.
+            torch.set_float32_matmul_precision("highest")
+        settings = config.student.explorer
+        self.reward = StudentReward(config.student.rewards)
+        self.ppo = ExplorerPPO(
+            self.explorer,
+            settings,
+            config.training.seed + self.processes.rank,
+            self.processes.average_gradients if self.processes.count > 1 else None,
+            (lambda value: self.processes.largest(value, self.device)) if self.processes.count > 1 else None,
+        )
+        self._shown_episode: EpisodeBatch | None = None
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def train_round(self) -> tuple[int, Metrics]:
+        """One PPO iteration on new episodes."""
+        self.ppo.progress = self.progress
+        found = self.rollouts.collect(version=self.ppo.version)
+        with autocast(self.device, self.autocast_dtype):
+            measures = measure(self.teacher, found)
+        found.pay(*self.reward(measures))
+        self._shown_episode = found.batch(self.teacher) if self.processes.is_first else None
+        metrics = self.ppo.update(iter([found.rollout]))
+        self.num_updates = self.ppo.version
+        return self.rollouts.num_episodes * self.processes.count, {
+            **exploration_metrics(found, measures),
+            **{f"train/{name}": value for name, value in metrics.items()},
+        }
+
+    def choose_what_learns(self) -> None:
+        """The explorer did when it was made: all but the world model."""
+
+    def make_optimizer(self) -> None:
+        """PPO has its own."""
+
+    # -- what it is made of --------------------------------------------------------------------------------------------
+
+    def _load_policy(self) -> F1Policy:
+        """The teacher, the worlds, and the explorer: new around the teacher's world model, or that of a checkpoint."""
+        section, training = self.config.student, self.training
+        for name in ("lora", "checkpoint_path"):
+            if getattr(self.config.model, name) is not None:
+                log.warning("model.%s: not for the student, whose weights are new and learn in full", name)
+        teacher = self._given_teacher
+        self.teacher = load_teacher(self.config, self.device) if teacher is None else teacher.to(self.device)
+        self.teacher.requires_grad_(False).eval()
+        exploration = make_exploration(self.config, self.teacher)
+        num_steps = read_task_config(exploration.environment, {}).max_steps
+        # At the last step nothing is begun that would not be used: a scene takes longer than a step.
+        env = make_worlds(exploration.environment | {"max_steps": num_steps + 1}, training.num_envs or NUM_ENVS)
+        if self.resume_from is None:
+            self.explorer = new_explorer(self.teacher, env.action_mask, section.explorer)
+        else:
+            self.explorer = load_explorer(self.resume_from, self.resume_from.parent / MODEL_FILE, self.device)
+            check_world_model(self.teacher, self.explorer.f1, self.resume_from)
+            check_chain(self.explorer, section.explorer, self.resume_from)
+        rank, count = self.processes.rank, self.processes.count
+        episodes = section.explorer.episodes_per_update
+        self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
+        return self.explorer.f1
+
+    def write_sample(self, path: Path) -> None:
+        """Truth, prediction and error of some frames of the explorer's last episode."""
+        if self._shown_episode is not None:
+            draw_sample(foresee_episode(self.teacher, self._shown_episode), path)
+
+    def write_video(self, path: Path) -> None:
+        """Head, true wrist and foreseen wrist of that episode."""
+        if self._shown_episode is not None:
+            film_foresight(foresee_episode(self.teacher, self._shown_episode), path)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint; where the trainer was not made from it, with its explorer's weights."""
+        super().load(path)
+        if self.resume_from is None:
+            folder = checkpoint.find_checkpoint(path)
+            found = load_explorer(folder, folder.parent / MODEL_FILE, self.device)
+            check_chain(found, self.config.student.explorer, folder)
+            self.explorer.load_state_dict(found.state_dict())
+
+    def write_beside(self, folder: Path) -> None:
+        """The value head and the settings of acting."""
+        torch.save(explorer_extras(self.explorer), folder / EXPLORER_FILE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """PPO's optimizer and generator, the reward's scales, and which scenes come next."""
+        return {
+            "ppo": self.ppo.state_dict(),
+            "reward": self.reward.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, bit for bit."""
+        self.ppo.load_state_dict(state["ppo"])
+        self.reward.load_state_dict(state["reward"])
+        self.rollouts.load_state_dict(state["rollouts"])
+
+    def close(self) -> None:
+        """Free the worlds."""
+        self.rollouts.close()
+        super().close()
+
+
+def exploration_metrics(found: Collected, measures: Measures) -> Metrics:
+    """What is logged of a rollout: the reward, its terms by name, and what they are made of."""
+    rollout = found.rollout
+    return {
+        "train/reward": rollout["next", "reward"].mean(),
+        "train/memory_divergence": measures.divergence.mean(),
+        "train/wm_error": measures.error.mean(),
+        "train/wm_uncertainty": measures.uncertainty.mean(),
+        "train/action_size": measures.action_size.mean(),
+        **{f"reward/{name}": term.mean() for name, term in found.terms.items()},
+    }
+
+
+def load_teacher(config: PhaseConfig, device: torch.device) -> F1Policy:
+    """The teacher of `student.teacher_path`: a run, a checkpoint of one, a file of weights; else the shipped one."""
+    given, model = config.student.teacher_path, config.model.config_file
+    if given is None and model != "tiny":
+        raise InputError(
+            "teacher_path: whose world model? Give --teacher-path RUN or CHECKPOINT of `deft train teacher`"
+        )
+    path = default_teacher() if given is None else Path(given)
+    if path.is_file():
+        policy = load_f1_policy(model, device, checkpoint_path=path).policy
+    else:
+        folder = checkpoint.find_checkpoint(path)
+        run = folder.parent
+        phase = phase_of_file(run / CONFIG_FILE)
+        if phase == "student":
+            raise InputError(f"teacher_path: {path} is of phase student; give a run of `deft train teacher`")
+        own = run / MODEL_FILE
+        policy = load_f1_policy(own if own.is_file() else model, device, checkpoint_path=folder).policy
+    if has_lora(policy):
+        merge_lora(policy)
+    return policy
+
+
+def check_world_model(teacher: F1Policy, student: F1Policy, where: Path) -> None:
+    """Refuse a teacher whose world model is not the one that the student was made with."""
+    theirs = world_model_weights(teacher)
+    for name, tensor in world_model_weights(student).items():
+        if name not in theirs or not torch.equal(theirs[name].to(tensor.dtype), tensor):
+            raise InputError(f"teacher_path: not the teacher of {where}: {name} differs; give the one it was made with")
+
+
+def check_chain(explorer: ExplorerPolicy, settings: ExplorerSettings, where: Path) -> None:
+    """Refuse to go on with another way of acting than the one that was learned."""
+    found = {
+        "denoising_steps": len(explorer.deviation),
+        "action_noise": float(explorer.deviation[0]),
+        "initial_noise": float(explorer.initial_deviation),
+        "noise_correlation": float(explorer.noise_correlation),
+    }
+    for name, old in found.items():
+        new = getattr(settings, name)
+        if not math.isclose(old, new, rel_tol=1e-6):
+            raise InputError(f"{name}: {where} learned with {old:g}, not {new:g}; resume with the same")
+
+
+def train_student(config: PhaseConfig) -> dict[str, Any]:
+    """`deft train student`: train, and draw the curves."""
+    trainer = StudentTrainer(config)
+    results = trainer.train()
+    drawn = plot_metrics(trainer.run_dir, PANELS, "rewards.png", "Episodes") if trainer.processes.is_first else None
+    return results if drawn is None else {**results, "plots": [str(drawn)]}

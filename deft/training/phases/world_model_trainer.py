@@ -1,0 +1,150 @@
+"""What the phases that train a world model share: chunks of episodes in order, codes, pictures. Phases 1 and 3.
+
+A round's episodes stand side by side (`EpisodeBatch`); each phase gets them from where it likes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deft import schema
+from deft.data.episodes import EpisodeBatch
+from deft.data.robot_episode import RobotEpisode
+from deft.errors import InputError
+from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
+from deft.models.f1.batch import MemoryStateManager
+from deft.models.f1.frames import to_model
+from deft.models.f1.policy import F1Policy
+from deft.training.phases.base import BaseRLTrainer, Metrics
+from deft.training.precision import autocast
+
+CODED_TOGETHER = 256  # frames
+TRUST_RATE = 10.0  # times the learning rate of the rest
+
+
+class WorldModelTrainer(BaseRLTrainer):
+    """Trains the policy's world model on episodes."""
+
+    shown_episode: EpisodeBatch | None = None  # of the last round: its first is drawn and filmed
+
+    def train_chunks(self, batch: EpisodeBatch) -> Metrics:
+        """In order: memory of zeros at the first frame, carried from chunk to chunk without its gradient."""
+        memory = MemoryStateManager()
+        has_memory = self.policy.config.memory_enabled
+        if has_memory:
+            memory.update(self.policy.initial_memory(len(batch.lengths)))
+        sums = Means()
+        for start in range(0, int(self.processes.largest(batch.longest, self.device)), self.training.bptt_length):
+            found = batch.chunk(start, self.training.bptt_length)
+            is_spare = found is None  # other processes have longer episodes: their gradients are waited for
+            chunk, rows = found if found is not None else batch.chunk(0, 1)  # type: ignore[misc]
+            current = memory.get_current()
+            if has_memory and current is None:
+                raise InputError("memory_state cannot be None: it is zeros at an episode's first frame")
+            before = None if current is None else current[:, rows.to(current.device)]
+            results = self.loss_of(chunk, before)
+            norm = self.update(results["loss"] * 0.0 if is_spare else results["loss"])
+            if has_memory:
+                assert current is not None
+                after = current.clone()
+                after[:, rows.to(current.device)] = results[schema.MEMORY_STATE].detach()
+                memory.update(after)
+            if not is_spare:
+                sums.add({**scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(chunk)}, step_count(chunk))
+        return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def loss_of(self, batch: dict[str, Tensor], memory: Tensor | None) -> dict[str, Tensor]:
+        """The policy's losses, in the run's precision."""
+        with autocast(self.device, self.autocast_dtype):
+            return self.policy(batch, memory_state=memory, memory_backprop=self.training.memory_backprop)
+
+    def coded(self, episodes: list[RobotEpisode]) -> list[RobotEpisode]:
+        """The episodes with their frames' codes."""
+        if not episodes:
+            return []
+        codes = encode_frames(self.policy, np.concatenate([episode.wrist for episode in episodes]))
+        start = 0
+        for episode in episodes:
+            episode.codes = codes[start : start + len(episode.wrist)]
+            start += len(episode.wrist)
+        return episodes
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """How far the motion prior is trusted learns quicker than the rest, which would else drown it at first."""
+        optimizer = super().make_optimizer()
+        assert optimizer is not None
+        motion = self.policy.model.motion
+        if motion is None:
+            return optimizer
+        trusted = [
+            one
+            for name, one in motion.named_parameters()
+            if one.requires_grad and ("trust." in name or "log_sharpness" in name)
+        ]
+        chosen = {id(one) for one in trusted}
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) not in chosen]
+        if trusted:
+            rate = TRUST_RATE * self.training.learning_rate
+            optimizer.add_param_group({"params": trusted, "lr": rate, "weight_decay": 0.0})
+        return optimizer
+
+    def write_sample(self, path: Path) -> None:
+        """Truth, prediction and error of some frames of the first episode of the last round."""
+        if self.shown_episode is not None:
+            draw_sample(foresee_episode(self.policy, self.shown_episode), path)
+
+    def write_video(self, path: Path) -> None:
+        """Head, true wrist and predicted wrist of that episode."""
+        if self.shown_episode is not None:
+            film_foresight(foresee_episode(self.policy, self.shown_episode), path)
+
+
+@torch.no_grad()
+def encode_frames(policy: F1Policy, frames: np.ndarray) -> Tensor:
+    """The codes of uint8 frames [N, 3, h, w], int64 [N, L], on the policy's device."""
+    found = []
+    for start in range(0, len(frames), CODED_TOGETHER):
+        pixels = torch.as_tensor(frames[start : start + CODED_TOGETHER], device=policy.device)
+        found.append(policy.tokenizer.encode(to_model(pixels, policy.config.tokenizer.image_size, schema.WRIST_RGB)))
+    return torch.cat(found)
+
+
+def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:
+    """Share of the next frame's codes that are the last frame's."""
+    codes = batch[schema.FRAME_TOKENS]
+    same = (codes[..., -1, :] == codes[..., -2, :]).float().mean(-1)
+    real = batch.get(schema.STEP_MASK)
+    return same.mean() if real is None else (same * real).sum() / real.sum()
+
+
+def step_count(chunk: dict[str, Tensor]) -> int:
+    """Steps of a chunk, padding included."""
+    return chunk[schema.STATE].shape[:-1].numel()
+
+
+def scalars(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The losses and accuracies among a pass's results, without their gradients."""
+    return {name: value.detach() for name, value in results.items() if value.ndim == 0}
+
+
+class Means:
+    """Means of metrics over updates, weighted; they stay tensors."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weight = 0.0
+
+    def add(self, values: dict[str, Tensor], weight: float) -> None:
+        """Take in those of an update."""
+        self._weight += weight
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value * weight
+
+    def means(self) -> Metrics:
+        """The means, under the names that are logged."""
+        return {f"train/{name}": value / self._weight for name, value in self._sums.items()}

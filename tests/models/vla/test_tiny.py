@@ -1,0 +1,261 @@
+"""vla-tiny: its words, its three heads and their log-probs, its value, and that it learns to look for what is named."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from deft import schema
+from deft.errors import InputError
+from deft.models.vla.loading import load_vla_model
+from deft.models.vla.policy import VLAPolicy
+from deft.models.vla.tiny import HEADS, TinyVLAModel, word_ids
+
+SIZE, LENGTH = 16, 32
+
+
+def tiny(**changes) -> TinyVLAModel:
+    torch.manual_seed(0)
+    sizes = {"action_dim": 2, "chunk_length": 3, "image_keys": ["rgb"], "image_size": SIZE, "proprio_dim": 4}
+    return TinyVLAModel(**{**sizes, "width": 32, **changes})
+
+
+def text(*instructions: str) -> torch.Tensor:
+    return torch.from_numpy(np.stack([schema.encode_text(words, LENGTH) for words in instructions]))
+
+
+def scenes(batch: int = 5) -> TensorDict:
+    generator = torch.Generator().manual_seed(1)
+    streams = {
+        "rgb": torch.randint(0, 256, (batch, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator),
+        "state": torch.randn(batch, 4, generator=generator),
+        "instruction": text(*(["lift the red cube", "go to the blue cube"] * batch)[:batch]),
+    }
+    return TensorDict(streams, [batch])
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+def test_a_word_has_one_number_wherever_it_stands():
+    first, second = word_ids(text("put the red cube on the blue one", "the  red"))
+    assert (first > 0).tolist() == [True] * 8 + [False] * 8
+    assert first[1] == first[5] == second[0]  # "the"
+    assert first[2] == second[1]  # "red", also after two spaces
+    assert (second > 0).sum() == 2
+    words = (
+        "put place reach push pick lift slide grasp the red green blue yellow purple orange cube cylinder white area"
+    )
+    assert len(set(word_ids(text(*words.split()))[:, 0].tolist())) == len(words.split())
+
+
+def test_words_beyond_the_sixteenth_are_left_out():
+    letters = "a b c d e f g h i j k l m n o p"  # sixteen
+    rows = torch.stack([torch.from_numpy(schema.encode_text(words, 64)) for words in (letters, letters + " q r")])
+    assert torch.equal(*word_ids(rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize("chunk_length", [1, 3])
+@pytest.mark.parametrize("head", HEADS)
+def test_what_acts_is_what_is_scored(head, chunk_length):
+    policy = VLAPolicy(tiny(head=head, chunk_length=chunk_length))
+    td = policy.act(TensorDict({schema.OBSERVATION: scenes()}, [5]))
+    assert td[schema.ACTION].shape == ((5, 3, 2) if chunk_length == 3 else (5, 2))
+    assert (td.get(schema.SAMPLE, None) is not None) == (head == "flow")
+    scored = policy.evaluate_actions(td)
+    torch.testing.assert_close(scored["log_prob"], td[schema.LOG_PROB], rtol=0, atol=1e-4)
+    torch.testing.assert_close(scored["value"], td[schema.VALUE])
+    policy.reports_tokens = True
+    torch.testing.assert_close(policy.evaluate_actions(td)["token_log_prob"].sum(1), scored["log_prob"])
+    most_likely = [policy.act(td.select(schema.OBSERVATION), deterministic=True)[schema.ACTION] for _ in range(2)]
+    assert torch.equal(*most_likely)
+
+
+def test_a_gaussian_has_torchs_density():
+    model = tiny(log_std_init=-0.5)
+    actions = torch.randn(5, 3, 2)
+    mean, log_std = model.gaussian(scenes())
+    expected = torch.distributions.Normal(mean, log_std.exp())
+    log_prob, entropy = model.evaluate_actions(scenes(), actions)
+    torch.testing.assert_close(log_prob, expected.log_prob(actions).sum((1, 2)))
+    # 6 dims, each log σ + ½ log 2πe
+    torch.testing.assert_close(entropy, torch.full((5,), 6 * (-0.5 + 0.5 * math.log(2 * math.pi * math.e))))
+
+
+def test_the_bins_of_a_token_head_are_all_that_it_does():
+    model = tiny(head="token", chunk_length=1, action_dim=1, num_bins=4)
+    torch.nn.init.normal_(model.head.out.weight)
+    one = scenes(1)
+    # Centres of 4 bins of [-1, 1]; their probabilities add up to 1, and the entropy is theirs.
+    model.requires_grad_(False)
+    logs = torch.stack([model.evaluate_actions(one, torch.tensor([[c]]))[0] for c in (-0.75, -0.25, 0.25, 0.75)])
+    assert float(logs.exp().sum()) == pytest.approx(1.0, abs=1e-5)
+    entropy = model.evaluate_actions(one, torch.tensor([[0.0]]))[1]
+    assert float(entropy) == pytest.approx(float(-(logs.exp() * logs).sum()), abs=1e-5)
+    drawn = model(TensorDict({name: stream.expand(400, *stream.shape[1:]) for name, stream in one.items()}, [400]))
+    assert set(drawn[:, 0].tolist()) <= {-0.75, -0.25, 0.25, 0.75}
+    shares = (drawn == torch.tensor([-0.75, -0.25, 0.25, 0.75])).float().mean(0)
+    torch.testing.assert_close(shares, logs.exp()[:, 0], rtol=0, atol=0.1)  # 4 deviations of a share of ½
+
+
+def test_the_actions_of_a_flow_are_scored_by_their_chain():
+    model = tiny(head="flow", flow_steps=2, flow_noise=0.2)
+    action, log_prob, _, sample = model.act(scenes())
+    chain = sample[schema.CHAIN]
+    assert chain.shape == (5, 3, 3, 2)  # two steps from noise: three places
+    assert torch.equal(chain[:, -1], action)
+    velocity = model.head._velocity(model._for_head(model.features(scenes())))
+    expected = torch.zeros(5)
+    for step, time in ((0, 1.0), (1, 0.5)):
+        mean = chain[:, step] - velocity(chain[:, step], torch.full((5,), time)) / 2
+        expected += torch.distributions.Normal(mean, 0.2).log_prob(chain[:, step + 1]).sum((1, 2))
+    torch.testing.assert_close(log_prob, expected)
+    with pytest.raises(InputError, match="score its chain"):
+        model.evaluate_actions(scenes(), action)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_steps_after_the_end_do_not_count_in_imitation(head):
+    model, actions = tiny(head=head), torch.rand(5, 3, 2)
+    mask = torch.tensor([[True, True, False]]).expand(5, 3)
+    changed = actions.clone()
+    changed[:, 2] = -0.9
+
+    def loss(actions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        torch.manual_seed(3)
+        return model.imitation_loss(scenes(), actions, mask)
+
+    if head == "flow":  # the noisy chunk as a whole is what the velocity reads; its error there is what is left out
+        error = loss(actions, mask)
+        assert error.shape == (5,)
+        return
+    assert torch.equal(loss(actions, mask), loss(changed, mask))
+    assert not torch.equal(loss(actions, None), loss(changed, None))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_padded_dims_are_zero_and_enter_nothing(head):
+    policy = VLAPolicy(tiny(head=head))
+    mask = torch.tensor([[True, False]]).expand(5, 2)
+    td = policy.act(TensorDict({schema.OBSERVATION: scenes(), schema.ACTION_MASK: mask}, [5]))
+    assert bool((td[schema.ACTION][..., 1] == 0).all())
+    scored = policy.evaluate_actions(td)
+    torch.testing.assert_close(scored["log_prob"], td[schema.LOG_PROB], rtol=0, atol=1e-4)
+    if head != "flow":
+        td[schema.ACTION][..., 1] = 0.5
+        torch.testing.assert_close(policy.evaluate_actions(td)["log_prob"], scored["log_prob"])
+
+
+# ---------------------------------------------------------------------------------------------------- value, vision
+
+
+@pytest.mark.parametrize("value_gradient", [False, True])
+def test_the_values_loss_trains_the_trunk_where_it_is_asked_to(value_gradient):
+    model = tiny(value_gradient=value_gradient)
+    with torch.no_grad():
+        model.value_head[-1].weight.fill_(0.1)
+    model.get_value(scenes()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.value_parameters())
+    assert (model.trunk[0].weight.grad is not None) == value_gradient
+
+
+def test_a_frozen_eye_learns_nothing_and_sees_the_same():
+    plain, frozen = tiny(), tiny(freeze_vision=True)
+    frozen.load_state_dict(plain.state_dict())
+    assert torch.equal(plain.features(scenes()), frozen.features(scenes()))
+    frozen.imitation_loss(scenes(), torch.rand(5, 3, 2)).sum().backward()
+    assert frozen.trunk[0].weight.grad is not None
+    assert all(parameter.grad is None for parameter in frozen.cameras.parameters())
+
+
+def test_the_body_is_normalised_by_what_was_seen_first(monkeypatch):
+    monkeypatch.setattr("deft.models.vla.tiny.ENOUGH_OBSERVED", 6)
+    model, body = tiny(), torch.full((4, 4), 2.0)
+    body[:2] = 4.0  # mean 3, deviation 1
+    model.observe({"state": body})
+    assert model.proprio(torch.full((1, 4), 5.0)).tolist() == [pytest.approx([2.0] * 4, abs=1e-3)]
+    model.observe({"state": body + 100})  # 4 seen, so this still counts
+    assert float(model.proprio.count) == 8
+    model.observe({"state": body + 1000})
+    assert float(model.proprio.count) == 8
+
+
+def test_without_proprioception_and_words():
+    model = tiny(proprio_key=None, instruction_key=None)
+    assert model(scenes().select("rgb")).shape == (5, 3, 2)
+
+
+def test_it_learns_to_look_for_what_is_named():
+    """Two squares, red and blue; the action is the place of the one that the word names.
+
+    Who reads one of picture and word alone cannot do better than the mean of all places: an error of their variance.
+    """
+    torch.manual_seed(0)
+    generator = np.random.default_rng(0)
+    model = tiny(chunk_length=1, proprio_key=None)
+    colours = np.array([[220, 30, 30], [30, 30, 220]], np.uint8)
+
+    def draw(batch: int) -> tuple[TensorDict, torch.Tensor]:
+        pictures = np.full((batch, 3, SIZE, SIZE), 120, np.uint8)
+        places = generator.integers(0, SIZE - 2, (batch, 2, 2))
+        named = generator.integers(0, 2, batch)
+        for row in range(batch):
+            for colour, (x, y) in zip(colours, places[row], strict=True):
+                pictures[row, :, y : y + 2, x : x + 2] = colour[:, None, None]
+        words = text(*(("red", "blue")[index] for index in named))
+        wanted = places[np.arange(batch), named] / ((SIZE - 2) / 2) - 1.0
+        td = TensorDict({"rgb": torch.from_numpy(pictures), "instruction": words}, [batch])
+        return td, torch.from_numpy(wanted.astype(np.float32))
+
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(100):
+        observations, wanted = draw(32)
+        optimizer.zero_grad()
+        model.imitation_loss(observations, wanted).mean().backward()
+        optimizer.step()
+    observations, wanted = draw(256)
+    with torch.no_grad():
+        error = (model(observations, deterministic=True) - wanted).square().mean()
+    assert float(error) < 0.05  # the variance of a place is 0.36
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": "softmax"}, "head 'softmax' is none of gaussian, token, flow"),
+        ({"image_size": 40}, "image_size 40 is no multiple of 16"),
+        ({"image_keys": "rgb"}, "image_keys 'rgb' must be a list"),
+        ({"num_bins": 1}, "num_bins 1 must be 2 or more"),
+        ({"flow_noise": 0.0}, "flow_noise 0.0 must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    with pytest.raises(InputError, match=message):
+        tiny(**changes)
+
+
+def test_observations_that_do_not_fit():
+    model, seen = tiny(), scenes()
+    with pytest.raises(InputError, match=r"'rgb' is torch\.float32"):
+        model(seen.clone().set("rgb", torch.zeros(5, 3, SIZE, SIZE)))
+    with pytest.raises(InputError, match=r"'state' has shape \[5, 3\]"):
+        model(seen.clone().set("state", torch.zeros(5, 3)))
+    with pytest.raises(InputError, match="rows of bytes"):
+        model(seen.clone().set("instruction", torch.zeros(5, 3)))
+    with pytest.raises(InputError, match="no 'instruction'"):
+        model(seen.select("rgb", "state"))
+    with pytest.raises(InputError, match="a token head has no Gaussian"):
+        tiny(head="token").gaussian(seen)
+
+
+def test_it_is_found_by_its_name():
+    settings = {"head": "token", "image_size": 32, "action_dim": 3}
+    assert isinstance(load_vla_model(None, "vla-tiny", settings), TinyVLAModel)

@@ -1,0 +1,121 @@
+"""Collection beside the learner, with workers that are only pretended: order, age and number of the steps."""
+
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deft import schema
+from deft.errors import RunError
+from deft.training.cluster.blocks import Block, Order
+from deft.training.cluster.collectors import Feeder
+from deft.training.cluster.pool import Slot
+
+
+class PretendedPool:
+    """Answers orders in any sequence; the last worker is slow, and cuts its blocks short where a time is given."""
+
+    def __init__(self, num_workers, envs_each=2):
+        self.slots = [
+            Slot(index, envs_each * index, envs_each, incarnation=0, is_ready=True) for index in range(num_workers)
+        ]
+        self.made = [0] * num_workers
+        self.sequences = [0] * num_workers
+        self.random = random.Random(0)
+        self.error = None
+
+    idle = property(lambda self: [slot for slot in self.slots if slot.order is None])
+    busy = property(lambda self: [slot for slot in self.slots if slot.order is not None])
+
+    def weights(self, version):
+        return [version]
+
+    def give(self, slot, order):
+        slot.order = order
+
+    def cancel(self):
+        for slot in self.slots:
+            slot.order = None
+
+    def wait(self, seconds, renew):
+        if self.error is not None:
+            raise self.error
+        threading.Event().wait(0.0005)
+        answered = []
+        for slot in self.busy:
+            slow = slot is self.slots[-1]
+            if self.random.random() < (0.05 if slow else 0.5):
+                count = 1 if slow and slot.order.seconds is not None else slot.order.num_steps
+                answered.append(self._block(slot, count))
+                slot.order = None
+        return answered
+
+    def _block(self, slot, count):
+        life = self.made[slot.index] + np.arange(count)[:, None] + 100_000 * (slot.first + np.arange(slot.count))
+        self.made[slot.index] += count
+        self.sequences[slot.index] += 1
+        columns = {schema.OBSERVATION: life, schema.POLICY_VERSION: np.full(life.shape, slot.order.version)}
+        details = (slot.order.round, self.sequences[slot.index] - 1)
+        return Block(slot.order.number, slot.index, 0, columns, count, [], [], 0, [], None, None, 0.01, *details)
+
+
+def pretended(max_staleness, recurrent=False, num_workers=3):
+    pool = PretendedPool(num_workers)
+    collector = SimpleNamespace(
+        pool=pool, version=0, max_staleness=max_staleness, _states={}, _knows={}, _explored=lambda: None,
+        env=SimpleNamespace(num_envs=2 * num_workers), policy=SimpleNamespace(recurrent=recurrent),
+    )  # fmt: skip
+    collector._order = lambda slot, **details: Order(0, collector.version, [], **details)
+    return collector
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_steps_are_never_too_old_and_none_is_lost(max_staleness, recurrent):
+    collector = pretended(max_staleness, recurrent)
+    feeder = Feeder(collector, rollout_steps=8, block_steps=8 if recurrent else 4)
+    seen, oldest = [], 0
+    for update in range(25):
+        strands = feeder.take_strands(8, lambda: False)
+        assert strands is not None
+        assert sum(len(strand) for strand in strands) == 48
+        for strand in strands:
+            part = slice(strand.start, strand.stop), strand.env
+            seen.append(strand.block.columns[schema.OBSERVATION][part])
+            oldest = max(oldest, update - int(strand.block.columns[schema.POLICY_VERSION].min()))
+        collector.version += 1
+        feeder.publish()
+    feeder.close()
+    steps = np.concatenate(seen)
+    assert len(np.unique(steps)) == len(steps) == 25 * 48
+    assert 1 <= oldest <= max_staleness
+    if not recurrent:  # each environment's steps from its first on, without a gap but for what is not taken yet
+        left = {int(strand.block.columns[schema.OBSERVATION][strand.start, strand.env]) for strand in feeder._strands}
+        for env in range(6):
+            own = np.sort(steps[steps // 100_000 == env]) % 100_000
+            gaps = set(range(own[-1] + 1)) - set(own.tolist())
+            assert all(any(gap + 100_000 * env >= first for first in left) for gap in gaps)
+
+
+def test_a_slow_worker_hands_over_less():
+    collector = pretended(1)
+    feeder = Feeder(collector, rollout_steps=8, block_steps=8)
+    for _ in range(30):
+        feeder.take_strands(8, lambda: False)
+        collector.version += 1
+        feeder.publish()
+    feeder.close()
+    made = collector.pool.made
+    assert 0 < made[2] < 0.5 * min(made[0], made[1])
+
+
+def test_errors_and_stops_surface():
+    collector = pretended(1)
+    feeder = Feeder(collector, rollout_steps=1000, block_steps=1000)
+    assert feeder.take_strands(10**6, lambda: True) is None
+    collector.pool.error = RunError("the gripper fell off")
+    with pytest.raises(RunError, match="the gripper fell off"):
+        feeder.take_strands(10**6, lambda: False)
+    feeder.close()

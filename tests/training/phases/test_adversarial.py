@@ -1,0 +1,471 @@
+"""Phase 3: who learns when, what pays, when it ends, and going on after a stop."""
+
+import copy
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from f1_worlds import micro_policy, wake
+from panning_camera import game_config
+
+from deft import schema
+from deft.data.episode_store import EpisodeStore
+from deft.data.robot_episode import RobotEpisode
+from deft.errors import InputError, RunError
+from deft.models.f1.disagreement import Disagreement
+from deft.training import checkpoint
+from deft.training.phases.adversarial import EXPLORER_FOLDER, AdversarialTrainer, action_spread
+from deft.training.phases.explorer_rollouts import measure
+from deft.training.phases.game import CollapseGuard, GameReward
+
+ROOT = Path(__file__).parents[3]
+STEPS = 6  # of an episode of `game_config`
+
+
+def world_model():
+    return wake(micro_policy(condition_init=0.05))
+
+
+def make(folder, policy=None, **game) -> AdversarialTrainer:
+    return AdversarialTrainer(game_config(folder, **game), policy or world_model())
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def changed(before: dict[str, torch.Tensor], module: torch.nn.Module) -> set[str]:
+    return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """A run of three iterations, the first of them a warm-up, and the weights after each."""
+    folder = tmp_path_factory.mktemp("game") / "run"
+    made = make(folder, total_iterations=3, wm_warmup=1)
+    after = []
+    original = made.train_round
+
+    def watched():
+        result = original()
+        after.append((weights(made.policy), weights(made.explorer), made.num_updates, made.ppo.version))
+        return result
+
+    first = (weights(made.policy), weights(made.explorer), 0, 0)
+    made.train_round = watched
+    made.train()
+    return made, folder, [first, *after]
+
+
+# -- who learns ------------------------------------------------------------------------------------------------------
+
+
+def test_the_world_model_learns_in_every_iteration_and_the_explorer_after_the_warm_up(played):
+    _, _, states = played
+    for before, after in itertools.pairwise(states):
+        moved = {name for name in before[0] if not torch.equal(before[0][name], after[0][name])}
+        assert any(name.startswith("model.experts.generation.") for name in moved)
+        assert any(name.startswith("model.memory.") for name in moved)
+        assert not any(name.startswith("tokenizer.") for name in moved)
+    first, warm, played_once, _ = states
+    assert all(torch.equal(first[1][name], warm[1][name]) for name in first[1])  # the world model alone
+    assert any(not torch.equal(warm[1][name], played_once[1][name]) for name in warm[1])
+
+
+def test_so_many_world_model_updates_to_one_of_the_explorer(played):
+    _, _, states = played
+    # 6 steps in chunks of 3 are 2 optimizer steps a batch, 2 batches an iteration; PPO rests in the first.
+    assert [state[2] for state in states] == [0, 4, 8, 12]
+    assert [state[3] for state in states] == [0, 0, 1, 2]
+
+
+def test_the_world_model_inside_the_explorer_stays(played):
+    made, _, states = played
+    frozen = ("f1.tokenizer.", "f1.model.experts.generation.", "f1.model.world_model.", "f1.model.motion.")
+    assert not any(name.startswith(frozen) for name in changed(states[0][1], made.explorer))
+
+
+def test_before_the_first_gradient_step_every_ratio_is_one(played):
+    _, folder, _ = played
+    lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    errors = [line["ppo/first_ratio_error"] for line in lines if "ppo/first_ratio_error" in line]
+    assert len(errors) == 2  # not in the warm-up
+    assert max(errors) < 1e-4
+
+
+def test_what_is_logged(played):
+    _, folder, _ = played
+    last = json.loads((folder / "episode_metrics.jsonl").read_text().splitlines()[-1])
+    wanted = {
+        "train/wm_loss",
+        "train/held_out_loss",
+        "train/reward",
+        "train/wm_error",
+        "reward/progress",
+        "train/older_wm_error",
+    }
+    assert wanted | {"game/action_spread", "game/actions_at_limit", "reward/paid_steps"} <= last.keys()
+    assert last["step"] == 3
+    assert last["reward/progress"] <= last["train/older_wm_error"] - last["train/wm_error"] + 1e-6
+    assert last["reward/progress"] <= last["train/older_wm_uncertainty"] - last["train/wm_uncertainty"] + 1e-6
+
+
+def test_older_and_newer_episodes_are_kept_apart(played):
+    made, _, _ = played
+    # Of 3 rollouts of 2 episodes, the last 2 are new (4 episodes); the first went to the older ones, with 3 random.
+    assert len(made.recent) == 4
+    assert len(made.replay) == 5
+    assert made.num_random == 3
+
+
+# -- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(played, tmp_path):
+    made, folder, _ = played
+    resumed = AdversarialTrainer(
+        game_config(tmp_path / "again", total_iterations=3, wm_warmup=1, resume=str(folder / "checkpoint-2"))
+    )
+    resumed.train()
+    assert not changed(weights(made.policy), resumed.policy)
+    assert not changed(weights(made.explorer), resumed.explorer)
+    assert resumed.num_updates == made.num_updates
+    assert resumed.ppo.version == made.ppo.version
+    assert [e.number for e in resumed.replay.episodes] == [e.number for e in made.replay.episodes]
+    one, other = (trainer.optimizer.state_dict()["state"] for trainer in (made, resumed))
+    assert all(torch.equal(one[key]["exp_avg"], other[key]["exp_avg"]) for key in one)
+
+
+def test_the_last_checkpoint_is_gone_on_from(played, tmp_path):
+    _, folder, _ = played
+    (
+        folder / "checkpoint-99"
+    ).mkdir()  # as a process that was killed in the middle would never leave it, but a disk may
+    try:
+        made = AdversarialTrainer(game_config(folder, total_iterations=3, auto_resume=True))
+        assert made.resume_from == folder / "checkpoint-3"
+        made.load(made.resume_from)
+        assert made.episode == 3
+        assert len(made.recent) == 4
+        made.close()
+    finally:
+        (folder / "checkpoint-99").rmdir()
+
+
+def test_a_checkpoint_holds_a_teacher_and_an_explorer(played):
+    made, folder, _ = played
+    place = folder / "checkpoint-3"
+    assert {"model.pt", "training_state.pt", "metrics.pt", "buffers.pt", EXPLORER_FOLDER} == {
+        p.name for p in place.iterdir()
+    }
+    saved = checkpoint.load_part(place, checkpoint.MODEL)
+    assert all(torch.equal(saved[name], value) for name, value in made.policy.state_dict().items())
+
+
+def test_another_run_starts_from_both_checkpoints(played, tmp_path):
+    made, folder, _ = played
+    config = game_config(tmp_path, teacher_checkpoint=str(folder), student_checkpoint=str(folder))
+    started = AdversarialTrainer(config)
+    assert not changed(weights(made.policy), started.policy)
+    assert not changed(weights(made.explorer), started.explorer)
+    started.close()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_key(played, tmp_path):
+    _, folder, _ = played
+    place = tmp_path / "checkpoint-1"
+    (place / EXPLORER_FOLDER).mkdir(parents=True)
+    source = folder / "checkpoint-3"
+    for name in ("model.pt", "training_state.pt", "metrics.pt"):
+        (place / name).write_bytes((source / name).read_bytes())
+    kept = torch.load(source / EXPLORER_FOLDER / "model.pt", weights_only=True)
+    kept.pop("model.flow.action_out_proj.weight")
+    torch.save(kept, place / EXPLORER_FOLDER / "model.pt")
+    (place / EXPLORER_FOLDER / "explorer.pt").write_bytes((source / EXPLORER_FOLDER / "explorer.pt").read_bytes())
+    (tmp_path / EXPLORER_FOLDER).mkdir()
+    text = (folder / EXPLORER_FOLDER / "f1_config.json").read_text()
+    (tmp_path / EXPLORER_FOLDER / "f1_config.json").write_text(text)
+    config = game_config(tmp_path / "run", teacher_checkpoint=str(source), student_checkpoint=str(place))
+    with pytest.raises(InputError, match="action_out_proj"):
+        AdversarialTrainer(config)
+
+
+def test_without_a_teacher_one_line_says_so(tmp_path):
+    with pytest.raises(InputError, match="nothing: there is no such checkpoint"):
+        AdversarialTrainer(game_config(tmp_path, teacher_checkpoint=str(tmp_path / "nothing")))
+
+
+def test_recorded_video_is_refused(tmp_path):
+    config = game_config(tmp_path)
+    config.training.dataset = "videos"
+    with pytest.raises(InputError, match="dataset: phase 3"):
+        AdversarialTrainer(config, world_model())
+
+
+PROCESSES = """
+import sys
+from pathlib import Path
+import torch
+from f1_worlds import micro_policy, wake
+from panning_camera import game_config
+from deft.training.phases.adversarial import AdversarialTrainer
+
+folder = Path(sys.argv[1])
+trainer = AdversarialTrainer(game_config(folder / "run", wm_warmup=0), wake(micro_policy(condition_init=0.05)))
+assert trainer.processes.count == 2
+rank = trainer.processes.rank
+trainer.train()
+taken = {"taken": torch.tensor([episode.number for episode in trainer.recent.episodes])}
+weights = {**dict(trainer.policy.named_parameters()), **dict(trainer.explorer.named_parameters())}
+torch.save({name: value.detach() for name, value in weights.items()} | taken, folder / f"weights{rank}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_keep_both_sides_equal(tmp_path):
+    (tmp_path / "train.py").write_text(PROCESSES)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [*launch, str(tmp_path / "train.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, other = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
+    assert not set(one.pop("taken").tolist()) & set(other.pop("taken").tolist())  # each its own scenes
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- what pays -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    made = make(tmp_path_factory.mktemp("collected"))
+    found = made.rollouts.collect()
+    made.close()
+    return made.policy, found
+
+
+def settings(**game):
+    return game_config("unused", **game).adversarial
+
+
+def test_raw_error_is_the_world_models_error_on_the_next_frame(collected):
+    policy, found = collected
+    raw, measures, _ = GameReward(settings(reward="error"), policy).raw(policy, found)
+    assert torch.equal(raw, measures.error)
+    assert raw.shape == (STEPS, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("error", "action"),
+        ("error", "wrist"),
+        ("progress", "action"),
+        ("progress", "wrist"),
+        ("disagreement", "action"),
+    ],
+)
+def test_the_reward_of_a_step_depends_on_its_action_and_on_what_it_led_to(collected, kind, name):
+    policy, found = collected
+    reward = GameReward(settings(reward=kind), policy)
+    if reward.older is not None:  # an older world model that differs
+        with torch.no_grad():
+            for parameter in reward.older.model.world_model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    plain, *_ = reward.raw(policy, found)
+    other = copy.copy(found)
+    other.episodes = [copy.copy(episode) for episode in found.episodes]
+    changing = other.episodes[0]
+    if name == "action":
+        changing.action = changing.action.copy()
+        changing.action[3, 0] = 0.5 - changing.action[3, 0]
+    else:  # img_4, which a_3 led to
+        changing.wrist, changing.codes = changing.wrist.copy(), np.array(changing.codes)
+        changing.wrist[4], changing.codes[4] = 255 - changing.wrist[4], changing.codes[1][::-1]
+    differs = (reward.raw(policy, other)[0] != plain).nonzero().tolist()
+    assert [3, 0] in differs
+    assert all(step >= 3 and column == 0 for step, column in differs)  # nothing before it, nothing of others
+
+
+@pytest.mark.parametrize("kind", ["error", "progress", "disagreement"])
+def test_paying_changes_no_network(collected, kind):
+    policy, found = collected
+    before = weights(policy)
+    policy.train()
+    GameReward(settings(reward=kind), policy).pay(policy, found)
+    assert policy.training
+    policy.eval()
+    assert not changed(before, policy)
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_progress_is_nothing_where_nothing_was_learned(collected):
+    policy, found = collected
+    reward = GameReward(settings(reward="progress"), policy)
+    raw, *_ = reward.raw(policy, found)
+    assert not raw.any()
+    logged = reward.pay(policy, found)
+    assert not found.rollout[schema.NEXT_REWARD].any()
+    assert float(logged["reward/progress"]) == 0.0
+
+
+def test_progress_is_the_smaller_fall_of_error_and_uncertainty(collected):
+    policy, found = collected
+    reward = GameReward(settings(reward="progress"), policy)
+    with torch.no_grad():
+        for parameter in reward.older.model.world_model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    raw, now, _ = reward.raw(policy, found)
+    older = measure(reward.older, found)
+    assert torch.equal(raw, torch.minimum(older.error - now.error, older.uncertainty - now.uncertainty))
+    assert raw.any()
+
+
+def test_to_learn_that_something_cannot_be_foreseen_does_not_pay(collected):
+    """An older world model that is as wrong, but surer: its error falls to the present one's, and nothing is paid."""
+    policy, found = collected
+    reward = GameReward(settings(reward="progress"), policy)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        output = reward.older.model.world_model.output
+        output.weight.normal_(std=1.0)  # sure of codes that have nothing to do with what comes
+    raw, now, others = reward.raw(policy, found)
+    assert float((others["older_wm_error"] - now.error).mean()) > 0.5
+    assert float((others["older_wm_uncertainty"] - now.uncertainty).mean()) < -0.1
+    assert float(raw.mean()) < 0
+
+
+def test_the_older_world_model_is_so_many_iterations_old(collected):
+    policy, _ = collected
+    policy = copy.deepcopy(policy)
+    reward = GameReward(settings(reward="progress", progress_lag=2), policy)
+    parameter = next(policy.model.world_model.parameters())
+    seen = []
+    for iteration in range(1, 7):
+        with torch.no_grad():
+            parameter.fill_(float(iteration))
+        reward.end_iteration(policy, iteration)
+        seen.append(float(next(reward.older.model.world_model.parameters()).flatten()[0]))
+    # Replaced after 2, 4 and 6 iterations by the weights that waited since 2 iterations before.
+    assert seen[2:] == [seen[1], 2.0, 2.0, 4.0]
+
+
+def test_below_the_floor_nothing_is_paid(collected):
+    policy, found = collected
+    errors = measure(policy, found).error
+    floor = float(errors.median())
+    logged = GameReward(settings(reward="error", reward_floor=floor), policy).pay(policy, found)
+    reward = found.rollout[schema.NEXT_REWARD]
+    assert torch.equal(reward != 0, errors > floor)
+    assert float(logged["reward/paid_steps"]) == pytest.approx(float((errors > floor).float().mean()))
+
+
+def test_rewards_are_brought_to_one_scale(collected):
+    policy, found = collected
+    reward = GameReward(settings(reward="error", reward_floor=0.0), policy)
+    reward.pay(policy, found)
+    paid = found.rollout[schema.NEXT_REWARD]
+    errors = measure(policy, found).error
+    assert torch.allclose(paid, errors / errors.square().mean().sqrt(), atol=1e-5)  # and nothing is subtracted
+
+
+def test_an_ensemble_comes_to_agree_on_noise_and_disagrees_where_it_was_not():
+    """Frames of pure noise, at first and after training on other noise; and actions that it has never seen."""
+    torch.manual_seed(0)
+    ensemble = Disagreement(micro_policy().config, members=4, width=32)
+    optimizer = torch.optim.Adam(ensemble.parameters(), 3e-3)
+
+    def noise(rows: int) -> dict[str, torch.Tensor]:
+        return {
+            schema.IMAGE0_HISTORY: torch.randint(0, 256, (rows, 5, 3, 16, 16), dtype=torch.uint8),
+            schema.ACTION_HISTORY: torch.zeros(rows, 4, 32),
+            schema.STATE: torch.zeros(rows, 32),
+        }
+
+    held_out = noise(64)
+    before = float(ensemble(held_out).mean())
+    for _ in range(150):
+        loss = ensemble.loss(noise(32))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = float(ensemble(held_out).mean())
+    unseen = float(ensemble({**held_out, schema.ACTION_HISTORY: torch.ones(64, 4, 32)}).mean())
+    assert after < before / 4  # noise stays as unforeseeable as it was, but all expect the same of it
+    assert unseen > 2 * after
+
+
+# -- when it ends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"held_out_loss": 2.0}, "world model has collapsed"),
+        ({"held_out_loss": float("nan")}, "world model has collapsed"),
+        ({"spread": 0.001}, "explorer has collapsed: its actions hardly differ"),
+        ({"saturated": 1.0}, "explorer has collapsed: 100%"),
+        ({"paid": 0.0}, "the game is over"),
+    ],
+)
+def test_a_collapse_ends_the_run_after_so_many_iterations(bad, message):
+    good = {"held_out_loss": 1.0, "spread": 0.5, "saturated": 0.1, "paid": 1.0}
+    guard = CollapseGuard(3)
+    for found in (good, good | bad, good | bad, good, good | bad, good | bad):
+        guard.check(**found)  # never three in a row
+    again = CollapseGuard(3)
+    again.load_state_dict(guard.state_dict())
+    with pytest.raises(RunError, match=message):
+        again.check(**(good | bad))
+
+
+def test_a_run_that_ends_by_the_guard_says_so_and_is_saved(tmp_path):
+    made = make(tmp_path, total_iterations=5, reward_floor=1e6, collapse_patience=2)
+    with pytest.raises(RunError, match="the game is over"):
+        made.train()
+    assert checkpoint.list_checkpoints(tmp_path)
+
+
+def test_action_spread(collected):
+    _, found = collected
+    other = copy.copy(found)
+    other.episodes = [copy.copy(episode) for episode in found.episodes]
+    for episode in other.episodes:
+        episode.action = np.zeros_like(episode.action)
+        episode.action[::2, 0] = 1.0  # of 6 steps 3: deviation 0.5; the other real dim stays 0
+    assert action_spread(other) == (pytest.approx(0.25), pytest.approx(0.25))
+
+
+# -- episodes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_keeps_the_latest_and_comes_back():
+    def episode(number):
+        return RobotEpisode(
+            wrist=np.full((3, 3, 4, 4), number, np.uint8),
+            state=np.zeros((3, 32), np.float32),
+            action=np.zeros((2, 32), np.float32),
+            codes=np.full((3, 5), number),
+            number=number,
+        )
+
+    store = EpisodeStore(3)
+    store.add(map(episode, range(5)))
+    assert [one.number for one in store.episodes] == [2, 3, 4]
+    drawn = store.draw(2, np.random.default_rng(0))
+    assert len({one.number for one in drawn}) == 2
+    assert len(store.draw(9, np.random.default_rng(0))) == 3
+    again = EpisodeStore(3)
+    again.load_state_dict(store.state_dict())
+    for one, other in zip(store.episodes, again.episodes, strict=True):
+        assert one.number == other.number
+        assert all(np.array_equal(one.streams()[name], other.streams()[name]) for name in one.streams())
+        assert other.head is None

@@ -1,0 +1,112 @@
+"""Several processes that train one policy: equal weights, two half batches are one whole, checkpoints go over."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from shared_learning import one_update, run, shard_f1
+
+from deft.training.processes import Processes
+
+TESTS = Path(__file__).parents[1]
+
+
+def launch(count, *arguments):
+    """What `accelerate launch` sets for each process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "shared_learning.py"), *arguments],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    errors = [process.communicate(timeout=170)[1] for process in started]
+    assert all(process.returncode == 0 for process in started), "\n".join(error[-1500:] for error in errors)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    launch(2, str(folder), "train")
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "iql", "sac"])
+def test_two_half_batches_are_one_whole(trained, name, monkeypatch):
+    monkeypatch.setattr(torch, "randn", torch.randn)  # put back afterwards
+    whole = one_update(name, Processes())
+    first, second = (part["halves"][name] for part in trained[1])
+    for key, value in whole.items():
+        assert torch.equal(first[key], second[key]), key
+        assert torch.allclose(first[key].double(), value.double(), rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "sac", "iql"])
+def test_weights_are_equal_after_every_update(trained, name):
+    first, second = (part["runs"][name] for part in trained[1])
+    assert len(first["after"]) == len(second["after"]) >= 2
+    assert first["steps"] == second["steps"]
+    last = len(first["after"]) - 1
+    for number, (one, other) in enumerate(zip(first["after"], second["after"], strict=True)):
+        assert torch.equal(one, other), number
+    assert not torch.equal(first["after"][0], first["after"][last])
+
+
+def test_each_process_has_its_own_experience(trained):
+    first, second = (part["runs"] for part in trained[1])
+    assert first["ppo"]["steps"] == 96  # env steps of both together: 3 rollouts of 8 steps in 2 · 2 environments
+    starts = torch.cat([run_["ppo"]["seen"][0][0] for run_ in (first, second)])
+    assert len(torch.unique(starts, dim=0)) == 4
+    # 200 transitions, each with an action of its own: no process draws what is another's.
+    drawn = [set(torch.cat(run_["iql"]["seen"]).flatten().tolist()) for run_ in (first, second)]
+    assert not drawn[0] & drawn[1]
+    assert first["iql"]["steps"] == 14  # 2 epochs of ⌈200 / (2 · 16)⌉ updates
+
+
+def test_a_checkpoint_of_two_goes_on_in_one(trained, tmp_path):
+    folder, _ = trained
+    # Env steps are those of all processes; an epoch is more updates in one: 4 of ⌈200 / 16⌉.
+    for name, steps in (("ppo", 192), ("sac", 192), ("iql", 52)):
+        resumed = run(name, tmp_path, scale=2, resume=str(folder / name))
+        assert resumed["steps"] == steps
+        assert len(resumed["after"]) > 0
+
+
+@pytest.mark.slow
+def test_weights_that_are_shared_out_train_as_whole_ones(tmp_path):
+    launch(2, str(tmp_path), "shard")
+    first, second = (torch.load(tmp_path / f"shard2-{rank}.pt", weights_only=False) for rank in range(2))
+    assert first["share"] + second["share"] == pytest.approx(1.0)
+    assert not second["weights"]  # the first process has them all
+    alone = shard_f1(Processes(), None)
+    for name, value in alone["weights"].items():
+        assert torch.allclose(first["weights"][name].double(), value.double(), atol=1e-5), name
+    launch(3, str(tmp_path), "shard", str(tmp_path / "shard2-0.pt"))
+    three = torch.load(tmp_path / "shard3-0.pt", weights_only=False)["weights"]
+    further = shard_f1(Processes(), tmp_path / "shard2-0.pt")["weights"]
+    for name, value in further.items():
+        assert torch.allclose(three[name].double(), value.double(), atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_goes_on_in_three_and_in_two(trained, tmp_path):
+    folder, _ = trained
+    for count in (3, 2):
+        copy = tmp_path / str(count)
+        subprocess.run(["cp", "-r", str(folder), str(copy)], check=True)
+        launch(count, str(copy), "resume")
+        resumed = [torch.load(copy / f"resumed{rank}.pt", weights_only=False) for rank in range(count)]
+        for name in ("ppo", "sac", "iql"):
+            assert len({len(one[name]["after"]) for one in resumed}) == 1
+            assert all(torch.equal(one[name]["after"][-1], resumed[0][name]["after"][-1]) for one in resumed)
