@@ -251,7 +251,14 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def _evaluate_phase(phase: str, config: EvaluateConfig, as_json: bool) -> int:
-    for flag, value in (("--env", config.env), ("--random-policy", config.random_policy)):
+    unused: dict[str, Any] = {
+        "--env": config.env,
+        "--env-kwargs": config.env_kwargs,
+        "--task": config.task,
+        "--split": config.split,
+    }
+    unused |= {"--shuffle-instructions": config.shuffle_instructions, "--videos": config.videos}
+    for flag, value in {**unused, "--random-policy": config.random_policy}.items():
         if value:
             raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own world")
     given = (config.path, config.episodes, config.video, config.seed, config.device)

@@ -6,7 +6,7 @@ them. The section `environment` belongs to the environments: `deft.envs.robot_wo
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -217,7 +217,7 @@ class AdversarialSection:
     """Cross-entropy, in nats a code, below which the next frame counts as foreseen and pays nothing."""
     progress_lag: Count = 5
     """Iterations, at least, that the older world model is old; twice as many at most."""
-    ensemble_size: Count = 5
+    ensemble_size: Annotated[Count, Field(ge=2)] = 5
     """Members of the ensemble whose disagreement is measured."""
     replay_share: Fraction = 0.5
     """Share of each batch of the world model that comes from older episodes."""

@@ -39,7 +39,7 @@ from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure
 from deft.training.phases.game import GameReward
 from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
-from deft.training.phases.student import load_teacher
+from deft.training.phases.student import check_world_model, load_teacher
 from deft.training.phases.teacher import make_exploration
 from deft.training.random_state import separate_random_state
 from deft.training.waypoints.files import write_json
@@ -121,6 +121,7 @@ def evaluate_student(
     config = read_phase_config(run / CONFIG_FILE)
     teacher = load_teacher(config, where).eval()
     explorer = load_explorer(folder, run / MODEL_FILE, where)
+    check_world_model(teacher, explorer.f1, folder)
     results, found = _against_random(explorer, teacher, config, episodes, seed)
     with separate_random_state(config.training.seed):
         untrained = new_explorer(teacher, explorer.action_mask, config.student.explorer)

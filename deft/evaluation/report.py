@@ -228,7 +228,7 @@ def _comparison(found: Mapping[str, Any]) -> str:
         + "</tr>"
         for row in rows
     )
-    charts = [bar_chart(title, bars, from_zero=False) for title, bars in (found.get("bars") or {}).items()]
+    charts = [bar_chart(title, bars) for title, bars in (found.get("bars") or {}).items()]
     note = f"<p class=lead>{escape(found['note'])}</p>" if found.get("note") else ""
     return (
         f'<section id="comparison"><h2>{escape(found["title"])}</h2>{note}'

@@ -88,7 +88,8 @@ def build_offline_trainer(
         weights_follow = resume_from is not None or config.model_path is not None
         policy = build_offline_policy(config, dataset.observation_space, action_space, weights_follow)
     policy.to(device)
-    whole = config.model_path is not None and load_policy_weights(policy, config.model_path)
+    starts_from = config.model_path if resume_from is None else None  # a run that goes on has its own weights
+    whole = starts_from is not None and load_policy_weights(policy, starts_from)
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
     sampler = algorithm.make_sampler(dataset, config.seed, device, int(config.dataset.cache_gb * 2**30))

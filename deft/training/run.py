@@ -83,6 +83,9 @@ def build_trainer(
     processes.open(device)
     placed = place_run(config, config.env.id) if processes.is_first else None
     config, resume_from, replaces = processes.share(placed)
+    beside = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
+    if processes.count > 1 and beside and config.algorithm.name == "sac":
+        raise InputError("max_staleness: SAC in several processes takes turns with its Ray workers; use 0")
     config = take_over(config, policy, resume_from)
     fresh_policy = policy is None and config.model_path is None
     assert config.output_dir is not None

@@ -44,10 +44,11 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
         cpus = connection.total("CPU")
         if env.num_workers is None and cluster.ray_address != "local":
             wanted = max(1, min(most, int((cpus - 1) / cluster.worker_cpus)))
-        if wanted * cluster.worker_cpus > cpus:
+        acting = 1 if cluster.inference == "actor" else 0  # a CPU for the actor that acts for all
+        if wanted * cluster.worker_cpus + acting > cpus:
             raise InputError(
-                f"num_workers: {wanted} workers of {cluster.worker_cpus:g} CPUs do not fit the cluster's {cpus:g}; "
-                "use fewer, or a smaller worker_cpus"
+                f"num_workers: {wanted} workers of {cluster.worker_cpus:g} CPUs{' and the inference actor' * acting} "
+                f"do not fit the cluster's {cpus:g}; use fewer, or a smaller worker_cpus"
             )
         settings = PoolSettings(
             num_envs=env.num_envs,

@@ -51,6 +51,8 @@ class _Exact(Collector):
     def _order(self, slot: Slot, **details: Any) -> Order:
         """A new order; a worker that does not know where its environments stand is told."""
         state = self._states.get(slot.index) if self._knows.get(slot.index) != slot.incarnation else None
+        if state is not None and state["env"] is None and state["started"]:
+            state = None  # the environments cannot say where they stand
         seed = self.seed + slot.first
         if state is None and slot.incarnation > 0:  # other episodes than those that its predecessor began with
             seed = int(np.random.default_rng([self.seed, slot.first, slot.incarnation]).integers(2**31))
@@ -68,7 +70,8 @@ class _Exact(Collector):
 
     def _lose(self, slot: Slot) -> None:
         """What a dead worker's environments had begun is lost, unless their state is known."""
-        if self._states.get(slot.index) is None:
+        state = self._states.get(slot.index)
+        if state is None or state["env"] is None:
             self.num_lost_episodes += slot.count
 
     def _answers(self, stop: Callable[[], bool]) -> list[Block] | None:
@@ -352,6 +355,8 @@ class Feeder:
         """Whether there are `count` steps, and none would be left that a later update finds too old."""
         if sum(len(strand) for strand in self._strands) < count:
             return False
+        if count < self.rollout_size:  # the run's last, shorter one: no later update finds what is left
+            return True
         outstanding = [(slot.order.round, self._size(slot)) for slot in self.pool.slots if slot.order is not None]
         held = [(strand.round, len(strand)) for strand in self._strands]
         for round_ in {round_ for round_, _ in (*outstanding, *held)}:

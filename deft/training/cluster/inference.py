@@ -58,8 +58,10 @@ class InferenceActor:
     ) -> tuple[dict[Any, Any], int, dict[str, Any] | None]:
         """What `method` of the policy adds to these rows, the version that answered, and the random state after it."""
         if version > self.version:
-            load_packed(self.policy, await weights[0])
-            self.version = max(version, self.version)
+            loaded = await weights[0]
+            if version > self.version:  # others may have come while these were on their way
+                load_packed(self.policy, loaded)
+                self.version = version
         if random is not None:  # alone, as in the process that the random state is from
             set_random_state(random)
             return self._answer(method, [(packed, num_rows)])[0], self.version, get_random_state()

@@ -33,7 +33,7 @@ from deft.training.phases.exploration import InlineExplorer
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, make_worlds
 from deft.training.phases.game import CollapseGuard, GameReward
 from deft.training.phases.held_out import held_out_episodes
-from deft.training.phases.student import NUM_ENVS, load_teacher
+from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, load_teacher
 from deft.training.phases.teacher import make_exploration
 from deft.training.phases.world_model_trainer import WorldModelTrainer, encode_frames
 from deft.training.waypoints.files import write_json
@@ -69,6 +69,9 @@ class AdversarialTrainer(WorldModelTrainer):
         # At the last step nothing is begun that would not be used: a scene takes longer than a step.
         env = make_worlds(exploration.environment | {"max_steps": num_steps + 1}, training.num_envs or NUM_ENVS)
         self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
+        where = self.resume_from or Path(game.student_checkpoint or "the explorer")
+        check_mask(self.explorer, env.action_mask, where)
+        check_chain(self.explorer, config.student.explorer, where)
         episodes = config.student.explorer.episodes_per_update
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
         self.ppo = ExplorerPPO(
@@ -177,9 +180,8 @@ class AdversarialTrainer(WorldModelTrainer):
         try:
             return load_teacher(config, self.device)
         except InputError as error:
-            raise InputError(
-                str(error).replace("teacher_path", "teacher_checkpoint").replace("-path", "-checkpoint")
-            ) from None
+            said = str(error).replace("teacher_path:", "teacher_checkpoint:")
+            raise InputError(said.replace("--teacher-path", "--teacher-checkpoint")) from None
 
     def _load_explorer(self, action_mask: Any) -> ExplorerPolicy:
         """Of the run that goes on, of the student, or a new one."""

@@ -48,17 +48,24 @@ EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def train_all(config: PhaseConfig) -> dict[str, Any]:
     """Train what is not done yet, evaluate it, and report."""
-    root = _open(config)
+    root, replaces = _place(config)
     processes = Processes()
     device = processes.device(choose_device(config.training.device))
     processes.open(device)  # before the phases do: they find it open, and leave it so
-    done: dict[str, Any] = dict(processes.share(read_json(root / PROGRESS_FILE) or {}))
+    done: dict[str, Any] = {} if replaces else dict(processes.share(read_json(root / PROGRESS_FILE) or {}))
+    opened = False
     try:
         for phase in PHASES:
             if phase in done:
                 log.info("%s is done: %s", phase, done[phase]["best"])
                 continue
-            summary = TRAINERS[phase](phase_settings(config, phase, root)).train()
+            settings = phase_settings(config, phase, root)
+            settings.run.overwrite, settings.run.auto_resume = replaces, not replaces
+            trainer = TRAINERS[phase](settings)
+            if not opened and processes.is_first:  # what is wrong with the settings has been said by now
+                _open(config, root, replaces)
+            opened = True
+            summary = trainer.train()
             if processes.is_first:
                 done[phase] = {"summary": summary, "best": str(_best(config, phase, root / phase).name)}
                 _evaluate(config, phase, root, str(device))
@@ -130,8 +137,8 @@ def load_world_model(run: Path, device: str) -> F1Policy:
     return load_f1_policy(run / MODEL_FILE, device, checkpoint_path=folder).policy.eval()
 
 
-def _open(config: PhaseConfig) -> Path:
-    """The folder, with the settings in it; one that holds a run is gone on with, replaced, or refused."""
+def _place(config: PhaseConfig) -> tuple[Path, bool]:
+    """The folder, and whether a run that it holds is replaced; it may also be gone on with, or refused."""
     run = config.run
     root = Path(run.resume if run.resume is not None else config.all.output_dir)
     if root.exists() and not root.is_dir():
@@ -141,18 +148,28 @@ def _open(config: PhaseConfig) -> Path:
         raise InputError(f"--resume {root}: not a folder of `deft train all`")
     if kind in PHASES:
         raise InputError(f"output_dir: {root} is a run of phase {kind}; give another --output-dir")
-    if kind == "all" and run.resume is None and not run.auto_resume:
-        if not run.overwrite:
-            raise InputError(
-                f"output_dir: {root} already holds a run: --auto-resume goes on with it, --overwrite replaces it, "
-                "or give another --output-dir"
-            )
+    if kind is None and ((root / CONFIG_FILE).is_file() or checkpoint.list_checkpoints(root)):
+        raise InputError(f"output_dir: {root} holds a run of another kind; give another --output-dir")
+    begun = any(checkpoint.list_checkpoints(root / phase) for phase in PHASES)  # a folder with settings alone is free
+    replaces = kind == "all" and begun and run.resume is None and not run.auto_resume
+    if replaces and not run.overwrite:
+        raise InputError(
+            f"output_dir: {root} already holds a run: --auto-resume goes on with it, --overwrite replaces it, "
+            "or give another --output-dir"
+        )
+    return root, replaces
+
+
+def _open(config: PhaseConfig, root: Path, replaces: bool) -> None:
+    """Write the settings; of a run that is replaced, what the first phase does not replace itself goes first."""
+    if replaces:
         for phase in PHASES:
-            remove_run(root / phase)
+            if (root / phase).is_dir():
+                with checkpoint.folder_lock(root / phase):
+                    remove_run(root / phase)
         for name in (PROGRESS_FILE, COMPARISON_FILE):
             (root / name).unlink(missing_ok=True)
     write_phase_config(config, root / CONFIG_FILE)
-    return root
 
 
 def _best(config: PhaseConfig, phase: str, run: Path) -> Path:

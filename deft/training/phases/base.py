@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.loading import to_dict
-from deft.config.rl_yaml import CONFIG_FILE, write_phase_config
+from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, write_phase_config
 from deft.errors import InputError, RunError
 from deft.models.f1.config import F1Config, read_f1_config
 from deft.models.f1.loading import load_f1_policy
@@ -76,6 +76,7 @@ class BaseRLTrainer(ABC):
         self._log_state: dict[str, Any] | None = None
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
+        self._saved_at: int | None = None  # the episode of the last checkpoint that is this run's
         self._started = time.monotonic()
 
     # -- what a phase is -----------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class BaseRLTrainer(ABC):
             try:
                 while not self._is_over(stop):
                     self._round(run_log)
-                if not (self.run_dir / f"checkpoint-{self.episode}").exists():
+                if self.processes.is_first and self._saved_at != self.episode:
                     self.save()
             except BaseException as error:
                 self._save_after_failure(error)
@@ -279,6 +280,8 @@ class BaseRLTrainer(ABC):
                 save_adapter(self.policy, folder / ADAPTER_FOLDER)
             self.write_beside(folder)
 
+        if path is None:
+            self._saved_at = self.episode
         return checkpoint.save_checkpoint(
             self.run_dir if path is None else Path(path).parent,
             self.episode,
@@ -310,6 +313,8 @@ class BaseRLTrainer(ABC):
                 ) from None
             self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
             self._set_learning_rate()  # a resumed run may be told another one
+        if folder.resolve() == (self.run_dir / f"checkpoint-{self.episode}").resolve():
+            self._saved_at = self.episode
         self._log_state, self._random_state = state["log"], state["random"]
         self.load_state_dict(state["state"])
 
@@ -321,11 +326,7 @@ class BaseRLTrainer(ABC):
             )
 
     def _save_after_failure(self, error: BaseException) -> None:
-        if (
-            not self.processes.is_first
-            or not self.num_updates
-            or (self.run_dir / f"checkpoint-{self.episode}").exists()
-        ):
+        if not self.processes.is_first or not self.num_updates or self._saved_at == self.episode:
             return
         try:
             log.warning("saved %s after the failure", self.save())
@@ -370,6 +371,8 @@ class BaseRLTrainer(ABC):
             for problem in problems:
                 log.warning("passed over: %s", problem)
             return folder, found, False
+        if (kind := phase_of_file(folder / CONFIG_FILE)) not in (None, self.phase):
+            raise InputError(f"output_dir: {folder} is a folder of `deft train {kind}`; give another --output-dir")
         if existing and not run.overwrite:
             raise InputError(
                 f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "

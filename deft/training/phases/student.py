@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from deft.config.f1_settings import ExplorerSettings, PhaseConfig
@@ -125,6 +126,7 @@ class StudentTrainer(BaseRLTrainer):
             self.explorer = load_explorer(self.resume_from, self.resume_from.parent / MODEL_FILE, self.device)
             check_world_model(self.teacher, self.explorer.f1, self.resume_from)
             check_chain(self.explorer, section.explorer, self.resume_from)
+            check_mask(self.explorer, env.action_mask, self.resume_from)
         rank, count = self.processes.rank, self.processes.count
         episodes = section.explorer.episodes_per_update
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
@@ -197,6 +199,8 @@ def load_teacher(config: PhaseConfig, device: torch.device) -> F1Policy:
         )
     path = default_teacher() if given is None else Path(given)
     if path.is_file():
+        if phase_of_file(path.parent.parent / CONFIG_FILE) == "student":
+            raise InputError(f"teacher_path: {path} is of phase student; give weights of `deft train teacher`")
         policy = load_f1_policy(model, device, checkpoint_path=path).policy
     else:
         folder = checkpoint.find_checkpoint(path)
@@ -217,6 +221,17 @@ def check_world_model(teacher: F1Policy, student: F1Policy, where: Path) -> None
     for name, tensor in world_model_weights(student).items():
         if name not in theirs or not torch.equal(theirs[name].to(tensor.dtype), tensor):
             raise InputError(f"teacher_path: not the teacher of {where}: {name} differs; give the one it was made with")
+
+
+def check_mask(explorer: ExplorerPolicy, action_mask: Any, where: Path) -> None:
+    """Refuse a world in which other dims of an action are the robot's than those that the explorer learned with."""
+    own = explorer.action_mask.cpu().numpy().reshape(-1).astype(bool)
+    world = np.asarray(action_mask).reshape(-1).astype(bool)
+    if not np.array_equal(own, world):
+        raise InputError(
+            f"{where}: its actions have the dims {np.flatnonzero(own).tolist()}, this world's "
+            f"{np.flatnonzero(world).tolist()}; use the control_mode that it was trained with"
+        )
 
 
 def check_chain(explorer: ExplorerPolicy, settings: ExplorerSettings, where: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -119,3 +120,23 @@ def test_errors_and_stops_surface():
     with pytest.raises(RunError, match="the gripper fell off"):
         feeder.take_strands(10**6, lambda: False)
     feeder.close()
+
+
+def test_the_last_shorter_rollout_takes_what_is_there():
+    """A whole rollout of the round before is held, at staleness 1: a shorter last one may leave the rest unused."""
+    collector = pretended(max_staleness=1)
+    feeder = Feeder(collector, rollout_steps=8, block_steps=4)
+    for update in range(3):
+        assert feeder.take_strands(8, lambda: False) is not None
+        collector.version = update + 1
+        feeder.publish()
+    taken = feeder.take_strands(1, never_after(5.0))
+    feeder.close()
+    assert taken is not None
+    assert sum(len(strand) for strand in taken) == 6  # one step of 6 environments
+
+
+def never_after(seconds):
+    """A stop question that says yes after so long: a test must not hang."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end

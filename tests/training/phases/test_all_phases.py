@@ -14,6 +14,7 @@ from deft.evaluation.report import write_report
 from deft.training import checkpoint
 from deft.training.phases import all_phases
 from deft.training.phases.all_phases import phase_settings, train_all
+from deft.training.phases.teacher import TeacherTrainer
 
 
 def whole_config(folder, model_file, **run):
@@ -88,6 +89,26 @@ def test_a_folder_with_a_run_is_not_replaced_by_accident(whole, model_file):
         train_all(whole_config(folder / "teacher", model_file))
 
 
+def test_runs_of_another_kind_are_left_alone(whole, model_file, tmp_path):
+    """Neither does `train all` write into the folder of a PPO run, nor a phase into that of the whole."""
+    (tmp_path / "config.yaml").write_text("env:\n  id: CartPole-v1\n")
+    with pytest.raises(InputError, match="holds a run of another kind"):
+        train_all(whole_config(tmp_path, model_file))
+    assert (tmp_path / "config.yaml").read_text() == "env:\n  id: CartPole-v1\n"
+    config = phase_settings(whole_config(tmp_path / "other", model_file), "teacher", tmp_path)
+    config.teacher.output_dir, config.run.auto_resume = str(whole[0]), False
+    with pytest.raises(InputError, match="is a folder of `deft train all`"):
+        TeacherTrainer(config)
+
+
+def test_a_typo_does_not_take_the_folder(model_file, tmp_path):
+    config = whole_config(tmp_path, model_file)
+    config.environment["world"] = "nonsense"
+    for _ in range(2):  # the second time it is not refused as a run that is there
+        with pytest.raises(InputError, match="nonsense"):
+            train_all(config)
+
+
 def test_the_report_holds_everything_itself(whole):
     folder, results, _ = whole
     text = (folder / "report.html").read_text()
@@ -153,6 +174,8 @@ def test_settings_of_a_phase(tmp_path, model_file):
         ("train adversarial --dataset videos", "--dataset"),
         ("evaluate {whole}", "holds three phases; evaluate one"),
         ("evaluate {whole}/student --random-policy", "--random-policy: a run of phase student"),
+        ("evaluate {whole}/student --shuffle-instructions", "--shuffle-instructions: a run of phase student"),
+        ("train adversarial --ensemble-size 1", "must be at least 2"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(command, message, whole, tmp_path, capsys):

@@ -19,7 +19,7 @@ from deft.errors import InputError
 from deft.models.f1.explorer import WORLD_MODEL, load_explorer
 from deft.models.f1.loading import load_f1_policy
 from deft.training import checkpoint
-from deft.training.phases.student import StudentTrainer, load_teacher, train_student
+from deft.training.phases.student import StudentTrainer, check_mask, load_teacher, train_student
 
 ROOT = Path(__file__).parents[3]
 
@@ -83,9 +83,36 @@ def test_resuming_equals_going_on(tmp_path, teacher):
     assert rewards[0] == rewards[1]
 
 
+def test_what_an_older_checkpoint_leads_to_is_saved(tmp_path, teacher):
+    """Of checkpoint-2 and checkpoint-4 the older is gone on from, with another loss: checkpoint-4 is the new one."""
+    StudentTrainer(student_config(tmp_path, num_episodes=4, save_every=2), teacher).train()
+    before = (tmp_path / "checkpoint-4" / "model.pt").read_bytes()
+    config = student_config(tmp_path, num_episodes=4, explorer={"memory_loss_weight": 0.0})
+    config.run.resume = str(tmp_path / "checkpoint-2")
+    again = StudentTrainer(config, teacher)
+    again.train()
+    assert (tmp_path / "checkpoint-4" / "model.pt").read_bytes() != before
+    found = torch.load(tmp_path / "checkpoint-4" / "model.pt", weights_only=True)
+    assert all(torch.equal(value, found[name]) for name, value in again.explorer.f1.state_dict().items())
+
+
+def test_a_world_with_other_actions_is_refused(tmp_path, teacher):
+    made = StudentTrainer(student_config(tmp_path, num_episodes=2), teacher)
+    mask = made.explorer.action_mask.clone()
+    check_mask(made.explorer, mask.numpy(), tmp_path)
+    mask[..., 0] = ~mask[..., 0]
+    with pytest.raises(InputError, match="use the control_mode that it was trained with"):
+        check_mask(made.explorer, mask.numpy(), tmp_path)
+    made.close()
+
+
 def test_another_way_of_acting_is_refused_and_weights_can_be_loaded(tmp_path, teacher):
     made = StudentTrainer(student_config(tmp_path / "one", num_episodes=2), teacher)
     made.train()
+    config = student_config(tmp_path / "three")
+    config.student.teacher_path = str(tmp_path / "one" / "checkpoint-2" / "model.pt")
+    with pytest.raises(InputError, match="is of phase student; give weights of"):
+        load_teacher(config, torch.device("cpu"))
     with pytest.raises(InputError, match=r"denoising_steps: .*checkpoint-2 learned with 2, not 3"):
         StudentTrainer(student_config(tmp_path / "one", auto_resume=True, explorer={"denoising_steps": 3}), teacher)
     other = StudentTrainer(student_config(tmp_path / "two", num_episodes=2, seed=5), teacher)
