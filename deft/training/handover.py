@@ -13,7 +13,14 @@ from typing import Any
 
 from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
 from deft.config.loading import load_config, replace, to_dict
-from deft.config.settings import ActorConfig, OfflineRunConfig, OnlineActorConfig, ReplayRunConfig, RunConfig
+from deft.config.settings import (
+    ActorConfig,
+    OfflineRunConfig,
+    OnlineActorConfig,
+    PolicyConfig,
+    ReplayRunConfig,
+    RunConfig,
+)
 from deft.envs.make import SHORT_NAMES
 from deft.errors import InputError
 from deft.models.actor import Actor
@@ -23,6 +30,7 @@ from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.run_folder import CONFIG_FILE
 
 log = logging.getLogger(__name__)
+NOT_USED = "policy: its settings are those of the run that it comes from; the ones given are not used"
 
 
 def take_over(config: RunConfig, policy: Policy | None, resume_from: Path | None = None) -> RunConfig:
@@ -140,10 +148,12 @@ def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig
                 "sac); the policy of that run is of another kind"
             )
         if config.policy not in (OnlineActorConfig(), actor):
-            log.warning("policy: its settings are those of the run that it comes from; the ones given are not used")
+            log.warning(NOT_USED)
         return replace(config, policy=to_dict(actor))
     if actor is None or config.policy.name == "vla":  # a VLA model that the config itself names
         return config
     if config.policy.name == "actor" and config.policy.actor == actor:
         return config
+    if config.policy != PolicyConfig():
+        log.warning(NOT_USED)
     return replace(config, policy={"name": "actor", "actor": to_dict(actor), "chunk_length": actor.chunk_length})

@@ -331,10 +331,14 @@ def _known_statistics(content: Mapping[str, Any], source: str, strict: bool = Tr
         if "state_mean" in content:
             found["state"] = {"mean": content["state_mean"], "std": content["state_std"]}
         return found
-    if len(content) == 1:  # OpenVLA: by the dataset's name
-        inner = next(iter(content.values()))
-        if isinstance(inner, Mapping) and "action" in inner:
-            content = inner
+    named = {name: inner for name, inner in content.items() if isinstance(inner, Mapping) and "action" in inner}
+    if len(named) > 1:  # OpenVLA: by the dataset's name
+        raise InputError(
+            f"{source}: statistics of {len(named)} datasets ({', '.join(sorted(named))}); write those of the one that "
+            "the robot is like into a file of their own, and name it as `statistics`"
+        )
+    if named:
+        content = next(iter(named.values()))
     if isinstance(content.get("action"), Mapping):
         state = content.get("state", content.get("proprio"))
         action = dict(content["action"])

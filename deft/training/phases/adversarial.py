@@ -60,6 +60,9 @@ class AdversarialTrainer(WorldModelTrainer):
         if config.training.dataset is not None:
             raise InputError("dataset: phase 3 explores a world; recorded video is for `deft train teacher`")
         config = copy.deepcopy(config)
+        if config.model.lora is not None:
+            log.warning("model.lora: not for phase 3, in which the world model learns in full")
+            config.model.lora = None
         config.training.learning_rate = config.adversarial.wm_lr
         super().__init__(config, policy)
         game, training = config.adversarial, config.training

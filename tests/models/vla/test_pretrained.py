@@ -391,6 +391,12 @@ def test_words_are_bytes_or_a_folders_tokens(tmp_path: Path) -> None:
         words(torch.tensor([list(b"a b c d")], dtype=torch.uint8), 1, torch.device("cpu"))
 
 
+def test_statistics_of_several_datasets_are_not_guessed_among() -> None:
+    one = {"action": {"mean": [0.0], "std": [1.0]}}
+    with pytest.raises(InputError, match=r"statistics of 2 datasets \(bridge, droid\)"):
+        read_statistics(None, {"bridge": one, "droid": one})
+
+
 def test_statistics_of_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"norm_stats": {"x": {"action": {"q01": [0], "q99": [4]}}}}))
     found = read_statistics(str(tmp_path), None)
