@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from tensordict import TensorDictBase
@@ -37,7 +38,6 @@ class VLAModelInterface(Protocol):
       `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
       `features`, so that one pass serves all.
     - `observe(observations)`: takes observations into a normalisation of the model's own, between updates.
-    - `keeps_sample`: an attribute; False where `evaluate` has the keyword `sample` and this model needs none.
     - `chunk_length`, `action_dim`: attributes, checked against what the policy is told.
     """
 
@@ -49,6 +49,38 @@ class VLAModelInterface(Protocol):
 
     def evaluate_actions(self, observations: TensorDictBase, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-prob [B] of given actions and entropy [B] of the distribution, summed over dims and chunk steps."""
+
+
+class ScoredInParts:
+    """Of a model whose `evaluate_tokens` scores the parts of a decision (tokens, steps, denoising): what follows."""
+
+    def evaluate_tokens(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob of each part [B, n], entropy [B] and value [B, 1], in one pass; `sample` is what `act` kept."""
+        raise TypeError(f"{type(self).__name__} does not define evaluate_tokens")
+
+    def evaluate(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B], entropy [B] and value [B, 1], in one pass; of what is in `sample`, where it is given."""
+        parts, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
+        return parts.sum(1), entropy, value
+
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
+        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
+        return log_prob, entropy
 
 
 REQUIRED_METHODS = ("forward", "get_value", "evaluate_actions")

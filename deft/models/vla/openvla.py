@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.errors import InputError
+from deft.models.vla.interface import ScoredInParts
 from deft.models.vla.pretrained import PretrainedVLA, Statistics, ValueHead, read_statistics
 from deft.models.vla.vlm import Trunk
 
@@ -49,7 +50,7 @@ class ActionTokens(torch.nn.Module):
         return self.centers[(BINS - 1 - offsets).clamp(0, BINS - 2)]
 
 
-class TokenVLA(PretrainedVLA):
+class TokenVLA(ScoredInParts, PretrainedVLA):
     """A vision-language model that writes its actions, and a value on what it has read.
 
     Drawn and scored over the 256 action tokens alone. Statistics (`q01`, `q99` and `mask` of each dim, as OpenVLA's
@@ -124,24 +125,6 @@ class TokenVLA(PretrainedVLA):
                 current = self.backbone.more(self._embedded(chosen.unsqueeze(1)), mask, cache)[:, -1]
         drawn = torch.stack(offsets, 1)
         return self._actions(drawn, action_mask), log_prob, value, {schema.TOKENS: drawn}
-
-    def evaluate_actions(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] of the bins that the actions lie in."""
-        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
-        return log_prob, entropy
-
-    def evaluate(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1], in one pass; of the tokens in `sample` where they are given."""
-        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
-        return tokens.sum(1), entropy, value
 
     def evaluate_tokens(
         self,

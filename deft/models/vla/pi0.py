@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from deft import schema
 from deft.errors import InputError
 from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error
+from deft.models.vla.interface import ScoredInParts
 from deft.models.vla.pretrained import (
     Pictures,
     PretrainedVLA,
@@ -36,7 +37,7 @@ PROMPT = "{instruction}\n"
 Prefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]  # keys and values by layer, mask [B, T], features [B, F]
 
 
-class Pi0VLA(PretrainedVLA):
+class Pi0VLA(ScoredInParts, PretrainedVLA):
     """Cameras, words and proprioception in; the first K of the model's chunk of actions and a value out.
 
     Images and words run through the vision-language model once; its keys and values serve every step of the denoising.
@@ -131,17 +132,6 @@ class Pi0VLA(PretrainedVLA):
             "π0 has no log-prob of an action alone, only of the denoising that made it: ppo and grpo keep that; train "
             "on a dataset with sft (flow matching)"
         )
-
-    def evaluate(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1] of the stored chain."""
-        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
-        return tokens.sum(1), entropy, value
 
     def evaluate_tokens(
         self,

@@ -20,6 +20,7 @@ from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
 from deft.models.flow_chain import chain_entropy, chain_log_prob, flow_matching_error, sample_chain
 from deft.models.normalization import RunningNormalizer
+from deft.models.vla.interface import ScoredInParts
 
 GRID = 16  # cells a side that a picture is seen in
 CHANNELS = 32
@@ -121,7 +122,7 @@ class CameraEncoder(nn.Module):
         return torch.sub(cells, 127.5).to(self.pixels.weight.dtype).mul_(1 / 127.5)
 
 
-class TinyVLAModel(nn.Module):
+class TinyVLAModel(ScoredInParts, nn.Module):
     """Cameras, proprioception and an instruction in, a chunk of K actions and a value out.
 
     `head`: `gaussian` (a mean a dim, a learned deviation for each dim and step of the chunk), `token` (a categorical
@@ -220,13 +221,6 @@ class TinyVLAModel(nn.Module):
         """Value of each observation: [B, 1]."""
         return self.value_of(self.features(observations))
 
-    def evaluate_actions(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] over the real dims of the whole chunk; not for a flow, see `evaluate`."""
-        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
-        return log_prob, entropy
-
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
     ) -> tuple[Any, ...]:
@@ -238,17 +232,6 @@ class TinyVLAModel(nn.Module):
             action = action.masked_fill(~mask, 0.0)
         outputs = (self._shaped(action), log_prob, self.value_of(features))
         return (*outputs, sample) if self.keeps_sample else outputs
-
-    def evaluate(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1] of given actions; of a flow, of the chain in `sample`."""
-        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
-        return tokens.sum(1), entropy, value
 
     def evaluate_tokens(
         self,

@@ -33,7 +33,7 @@ from deft.training.compute import choose_device, choose_threads, torch_threads
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger
 from deft.training.precision import choose_precision
-from deft.training.processes import Processes
+from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.run_folder import remove_run
 from deft.training.signals import StopSignal
@@ -384,7 +384,7 @@ class BaseRLTrainer(ABC):
     def _run_folder(self, total: int) -> Iterator[RunLogger]:
         """Hold the folder, write the settings, and log into it; only the first process does."""
         if not self.processes.is_first:
-            yield _SilentLogger()  # type: ignore[misc]
+            yield SilentLogger()  # type: ignore[misc]
             return
         with checkpoint.folder_lock(self.run_dir):
             if self._replaces:
@@ -396,14 +396,3 @@ class BaseRLTrainer(ABC):
                 if self._log_state is not None:
                     run_log.load_state_dict(self._log_state)
                 yield run_log
-
-
-class _SilentLogger:
-    """Of the processes that write nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {"window": []}
