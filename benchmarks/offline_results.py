@@ -44,6 +44,7 @@ def run_pair(args: argparse.Namespace, algorithm: str, dataset: str) -> dict:
     config = resolve(
         {
             "algorithm": {"name": "td3-bc" if algorithm == "bc" else algorithm, "cfg": settings},
+            "policy": json.loads(args.policy),
             "dataset": str(Path(args.data) / f"{dataset}.hdf5"),
             "trainer": {
                 "num_epochs": EVALUATIONS,
@@ -79,6 +80,8 @@ def run_pair(args: argparse.Namespace, algorithm: str, dataset: str) -> dict:
         "last": scores,
         "curve": [[line["step"], line.get("normalized_scores", [line["normalized_score"]])] for line in curve],
         "episodes": args.episodes,
+        "settings": settings,
+        "policy": json.loads(args.policy),
         "train_seconds": round(trained, 1),
     }
 
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--settings", default="{}", help="settings of the algorithm, as JSON")
+    parser.add_argument("--policy", default="{}", help="settings of the policy, as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)

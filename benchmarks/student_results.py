@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--teacher", type=Path, help="a run or checkpoint of phase 1; by default the shipped teacher")
     parser.add_argument("--episodes", type=int, default=32, help="held-out scenes, of each who acts")
+    parser.add_argument("--evaluation-seed", type=int, default=1000, help="of these scenes, beside the run's seed")
     parser.add_argument("--results", type=Path, default=Path("outputs/student_results"))
     parser.add_argument("--skip-training", action="store_true", help="measure the runs that are there")
     arguments, flags = parser.parse_known_args()
@@ -111,7 +112,8 @@ def main() -> None:
     for seed in arguments.seeds:
         run = folder / f"seed-{seed}"
         trained = {} if arguments.skip_training else train_student(student_config(run, seed, arguments, flags))
-        results = evaluate_student(run, arguments.episodes, run / "held_out.mp4", device=str(device))
+        scenes = arguments.evaluation_seed + seed
+        results = evaluate_student(run, arguments.episodes, run / "held_out.mp4", scenes, str(device))
         curves.append(metric_curve(read_lines(run)["update"], "train/memory_divergence"))
         found["seeds"].append({"seed": seed, "training": trained, **results})
         found["bars"] = bars(found["seeds"])

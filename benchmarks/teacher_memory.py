@@ -34,8 +34,9 @@ from deft.training.phases.teacher import TeacherTrainer, make_exploration
 from deft.training.phases.world_model_trainer import encode_frames
 
 AWAY, BACK = 10, 10  # steps
-TURN = 0.8  # of the largest delta of the arm's first joint
+TURN = 1.0  # of the largest delta of the arm's first joint: a radian in all, more than the camera sees
 CHUNK = 8
+LEARNING_RATE = 5e-4  # at most: it goes on from a trained teacher
 
 
 @dataclass
@@ -85,10 +86,11 @@ def measure_memory(policy: F1Policy, config: PhaseConfig, num_scenes: int, seed:
             "cross_entropy": float(loss.mean()),
             "psnr": float(torch.cat(found.psnr)[chosen].mean()),
         }
-    difference = rows["reset"] - rows["carried"]
+    difference = (rows["reset"] - rows["carried"]).view(-1, num_scenes).mean(0)  # rows are by step, then by scene
     results["cross_entropy_saved"] = float(difference.mean())
-    results["standard_error"] = float(difference.std() / len(difference) ** 0.5)
-    results["frames"] = len(difference)
+    results["standard_error"] = float(difference.std() / num_scenes**0.5)  # over scenes
+    results["scenes_helped"] = int((difference > 0).sum())
+    results["frames"] = len(rows["carried"])
     return results
 
 
@@ -98,8 +100,10 @@ def train_on_sweeps(run: Path, folder: Path, minutes: float, device: str) -> Pat
     config = read_phase_config(source.parent / CONFIG_FILE)
     config.model.config_file, config.model.checkpoint_path = str(source.parent / MODEL_FILE), str(source)
     config.training.max_minutes, config.training.motion_warmup = minutes, 0.0
+    config.training.memory_warmup = 0.4
+    config.training.learning_rate = min(config.training.learning_rate, LEARNING_RATE)
     config.training.steps_per_episode, config.training.device = AWAY + BACK, device
-    config.training.head_dropout = 0.7
+    config.training.head_dropout = 1.0
     config.training.bptt_length = AWAY + BACK  # what is seen again was last seen longer ago than a chunk
     config.training.save_every = config.training.video_save_every = config.training.sample_save_every = 0
     config.teacher.output_dir, config.run.overwrite = str(folder), True

@@ -16,6 +16,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ BARS = {"cpu": (3.0, 1.0), "cuda": (10.0, 3.0)}  # points and dB above copying
 GPU_SETTINGS = {
     "batch_size": 64,
     "steps_per_episode": 48,
+    "bptt_length": 16,
+    "memory_warmup": 0.15,
     "buffer_capacity": 6000,
     "learning_starts": 64,
     "learning_rate": 1.5e-3,
@@ -83,6 +86,9 @@ def bars(results: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     """What was asked for, and whether it is there."""
     points, decibels = BARS[kind]
     lost = {name: values["accuracy_lost"] for name, values in results["ablations"].items()}
+    if "without_head" in results:
+        alone = results["without_head"]["ablations"]
+        lost |= {f"{name}, head camera hidden": values["accuracy_lost"] for name, values in alone.items()}
     return [
         _bar("token accuracy above copying, points", 100 * (results["wm_acc"] - results["copy_acc"]), points),
         _bar("… given the coarser codes", 100 * (results["wm_acc_forced"] - results["copy_acc_forced"]), points),
@@ -94,6 +100,43 @@ def bars(results: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def _bar(what: str, found: float, bar: float, at_most: bool = False) -> dict[str, Any]:
     return {"what": what, "found": found, "bar": bar, "reached": found <= bar if at_most else found > bar}
+
+
+def measure_tabletop(
+    arguments: argparse.Namespace,
+    flags: list[str],
+    device: torch.device,
+    found: dict[str, Any],
+    write: Callable[[], None],
+) -> None:
+    """The teacher of the tabletop: train it, measure it, and what its memory is worth."""
+    folder: Path = arguments.results
+    run = folder / "teacher"
+    if not arguments.skip_teacher:
+        found["training"] = train(teacher_config(run, arguments.minutes, device, flags))
+        write()
+    results = evaluate_teacher(run, arguments.episodes, device=str(device))
+    found["evaluation"], found["bars"] = results, bars(results, device.type)
+    write()
+    print(teacher_table(results), flush=True)
+    for bar in found["bars"]:
+        print(f"{'reached' if bar['reached'] else 'MISSED':8} {bar['what']}: {bar['found']:.3f} (bar {bar['bar']:g})")
+    latest = checkpoint.find_checkpoint(run)
+    weights = checkpoint.load_part(latest, checkpoint.MODEL)
+    halved = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
+    save_file(halved, folder / "tiny_teacher.safetensors")  # read back as float32; the figures are of float32
+
+    def remembers(trained: Path, name: str) -> None:
+        source = checkpoint.find_checkpoint(trained)
+        policy = load_f1_policy(trained / MODEL_FILE, device, checkpoint_path=source).policy.eval()
+        found[name] = measure_memory(policy, read_phase_config(run / CONFIG_FILE), arguments.memory_scenes)
+        write()
+        print(f"{name}:", json.dumps(found[name]), flush=True)
+
+    remembers(run, "memory")
+    if arguments.memory_minutes:
+        swept = train_on_sweeps(run, folder / "teacher-sweeps", arguments.memory_minutes, str(device))
+        remembers(swept, "memory_after_sweeps")
 
 
 def main() -> None:
@@ -110,6 +153,7 @@ def main() -> None:
     parser.add_argument("--dataset-minutes", type=float, default=3.0)
     parser.add_argument("--results", type=Path, default=Path("outputs/teacher_results"))
     parser.add_argument("--skip-teacher", action="store_true", help="measure the run that is there")
+    parser.add_argument("--only-datasets", action="store_true", help="no teacher of the tabletop")
     arguments, flags = parser.parse_known_args()
     device = choose_device(arguments.device)
     folder: Path = arguments.results
@@ -127,31 +171,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(found, indent=1, default=float))
 
-    run = folder / "teacher"
-    if not arguments.skip_teacher:
-        found["training"] = train(teacher_config(run, arguments.minutes, device, flags))
-        write()
-    results = evaluate_teacher(run, arguments.episodes, device=str(device))
-    found["evaluation"], found["bars"] = results, bars(results, device.type)
-    write()
-    print(teacher_table(results), flush=True)
-    for bar in found["bars"]:
-        print(f"{'reached' if bar['reached'] else 'MISSED':8} {bar['what']}: {bar['found']:.3f} (bar {bar['bar']:g})")
-    latest = checkpoint.find_checkpoint(run)
-    weights = checkpoint.load_part(latest, checkpoint.MODEL)
-    halved = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
-    save_file(halved, folder / "tiny_teacher.safetensors")  # read back as float32; the figures are of float32
-
-    swept = run
-    if arguments.memory_minutes:
-        swept = train_on_sweeps(run, folder / "teacher-sweeps", arguments.memory_minutes, str(device))
-    latest = checkpoint.find_checkpoint(swept)
-    policy = load_f1_policy(swept / MODEL_FILE, device, checkpoint_path=latest).policy.eval()
-    config = read_phase_config(run / CONFIG_FILE)
-    found["memory"] = measure_memory(policy, config, arguments.memory_scenes)
-    write()
-    print("memory:", json.dumps(found["memory"]), flush=True)
-
+    if not arguments.only_datasets:
+        measure_tabletop(arguments, flags, device, found, write)
     found["datasets"] = {}
     for name in arguments.datasets:
         place = folder / f"dataset-{Path(name).name}"

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--mode", default="default", help="of torch.compile")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--only", nargs="*", default=["eager", "compiled"], choices=["eager", "compiled"])
-    parser.add_argument("--no-lora", action="store_true", help="measure the update of all weights alone")
+    parser.add_argument("--weights", choices=("all", "lora", "both"), default="both", help="what an update trains")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     print_machine()
@@ -207,13 +207,16 @@ def main() -> None:
     peak = measured_peak(arguments)
     print(f"peak of matrix products in {arguments.dtype}: {peak / 1e12:.1f} TFLOP/s", flush=True)
     results = []
-    for lora in (False,) if arguments.no_lora else (False, True):
+    for lora in {"all": (False,), "lora": (True,), "both": (False, True)}[arguments.weights]:
         for name in arguments.only:
             if arguments.device.startswith("cuda"):
                 torch.cuda.reset_peak_memory_stats()
                 torch.cuda.empty_cache()
             torch.compiler.reset()
             results.append(measure(arguments, name == "compiled", lora, peak))
+            result = results[-1]
+            print(f"{name}{', LoRA' if lora else ''}: act {1e3 * result['act_seconds']:.1f} ms", flush=True)
+            write_json(arguments.out, {"peak_flops": peak, "settings": vars(arguments), "results": results})
     print(f"{results[0]['parameters'] / 1e6:.0f} M parameters, batch {arguments.batch}, {arguments.dtype}", flush=True)
     header = ("", "act", "samples/s", "of peak", "PPO step", "transitions/s", "of peak", "memory")
     rows = []
@@ -226,7 +229,6 @@ def main() -> None:
             f"{result['update_samples_per_second']:.0f}", f"{result['update_share_of_peak']:.1%}", memory,
         ))  # fmt: skip
     print_table(header, rows)
-    write_json(arguments.out, {"peak_flops": peak, "settings": vars(arguments), "results": results})
 
 
 if __name__ == "__main__":

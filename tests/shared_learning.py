@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from f1_worlds import f1_batch, micro_policy, wake
 from offline_worlds import two_step_dataset
+from panning_camera import panning_config
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -20,9 +21,12 @@ from deft.config.algorithm_settings import GRPOSettings, IQLSettings, PPOSetting
 from deft.config.loading import resolve
 from deft.config.settings import ActorConfig, PolicyConfig
 from deft.data.datasets.dataset import box
+from deft.models.f1.experts import GatedMLP
 from deft.models.f1.optimization import setup_optimizer
+from deft.models.f1.vision import VisionLayer
 from deft.training import sharding
 from deft.training.offline_run import build_offline_trainer
+from deft.training.phases.teacher import TeacherTrainer
 from deft.training.processes import Processes
 from deft.training.run import build_trainer
 
@@ -140,12 +144,12 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
     """Train a small F1 policy whose weights are shared out, from another run's weights and moments where given."""
     policy = wake(micro_policy())
     share = sharding.local_bytes(policy)
-    sharding.shard(policy, processes, torch.device("cpu"))
+    sharding.shard(policy, processes, torch.device("cpu"), (GatedMLP, VisionLayer))
     optimizer = setup_optimizer(policy, 1e-3, 0.0)
     if start is not None:
         saved = torch.load(start, weights_only=False)
         sharding.load_whole_weights(policy, saved["weights"])
-        sharding.load_whole_moments(policy, optimizer, saved["moments"])
+        sharding.load_whole_moments(optimizer, saved["moments"])
     for step in range(num_steps):
         batch = {name: value[:, processes.rank :: processes.count] for name, value in f1_batch(3, 6, seed=step).items()}
         memory = policy.initial_memory(6 // processes.count)
@@ -153,8 +157,25 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
         policy(batch, memory_state=memory)["loss"].backward()
         optimizer.step()
     share = sharding.local_bytes(policy) / share
-    weights, moments = sharding.whole_weights(policy), sharding.whole_moments(policy, optimizer)
+    weights, moments = sharding.whole_weights(policy), sharding.whole_moments(optimizer, processes.is_first)
     return {"weights": weights, "moments": moments, "share": share}
+
+
+def teach(folder: Path, fsdp: bool, start: Path | None = None, num_episodes: int = 12) -> dict[str, Any]:
+    """A short run of phase 1, where given from another one's checkpoint; the share of its weights that a process had.
+
+    A third of it teaches the motion prior alone, by a pass of its own.
+    """
+    config = panning_config(folder, num_episodes=num_episodes, motion_warmup=0.34)
+    config.training.head_dropout = 0.25 if start is not None else 0.0  # what is drawn for all, or by each
+    config.training.fsdp, config.training.gradient_accumulation = fsdp, 2
+    policy = micro_policy(motion_prior=True)
+    everything = sharding.local_bytes(policy)
+    trainer = TeacherTrainer(config, policy)
+    if start is not None:
+        trainer.load(start)
+    share = sharding.local_bytes(trainer.policy) / everything
+    return {"share": share, "is_sharded": sharding.is_sharded(trainer.policy), "summary": trainer.train()}
 
 
 def main() -> None:
@@ -169,7 +190,13 @@ def main() -> None:
         torch.save({"halves": halves, "runs": runs}, folder / f"rank{processes.rank}.pt")
     elif what == "shard":
         start = Path(sys.argv[3]) if len(sys.argv) > 3 else None
-        torch.save(shard_f1(processes, start), folder / f"shard{processes.count}-{processes.rank}.pt")
+        found = shard_f1(processes, start)
+        if start is None:
+            teach(folder / "apart", fsdp=False)
+            found["teacher"] = teach(folder / "shared", fsdp=True)
+        else:
+            found["teacher"] = teach(folder / "three", fsdp=True, start=start.parent / "shared", num_episodes=24)
+        torch.save(found, folder / f"shard{processes.count}-{processes.rank}.pt")
     else:
         runs = {name: run(name, folder, scale=2, auto_resume=True) for name in ("ppo", "sac", "iql")}
         torch.save(runs, folder / f"resumed{processes.rank}.pt")

@@ -26,14 +26,17 @@ def descend(loss: Tensor, *optimizers: FusedAdam) -> None:
         optimizer.step()
 
 
-def give_gradients(loss: Tensor, *optimizers: FusedAdam) -> None:
-    """Hand the gradients of a loss to the optimizers, and to nothing else."""
+def give_gradients(loss: Tensor, *optimizers: FusedAdam, add: bool = False) -> None:
+    """Hand the gradients of a loss to the optimizers, and to nothing else; `add`: to those that they have."""
     parameters = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     start = 0
     for optimizer in optimizers:
         stop = start + len(optimizer.parameters)
+        before = optimizer.gradient.clone() if add else None
         optimizer.set_gradients(gradients[start:stop])
+        if before is not None:
+            optimizer.gradient += before
         start = stop
 
 

@@ -46,6 +46,7 @@ class PPO(Algorithm):
         self.optimizer = self._make_optimizer()
         self.generator = torch.Generator().manual_seed(seed)
         self._warned_lengths: set[int] = set()
+        self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
         self._evaluate = torch.compile(policy.evaluate_actions) if self.settings.compile else policy.evaluate_actions
 
@@ -199,15 +200,37 @@ class PPO(Algorithm):
     # -- one gradient step ---------------------------------------------------------------------------------------------
 
     def _step(self, minibatch: TensorDictBase) -> Metrics:
+        self.optimizer.zero_gradients()
+        in_parts = self.settings.gradient_accumulation > 1
+        losses = self._backward_in_parts(minibatch) if in_parts else self._backward(minibatch)
+        self._share_gradients()
+        losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
+        return losses
+
+    def _backward(self, minibatch: TensorDictBase, share: float = 1.0) -> Metrics:
+        """Add the gradients of a minibatch's losses, times `share`, to those that are there."""
         scored = self._scored(minibatch)
         losses, gradients = self._losses({name: value.detach() for name, value in scored.items()}, minibatch)
-        self.optimizer.zero_gradients()
         names = [name for name in gradients if scored[name].requires_grad]
         if self.version < self.settings.value_warmup:
             names = ["value"]
+        if share != 1.0:
+            gradients = {name: gradient * share for name, gradient in gradients.items()}
         torch.autograd.backward([scored[name] for name in names], [gradients[name] for name in names])
-        self._share_gradients()
-        losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
+        return losses
+
+    def _backward_in_parts(self, minibatch: TensorDictBase) -> Metrics:
+        """The same, of parts that go through the policy one after the other: ∇L = Σ (n_i / n) ∇L_i."""
+        axis = 1 if self.policy.recurrent else 0
+        parts = minibatch.chunk(min(self.settings.gradient_accumulation, minibatch.batch_size[axis]), axis)
+        shares = [part.numel() / minibatch.numel() for part in parts]
+        if self.settings.normalize_advantage and minibatch.numel() > 1:
+            self._scale = self._std_mean(minibatch[schema.ADVANTAGE])
+        found = [self._backward(part, share) for part, share in zip(parts, shares, strict=True)]
+        self._scale = None
+        losses: Metrics = {"log_ratio": torch.cat([one["log_ratio"] for one in found], axis)}
+        for name in found[0].keys() - {"log_ratio"}:
+            losses[name] = torch.stack([one[name] * share for one, share in zip(found, shares, strict=True)]).sum(0)
         return losses
 
     def _scored(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
@@ -225,8 +248,8 @@ class PPO(Algorithm):
         """
         settings, count = self.settings, scored["value"].numel()
         advantage = minibatch[schema.ADVANTAGE]
-        if settings.normalize_advantage and count > 1:
-            std, mean = self._std_mean(advantage)
+        if settings.normalize_advantage and (count > 1 or self._scale is not None):
+            std, mean = self._std_mean(advantage) if self._scale is None else self._scale
             advantage = (advantage - mean) / (std + 1e-8)
         log_ratio = scored["log_prob"] - minibatch[schema.LOG_PROB]
         ratio = log_ratio.exp()

@@ -11,7 +11,7 @@ from torch import nn
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import ActorAlgorithm
-from deft.algorithms.optimization import descend
+from deft.algorithms.optimization import descend, give_gradients
 from deft.config.algorithm_settings import SFTSettings
 from deft.models.actor import ContinuousActor
 
@@ -35,6 +35,28 @@ class SFT(ActorAlgorithm):
             action = self.policy.to_unit(batch[schema.ACTION])
             action = action if action.ndim == 3 else action.unsqueeze(0)
         observation, mask = batch[schema.OBSERVATION], batch.get(schema.STEP_MASK)
-        losses = self.policy.imitation(observation, action, mask, self.settings.loss)
-        descend(losses["bc_loss"].sum(), self.actor_optimizer)
-        return {name: value.detach().mean() for name, value in losses.items()}
+        count = min(self.settings.gradient_accumulation, action.shape[1])
+        if count == 1:
+            losses = self.policy.imitation(observation, action, mask, self.settings.loss)
+            descend(losses["bc_loss"].sum(), self.actor_optimizer)
+            return {name: value.detach().mean() for name, value in losses.items()}
+        # In parts, one after the other: the loss is a mean over the rows, ∇L = Σ (n_i / n) ∇L_i
+        axis = 1 if self.policy.num_members > 1 else 0  # rows come after members, where there are several
+        metrics: Metrics = {}
+        for number in range(count):
+            rows = slice(*(action.shape[1] * place // count for place in (number, number + 1)))
+            share = (rows.stop - rows.start) / action.shape[1]
+            part = None if mask is None else _rows(mask, rows, axis)
+            losses = self.policy.imitation(_rows(observation, rows, axis), action[:, rows], part, self.settings.loss)
+            give_gradients(losses["bc_loss"].sum() * share, self.actor_optimizer, add=number > 0)
+            for name, value in losses.items():
+                metrics[name] = metrics.get(name, 0.0) + value.detach().mean() * share
+        self.actor_optimizer.step()
+        return metrics
+
+
+def _rows(value: Any, rows: slice, axis: int) -> Any:
+    """Some rows of a tensor, or of each in a mapping."""
+    if isinstance(value, Mapping):
+        return {name: _rows(one, rows, axis) for name, one in value.items()}
+    return value[:, rows] if axis else value[rows]

@@ -72,6 +72,8 @@ class PPOSettings(AlgorithmSettings):
     """Weight of the entropy bonus."""
     max_grad_norm: Positive | None = 0.5
     """Gradient clipping."""
+    gradient_accumulation: Count = 1
+    """Parts of a minibatch that go through the policy one after the other: the same step in less memory."""
     normalize_advantage: Switch = True
     """Per minibatch."""
     target_kl: Positive | None = None
@@ -246,6 +248,8 @@ class TD3BCSettings(OffPolicySettings):
 class SFTSettings(OfflineSettings):
     """Supervised fine-tuning (behaviour cloning)."""
 
+    gradient_accumulation: Count = 1
+    """Parts of a batch that go through the policy one after the other: the same step in less memory."""
     loss: Literal["log_prob", "mse"] = "log_prob"
     """`log_prob`: the likelihood of the data's actions, so that the deviation is learned too; `mse`: squared error."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"

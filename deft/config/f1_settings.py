@@ -39,6 +39,12 @@ class TrainingConfig:
     """Steps of an episode."""
     batch_size: Count = 8
     """Episodes that are trained on side by side, in each process."""
+    gradient_accumulation: Count = 1
+    """Parts of a batch that go through the model one after the other: the same step in less memory."""
+    fsdp: Switch = False
+    """Share out weights, gradients and moments among the processes (FSDP), for a model larger than a GPU; phase 1."""
+    compile: Switch = False
+    """Compile the world model's layers (`torch.compile`): a minute at the start, then quicker steps on a GPU."""
     learning_rate: Positive = 2e-3
     """AdamW's step size at its highest."""
     weight_decay: NonNegative = 0.01
@@ -73,8 +79,10 @@ class TrainingConfig:
     """Let gradients pass through the memory within a chunk."""
     motion_warmup: Fraction = 0.15
     """Share of the run, at its start, that teaches the motion prior alone, at a fraction of the cost."""
+    memory_warmup: Fraction = 0.05
+    """Share after that which teaches alone what the memory adds to the moved picture, at a fraction of the cost too."""
     motion_learning_rate: Positive = 2e-3
-    """AdamW's step size in the warm-up."""
+    """AdamW's step size in both warm-ups."""
     train_understanding: Switch = True
     """Train the understanding expert too; else the world model, the memory and the motion alone."""
     freeze_vision_encoder: Switch = False
@@ -169,9 +177,9 @@ class ExplorerSettings(PPOSettings):
     """Episodes of a rollout, in each process; fewer copies of the environment play several each."""
     denoising_steps: Count = 2
     """Euler steps from noise to an action."""
-    initial_noise: NonNegative = 0.7
+    initial_noise: NonNegative = 1.5
     """Deviation of the noise that they begin with."""
-    noise_correlation: Fraction = 0.9
+    noise_correlation: Fraction = 0.85
     """How much of that noise stays from step to step of an episode: an arm that trembles gets nowhere."""
     action_noise: Positive = 0.4
     """Deviation of the noise in each of them."""

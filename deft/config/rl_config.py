@@ -109,6 +109,7 @@ class RLConfig:
     inference: Literal["auto", "worker", "actor"] = ClusterConfig.inference
     inference_gpus: NonNegative = ClusterConfig.inference_gpus
     worker_cpus: Positive = ClusterConfig.worker_cpus
+    spare_workers: NonNegativeInt = ClusterConfig.spare_workers
     block_steps: Count | None = ClusterConfig.block_steps
 
     # Environment (its id comes from the environment that the trainer is given)

@@ -91,6 +91,9 @@ def phase_of_file(path: Path) -> str | None:
 # Settings of `training` that only the training of a world model reads; the student's flags leave them out.
 WORLD_MODEL_TRAINING = (
     "batch_size",
+    "gradient_accumulation",
+    "fsdp",
+    "compile",
     "learning_rate",
     "weight_decay",
     "scheduler",
@@ -100,6 +103,7 @@ WORLD_MODEL_TRAINING = (
     "bptt_length",
     "memory_backprop",
     "motion_warmup",
+    "memory_warmup",
     "motion_learning_rate",
     "train_understanding",
     "freeze_vision_encoder",
@@ -117,9 +121,11 @@ WORLD_MODEL_TRAINING = (
 # Of phase 3: its own settings say how long, how fast and on what it trains.
 GAME_SETTINGS = (
     "training.num_episodes",
+    "training.fsdp",
     "training.learning_rate",
     "training.sequential_training",
     "training.motion_warmup",
+    "training.memory_warmup",
     "training.motion_learning_rate",
     "training.overlap",
     "training.buffer_capacity",
@@ -136,6 +142,7 @@ UNUSED = {
     "adversarial": GAME_SETTINGS,
     ALL_PHASES: (
         "training.num_episodes",
+        "training.fsdp",
         "training.max_minutes",
         "adversarial.output_dir",
         "adversarial.teacher_checkpoint",

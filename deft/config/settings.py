@@ -225,6 +225,8 @@ class ClusterConfig:
     """Share of a GPU that the inference actor takes; 0: it acts on a CPU."""
     worker_cpus: Positive = 1.0
     """CPUs that Ray sets aside for each worker."""
+    spare_workers: NonNegativeInt = 1
+    """Workers that wait, where there is room, to take the place of one that dies at once; 0: a new one is started."""
     block_steps: Count | None = None
     """Most steps that a worker collects before it hands them over; by default 256, at most a rollout's."""
 

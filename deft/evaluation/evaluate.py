@@ -172,8 +172,7 @@ def env_of_run(config: RunConfig | OfflineRunConfig, env: str | None, kwargs: di
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     """The best or latest checkpoint of a run folder, or the checkpoint given, and the settings of its run."""
-    best = path / checkpoint.BEST
-    folder = checkpoint.find_checkpoint(best if best.exists() else path)
+    folder = checkpoint.find_best(path)
     config_file = folder.parent / CONFIG_FILE
     if not config_file.is_file() and (folder.parent / "config.json").is_file():
         raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against the policy it stands on")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from tensordict import TensorDict, TensorDictBase
 from deft import schema
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
-from deft.envs.f1 import read_task_config
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
@@ -36,7 +35,7 @@ from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.adversarial import EXPLORER_FOLDER
 from deft.training.phases.base import MODEL_FILE
-from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure
+from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.game import GameReward
 from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
 from deft.training.phases.student import check_world_model, load_teacher
@@ -68,8 +67,7 @@ def explore(
     """
     exploration = make_exploration(config, world_model, held_out=True)
     exploration.seed = seed
-    num_steps = read_task_config(exploration.environment, {}).max_steps
-    env = watched_worlds(exploration.environment | {"max_steps": num_steps + 1}, min(episodes, ENVS_TOGETHER))
+    env, num_steps = open_worlds(exploration, min(episodes, ENVS_TOGETHER), watched_worlds)
     rollouts = ExplorerRollouts(explorer, env, exploration, num_steps, episodes)
     try:
         with separate_random_state(seed):
@@ -101,7 +99,7 @@ def act_randomly(explorer: ExplorerPolicy) -> Act:
     return act
 
 
-def watched_worlds(environment: dict[str, Any], num_envs: int) -> VectorEnv:
+def watched_worlds(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
     """Copies of the world that keep a tally, shared out among the cores."""
     functions = [partial(WatchedEnv, environment) for _ in range(num_envs)]
     if num_envs == 1 or available_cores() == 1:
@@ -116,7 +114,7 @@ def evaluate_student(
     path: str | Path, episodes: int = 10, video: str | Path | None = None, seed: int = 0, device: str = "auto"
 ) -> dict[str, Any]:
     """A student run against random actions and against a student before training, in the same held-out scenes."""
-    folder = checkpoint.find_checkpoint(path)
+    folder = checkpoint.find_best(path)
     run, where = folder.parent, choose_device(device)
     config = read_phase_config(run / CONFIG_FILE)
     teacher = load_teacher(config, where).eval()
@@ -138,7 +136,7 @@ def evaluate_adversarial(
     The world model on another explorer's held-out episodes, beside the one that it started from; the explorer against
     random actions; and what scenes with a patch of pure noise pay, beside the same scenes without.
     """
-    folder = checkpoint.find_checkpoint(path)
+    folder = checkpoint.find_best(path)
     run, where = folder.parent, choose_device(device)
     config = read_phase_config(run / CONFIG_FILE)
     policy = load_f1_policy(run / MODEL_FILE, where, checkpoint_path=folder).policy.eval()

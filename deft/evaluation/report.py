@@ -22,6 +22,7 @@ from deft.evaluation.plots import METRICS_FILE, metric_curve, read_lines
 from deft.evaluation.report_style import STYLE
 from deft.evaluation.world_model import EVALUATION_FILE
 from deft.training import checkpoint
+from deft.training.phases.base import ELAPSED
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.json"  # of all phases: world models on another explorer's episodes
@@ -106,7 +107,7 @@ def _phase(phase: str, run: Path) -> str:
     main, others = _curves(lines)
     parts = [
         f"<h2>{escape(title)}</h2><p class=lead>{escape(about)}</p>",
-        _cards(_facts(phase, run, lines, evaluation)),
+        _cards(_facts(phase, run, evaluation)),
         _grid(_evaluation_charts(evaluation)),
         _media(run),
         _grid(main),
@@ -116,17 +117,20 @@ def _phase(phase: str, run: Path) -> str:
     return f'<section id="{phase}">{"".join(parts)}</section>'
 
 
-def _facts(phase: str, run: Path, lines: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> dict[str, str]:
+def _facts(phase: str, run: Path, evaluation: Mapping[str, Any]) -> dict[str, str]:
     """The figures at the top of a phase."""
     facts: dict[str, str] = {}
     checkpoints = checkpoint.list_checkpoints(run)
     if checkpoints:
         unit = "iterations" if phase == "adversarial" else "episodes"
         facts[unit] = checkpoints[-1].name.rpartition("-")[2]
+        seconds = checkpoint.load_part(checkpoints[-1], checkpoint.METRICS).get(ELAPSED)
+        if seconds is not None:
+            facts["minutes of training"] = f"{seconds / 60:.1f}"
     if (run / checkpoint.BEST).is_symlink():
         facts["best"] = os.readlink(run / checkpoint.BEST)
-    if len(lines) > 1:
-        facts["minutes"] = f"{(lines[-1]['time'] - lines[0]['time']) / 60:.1f}"
+    if evaluation.get("checkpoint"):
+        facts["evaluated"] = Path(evaluation["checkpoint"]).name
     for name, label, scale, unit in (
         ("wm_acc", "codes foreseen", 100.0, " %"),
         ("copy_acc", "by copying", 100.0, " %"),

@@ -40,6 +40,7 @@ EPISODES_TOGETHER = 16
 MOVING = 2.0  # mean absolute difference of two frames, in grey levels of 255, from which the picture moves
 LONGEST = 500  # steps of a recorded episode that are measured
 GREY = 127
+ABLATED = ("wm_acc", "wm_acc_forced", "cross_entropy", "psnr")
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -48,7 +49,7 @@ def evaluate_teacher(
     path: str | Path, episodes: int = 10, video: str | Path | None = None, seed: int = 0, device: str = "auto"
 ) -> dict[str, Any]:
     """The measures of a teacher run (its latest checkpoint, or the one given) on scenes that it was not trained on."""
-    folder = checkpoint.find_checkpoint(path)
+    folder = checkpoint.find_best(path)
     config = read_phase_config(folder.parent / CONFIG_FILE)
     policy = load_f1_policy(folder.parent / MODEL_FILE, choose_device(device), checkpoint_path=folder).policy.eval()
     if config.training.dataset is not None:
@@ -93,26 +94,47 @@ def measure(
 
     `wm_acc` is of the codes as they are predicted, each scale from the model's own coarser ones, and `copy_acc` of the
     last frame's codes. With `_forced` each scale is told the true codes of the coarser ones, as in training; the copy
-    then codes what these leave of the last frame's features. PSNRs are of the frames that move.
+    then codes what these leave of the last frame's features. PSNRs are of the frames that move. What the model relies
+    on is also measured `without_head`, by the wrist camera alone, where the episodes have both.
     """
     whole = [foresee(policy, batch) for batch in batches]
     results = _summarize(whole)
     if ablations:
-        results["ablations"] = {}
         changes: dict[str, tuple[Change | None, bool]] = {
             "actions_shuffled": (shuffled_actions, True),
             "images_masked": (masked_images(policy), True),
         }
         if policy.config.memory_enabled:
             changes["memory_zeroed"] = (None, False)
-        for name, (change, keeps_memory) in changes.items():
-            changed = _summarize([foresee(policy, batch, change, keeps_memory) for batch in batches])
-            results["ablations"][name] = {
-                key: changed[key] for key in ("wm_acc", "wm_acc_forced", "cross_entropy", "psnr")
-            } | {"accuracy_lost": results["wm_acc"] - changed["wm_acc"]}
+        results["ablations"] = _ablate(policy, batches, changes, results)
+        if all("head" in batch.streams for batch in batches):
+            alone = [batch.without_head() for batch in batches]
+            seen = _summarize([foresee(policy, batch) for batch in alone])
+            kept = {name: change for name, change in changes.items() if name == "memory_zeroed"}
+            results["without_head"] = {key: seen[key] for key in ABLATED} | {
+                "ablations": _ablate(policy, alone, kept, seen)
+            }
     if horizon:
         results["open_loop"] = open_loop(policy, batches, horizon)
     return results
+
+
+def _ablate(
+    policy: F1Policy,
+    batches: list[EpisodeBatch],
+    changes: dict[str, tuple[Change | None, bool]],
+    whole: dict[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """What each change costs, against the measures of the `whole` model: a change of the inputs, and whether the memory
+    is kept."""
+    found = {}
+    for name, (change, keeps_memory) in changes.items():
+        changed = _summarize([foresee(policy, batch, change, keeps_memory) for batch in batches])
+        found[name] = {key: changed[key] for key in ABLATED} | {
+            "accuracy_lost": whole["wm_acc"] - changed["wm_acc"],
+            "cross_entropy_gained": changed["cross_entropy"] - whole["cross_entropy"],
+        }
+    return found
 
 
 @torch.no_grad()
@@ -385,9 +407,21 @@ def teacher_table(results: dict[str, Any]) -> str:
     ratio = results["cross_entropy_ratio"]
     entropies = f"cross-entropy {results['cross_entropy']:.3f}, unigram entropy {results['unigram_entropy']:.3f}"
     lines.append(f"{entropies}: {ratio:.3f} of it")
-    for name, values in results.get("ablations", {}).items():
+    lines += _ablation_lines(results.get("ablations", {}))
+    alone = results.get("without_head")
+    if alone is not None:
         lines.append(
-            f"{name.replace('_', ' ')}: {100 * values['wm_acc']:.2f} % tokens "
-            f"({100 * values['wm_acc_forced']:.2f} given the coarser ones), lost {100 * values['accuracy_lost']:.2f}"
+            f"by the wrist camera alone: {100 * alone['wm_acc']:.2f} % tokens "
+            f"({100 * alone['wm_acc_forced']:.2f} given the coarser ones), cross-entropy {alone['cross_entropy']:.3f}"
         )
+        lines += [f"  {line}" for line in _ablation_lines(alone["ablations"])]
     return "\n".join(lines)
+
+
+def _ablation_lines(ablations: dict[str, dict[str, Any]]) -> list[str]:
+    return [
+        f"{name.replace('_', ' ')}: {100 * values['wm_acc']:.2f} % tokens "
+        f"({100 * values['wm_acc_forced']:.2f} given the coarser ones), lost {100 * values['accuracy_lost']:.2f}, "
+        f"cross-entropy {values['cross_entropy_gained']:+.3f}"
+        for name, values in ablations.items()
+    ]

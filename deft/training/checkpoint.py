@@ -183,13 +183,23 @@ def find_checkpoint(path: str | Path) -> Path:
     return checkpoints[-1]
 
 
-def latest_whole_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The latest checkpoint that can be read, and a line on each later one that cannot."""
+def find_best(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or of a run folder the best, where one is marked, else the latest."""
+    best = Path(path) / BEST
+    return find_checkpoint(best if best.exists() else path)
+
+
+def latest_whole_checkpoint(run_dir: Path, parts: Iterable[str] = ()) -> tuple[Path | None, list[str]]:
+    """The latest checkpoint that can be read, and a line on each later one that cannot.
+
+    `parts` are the files that a kind of run keeps beside weights and training state, and cannot go on without.
+    """
     problems = []
     for path in reversed(list_checkpoints(run_dir)):
         try:
             load_training_state(path)
-            load_part(path, MODEL)
+            for name in (MODEL, *parts):
+                load_part(path, name)
         except InputError as error:
             problems.append(str(error))
         else:

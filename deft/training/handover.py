@@ -51,16 +51,18 @@ def take_over(config: RunConfig, policy: Policy | None, resume_from: Path | None
 def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None) -> OfflineRunConfig:
     """A run on a dataset that goes on with a VLA model of another run: the model is named there.
 
-    Any other policy is named by the config itself, whose defaults are those of the run that it starts from.
+    What the config itself says of the policy holds over that. Any other policy is named by the config alone, whose
+    defaults are those of the run that it starts from.
     """
-    if config.model_path is None or resume_from is not None or config.policy != ActorConfig():
+    if config.model_path is None or resume_from is not None or config.policy.vla_config is not None:
         return config
     source = _config_beside(Path(config.model_path))
     actor = source.policy.actor if isinstance(source, RunConfig) else getattr(source, "policy", None)
     if actor is None or actor.vla_config is None:
         return config
-    names = {field.name for field in dataclasses.fields(ActorConfig)}
-    return replace(config, policy={name: value for name, value in to_dict(actor).items() if name in names})
+    default, named = to_dict(ActorConfig()), to_dict(actor)
+    said = {name: value for name, value in to_dict(config.policy).items() if value != default[name]}
+    return replace(config, policy={**{name: named[name] for name in default if name in named}, **said})
 
 
 def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] | None = None) -> None:
@@ -87,8 +89,7 @@ def checkpoint_folder(path: Path) -> Path | None:
             if path.name == checkpoint.MODEL and (path.parent / checkpoint.TRAINING_STATE).is_file()
             else None
         )
-    best = path / checkpoint.BEST
-    return checkpoint.find_checkpoint(best if best.exists() else path)
+    return checkpoint.find_best(path)
 
 
 def _config_beside(path: Path) -> RunConfig | OfflineRunConfig | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor, distributed, nn
 
 from deft.machine import available_cores
 from deft.models.normalization import RunningNormalizer
+
+# How long processes wait for each other, as for the first one's evaluation; a launcher ends them where one dies.
+PATIENCE = timedelta(hours=12)
 
 
 class Processes:
@@ -26,6 +30,7 @@ class Processes:
         self.rank = int(os.environ.get("RANK", "0")) if self.count > 1 else 0
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.count > 1 else 0
         self._opened = False
+        self._device = torch.device("cpu")
         self._seen: dict[str, Tensor] = {}  # by normaliser, the sums that all processes had after the last merge
 
     @property
@@ -46,8 +51,9 @@ class Processes:
 
     def open(self, device: torch.device) -> None:
         """Meet the others."""
+        self._device = device
         if self.count > 1 and not distributed.is_initialized():
-            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
             self._opened = True
 
     def close(self) -> None:
@@ -113,6 +119,11 @@ class Processes:
         if self.count > 1:
             for tensor in module.state_dict().values():
                 distributed.broadcast(tensor, 0)
+            self.remember_statistics(module)
+
+    def remember_statistics(self, module: nn.Module) -> None:
+        """That all processes have these statistics now: what each observes from here on is added to them."""
+        if self.count > 1:
             self._seen = {name: _sums(part) for name, part in _normalizers(module)}
 
     @torch.no_grad()
@@ -126,7 +137,7 @@ class Processes:
         for name, part in _normalizers(module):
             sums = _sums(part)
             before = self._seen.get(name, torch.zeros_like(sums))
-            sums = before + self.sum(sums - before)
+            sums = before + self.sum((sums - before).to(self._device)).to(before)
             self._seen[name] = sums
             if sums[0] > 0:
                 mean, squares = (sums[1:] / sums[0]).view(2, *part.mean.shape)

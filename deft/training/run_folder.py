@@ -75,7 +75,7 @@ def remove_run(folder: Path) -> None:
         *(folder / n for n in ("tensorboard", "plots", "videos", "samples")),
     ]:
         shutil.rmtree(path, ignore_errors=True)
-    for name in (checkpoint.BEST, CONFIG_FILE, "episode_metrics.jsonl"):
+    for name in (checkpoint.BEST, CONFIG_FILE, "episode_metrics.jsonl", "evaluation.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
 
 

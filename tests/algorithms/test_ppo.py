@@ -88,6 +88,21 @@ def test_written_out_gradients_are_those_of_the_loss(clip_range_vf, stale):
     torch.testing.assert_close(total, loss.detach())
 
 
+@pytest.mark.parametrize("memory_hidden", [0, 8])
+def test_a_minibatch_in_parts_takes_the_step_of_the_whole(memory_hidden):
+    found = []
+    for parts in (1, 3):  # minibatches of 16 steps: 6, 6 and 4, or of 4 sequences of 4: 2 and 2
+        settings = PPOSettings(n_epochs=2, batch_size=16, sequence_length=4, gradient_accumulation=parts)
+        policy = make_policy(memory_hidden=memory_hidden)
+        rollout = make_rollout(policy)
+        metrics = PPO(policy, settings).update(iter([rollout]))
+        found.append((torch.cat([one.detach().flatten() for one in policy.parameters()]), metrics))
+    (whole, metrics), (in_parts, others) = found
+    torch.testing.assert_close(in_parts, whole, rtol=1e-6, atol=1e-6)
+    for name, value in metrics.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize(
     "policy",
     [

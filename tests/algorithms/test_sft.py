@@ -26,3 +26,16 @@ def test_it_finds_the_mean_of_the_data():
     torch.manual_seed(0)
     (action,) = learned_actions(SFT(small_actor(2), SFTSettings(learning_rate=3e-3)))
     assert action == pytest.approx(-0.24, abs=0.06)
+
+
+def test_a_batch_in_parts_takes_the_step_of_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    batch = batch_of(*(torch.randn(7, generator=generator).tanh().tolist() for _ in range(4)), [0.0] * 7)
+    weights = []
+    for parts in (1, 3):  # of 2, 2 and 3 rows
+        torch.manual_seed(0)
+        algorithm = SFT(small_actor(), SFTSettings(gradient_accumulation=parts, learning_rate=1e-2))
+        metrics = [algorithm.step(batch) for _ in range(3)][-1]
+        weights.append((torch.cat([one.flatten() for one in algorithm.policy.parameters()]), metrics["bc_loss"]))
+    for whole, in_parts in zip(*weights, strict=True):
+        torch.testing.assert_close(in_parts, whole, rtol=1e-6, atol=1e-6)

@@ -158,6 +158,11 @@ def test_ablations_and_carried_memory(run):
     results = measure(policy, [batch], horizon=3)
     assert results["frames"] == 19
     assert set(results["ablations"]) == {"actions_shuffled", "images_masked", "memory_zeroed"}
+    alone = measure(policy, [batch.without_head()], horizon=0)
+    assert "without_head" not in alone
+    assert results["without_head"]["cross_entropy"] == alone["cross_entropy"] != results["cross_entropy"]
+    assert results["without_head"]["ablations"] == {"memory_zeroed": alone["ablations"]["memory_zeroed"]}
+    assert "by the wrist camera alone" in teacher_table(results)
     losses = []
     for episode in episodes:  # one after the other, all steps at once
         steps, _ = side_by_side([episode]).chunk(0, 12)

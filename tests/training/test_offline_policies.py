@@ -13,7 +13,7 @@ from vla_worlds import PointToColour
 
 from deft import PPO, Trainer, cli, schema
 from deft.config.algorithm_settings import PPOSettings
-from deft.config.loading import resolve
+from deft.config.loading import resolve, write_config
 from deft.config.settings import CollectConfig, LoggingConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.dataset import Dataset, Episode
@@ -25,6 +25,7 @@ from deft.models.vla.actor import VLAActor
 from deft.models.vla.loading import save_vla_model
 from deft.training import run
 from deft.training.collect import collect
+from deft.training.handover import take_over_offline
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
 
@@ -365,3 +366,17 @@ def test_cql_comes_to_read_picture_and_words(tmp_path):
     assert results[None]["success_rate"] > 0.9
     assert results[None]["mean_reward"] > 0.5
     assert 0.3 < results["command"]["success_rate"] < 0.7
+
+
+def test_a_policy_setting_beside_a_model_path_holds_over_the_model_s(tmp_path):
+    """The model is that of the run it starts from, the width is the one that was asked for."""
+    model = {"name": "vla", "vla_config": {"model_class": "gpt-vla", "model_config": {}}}
+    data, first = str(tmp_path / "data-v0"), tmp_path / "first"
+    first.mkdir()
+    source = resolve({"algorithm": "sft", "dataset": data, "policy": {**model, "hidden_dim": 16, "num_layers": 3}})
+    write_config(source, first / "config.yaml")
+    config = resolve({"algorithm": "iql", "dataset": data, "model_path": str(first), "policy": {"hidden_dim": 48}})
+    policy = take_over_offline(config).policy
+    assert policy.vla_config is not None
+    assert policy.vla_config.model_class == "gpt-vla"
+    assert (policy.hidden_dim, policy.num_layers) == (48, 3)

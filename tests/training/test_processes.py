@@ -9,6 +9,7 @@ import pytest
 import torch
 from f1_worlds import f1_batch, micro_policy, wake
 
+from deft.models.normalization import RunningNormalizer
 from deft.training.processes import Processes
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,30 @@ def test_alone_nothing_is_shared():
     assert weight.grad.tolist() == [1.0, 3.0]
     assert processes.largest(3.0, torch.device("cpu")) == 3.0
     assert processes.share("a") == "a"
+
+
+def test_statistics_are_over_all_that_the_processes_observed(monkeypatch):
+    """Another process observes 4, 8 in the first round and 12 in the second, as (n, Σx, Σx²); this one 0, then 2, 4."""
+    processes, scales = Processes(), RunningNormalizer(())
+    processes.count = 2
+    added = iter([(2, 12, 80), (1, 12, 144), (1, 0, 0)])
+    monkeypatch.setattr(processes, "sum", lambda own: own + torch.tensor(next(added), dtype=torch.float64))
+    scales.observe(torch.tensor([0.0]))
+    processes.merge_statistics(scales)
+    assert (float(scales.count), float(scales.mean)) == (3, 4)
+    assert float(scales.variance) == pytest.approx(80 / 3 - 16)
+    scales.observe(torch.tensor([2.0, 4.0]))
+    processes.merge_statistics(scales)
+    assert (float(scales.count), float(scales.mean)) == (6, 5)  # 0, 4, 8, 2, 4, 12
+
+    resumed, loaded = Processes(), RunningNormalizer(())
+    resumed.count = 2
+    loaded.load_state_dict(scales.state_dict())
+    resumed.remember_statistics(loaded)  # else both would add all six
+    monkeypatch.setattr(resumed, "sum", lambda own: own + torch.tensor(next(added), dtype=torch.float64))
+    loaded.observe(torch.tensor([5.0]))
+    resumed.merge_statistics(loaded)
+    assert (float(loaded.count), float(loaded.mean)) == (8, pytest.approx(35 / 8))
 
 
 @pytest.mark.slow

@@ -139,6 +139,8 @@ class F1Config:
     memory_num_layers: Count = 4
     memory_project_to_vae_dim: Switch = True
     """The memory joins the frame history in the tokenizer's dims; off: the condition, in the expert's width."""
+    memory_picture: Switch = False
+    """What is remembered also corrects the picture that the motion prior expects, place by place."""
     condition_on_actions: Switch = True
     """The world model sees the actions up to a_t and the state."""
     unknown_action_rate: Fraction = 0.0
@@ -178,7 +180,7 @@ def tiny() -> F1Config:
         num_layers=4, num_heads=4, num_kv_heads=1, head_dim=32,
         vocab_size=259, language_heads=False, language_tokenizer_path="bytes", tokenizer_max_length=64,
         chunk_size=4, top_k=64,
-        memory_hidden=128, memory_num_layers=2, memory_project_to_vae_dim=False,
+        memory_hidden=128, memory_num_layers=2, memory_project_to_vae_dim=False, memory_picture=True,
         tokenizer_weights="tiny_tokenizer", unknown_action_rate=0.1, motion_prior=True, condition_init=0.05,
     )  # fmt: skip
 
@@ -198,7 +200,7 @@ def small() -> F1Config:
         num_layers=8, num_heads=8, num_kv_heads=1, head_dim=64,
         vocab_size=259, language_heads=False, language_tokenizer_path="bytes", tokenizer_max_length=64,
         chunk_size=16, top_k=300,
-        memory_hidden=512, memory_num_layers=2, memory_project_to_vae_dim=False,
+        memory_hidden=512, memory_num_layers=2, memory_project_to_vae_dim=False, memory_picture=True,
         unknown_action_rate=0.1, motion_prior=True, motion_channels=64, condition_init=0.05,
     )  # fmt: skip
 

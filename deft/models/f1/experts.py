@@ -6,9 +6,10 @@ together or one after the other with a cache of keys and values. Tensor names an
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from deft.models.f1.config import ExpertConfig, F1Config
 
 EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
-Cache: TypeAlias = list[tuple[Tensor, Tensor]]  # by layer: keys and values [B, kv heads, S, head dim], rotated
+LONG = 1024  # tokens from which attention goes block by block without a mask; below, more calls cost more
+Cache: TypeAlias = list[tuple[Tensor, Tensor]]  # by layer: keys and values [B, S, kv heads, head dim], rotated
 
 
 class RMSNorm(nn.Module):
@@ -99,30 +101,70 @@ class Expert(nn.Module):
 
 
 class Block(NamedTuple):
-    """Where tokens stand: which are real, and which of them open a new attention block."""
+    """Where tokens stand: how many there are, which of them open a new attention block, and which are real."""
 
-    is_real: Tensor  # bool [B, S]
-    opens: Tensor  # bool [S]
+    size: int
+    opens: tuple[int, ...] = ()  # places
+    is_real: Tensor | None = None  # bool [B, S]; None where all are
 
     @classmethod
     def join(cls, blocks: Sequence[Block]) -> Block:
         """Blocks one after the other."""
-        return cls(torch.cat([block.is_real for block in blocks], 1), torch.cat([block.opens for block in blocks]))
+        starts = itertools.accumulate((block.size for block in blocks), initial=0)
+        opens = tuple(start + place for start, block in zip(starts, blocks, strict=False) for place in block.opens)
+        known = [block.is_real for block in blocks if block.is_real is not None]
+        real = [known[0].new_ones(len(known[0]), size) if own is None else own for size, _, own in blocks if known]
+        return cls(sum(block.size for block in blocks), opens, torch.cat(real, 1) if real else None)
 
-    def positions(self) -> Tensor:
-        """[B, S]: place among the real tokens, from 0."""
+    def repeat(self, count: int) -> Block:
+        """Every row `count` times."""
+        return self if self.is_real is None else self._replace(is_real=self.is_real.repeat_interleave(count, 0))
+
+    def positions(self, device: torch.device) -> Tensor:
+        """[B, S], or [1, S] where all are real: place among the real tokens, from 0."""
+        if self.is_real is None:
+            return torch.arange(self.size, device=device)[None]
         return self.is_real.long().cumsum(1) - 1
 
-    def mask(self, num_queries: int) -> Tensor:
-        """bool [B, 1, Q, S]: what each of the last Q tokens attends to: real tokens of its own and of earlier blocks.
+    def mask(self, num_queries: int, device: torch.device) -> Tensor:
+        """bool [B or 1, 1, Q, S]: what each of the last Q tokens attends to: real tokens of its own and earlier blocks.
 
         A padding token attends to itself alone, so that its softmax is defined; nothing reads it.
         """
-        number = self.opens.long().cumsum(0)
-        visible = number[None, :] <= number[-num_queries:, None]  # [Q, S]
-        real = self.is_real[:, None, :] & self.is_real[:, -num_queries:, None]
-        itself = torch.eye(len(number), dtype=torch.bool, device=number.device)[-num_queries:]
-        return (visible & real | itself).unsqueeze(1)
+        visible = _visible(tuple(self._ends()), num_queries, device)[None]  # [1, Q, S]
+        if self.is_real is not None:
+            real = self.is_real[:, None, :] & self.is_real[:, -num_queries:, None]
+            itself = torch.eye(self.size, dtype=torch.bool, device=device)[-num_queries:]
+            visible = visible & real | itself
+        return visible.unsqueeze(1)
+
+    def spans(self, places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Of queries at these places, those side by side that see the same: how many they are, and up to where."""
+        ends = self._ends()
+        return tuple((len(list(same)), end) for end, same in itertools.groupby(ends[place] for place in places))
+
+    def _ends(self) -> list[int]:
+        """Where the block of each token ends."""
+        bounds = [0, *self.opens, self.size]
+        return [after for before, after in itertools.pairwise(bounds) for _ in range(after - before)]
+
+
+@functools.lru_cache(maxsize=64)
+def _visible(ends: tuple[int, ...], num_queries: int, device: torch.device) -> Tensor:
+    """bool [Q, S]: for each of the last Q tokens, the places before its end. Kept: copying it to a GPU waits for it."""
+    with torch.inference_mode(False):  # it may be of use in training next
+        place = torch.arange(len(ends), device=device)
+        return place < torch.tensor(ends[-num_queries:], device=device)[:, None]
+
+
+class Sight(NamedTuple):
+    """What the queries of a layer attend to: by a mask, or in spans of queries that see all keys up to some place.
+
+    Spans skip what a mask would hide, and quick attention kernels take no mask; but each is a call of its own.
+    """
+
+    spans: tuple[tuple[int, int], ...]  # queries, keys
+    mask: Tensor | None  # bool [B or 1, 1, Q, S]; None: by spans
 
 
 class MixtureOfTransformers(nn.Module):
@@ -136,6 +178,11 @@ class MixtureOfTransformers(nn.Module):
         self.understanding = Expert(config, config.understanding)
         self.generation = Expert(config, config.generation)
         self.action = Expert(config, config.action)
+        self._run_layer: Callable[..., list[Tensor]] = _joint_layer
+
+    def compile_layers(self, **settings: Any) -> None:
+        """Compile a layer of all experts, with the settings of `torch.compile`; layers of one shape share the code."""
+        self._run_layer = torch.compile(_joint_layer, **settings)
 
     def forward(
         self,
@@ -153,17 +200,18 @@ class MixtureOfTransformers(nn.Module):
         """
         names = list(streams)
         states = [streams[name].to(getattr(self, name).layers[0].self_attn.q_proj.weight.dtype) for name in names]
-        sizes = [state.shape[1] for state in states]
-        mask = block.mask(sum(sizes))
-        rotation = _rotation(block.positions()[:, -sum(sizes) :], self.head_dim)
+        sizes, device = [state.shape[1] for state in states], states[0].device
+        whole = _rotation(block.positions(device)[:, -sum(sizes) :], self.head_dim)
         final = [wanted.get(name, 0) for name in names]
         kept: Cache = []
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and not keep
+        sights = {id(rows): _sight(block, sizes, rows, device) for rows in (sizes, final)}
         for index in range(self.num_layers):
             layers = [getattr(self, name).layers[index] for name in names]
             rows = final if index == self.num_layers - 1 else sizes
-            arguments = (layers, states, rows, mask, rotation, cache[index] if cache else None)
-            found = checkpoint(_joint_layer, *arguments, use_reentrant=False) if recompute else _joint_layer(*arguments)
+            arguments = (layers, states, rows, sights[id(rows)], whole, cache[index] if cache else None)
+            run = self._run_layer
+            found = checkpoint(run, *arguments, use_reentrant=False) if recompute else run(*arguments)
             *states, keys, values = found
             if keep:
                 kept.append((keys, values))
@@ -179,7 +227,7 @@ def _joint_layer(
     layers: list[Layer],
     states: list[Tensor],
     rows: list[int],
-    mask: Tensor,
+    sight: Sight,
     rotation: tuple[Tensor, Tensor],
     past: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
@@ -189,30 +237,66 @@ def _joint_layer(
         torch.cat([getattr(layer.self_attn, name)(part) for layer, part in zip(layers, normed, strict=True)], 1)
         for name in ("keys", "values")
     )
-    keys, values = _rotate(keys.transpose(1, 2), rotation), values.transpose(1, 2)
+    keys = _rotate(keys, rotation)
     if past is not None:
-        keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        keys, values = torch.cat([past[0], keys], 1), torch.cat([past[1], values], 1)
     sizes = [state.shape[1] for state in states]
     if rows != sizes:
-        ends = list(itertools.accumulate(sizes))
-        asked = [place for end, count in zip(ends, rows, strict=True) for place in range(end - count, end)]
-        mask, rotation = mask[:, :, asked], (rotation[0][:, :, asked], rotation[1][:, :, asked])
+        cos, sin = (_last(part, sizes, rows, 1) for part in rotation)
+        rotation = cos, sin
         states, normed = (
             [part[:, part.shape[1] - n :] for part, n in zip(parts, rows, strict=True)] for parts in (states, normed)
         )
     query = torch.cat([layer.self_attn.queries(part) for layer, part in zip(layers, normed, strict=True)], 1)
-    query = _rotate(query.transpose(1, 2), rotation)
-    # Few key heads serve many query heads. Spelled out, since not every fused kernel takes both a mask and such groups.
-    group = query.shape[1] // keys.shape[1]
-    mixed = functional.scaled_dot_product_attention(
-        query, _for_each_query(keys, group), _for_each_query(values, group), attn_mask=mask
-    )
-    parts = mixed.transpose(1, 2).flatten(2).split(rows, 1)
+    mixed = _attend(_rotate(query, rotation), keys, values, sight)
+    parts = mixed.split(rows, 1)
     after = [
         layer.after(state, part) if count else state
         for layer, state, part, count in zip(layers, states, parts, rows, strict=True)
     ]
     return [*after, keys, values]
+
+
+def _sight(block: Block, sizes: list[int], rows: list[int], device: torch.device) -> Sight:
+    """For the last `rows` tokens of each expert, of which the layer has `sizes`; the block's first may be cached."""
+    ends = itertools.accumulate(sizes, initial=block.size - sum(sizes))
+    next(ends)
+    spans = block.spans([place for end, n in zip(ends, rows, strict=True) for place in range(end - n, end)])
+    if block.is_real is None and (len(spans) == 1 or block.size >= LONG):
+        return Sight(spans, None)
+    return Sight(spans, _last(block.mask(sum(sizes), device), sizes, rows, 2))
+
+
+def _last(values: Tensor, sizes: list[int], rows: list[int], axis: int) -> Tensor:
+    """Of parts of these sizes along an axis, the last `rows` of each."""
+    if rows == sizes:
+        return values
+    parts = values.split(sizes, axis)
+    return torch.cat([part.narrow(axis, size - n, n) for part, size, n in zip(parts, sizes, rows, strict=True)], axis)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, sight: Sight) -> Tensor:
+    """Attention of queries [B, Q, heads, d] to keys and values [B, S, kv heads, d]: [B, Q, heads · d]."""
+    key_heads = keys.shape[2]
+    group = query.shape[2] // key_heads
+    if sight.mask is not None:
+        # Few key heads serve many query heads. Spelled out, since not every fused kernel takes a mask and such groups.
+        query, keys, values = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        keys, values = _for_each_query(keys, group), _for_each_query(values, group)
+        return (
+            functional.scaled_dot_product_attention(query, keys, values, attn_mask=sight.mask)
+            .transpose(1, 2)
+            .flatten(2)
+        )
+    found = []
+    for part, (size, end) in zip(query.split([size for size, _ in sight.spans], 1), sight.spans, strict=True):
+        # All queries see all these keys: the heads of a group are so many more queries of one head. [B, kv, n · g, d]
+        folded = part.unflatten(2, (key_heads, group)).transpose(1, 2).flatten(2, 3)
+        mixed = functional.scaled_dot_product_attention(
+            folded, keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
+        )
+        found.append(mixed.unflatten(2, (size, group)).transpose(1, 2).flatten(2))
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
 def _for_each_query(heads: Tensor, group: int) -> Tensor:
@@ -223,14 +307,14 @@ def _for_each_query(heads: Tensor, group: int) -> Tensor:
 
 
 def _rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of position · base^(−2i/d), [B, 1, S, d/2] in float32."""
+    """cos and sin of position · base^(−2i/d), [B, S, 1, d/2] in float32."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[:, None, :, None].float() * ROTARY_BASE**-exponents
+    angles = positions[:, :, None, None].float() * ROTARY_BASE**-exponents
     return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x_i, x_{i + d/2}) of [B, heads, S, d] by its angle."""
+    """Turn each pair (x_i, x_{i + d/2}) of [B, S, heads, d] by its angle."""
     cos, sin = rotation
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -34,8 +34,10 @@ WORLD_MODEL = (
     "model.conditioning.",
     "model.motion.",
     "model.memory.to_generation.",
+    "model.memory.to_picture.",
 )
 """The tensors, by prefix, that foresee frames: the teacher's, and never trained here."""
+FIRST_VELOCITY = 0.3  # of the velocity that new weights would say
 
 
 class ExplorerPolicy(Policy):
@@ -57,8 +59,8 @@ class ExplorerPolicy(Policy):
         action_mask: Tensor,
         num_steps: int = 2,
         action_noise: float = 0.4,
-        initial_noise: float = 0.7,
-        noise_correlation: float = 0.9,
+        initial_noise: float = 1.5,
+        noise_correlation: float = 0.85,
     ) -> None:
         super().__init__()
         if f1.model.memory is None:
@@ -224,7 +226,7 @@ class ExplorerPolicy(Policy):
                 (keys.repeat_interleave(num_steps, 0), values.repeat_interleave(num_steps, 0))
                 for keys, values in context.cache
             ],
-            context.block._replace(is_real=context.block.is_real.repeat_interleave(num_steps, 0)),
+            context.block.repeat(num_steps),
         )
         x = chain[:, :-1].flatten(0, 1)
         found, feature = self.f1.model.decide(
@@ -274,6 +276,9 @@ def new_explorer(teacher: F1Policy, action_mask: Any, settings: ExplorerSettings
     with torch.device(teacher.device):
         f1 = F1Policy(config)
     give_world_model(teacher, f1)
+    with torch.no_grad():  # at first it does what the noise says: new weights as drawn go the same way in every episode
+        for parameter in f1.model.flow.action_out_proj.parameters():
+            parameter.mul_(FIRST_VELOCITY)
     return ExplorerPolicy(
         f1,
         torch.as_tensor(action_mask),

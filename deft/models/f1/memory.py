@@ -2,16 +2,21 @@
 
 Memory is (layers, batch, hidden): zeros at an episode's first frame, never None. Each step feeds it the frame, the
 state and the action of the step. The world model reads it after the step; before acting, when a_t is not known yet,
-both experts read what was remembered before the step.
+both experts read what was remembered before the step. Where there is a motion prior, what is remembered also corrects
+the picture that it expects: a border that comes back into view was seen before.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.f1.config import F1Config
+
+LONGEST = 32  # steps over which a new memory keeps a part of what it was told
+PICTURE_CHANNELS = 64
 
 
 class Gate(nn.Module):
@@ -25,6 +30,24 @@ class Gate(nn.Module):
     def forward(self, memory: Tensor) -> Tensor:
         """[B, hidden] → [B, 1, width]."""
         return (torch.tanh(self.gate) * self.projection(memory))[:, None]
+
+
+class RememberedPicture(nn.Module):
+    """What is remembered, drawn on the grid of an expected frame's features: what to add to them; 0 until trained."""
+
+    def __init__(self, config: F1Config) -> None:
+        super().__init__()
+        code_dim, self.grid = config.tokenizer.code_dim, config.tokenizer.scales[-1]
+        self.draw = nn.Linear(config.memory_hidden, code_dim * self.grid**2)
+        self.mix = nn.Conv2d(2 * code_dim, PICTURE_CHANNELS, 3, padding=1)
+        self.output = nn.Conv2d(PICTURE_CHANNELS, code_dim, 3, padding=1)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)  # type: ignore[arg-type]
+
+    def forward(self, memory: Tensor, expected: Tensor) -> Tensor:
+        """[B, hidden] and features [B, D, grid, grid] → [B, D, grid, grid]."""
+        drawn = self.draw(memory).unflatten(1, (-1, self.grid, self.grid))
+        return self.output(functional.silu(self.mix(torch.cat([expected, drawn.to(expected)], 1))))
 
 
 class Memory(nn.Module):
@@ -41,9 +64,22 @@ class Memory(nn.Module):
         self.action = nn.Linear(config.max_action_dim, hidden)
         self.norm = nn.LayerNorm(hidden)
         self.gru = nn.GRU(hidden, hidden, config.memory_num_layers)
+        self._keep_by_default()
         joins = config.tokenizer.code_dim if config.memory_project_to_vae_dim else config.generation.hidden_size
         self.to_generation = Gate(hidden, joins, config.condition_init)
         self.to_action = Gate(hidden, config.action.hidden_size, config.condition_init)
+        self.to_picture = RememberedPicture(config) if config.memory_picture and config.motion_prior else None
+
+    def _keep_by_default(self) -> None:
+        """Let h' = z·h + (1 − z)·n start with z = 1 − 1/τ, τ from 2 to `LONGEST` steps: σ(log(τ − 1)) = 1 − 1/τ.
+
+        With torch's own start z is ½, and after ten steps a thousandth is left of what was seen, and of its gradient.
+        """
+        with torch.no_grad():
+            for layer in range(self.num_layers):
+                bias = getattr(self.gru, f"bias_ih_l{layer}")
+                bias[self.hidden : 2 * self.hidden].uniform_(1.0, LONGEST - 1.0).log_()  # gates are r, z, n
+                getattr(self.gru, f"bias_hh_l{layer}")[self.hidden : 2 * self.hidden].zero_()
 
     def zeros(self, batch: int) -> Tensor:
         """The memory at an episode's first frame."""
@@ -70,10 +106,12 @@ class Memory(nn.Module):
         one before.
         """
         x = self.norm(torch.tanh(self.frame(frame) + self.state(state) + self.action(action)))
-        if backprop:
-            return self.gru(x, memory)
-        outputs = []
-        for step in x:
-            output, memory = self.gru(step[None], memory.detach())
-            outputs.append(output)
-        return torch.cat(outputs), memory
+        with torch.autocast(x.device.type, enabled=False):  # a GPU's would run a GRU in float16, whatever its type
+            x, memory = x.to(self.frame.weight.dtype), memory.to(self.frame.weight.dtype).contiguous()
+            if backprop:
+                return self.gru(x, memory)
+            outputs = []
+            for step in x:
+                output, memory = self.gru(step[None], memory.detach())
+                outputs.append(output)
+            return torch.cat(outputs), memory

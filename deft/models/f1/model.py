@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,14 +85,28 @@ class F1Model(nn.Module):
         """The image tokenizer, whose codes are predicted."""
         return self._tokenizer[0]
 
-    def understand(self, pictures: list[Tensor], shown: list[Tensor], words: Tensor, word_mask: Tensor) -> Prefix:
-        """Pictures [B, 3, h, w] each, whether each is there [B], words int64 [B, W] and which are real."""
+    def compile_layers(self, **settings: Any) -> None:
+        """Compile the layers of vision tower and experts, with the settings of `torch.compile`.
+
+        Layers of one shape share the code, so that this takes a minute and not an hour; outputs stay the same but for
+        rounding. Copies of the model are not compiled.
+        """
+        self.experts.compile_layers(**settings)
+        for layer in self.vision.layers:
+            layer.compile(**settings)
+
+    def understand(
+        self, pictures: list[Tensor], shown: list[Tensor | None], words: Tensor, word_mask: Tensor | None
+    ) -> Prefix:
+        """Pictures [B, 3, h, w] each, whether each is there [B], words int64 [B, W], which are real; None: all are."""
         parts = [self.vision(picture) for picture in pictures]
-        real = [mask[:, None].expand(-1, part.shape[1]) for mask, part in zip(shown, parts, strict=True)]
+        blocks = [
+            Block(part.shape[1], is_real=None if mask is None else mask[:, None].expand(-1, part.shape[1]))
+            for mask, part in zip(shown, parts, strict=True)
+        ]
         parts.append(self.words(words) * math.sqrt(self.words.embedding_dim))
-        tokens = torch.cat(parts, 1)
-        opens = torch.zeros(tokens.shape[1], dtype=torch.bool, device=tokens.device)
-        return Prefix(tokens, Block(torch.cat([*real, word_mask], 1), opens))
+        blocks.append(Block(words.shape[1], is_real=word_mask))
+        return Prefix(torch.cat(parts, 1), Block.join(blocks))
 
     def condition(
         self,
@@ -136,7 +152,7 @@ class F1Model(nn.Module):
         if self.motion is not None and condition.expected is not None:
             missing = self.tokenizer.missing(condition.expected, codes)
             tokens = tokens + self.motion.embed(missing[:, 1:])
-        block = Block.join([prefix.block, self._frame_block(len(codes), length)])
+        block = Block.join([prefix.block, self._frame_block(length)])
         streams = {"understanding": prefix.tokens, "generation": torch.cat([condition.tokens, tokens], 1)}
         outputs, _ = self.experts(streams, block, {"generation": length})
         output = outputs["generation"]
@@ -156,8 +172,7 @@ class F1Model(nn.Module):
         """Predict the next frame scale by scale, each from its own choices of the coarser ones. `top_k` 1 is greedy."""
         head, tokenizer = self.world_model, self.tokenizer
         quantize = tokenizer.quantize
-        batch = len(condition.tokens)
-        block = Block.join([prefix.block, self._frame_block(batch, 1)])
+        block = Block.join([prefix.block, self._frame_block(1)])
         streams = {"understanding": prefix.tokens, "generation": condition.tokens}
         outputs, cache = self.experts(streams, block, {"generation": 1}, keep=True)
         output = outputs["generation"]
@@ -175,7 +190,7 @@ class F1Model(nn.Module):
                     tokens = tokens + condition.everywhere
                 if self.motion is not None and rest is not None:
                     tokens = tokens + self.motion.embed(rest)
-                block = Block.join([block, self._opening(batch, size)])
+                block = Block.join([block, Block(size, (0,))])
                 outputs, cache = self.experts({"generation": tokens}, block, {"generation": size}, cache, keep=True)
                 output = outputs["generation"]
             logits = head.logits(output)
@@ -204,28 +219,14 @@ class F1Model(nn.Module):
         tokens = self.flow.embed(state, noisy, time)
         if self.memory is not None and memory is not None:
             tokens = tokens + self.memory.to_action(memory)
-        batch, chunk = noisy.shape[:2]
-        suffix = Block.join([self._opening(batch, 1), self._opening(batch, chunk)])
-        block = Block.join([context.block, suffix])
+        chunk = noisy.shape[1]
+        block = Block.join([context.block, Block(1 + chunk, (0, 1))])  # the state, then the actions
         outputs, _ = self.experts({"action": tokens}, block, {"action": 1 + chunk}, context.cache)
         output = outputs["action"]
         return self.flow.velocity(output[:, 1:]), output[:, 0].float()
 
-    def _opening(self, batch: int, size: int) -> Block:
-        """`size` real tokens, of which the first opens a block."""
-        device = self.words.weight.device
-        opens = torch.zeros(size, dtype=torch.bool, device=device)
-        opens[0] = True
-        return Block(torch.ones(batch, size, dtype=torch.bool, device=device), opens)
-
-    def _frame_block(self, batch: int, num_places: int) -> Block:
+    def _frame_block(self, num_places: int) -> Block:
         """The condition and the first predicted places, of which the condition's last token is one."""
-        device = self.words.weight.device
-        scales = [self._opening(batch, size) for size in self.tokenizer.sizes]
-        open_ends = Block.join(scales)
         before = self.config.num_tokens - 1
-        joined = Block(
-            torch.ones(batch, before, dtype=torch.bool, device=device),
-            torch.zeros(before, dtype=torch.bool, device=device),
-        )
-        return Block.join([joined, Block(open_ends.is_real[:, :num_places], open_ends.opens[:num_places])])
+        starts = itertools.accumulate(self.tokenizer.sizes, initial=0)
+        return Block(before + num_places, tuple(before + start for start in starts if start < num_places))

@@ -32,9 +32,9 @@ class Inputs:
 
     steps: int  # T
     pictures: list[Tensor]
-    shown: list[Tensor]
+    shown: list[Tensor | None]  # None: in all rows
     words: Tensor
-    word_mask: Tensor
+    word_mask: Tensor | None
     frames: Tensor | None  # [N, H + n, 3, h, w]; None where the codes came with the batch and no pixels are needed
     codes: Tensor  # [N, H + n, L]
     history: Tensor  # [N, H, L − 1, D]
@@ -217,6 +217,36 @@ class F1Policy(nn.Module):
         loss = (expected - pixels[:, observed]).abs().mean()
         return {"loss": loss, "motion_loss": loss.detach()}
 
+    def forward_remembered_picture(
+        self, batch: Mapping[str, Any], memory_state: Tensor | None = None, memory_backprop: bool = True
+    ) -> dict[str, Tensor]:
+        """The loss of what is remembered alone: squared error of the expected features, in the true ones' variance.
+
+        A small part of a whole step, to train the memory after the motion prior. `motion_error` is the same without the
+        memory's correction; `memory_state` that after the last step.
+        """
+        memory = self.model.memory
+        if memory is None or memory.to_picture is None:
+            raise InputError("this F1 model draws nothing from its memory (memory_picture: false)")
+        inputs = self._prepare(batch, with_target=True)
+        _, after, memory_state = self._remember(inputs, self._given_memory(batch, memory_state), memory_backprop)
+        with torch.no_grad():
+            expected = self._expected_frame(inputs)
+            assert expected is not None
+            features = self.tokenizer.features(expected.clamp(-1, 1))
+            target = self.tokenizer.quantized(inputs.codes[:, self.config.n_obs_img_steps])
+            variance = target.var().clamp(min=1e-8)
+        real = batch.get(schema.STEP_MASK, None)
+        loss = _mean((self._corrected(features, after) - target).square(), real) / variance
+        unaided = _mean((features - target).square(), real) / variance
+        assert memory_state is not None
+        return {
+            "loss": loss,
+            "memory_error": loss.detach(),
+            "motion_error": unaided,
+            schema.MEMORY_STATE: memory_state,
+        }
+
     @torch.no_grad()
     def sample_actions_with_world_model(
         self,
@@ -264,13 +294,14 @@ class F1Policy(nn.Module):
     def look(self, batch: Mapping[str, Any]) -> Context:
         """What the action expert goes on from where nothing is foreseen: pictures and words, [N, …] as they are."""
         num_rows = len(batch[schema.STATE])
-        pictures, shown = self._pictures(batch, num_rows)
+        pictures, shown = self._pictures(batch)
         return self.model.context(self.model.understand(pictures, shown, *self._words(batch, num_rows)))
 
     @torch.no_grad()
     def frame_features(self, codes: Tensor) -> Tensor:
-        """What the memory gets of frames with codes […, L]: their finest scale, […, F]."""
-        return self.tokenizer.embed(codes)[..., -self.tokenizer.sizes[-1] :, :].flatten(-2)
+        """What the memory gets of frames with codes […, L]: the features they stand for, of all scales, […, F]."""
+        features = self.tokenizer.quantized(codes.flatten(0, -2))
+        return features.flatten(2).transpose(1, 2).reshape(*codes.shape[:-1], -1)
 
     # What a batch becomes
 
@@ -297,8 +328,8 @@ class F1Policy(nn.Module):
                 f"{config.n_obs_img_steps} actions a row are needed"
             )
         pixels, codes = self._frames(batch, leading, length, looks and config.motion_prior)
-        pictures, shown = self._pictures(batch, num_rows) if looks else ([], [])
-        words, word_mask = self._words(batch, num_rows) if looks else (torch.empty(0), torch.empty(0))
+        pictures, shown = self._pictures(batch) if looks else ([], [])
+        words, word_mask = self._words(batch, num_rows) if looks else (torch.empty(0), None)
         known = torch.ones(num_rows, dtype=torch.bool, device=device)
         if hide and config.unknown_action_rate > 0:
             known = torch.rand(num_rows, device=device, generator=generator) >= config.unknown_action_rate
@@ -347,33 +378,33 @@ class F1Policy(nn.Module):
         assert pixels is not None
         return pixels, self.tokenizer.encode(pixels)
 
-    def _pictures(self, batch: Mapping[str, Any], num_rows: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _pictures(self, batch: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
         """What the understanding expert looks at: `image0` and, where it is there, `image1`."""
         names = set(batch.keys())
         if schema.IMAGE0 not in names:
             raise InputError(f"the batch has no {schema.IMAGE0!r}; it has {', '.join(sorted(names))}")
-        pictures, shown = [], []
+        pictures: list[Tensor] = []
+        shown: list[Tensor | None] = []
         for name in (schema.IMAGE0, schema.IMAGE1):
             if name not in names:
                 continue
             raw = batch[name].to(self.device)
             pictures.append(frames.to_model(raw.flatten(0, -4), self.config.vision.image_size, name))
             mask = batch.get(name + schema.MASK_SUFFIX, None)
-            real = torch.ones(num_rows, dtype=torch.bool, device=self.device)
-            shown.append(real if mask is None else mask.to(self.device).flatten())
+            shown.append(None if mask is None or bool(mask.all()) else mask.to(self.device).flatten())
         return pictures, shown
 
-    def _words(self, batch: Mapping[str, Any], num_rows: int) -> tuple[Tensor, Tensor]:
-        """The instruction's tokens; a task without one has no words."""
+    def _words(self, batch: Mapping[str, Any], num_rows: int) -> tuple[Tensor, Tensor | None]:
+        """The instruction's tokens, and which are real; a task without one has no words."""
         instruction = batch.get(schema.INSTRUCTION, None)
         if instruction is None:
-            nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)
-            return nothing, nothing.bool()
+            return torch.zeros(num_rows, 0, dtype=torch.long, device=self.device), None
         if isinstance(instruction, Tensor):
             instruction = instruction_texts(instruction.flatten(0, -2))
         words, mask = self.language_tokenizer(instruction)
         longest = int(mask.sum(1).max())  # padding changes nothing, and costs time
-        return words[:, :longest].to(self.device), mask[:, :longest].to(self.device)
+        words, mask = words[:, :longest], mask[:, :longest]
+        return words.to(self.device), None if bool(mask.all()) else mask.to(self.device)
 
     def _check_steps(self, observed: int | None, predicted: int | None) -> None:
         for name, given, own in (
@@ -414,8 +445,7 @@ class F1Policy(nn.Module):
         """What is remembered before and after each step, [N, hidden], and the memory after the last."""
         if self.model.memory is None or memory is None:
             return None, None, None
-        finest = self.tokenizer.sizes[-1]
-        frame = inputs.history[:, -1, -finest:].flatten(1)  # img_t at the finest scale
+        frame = self.frame_features(inputs.codes[:, self.config.n_obs_img_steps - 1])  # img_t
         after, last = self.model.memory(
             inputs.by_step(frame),
             inputs.by_step(inputs.state),
@@ -445,7 +475,15 @@ class F1Policy(nn.Module):
         if expected is not None:
             with torch.no_grad():  # the motion learns from pixels, not through the tokenizer
                 features = self.tokenizer.features(expected.clamp(-1, 1))
+            features = self._corrected(features, remembered)
         return self.model.condition(inputs.history, remembered, (inputs.actions, inputs.known, inputs.state), features)
+
+    def _corrected(self, features: Tensor, remembered: Tensor | None) -> Tensor:
+        """The expected features, with what is remembered of the places."""
+        memory = self.model.memory
+        if memory is None or remembered is None or memory.to_picture is None:
+            return features
+        return features + memory.to_picture(remembered, features)
 
     def _without_last_action(self, inputs: Inputs) -> Inputs:
         return Inputs(**{**vars(inputs), "known": torch.zeros_like(inputs.known)})

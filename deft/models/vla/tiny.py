@@ -22,14 +22,16 @@ from deft.models.flow_chain import chain_entropy, chain_log_prob, flow_matching_
 from deft.models.normalization import RunningNormalizer
 from deft.models.vla.interface import ScoredInParts
 
-GRID = 16  # cells a side that a picture is seen in
-CHANNELS = 32
-QUERIES, WORD_QUERIES = 16, 6  # places that a picture is searched for, those that words name
+IMAGE_MULTIPLE = 16  # of which a picture's side is one, in pixels
+CHANNELS = 24
+QUERIES, WORD_QUERIES = 16, 8  # places that a picture is searched for, those that words name
 WORD_BUCKETS, MAX_WORDS, TEXT_DIM = 1024, 16, 64
 TASK_DIM = 8  # what of the text reaches the trunk past the cameras: which task it is, not which object
 SPACE_BYTE = 32
 TIME_FREQUENCIES = 8
 LOG_STD_RANGE = (-4.0, 1.0)
+IMITATION = ("absolute", "squared")
+ROUNDING = 0.1  # an absolute error below this is a squared one, e² / 0.2: its gradient then goes to 0 with it
 SHARPNESS = 5.0  # of where a query looks: one that sees everything at once learns several times as slowly where to look
 VALUE_SCALE = 10.0  # with it the value learns so many times as fast as the policy, from one step size
 ENOUGH_OBSERVED = 20_000  # observations that the proprioception is normalised by
@@ -89,21 +91,22 @@ def word_ids(text: Tensor) -> Tensor:
 class CameraEncoder(nn.Module):
     """A picture as the places of what the words ask for, and of a few things that are always worth a look.
 
-    The picture is cut into cells, each seen by itself: f = relu(W pixels). A query q, learned or made of the text,
-    looks for its cell:  p = softmax(5 f q);  out = (Σ p x, Σ p y, max f q): where it is, and how sure that is.
+    The picture is seen in cells, one every `cell` pixels, each of a patch twice as wide: f = relu(W pixels). A query q,
+    learned or made of the text, looks for its cell:  p = softmax(5 f q);  out = (Σ p x, Σ p y, max f q): where it is,
+    and how sure that is. Neighbouring patches overlap, so that a thing between two cells is found between them.
     Everything is a matrix product: the gradient of a convolution costs a CPU several times as much.
     """
 
     grid: Tensor
     out_dim = 3 * QUERIES
 
-    def __init__(self, image_size: int) -> None:
+    def __init__(self, image_size: int, cell: int) -> None:
         super().__init__()
-        self.side = image_size // GRID
-        self.pixels = nn.Linear(3 * self.side**2, CHANNELS)
+        self.cell = cell
+        self.pixels = nn.Linear(3 * (2 * cell) ** 2, CHANNELS)
         self.queries = nn.Parameter(torch.randn(QUERIES - WORD_QUERIES, CHANNELS))
         self.words = nn.Linear(TEXT_DIM, WORD_QUERIES * CHANNELS)
-        line = torch.linspace(-1.0, 1.0, GRID)
+        line = torch.linspace(-1.0, 1.0, image_size // cell)
         y, x = torch.meshgrid(line, line, indexing="ij")
         self.register_buffer("grid", torch.stack([x.flatten(), y.flatten()], 1), persistent=False)
 
@@ -111,14 +114,18 @@ class CameraEncoder(nn.Module):
         """uint8 pictures [B, 3, h, w] and texts [B, TEXT_DIM] → [B, out_dim]."""
         cells = functional.relu(self.pixels(self.cut(image)))  # [B, cells, C]
         asked = self.words(text).view(len(text), WORD_QUERIES, CHANNELS)
-        matches = torch.cat([functional.linear(cells, self.queries), cells @ asked.transpose(1, 2)], 2).transpose(1, 2)
+        queries = torch.cat([self.queries.expand(len(text), -1, -1), asked], 1)
+        matches = queries @ cells.transpose(1, 2)  # [B, Q, cells]
         places = (SHARPNESS * matches).softmax(-1) @ self.grid  # [B, Q, 2]
-        return torch.cat([places.flatten(1), matches.amax(-1)], 1)
+        # max rather than amax: its gradient is one cell, where amax compares all of them
+        return torch.cat([places.flatten(1), matches.max(-1).values], 1)
 
     def cut(self, image: Tensor) -> Tensor:
-        """The pixels of each cell, scaled to [-1, 1]: [B, cells, 3 side²]; the only place where they are scaled."""
-        batch, side = len(image), self.side
-        cells = image.reshape(batch, 3, GRID, side, GRID, side).permute(0, 2, 4, 1, 3, 5).reshape(batch, GRID**2, -1)
+        """The pixels that each cell sees, scaled to [-1, 1]: [B, cells, 3 (2 cell)²]; black beyond the border."""
+        left = self.cell // 2
+        padded = functional.pad(image, (left, self.cell - left, left, self.cell - left))
+        patches = padded.unfold(2, 2 * self.cell, self.cell).unfold(3, 2 * self.cell, self.cell)
+        cells = patches.permute(0, 2, 3, 1, 4, 5).reshape(len(image), len(self.grid), -1)
         return torch.sub(cells, 127.5).to(self.pixels.weight.dtype).mul_(1 / 127.5)
 
 
@@ -141,11 +148,13 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         chunk_length: int = default_chunk_length,
         image_keys: Sequence[str] = ("head_rgb", "wrist_rgb"),
         image_size: int = 64,
+        cell: int = 2,
         proprio_key: str | None = "state",
         proprio_dim: int = 24,
         instruction_key: str | None = "instruction",
         width: int = 256,
         log_std_init: float = -1.5,
+        imitation: str = "absolute",
         num_bins: int = 32,
         flow_steps: int = 5,
         flow_noise: float = 0.1,
@@ -155,10 +164,14 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         super().__init__()
         if head not in HEADS:
             raise InputError(f"head {head!r} is none of {', '.join(HEADS)}")
+        if imitation not in IMITATION:
+            raise InputError(f"imitation {imitation!r} is none of {', '.join(IMITATION)}")
         if isinstance(image_keys, str) or not image_keys:
             raise InputError(f"image_keys {image_keys!r} must be a list of one or more observation keys")
-        if image_size < GRID or image_size % GRID:
-            raise InputError(f"image_size {image_size} is no multiple of {GRID}")
+        if image_size < IMAGE_MULTIPLE or image_size % IMAGE_MULTIPLE:
+            raise InputError(f"image_size {image_size} is no multiple of {IMAGE_MULTIPLE}")
+        if cell < 1 or IMAGE_MULTIPLE % cell:
+            raise InputError(f"cell {cell} is none of 1, 2, 4, 8, 16")
         for name, size, least in (
             ("action_dim", action_dim, 1),
             ("chunk_length", chunk_length, 1),
@@ -179,7 +192,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
 
         self.text: Any = WordEncoder()
         self.task: Any = nn.Linear(TEXT_DIM, TASK_DIM)
-        self.cameras: Any = nn.ModuleList(CameraEncoder(image_size) for _ in self.image_keys)
+        self.cameras: Any = nn.ModuleList(CameraEncoder(image_size, cell) for _ in self.image_keys)
         inputs = TASK_DIM + len(self.image_keys) * CameraEncoder.out_dim
         if proprio_key is not None:
             self.proprio: Any = RunningNormalizer((proprio_dim,), clip=5.0, epsilon=PROPRIO_EPSILON)
@@ -188,7 +201,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
             nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
         )
         if head == "gaussian":
-            self.head: Any = GaussianChunks(width, chunk_length, action_dim, log_std_init)
+            self.head: Any = GaussianChunks(width, chunk_length, action_dim, log_std_init, imitation)
         elif head == "token":
             self.head = TokenChunks(width, chunk_length, action_dim, num_bins)
         else:
@@ -388,8 +401,9 @@ class Chunks(nn.Module):
 class GaussianChunks(Chunks):
     """log p(a) = Σ [ −½ ((a − μ) / σ)² − log σ − ½ log 2π ]."""
 
-    def __init__(self, width: int, chunk_length: int, action_dim: int, log_std_init: float) -> None:
+    def __init__(self, width: int, chunk_length: int, action_dim: int, log_std_init: float, imitation: str) -> None:
         super().__init__(chunk_length, action_dim)
+        self.imitation = imitation
         self.out = nn.Linear(width, chunk_length * action_dim)
         self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
         nn.init.normal_(self.out.weight, std=0.01)
@@ -424,12 +438,20 @@ class GaussianChunks(Chunks):
         return _real(-0.5 * standardised.square() - log_std - HALF_LOG_2PI, mask)
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """½ (a − μ)² over the steps that are real, as a mean over all of the chunk's numbers: [B].
+        """|a − μ|, or ½ (a − μ)², over the steps that are real, as a mean over all of the chunk's numbers: [B].
 
-        −log π for a deviation of 1. What is learned is the mean: how far the demonstrations scatter around it says
-        nothing about how far to explore, and a chunk of such steps, none of which sees the one before, goes astray.
+        The absolute error makes μ the median of what was demonstrated, the squared one the mean. A gripper opens or
+        closes, and its mean does neither; noise that is clipped at the bounds of an action moves the mean inwards, and
+        the median not at all.
+
+        The deviation is not learned: how far the demonstrations scatter says nothing about how far to explore, and a
+        chunk of such steps, none of which sees the one before, goes astray.
         """
-        error = 0.5 * (actions - self.mean(features)).square()
+        mean = self.mean(features)
+        if self.imitation == "squared":
+            error = 0.5 * (actions - mean).square()
+        else:
+            error = functional.smooth_l1_loss(mean, actions, reduction="none", beta=ROUNDING)
         return _real(error, None if step_mask is None else step_mask.unsqueeze(-1).expand_as(error)).mean((1, 2))
 
 

@@ -39,7 +39,7 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
             f"{env.num_workers * (group_size or 1)} or more, or fewer workers"
         )
     wanted = env.num_workers or min(most, max(1, available_cores() - 1))
-    opened = connection.connect(cluster.ray_address, wanted * cluster.worker_cpus + 1)
+    opened = connection.connect(cluster.ray_address, (wanted + cluster.spare_workers) * cluster.worker_cpus + 1)
     try:
         cpus = connection.total("CPU")
         if env.num_workers is None and cluster.ray_address != "local":
@@ -59,6 +59,7 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
             restarts=env.restart_workers,
             worker_cpus=cluster.worker_cpus,
             group_size=group_size,
+            spares=cluster.spare_workers,
         )
         return ClusterEnv(WorkerPool(settings), cluster, opened)
     except BaseException:

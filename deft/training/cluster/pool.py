@@ -25,6 +25,8 @@ from deft.training.cluster.inference import InferenceActor, RemotePolicy
 from deft.training.cluster.worker import CollectWorker
 
 log = logging.getLogger(__name__)
+SPARE_ANSWERS = 1.0  # seconds in which a spare worker says that it is there; one that does not is forgotten
+SPARES_INTERVAL = 2.0  # seconds between two looks whether there is room for one
 
 
 @dataclass
@@ -58,6 +60,8 @@ class PoolSettings:
     group_size: int | None = None
     next_observation: bool = False
     reward_terms: bool = False
+    spares: int = 0
+    """Workers that have imported all they need and wait for a place: to import takes longer than all else."""
 
 
 class WorkerPool:
@@ -73,7 +77,10 @@ class WorkerPool:
         self._next_number = 0
         self._answered: set[int] = set()
         self._workers_policy: Any = None
+        self._twin: Any = None
         self._calls: dict[str, tuple[Any, ...]] = {}
+        self._spares: list[tuple[Any, Any]] = []  # a worker without a place, and its word that it is ready
+        self._spares_after = 0.0
         unit = settings.group_size or 1
         counts = [len(part) * unit for part in np.array_split(range(settings.num_envs // unit), settings.num_workers)]
         firsts = np.cumsum([0, *counts[:-1]])
@@ -99,7 +106,8 @@ class WorkerPool:
             actor_class: Any = self._ray.remote(InferenceActor)
             # Ray restarts it where it dies, and asks it again: a request brings all that it needs.
             options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
-            self.inference = actor_class.options(num_cpus=1, num_gpus=gpus, **options).remote(twin, device)
+            self._twin = self._ray.put(twin)  # kept: a restart makes the actor of it again
+            self.inference = actor_class.options(num_cpus=1, num_gpus=gpus, **options).remote(self._twin, device)
             twin = RemotePolicy(self.inference, twin)
         self._workers_policy = self._ray.put(twin)
         for slot in self.slots:
@@ -108,15 +116,51 @@ class WorkerPool:
     def _hire(self, slot: Slot) -> None:
         slot.incarnation += 1
         slot.is_ready = False
-        actor_class: Any = self._ray.remote(CollectWorker)
-        options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        slot.handle = actor_class.options(num_cpus=self.settings.worker_cpus, **options).remote(
-            slot.index, slot.incarnation, self.settings.timeout
-        )
+        slot.handle = self._take_spare() or self._new_worker()
         rows = (slot.first, slot.count, self.settings.num_envs)
-        slot.reference = slot.handle.prepare.remote(rows, self.settings.make_env)
+        slot.reference = slot.handle.prepare.remote(slot.index, slot.incarnation, rows, self.settings.make_env)
         if self._workers_policy is not None:
             self._adopt(slot)
+
+    def _new_worker(self) -> Any:
+        actor_class: Any = self._ray.remote(CollectWorker)
+        options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+        return actor_class.options(num_cpus=self.settings.worker_cpus, **options).remote(self.settings.timeout)
+
+    def _take_spare(self) -> Any:
+        """A worker that waits for a place, else one that is on its way, or None; the dead are forgotten."""
+        for spare in list(self._spares):
+            handle, ready = spare
+            if self._ray.wait([ready], timeout=0)[0]:
+                self._spares.remove(spare)
+                if self._is_there(handle):
+                    return handle
+        return self._spares.pop(0)[0] if self._spares else None
+
+    def _is_there(self, handle: Any) -> bool:
+        answer = handle.warm_up.remote(None, None)
+        try:
+            self._ray.get(answer, timeout=SPARE_ANSWERS)
+        except self._ray.exceptions.RayError:  # also where the time is up
+            self._ray.kill(handle)
+            return False
+        return True
+
+    @property
+    def num_spares(self) -> int:
+        """Workers that wait for a place."""
+        return sum(bool(self._ray.wait([ready], timeout=0)[0]) for _, ready in list(self._spares))
+
+    def _keep_spares(self) -> None:
+        """As many as are wanted and have room, once every place is taken: they are not to be in anyone's way."""
+        missing = self.settings.spares - len(self._spares)
+        if missing <= 0 or time.monotonic() < self._spares_after or not all(slot.is_ready for slot in self.slots):
+            return
+        self._spares_after = time.monotonic() + SPARES_INTERVAL
+        room = self._ray.available_resources().get("CPU", 0.0) / self.settings.worker_cpus
+        for _ in range(min(missing, int(room))):
+            handle = self._new_worker()
+            self._spares.append((handle, handle.warm_up.remote(self.settings.make_env, self._workers_policy)))
 
     def _adopt(self, slot: Slot) -> None:
         settings = self.settings
@@ -193,6 +237,8 @@ class WorkerPool:
                 block = self._accept(slot, answer)
                 if block is not None:
                     blocks.append(block)
+        if blocks:
+            self._keep_spares()
         return blocks
 
     def _accept(self, slot: Slot, block: Block) -> Block | None:
@@ -262,6 +308,9 @@ class WorkerPool:
         for slot in self.slots:
             self._kill(slot)
             slot.reference = slot.order = slot.handle = None
+        for handle, _ in self._spares:
+            self._ray.kill(handle)
+        self._spares.clear()
         if self.inference is not None:
             self._ray.kill(self.inference)
             self.inference = None

@@ -132,14 +132,20 @@ class _BlockBuffer:
 class CollectWorker:
     """Holds environments and answers orders. Made cheaply; `prepare` does what may fail."""
 
-    def __init__(self, slot: int, incarnation: int, timeout: float) -> None:
-        self.slot, self.incarnation, self.timeout = slot, incarnation, timeout
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
         self.version = -1
         self.sequence = 0
         self._buffer: _BlockBuffer | None = None
 
-    def prepare(self, rows: tuple[int, int, int], make_env: Callable[[int], VectorEnv]) -> dict[str, Any]:
-        """Make the environments; what they are like."""
+    def warm_up(self, make_env: Callable[[int], VectorEnv] | None, policy: Policy | None) -> None:
+        """Nothing: that these came here has imported what they are made of."""
+
+    def prepare(
+        self, slot: int, incarnation: int, rows: tuple[int, int, int], make_env: Callable[[int], VectorEnv]
+    ) -> dict[str, Any]:
+        """Take a place and make its environments; what they are like."""
+        self.slot, self.incarnation = slot, incarnation
         self.rows = Rows(*rows)
         self.env = make_env(self.rows.count)
         return {

@@ -22,7 +22,6 @@ from deft.data.augmentation import recoloured
 from deft.data.episode_store import EpisodeStore
 from deft.data.episodes import EpisodeBatch, side_by_side
 from deft.data.robot_episode import RobotEpisode
-from deft.envs.f1 import read_task_config
 from deft.errors import InputError, RunError
 from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
@@ -30,7 +29,7 @@ from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.phases.base import MODEL_FILE, Metrics
 from deft.training.phases.exploration import InlineExplorer
-from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, make_worlds
+from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
 from deft.training.phases.game import CollapseGuard, GameReward
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, load_teacher
@@ -51,6 +50,11 @@ class AdversarialTrainer(WorldModelTrainer):
     """Phase 3. `policy` and `explorer` replace those of the two checkpoints."""
 
     phase: ClassVar[str] = "adversarial"
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{EXPLORER_FOLDER}/{checkpoint.MODEL}",
+        f"{EXPLORER_FOLDER}/{EXPLORER_FILE}",
+        BUFFERS_FILE,
+    )
     unit: ClassVar[str] = "iterations"
     shown: ClassVar[tuple[str, ...]] = ("reward", "wm_loss", "held_out_loss")
 
@@ -68,23 +72,15 @@ class AdversarialTrainer(WorldModelTrainer):
         game, training = config.adversarial, config.training
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)
-        num_steps = read_task_config(exploration.environment, {}).max_steps
-        # At the last step nothing is begun that would not be used: a scene takes longer than a step.
-        env = make_worlds(exploration.environment | {"max_steps": num_steps + 1}, training.num_envs or NUM_ENVS)
+        env, num_steps = open_worlds(exploration, training.num_envs or NUM_ENVS)
         self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)
         check_chain(self.explorer, config.student.explorer, where)
         episodes = config.student.explorer.episodes_per_update
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
-        self.ppo = ExplorerPPO(
-            self.explorer,
-            explorer_settings(config),
-            training.seed + rank,
-            self.processes.average_gradients if count > 1 else None,
-            (lambda value: self.processes.largest(value, self.device)) if count > 1 else None,
-        )
-        self.reward = GameReward(game, self.policy)
+        self.ppo = ExplorerPPO.of_run(self.explorer, explorer_settings(config), training.seed, self.processes)
+        self.reward = GameReward(game, self.policy, self.processes.merge_statistics)
         self.guard = CollapseGuard(game.collapse_patience)
         self.generator = np.random.default_rng([training.seed, rank, 3])
         self.recent = EpisodeStore(RECENT_ROLLOUTS * self.rollouts.num_episodes)
@@ -227,6 +223,7 @@ class AdversarialTrainer(WorldModelTrainer):
         """Go on from there, bit for bit where one process trains."""
         self.ppo.load_state_dict(state["ppo"])
         self.reward.load_state_dict(state["reward"])
+        self.processes.remember_statistics(self.reward.scale)
         self.rollouts.load_state_dict(state["rollouts"])
         self.guard.load_state_dict(state["guard"])
         if self.processes.is_first:

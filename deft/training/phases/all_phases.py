@@ -1,7 +1,8 @@
 """`deft train all`: the three phases in order in one folder, each from the best checkpoint of the one before it.
 
 What is done stands in `phases.json`; a run that is stopped anywhere goes on with `--auto-resume`, at the phase and the
-checkpoint where it was. At the end of every phase it is evaluated, and `report.html` is written anew.
+checkpoint where it was. A phase that is told to be longer goes on, unless a later one has begun from it. At the end of
+every phase it is evaluated, and `report.html` is written anew.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deft.config.f1_settings import PhaseConfig
-from deft.config.rl_yaml import CONFIG_FILE, PHASES, phase_of_file, write_phase_config
+from deft.config.rl_yaml import ALL_PHASES, CONFIG_FILE, PHASES, phase_of_file, write_phase_config
 from deft.errors import InputError
 from deft.evaluation.explorer import compare_world_models, evaluate_adversarial, evaluate_student
 from deft.evaluation.report import COMPARISON_FILE, write_report
@@ -23,7 +24,7 @@ from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.adversarial import AdversarialTrainer
-from deft.training.phases.base import MODEL_FILE, BaseRLTrainer
+from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, check_fsdp
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import StudentTrainer
 from deft.training.phases.teacher import TeacherTrainer
@@ -48,6 +49,7 @@ EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def train_all(config: PhaseConfig) -> dict[str, Any]:
     """Train what is not done yet, evaluate it, and report."""
+    check_fsdp(config, ALL_PHASES, can_shard=False)  # not only when phase 2 begins
     root, replaces = _place(config)
     processes = Processes()
     device = processes.device(choose_device(config.training.device))
@@ -56,10 +58,10 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
     opened = False
     try:
         for phase in PHASES:
-            if phase in done:
+            settings = phase_settings(config, phase, root)
+            if phase in done and not _goes_on(settings, phase, done[phase]["summary"], root):
                 log.info("%s is done: %s", phase, done[phase]["best"])
                 continue
-            settings = phase_settings(config, phase, root)
             settings.run.overwrite, settings.run.auto_resume = replaces, not replaces
             trainer = TRAINERS[phase](settings)
             if not opened and processes.is_first:  # what is wrong with the settings has been said by now
@@ -70,6 +72,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
                 done[phase] = {"summary": summary, "best": str(_best(config, phase, root / phase).name)}
                 _evaluate(config, phase, root, str(device))
                 write_json(done, root / PROGRESS_FILE)
+                (root / COMPARISON_FILE).unlink(missing_ok=True)  # of the phase as it was before it went on
                 write_report(root)
             done = processes.share(done)
         if processes.is_first and not (root / COMPARISON_FILE).is_file():
@@ -158,6 +161,23 @@ def _place(config: PhaseConfig) -> tuple[Path, bool]:
             "or give another --output-dir"
         )
     return root, replaces
+
+
+def _goes_on(settings: PhaseConfig, phase: str, summary: dict[str, Any], root: Path) -> bool:
+    """Whether a phase that was done is now to be longer; refused where a later one has begun from it."""
+    unit, wanted = "episodes", settings.training.num_episodes
+    if phase == "adversarial":
+        unit, wanted = "iterations", settings.adversarial.total_iterations
+    minutes = settings.training.max_minutes
+    if summary[unit] >= wanted or (minutes is not None and summary["seconds"] >= 60.0 * minutes):
+        return False
+    for later in PHASES[PHASES.index(phase) + 1 :]:
+        if checkpoint.list_checkpoints(root / later):
+            raise InputError(
+                f"{phase}: is done with {summary[unit]} {unit}, and {later} has begun from it, so it cannot go on to "
+                f"{wanted}; leave its length as it was, or give another --output-dir"
+            )
+    return True
 
 
 def _open(config: PhaseConfig, root: Path, replaces: bool) -> None:

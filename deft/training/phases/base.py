@@ -24,11 +24,13 @@ from deft.config.loading import to_dict
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, write_phase_config
 from deft.errors import InputError, RunError
 from deft.models.f1.config import F1Config, read_f1_config
+from deft.models.f1.experts import GatedMLP
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.lora import ADAPTER_FOLDER, base_state_dict, has_lora, save_adapter
 from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer
 from deft.models.f1.policy import F1Policy
-from deft.training import checkpoint
+from deft.models.f1.vision import VisionLayer
+from deft.training import checkpoint, sharding
 from deft.training.compute import choose_device, choose_threads, torch_threads
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger
@@ -41,6 +43,7 @@ from deft.training.waypoints.files import write_json
 
 log = logging.getLogger(__name__)
 MODEL_FILE = "f1_config.json"  # the model's config in the run folder, whatever file it came from
+ELAPSED = "seconds"  # of training, among a checkpoint's metrics
 RAMP = 50  # updates over which the learning rate rises to its highest
 Metrics = dict[str, float | Tensor]
 
@@ -54,9 +57,12 @@ class BaseRLTrainer(ABC):
 
     phase: ClassVar[str]
     unit: ClassVar[str] = "episodes"  # of progress
+    can_shard: ClassVar[bool] = False  # whether all that uses the weights runs alike in all processes
+    parts: ClassVar[tuple[str, ...]] = ()  # files that a checkpoint needs beside weights and training state
 
     def __init__(self, config: PhaseConfig, policy: F1Policy | None = None) -> None:
         self.config, self.training = config, config.training
+        check_fsdp(config, self.phase, self.can_shard)
         self.processes = Processes()
         self.device = self.processes.device(choose_device(config.training.device))
         self.processes.open(self.device)
@@ -68,6 +74,11 @@ class BaseRLTrainer(ABC):
         self.num_updates = 0
         self.elapsed = 0.0  # seconds of training
         self.choose_what_learns()
+        self.is_sharded = config.training.fsdp and self.processes.count > 1
+        if self.is_sharded:
+            self._shard()
+        elif config.training.compile:
+            self.policy.model.compile_layers()
         self.optimizer: Any = self.make_optimizer()
         self.scheduler: Any = (
             None if self.optimizer is None else LambdaLR(self.optimizer, lambda _: self.learning_rate_factor())
@@ -177,7 +188,7 @@ class BaseRLTrainer(ABC):
             try:
                 while not self._is_over(stop):
                     self._round(run_log)
-                if self.processes.is_first and self._saved_at != self.episode:
+                if (self.processes.is_first or self.is_sharded) and self._saved_at != self.episode:
                     self.save()
             except BaseException as error:
                 self._save_after_failure(error)
@@ -208,19 +219,26 @@ class BaseRLTrainer(ABC):
         self.episode += count
         self.elapsed = self.processes.share(time.monotonic() - self._started)
         self._set_learning_rate()
-        if not self.processes.is_first:
-            return
         settings, number = self.training, self.episode
         is_last = self.progress >= 1.0
-        if crossed(previous, number, settings.log_every) or is_last:
-            self._last_metrics = {name: float(value) for name, value in metrics.items()}
+        is_logged = crossed(previous, number, settings.log_every) or is_last
+        is_saved = crossed(previous, number, settings.save_every)
+        if self.is_sharded and is_logged:
             self._check_finite()
+        if not self.processes.is_first:
+            if self.is_sharded and is_saved:
+                self.save()  # gives the first process its part
+            return
+        if is_logged:
+            self._last_metrics = {name: float(value) for name, value in metrics.items()}
+            if not self.is_sharded:
+                self._check_finite()
             run_log.log_metrics(number, self._last_metrics)
-        if crossed(previous, number, settings.sample_save_every):
+        if crossed(previous, number, settings.sample_save_every) and not self.is_sharded:
             self.write_sample(self.run_dir / "samples" / f"episode_{number}.png")
-        if crossed(previous, number, settings.video_save_every):
+        if crossed(previous, number, settings.video_save_every) and not self.is_sharded:
             self.write_video(self.run_dir / "videos" / f"episode_{number}.mp4")
-        if crossed(previous, number, settings.save_every):
+        if is_saved:
             self.save()
             checkpoint.prune_checkpoints(self.run_dir, settings.keep_checkpoints)
         if settings.max_minutes is not None:
@@ -234,13 +252,18 @@ class BaseRLTrainer(ABC):
 
     def update(self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
         """One step of the optimizer (or of another one) down the loss, the gradients averaged; returns their norm."""
-        chosen = self.optimizer if optimizer is None else optimizer
-        chosen.zero_grad(set_to_none=True)
+        (self.optimizer if optimizer is None else optimizer).zero_grad(set_to_none=True)
         loss.backward()
+        return self.apply_gradients(optimizer)
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """One step of the optimizer (or of another one) with the gradients that are there; returns their norm."""
+        chosen = self.optimizer if optimizer is None else optimizer
         parameters = [parameter for group in chosen.param_groups for parameter in group["params"]]
-        self.processes.average_gradients(parameters)
+        if not self.is_sharded:  # else the backward pass has averaged them
+            self.processes.average_gradients(parameters)
         limit = math.inf if self.training.max_grad_norm is None else self.training.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = sharding.whole(torch.nn.utils.clip_grad_norm_(parameters, limit))
         chosen.step()
         if chosen is self.optimizer:
             self.num_updates += 1
@@ -257,7 +280,10 @@ class BaseRLTrainer(ABC):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write a checkpoint into the run folder, or its content into `path`."""
+        """Write a checkpoint into the run folder, or its content into `path`.
+
+        The first process calls it; all do where weights are shared out, and the file is that of one process.
+        """
         self._check_finite()
         if self._log is not None:
             self._log.flush()
@@ -266,14 +292,17 @@ class BaseRLTrainer(ABC):
             "episode": self.episode,
             "num_updates": self.num_updates,
             "elapsed": self.elapsed,
-            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "optimizer": self.optimizer_state(self.optimizer),
             "scheduler": None if self.scheduler is None else {"last_epoch": self.scheduler.last_epoch},
             "random": get_random_state(),
             "log": self._log.state_dict() if self._log is not None else self._log_state,
             "config": to_dict(self.config),
             "state": self.state_dict(),
         }
-        weights = {name: value.detach().cpu().clone() for name, value in base_state_dict(self.policy).items()}
+        if self.is_sharded:
+            weights = sharding.whole_weights(self.policy)
+        else:
+            weights = {name: value.detach().cpu().clone() for name, value in base_state_dict(self.policy).items()}
 
         def write_more(folder: Path) -> None:
             if has_lora(self.policy):
@@ -282,15 +311,24 @@ class BaseRLTrainer(ABC):
 
         if path is None:
             self._saved_at = self.episode
+        place = self.run_dir if path is None else Path(path).parent
+        if not self.processes.is_first:
+            return place
         return checkpoint.save_checkpoint(
-            self.run_dir if path is None else Path(path).parent,
+            place,
             self.episode,
             weights,
             state,
-            self._last_metrics,
+            {**self._last_metrics, ELAPSED: self.elapsed},
             name=None if path is None else Path(path).name,
             write_more=write_more,
         )
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+        """As one process would have it, whole."""
+        if optimizer is None or not self.is_sharded:
+            return None if optimizer is None else optimizer.state_dict()
+        return sharding.whole_moments(optimizer, self.processes.is_first)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint; the weights were loaded when the trainer was made from it, and are again here."""
@@ -302,11 +340,14 @@ class BaseRLTrainer(ABC):
             )
         if self.resume_from is None:
             fresh = load_f1_policy(self.policy.config, "cpu", checkpoint_path=folder).policy
-            self.policy.load_state_dict(fresh.state_dict())
+            if self.is_sharded:
+                sharding.load_whole_weights(self.policy, fresh.state_dict())
+            else:
+                self.policy.load_state_dict(fresh.state_dict())
         self.episode, self.num_updates, self.elapsed = state["episode"], state["num_updates"], state["elapsed"]
         if self.optimizer is not None and self.scheduler is not None:
             try:
-                self.optimizer.load_state_dict(state["optimizer"])
+                sharding.load_whole_moments(self.optimizer, state["optimizer"])
             except ValueError:
                 raise InputError(
                     f"{folder}: other weights learned in it; resume with the same settings of the model"
@@ -319,7 +360,10 @@ class BaseRLTrainer(ABC):
         self.load_state_dict(state["state"])
 
     def _check_finite(self) -> None:
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters()):
+        finite = all(bool(torch.isfinite(part).all()) for part in sharding.local_parts(self.policy))
+        if self.is_sharded:  # all call it: the others' parts are looked at by them
+            finite = not self.processes.largest(float(not finite), self.device)
+        if not finite:
             raise RunError(
                 f"the policy's weights are no longer finite after {self.episode} episodes, so nothing was saved: "
                 "lower learning_rate; the checkpoints already saved are good"
@@ -328,6 +372,11 @@ class BaseRLTrainer(ABC):
     def _save_after_failure(self, error: BaseException) -> None:
         if not self.processes.is_first or not self.num_updates or self._saved_at == self.episode:
             return
+        if self.is_sharded:
+            log.warning(
+                "nothing was saved after the failure: the weights are shared out, and other processes may be gone"
+            )
+            return
         try:
             log.warning("saved %s after the failure", self.save())
         except Exception as second:
@@ -335,13 +384,24 @@ class BaseRLTrainer(ABC):
 
     # -- the run folder ------------------------------------------------------------------------------------------------
 
+    def _shard(self) -> None:
+        """Share out the weights, kept in float32; the image tokenizer codes frames between passes, and stays whole."""
+        self.policy.use_dtype("float32")
+        units = (GatedMLP, VisionLayer)
+        passes = ("forward_motion_only", "forward_memory_only", "forward_remembered_picture")
+        whole = list(self.policy.tokenizer.parameters())
+        sharding.shard(self.policy, self.processes, self.device, units, whole, passes)
+        self.policy.tokenizer.to(self.device)
+        if self.processes.is_first and (self.training.sample_save_every or self.training.video_save_every):
+            log.warning("fsdp: no pictures are drawn, nor films made: no process has the whole model")
+
     def _load_policy(self) -> F1Policy:
         model = self.config.model
         if model.lora is not None and model.checkpoint_path is None and self.resume_from is None:
             log.warning("model.lora: on new weights; all but the adapters and the memory stays as it was drawn")
         return load_f1_policy(
             self.model_config(),
-            self.device,
+            "cpu" if self.training.fsdp and self.processes.count > 1 else self.device,  # which may not hold all of it
             model.untrained_tokenizer,
             model.lora,
             self.resume_from if self.resume_from is not None else model.checkpoint_path,
@@ -363,7 +423,7 @@ class BaseRLTrainer(ABC):
             if not existing or resume_from.parent.resolve() == folder.resolve():
                 return folder, resume_from, False
         elif run.auto_resume:
-            found, problems = checkpoint.latest_whole_checkpoint(folder)
+            found, problems = checkpoint.latest_whole_checkpoint(folder, self.parts)
             if existing and found is None:
                 raise InputError(
                     f"auto_resume: none of the {len(existing)} checkpoints in {folder} can be read: {problems[0]}"
@@ -396,3 +456,19 @@ class BaseRLTrainer(ABC):
                 if self._log_state is not None:
                     run_log.load_state_dict(self._log_state)
                 yield run_log
+
+
+def check_fsdp(config: PhaseConfig, phase: str, can_shard: bool) -> None:
+    """Refuse `training.fsdp` where a process needs the whole weights for itself."""
+    if not config.training.fsdp:
+        return
+    if not can_shard:
+        raise InputError(f"fsdp: for `deft train teacher`; in phase {phase} the explorer acts with whole weights")
+    if config.model.lora is not None:
+        raise InputError("fsdp: not with model.lora, whose adapters need little memory; leave one of them out")
+    if config.training.compile:
+        raise InputError("fsdp: not with compile, which wants the weights whole; leave one of them out")
+    if not config.training.sequential_training:
+        raise InputError(
+            "fsdp: not on random steps, whose passes differ from process to process; use sequential_training"
+        )

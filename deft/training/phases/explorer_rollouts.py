@@ -13,6 +13,7 @@ from the seed and their number, so a run that is resumed goes on bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,7 @@ from deft.algorithms.ppo import PPO
 from deft.config.f1_settings import ExplorerSettings
 from deft.data.episodes import EpisodeBatch, side_by_side
 from deft.data.robot_episode import RobotEpisode
-from deft.envs.f1 import F1RLEnv, StudentEnv
+from deft.envs.f1 import F1RLEnv, StudentEnv, read_task_config
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, VectorStep, take_rows
@@ -40,6 +41,7 @@ from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
 from deft.training.phases.exploration import Exploration
 from deft.training.phases.rewards import Measures
+from deft.training.processes import Processes
 
 STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass
 Observation = dict[str, np.ndarray]
@@ -56,6 +58,18 @@ def make_worlds(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
     if num_envs == 1 or available_cores() == 1:
         return SerialVectorEnv(functions)
     return ProcessVectorEnv(functions, restart_workers=0)
+
+
+def open_worlds(
+    exploration: Exploration, num_envs: int, make: Callable[[Mapping[str, Any], int], VectorEnv] = make_worlds
+) -> tuple[VectorEnv, int]:
+    """Copies of the world that is explored, and the steps of an episode in it.
+
+    Their own time limit is a step longer: at the last step nothing is begun that would not be used, and a scene takes
+    longer than a step.
+    """
+    num_steps = read_task_config(exploration.environment, {}).max_steps
+    return make(exploration.environment | {"max_steps": num_steps + 1}, num_envs), num_steps
 
 
 @dataclass
@@ -385,6 +399,10 @@ class TwoPaces(FlatAdam):
         self.learning_rate = whole
         return norm
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of all, as if they began with it."""
+        self.learning_rate = self._others.learning_rate = learning_rate
+
     def state_dict(self) -> dict[str, Any]:
         """Of both."""
         return {**super().state_dict(), "others": self._others.state_dict()}
@@ -416,6 +434,22 @@ class ExplorerPPO(PPO):
     ) -> None:
         super().__init__(policy, settings or ExplorerSettings(), seed)
         self._average, self._largest = average, largest
+
+    @classmethod
+    def of_run(cls, policy: ExplorerPolicy, settings: ExplorerSettings, seed: int, processes: Processes) -> ExplorerPPO:
+        """In a run of one process, or of several that learn as one."""
+        if processes.count == 1:
+            return cls(policy, settings, seed)
+        device = policy.device
+        average, seed = processes.average_gradients, seed + processes.rank
+        return cls(policy, settings, seed, average, lambda value: processes.largest(value, device))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; a learning rate that was given anew since holds from here on."""
+        super().load_state_dict(state)
+        if not math.isclose(state["optimizer"]["others"]["learning_rate"], self.settings.learning_rate):
+            assert isinstance(self.optimizer, TwoPaces)
+            self.optimizer.set_learning_rate(self.settings.learning_rate)
 
     def _make_optimizer(self) -> FlatAdam:
         acting, others = self.policy.parts()

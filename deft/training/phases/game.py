@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deft.config.f1_settings import AdversarialSection
 from deft.data.episodes import EpisodeBatch
@@ -37,10 +38,13 @@ class GameReward:
     foreseen. Of noise it only learns that it cannot be foreseen: e falls because u rises, which does not pay.
 
     Where e is below `reward_floor`, r = 0. r is divided by its running root mean square, and cut at ±10.
+    `merge` makes that root mean square common to several processes.
     """
 
-    def __init__(self, settings: AdversarialSection, world_model: F1Policy) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: AdversarialSection, world_model: F1Policy, merge: Callable[[nn.Module], None] | None = None
+    ) -> None:
+        self.settings, self._merge = settings, merge
         self.scale = RunningNormalizer(())
         self.older: F1Policy | None = None
         self._waiting: dict[str, Tensor] = {}  # the weights that will be the older ones next
@@ -71,6 +75,8 @@ class GameReward:
         raw, measures, others = self.raw(world_model, found)
         paid = torch.where(measures.error > self.settings.reward_floor, raw, torch.zeros_like(raw))
         self.scale.observe(paid.cpu())
+        if self._merge is not None:
+            self._merge(self.scale)
         size = float((self.scale.variance + self.scale.mean.square()).sqrt())  # nothing is subtracted: 0 stays 0
         reward = (paid / max(size, SMALLEST)).clamp(-REWARD_LIMIT, REWARD_LIMIT)
         found.pay(reward, {self.settings.reward: reward})

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deft.config.f1_settings import StudentRewards
 from deft.models.normalization import RunningNormalizer
@@ -56,13 +57,13 @@ class StudentReward:
     """r = w_m · r_memory + w_u · clip(α · uncertainty + β · error + γ · Δerror + ε · Δuncertainty − δ · |a|, ±limit).
 
     Each term but |a| is first normalised: less its running mean, over its running deviation. So the weights say what
-    counts how much, whatever nats and memories measure.
+    counts how much, whatever nats and memories measure. `merge` makes those statistics common to several processes.
     """
 
     NORMALIZED = ("memory", "uncertainty", "error", "error_progress", "uncertainty_progress")
 
-    def __init__(self, settings: StudentRewards) -> None:
-        self.settings = settings
+    def __init__(self, settings: StudentRewards, merge: Callable[[nn.Module], None] | None = None) -> None:
+        self.settings, self._merge = settings, merge
         self.scales = RunningNormalizer((len(self.NORMALIZED),))
 
     def __call__(self, measures: Measures) -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,6 +78,8 @@ class StudentReward:
         )
         stacked = torch.stack(raw, -1).cpu()
         self.scales.observe(stacked)
+        if self._merge is not None:
+            self._merge(self.scales)
         normalized = dict(zip(self.NORMALIZED, self.scales(stacked).to(measures.error).unbind(-1), strict=True))
         outer = settings.wm_uncertainty_weight
         inner = {

@@ -18,7 +18,6 @@ import torch
 from deft.config.f1_settings import ExplorerSettings, PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file
 from deft.data.episodes import EpisodeBatch
-from deft.envs.f1 import read_task_config
 from deft.errors import InputError
 from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
 from deft.evaluation.plots import plot_metrics
@@ -35,7 +34,7 @@ from deft.models.f1.lora import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
-from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, make_worlds, measure
+from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.rewards import Measures, StudentReward
 from deft.training.phases.teacher import make_exploration
 from deft.training.precision import autocast
@@ -60,6 +59,7 @@ class StudentTrainer(BaseRLTrainer):
     """Phase 2. `teacher` replaces the one of `student.teacher_path`."""
 
     phase: ClassVar[str] = "student"
+    parts: ClassVar[tuple[str, ...]] = (EXPLORER_FILE,)
     shown: ClassVar[tuple[str, ...]] = ("reward", "memory_divergence", "wm_error", "approx_kl")
 
     def __init__(self, config: PhaseConfig, teacher: F1Policy | None = None) -> None:
@@ -72,15 +72,15 @@ class StudentTrainer(BaseRLTrainer):
             # Ratios of 1 need products that do not depend on the batch's shape beyond float32's own rounding.
             torch.set_float32_matmul_precision("highest")
         settings = config.student.explorer
-        self.reward = StudentReward(config.student.rewards)
-        self.ppo = ExplorerPPO(
-            self.explorer,
-            settings,
-            config.training.seed + self.processes.rank,
-            self.processes.average_gradients if self.processes.count > 1 else None,
-            (lambda value: self.processes.largest(value, self.device)) if self.processes.count > 1 else None,
-        )
+        self.reward = StudentReward(config.student.rewards, self.processes.merge_statistics)
+        self.ppo = ExplorerPPO.of_run(self.explorer, settings, config.training.seed, self.processes)
         self._shown_episode: EpisodeBatch | None = None
+
+    def train(self) -> dict[str, Any]:
+        """Train, and draw the curves: `plots/rewards.png`."""
+        results = super().train()
+        drawn = plot_metrics(self.run_dir, PANELS, "rewards.png", "Episodes") if self.processes.is_first else None
+        return results if drawn is None else {**results, "plots": [str(drawn)]}
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -117,9 +117,7 @@ class StudentTrainer(BaseRLTrainer):
         self.teacher = load_teacher(self.config, self.device) if teacher is None else teacher.to(self.device)
         self.teacher.requires_grad_(False).eval()
         exploration = make_exploration(self.config, self.teacher)
-        num_steps = read_task_config(exploration.environment, {}).max_steps
-        # At the last step nothing is begun that would not be used: a scene takes longer than a step.
-        env = make_worlds(exploration.environment | {"max_steps": num_steps + 1}, training.num_envs or NUM_ENVS)
+        env, num_steps = open_worlds(exploration, training.num_envs or NUM_ENVS)
         if self.resume_from is None:
             self.explorer = new_explorer(self.teacher, env.action_mask, section.explorer)
         else:
@@ -169,6 +167,7 @@ class StudentTrainer(BaseRLTrainer):
         """Go on from there, bit for bit."""
         self.ppo.load_state_dict(state["ppo"])
         self.reward.load_state_dict(state["reward"])
+        self.processes.remember_statistics(self.reward.scales)
         self.rollouts.load_state_dict(state["rollouts"])
 
     def close(self) -> None:
@@ -249,8 +248,5 @@ def check_chain(explorer: ExplorerPolicy, settings: ExplorerSettings, where: Pat
 
 
 def train_student(config: PhaseConfig) -> dict[str, Any]:
-    """`deft train student`: train, and draw the curves."""
-    trainer = StudentTrainer(config)
-    results = trainer.train()
-    drawn = plot_metrics(trainer.run_dir, PANELS, "rewards.png", "Episodes") if trainer.processes.is_first else None
-    return results if drawn is None else {**results, "plots": [str(drawn)]}
+    """`deft train student`."""
+    return StudentTrainer(config).train()

@@ -2,7 +2,7 @@
 
 Episodes come from `TeacherEnv` copies beside training (`exploration`), or from a recorded dataset. Their frames are
 coded once, when they arrive. A round trains on `batch_size` episodes: chunk after chunk with the memory carried and
-detached between them, or on random steps; at first the motion prior alone.
+detached between them, or on random steps; at first the motion prior alone, then what the memory adds to it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from deft.machine import available_cores
 from deft.models.f1.config import F1Config
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.policy import F1Policy
+from deft.training import sharding
 from deft.training.phases.base import Metrics
 from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import DatasetExplorer
@@ -38,6 +39,7 @@ class TeacherTrainer(WorldModelTrainer):
     """Phase 1."""
 
     phase: ClassVar[str] = "teacher"
+    can_shard: ClassVar[bool] = True
     shown: ClassVar[tuple[str, ...]] = ("loss", "wm_acc_mean", "copy_acc", "motion_loss")
 
     def __init__(self, config: PhaseConfig, policy: F1Policy | None = None, explorer: Explorer | None = None) -> None:
@@ -52,24 +54,37 @@ class TeacherTrainer(WorldModelTrainer):
         self.buffer = EpisodeBuffer(0, 0)  # made with the explorer
         self._buffer_state: dict[str, Any] | None = None
         self.motion_optimizer: torch.optim.Optimizer | None = None
-        motion = self.policy.model.motion
-        if motion is not None and self._warmup_share:
-            self.motion_optimizer = setup_optimizer(motion, training.motion_learning_rate, training.weight_decay)
+        self.memory_optimizer: torch.optim.Optimizer | None = None
+        rate, decay = training.motion_learning_rate, training.weight_decay
+        motion_share, memory_share = self._warmup_shares
+        if motion_share:
+            assert self.policy.model.motion is not None
+            self.motion_optimizer = setup_optimizer(self.policy.model.motion, rate, decay)
+        if memory_share:
+            assert self.policy.model.memory is not None
+            self.memory_optimizer = setup_optimizer(self.policy.model.memory, rate, decay)
 
     @property
-    def warms_up(self) -> bool:
-        """Whether the motion prior alone is trained yet."""
-        return self.progress < self._warmup_share
+    def warms_up(self) -> str | None:
+        """What is trained alone yet: "motion", then "memory"; None: everything is."""
+        motion, memory = self._warmup_shares
+        if self.progress < motion:
+            return "motion"
+        return "memory" if self.progress < motion + memory else None
 
     @property
     def schedule_progress(self) -> float:
-        """Of the part after the warm-up: the learning rate starts with it."""
-        share = self._warmup_share
+        """Of the part after the warm-ups: the learning rate starts with it."""
+        share = sum(self._warmup_shares)
         return max(0.0, self.progress - share) / max(1e-9, 1.0 - share)
 
     @property
-    def _warmup_share(self) -> float:
-        return self.training.motion_warmup if self.policy.config.motion_prior else 0.0
+    def _warmup_shares(self) -> tuple[float, float]:
+        """Shares of the run that the motion prior and the memory have to themselves; at most all of it."""
+        training, model = self.training, self.policy.model
+        motion = training.motion_warmup if model.motion is not None else 0.0
+        draws = model.memory is not None and model.memory.to_picture is not None
+        return motion, min(training.memory_warmup, 1.0 - motion) if draws else 0.0
 
     def train_round(self) -> tuple[int, Metrics]:
         """Train on `batch_size` episodes, new ones before those that were trained on already."""
@@ -78,11 +93,14 @@ class TeacherTrainer(WorldModelTrainer):
         places = self.buffer.draw(self.training.batch_size, self.generator)
         batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
         self.shown_episode = batch
-        if self.training.head_dropout and self.generator.random() < self.training.head_dropout:
+        if self.training.head_dropout and self._drops_head():
             batch = batch.without_head()
         self.policy.train()
-        if self.warms_up:
+        warms_up = self.warms_up
+        if warms_up == "motion":
             metrics = self._train_motion(batch)
+        elif warms_up == "memory":
+            metrics = self.train_chunks(batch.without_head(), self._update_memory)
         elif self.training.sequential_training:
             metrics = self.train_chunks(batch)
         else:
@@ -90,7 +108,12 @@ class TeacherTrainer(WorldModelTrainer):
         metrics |= {"collect/episodes": self.num_taken, "collect/new": self.buffer.num_unseen}
         return len(places) * self.processes.count, metrics
 
-    # -- three ways to train on episodes -------------------------------------------------------------------------------
+    def _drops_head(self) -> bool:
+        """At random; alike in all processes where they gather weights for each picture together."""
+        drops = bool(self.generator.random() < self.training.head_dropout)
+        return bool(self.processes.share(drops)) if self.is_sharded else drops
+
+    # -- four ways to train on episodes --------------------------------------------------------------------------------
 
     def _train_random(self, batch: EpisodeBatch) -> Metrics:
         """On random steps of all that is in the buffer; the memory before each comes from the steps before it."""
@@ -103,8 +126,7 @@ class TeacherTrainer(WorldModelTrainer):
             times = torch.as_tensor(self.generator.random(count) * everything.lengths[rows].numpy()).long()
             steps = everything.steps(rows, times)
             memory = self.memory_before(everything, rows, times) if config.memory_enabled else None
-            results = self.loss_of(steps, memory)
-            norm = self.update(results["loss"])
+            results, norm = self.update_on(steps, memory)
             sums.add({**scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(steps)}, count)
         return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
 
@@ -122,6 +144,10 @@ class TeacherTrainer(WorldModelTrainer):
     def _train_motion(self, batch: EpisodeBatch) -> Metrics:
         """The motion prior alone, on all steps of the episodes in a random order."""
         assert self.motion_optimizer is not None
+        # It falls in the second half: a constant step leaves jitter, which costs what stands still its codes.
+        left = 1.0 - self.progress / self._warmup_shares[0]
+        for group in self.motion_optimizer.param_groups:
+            group["lr"] = self.config.training.motion_learning_rate * min(1.0, max(2.0 * left, 0.02))
         rows, times = batch.all_steps()
         order = torch.as_tensor(self.generator.permutation(len(rows)))
         size = self.training.batch_size * self.training.bptt_length
@@ -129,11 +155,29 @@ class TeacherTrainer(WorldModelTrainer):
         sums = Means()
         for part in torch.tensor_split(order, num_updates):
             steps = batch.steps(rows[part], times[part], motion_only=True)
-            with autocast(self.device, self.autocast_dtype):
-                loss = self.policy.forward_motion_only(steps)["loss"]
-            norm = self.update(loss, self.motion_optimizer)
-            sums.add({"motion_loss": loss.detach(), "grad_norm": norm, "copy_loss": copy_loss(steps)}, len(part))
+            results, norm = self.update_in_parts(steps, self._motion_loss, self.motion_optimizer)
+            sums.add(
+                {"motion_loss": results["motion_loss"], "grad_norm": norm, "copy_loss": copy_loss(steps)}, len(part)
+            )
         return sums.means()
+
+    def _motion_loss(self, steps: dict[str, Tensor], _: slice) -> dict[str, Tensor]:
+        with autocast(self.device, self.autocast_dtype):
+            return self.policy.forward_motion_only(steps)
+
+    def _update_memory(
+        self, chunk: dict[str, Tensor], memory: Tensor | None, weight: float
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """One step of the memory alone, on what it adds to the picture that the motion prior expects."""
+
+        def losses(part: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+            before = None if memory is None else memory[:, rows]
+            with autocast(self.device, self.autocast_dtype):
+                return self.policy.forward_remembered_picture(part, before, self.training.memory_backprop)
+
+        results, norm = self.update_in_parts(chunk, losses, self.memory_optimizer, weight)
+        del results["loss"]  # in other units than that of the whole model
+        return results, norm
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
@@ -226,12 +270,13 @@ class TeacherTrainer(WorldModelTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Which episodes come next; those in the buffer are not saved: `_open_explorer` gets them again."""
-        motion = None if self.motion_optimizer is None else self.motion_optimizer.state_dict()
+        motion = self.optimizer_state(self.motion_optimizer)
         normalization = self.explorer.normalization if isinstance(self.explorer, DatasetExplorer) else None
         return {
             "num_taken": self.num_taken,
             "generator": self.generator.bit_generator.state,
             "motion_optimizer": motion,
+            "memory_optimizer": self.optimizer_state(self.memory_optimizer),
             "normalization": normalization,
             "buffer": self.buffer.state_dict(),
         }
@@ -242,7 +287,9 @@ class TeacherTrainer(WorldModelTrainer):
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
         if self.motion_optimizer is not None and state["motion_optimizer"] is not None:
-            self.motion_optimizer.load_state_dict(state["motion_optimizer"])
+            sharding.load_whole_moments(self.motion_optimizer, state["motion_optimizer"])
+        if self.memory_optimizer is not None and state.get("memory_optimizer") is not None:
+            sharding.load_whole_moments(self.memory_optimizer, state["memory_optimizer"])
         if self.training.overlap and self.training.dataset is None:
             log.info("collected beside training: the run goes on with new scenes, but not bit for bit")
 

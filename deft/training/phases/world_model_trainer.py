@@ -5,7 +5,10 @@ A round's episodes stand side by side (`EpisodeBatch`); each phase gets them fro
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from deft.training.precision import autocast
 
 CODED_TOGETHER = 256  # frames
 TRUST_RATE = 10.0  # times the learning rate of the rest
+Update: TypeAlias = Callable[[dict[str, Tensor], Tensor | None, float], tuple[dict[str, Tensor], Tensor]]
 
 
 class WorldModelTrainer(BaseRLTrainer):
@@ -31,8 +35,12 @@ class WorldModelTrainer(BaseRLTrainer):
 
     shown_episode: EpisodeBatch | None = None  # of the last round: its first is drawn and filmed
 
-    def train_chunks(self, batch: EpisodeBatch) -> Metrics:
-        """In order: memory of zeros at the first frame, carried from chunk to chunk without its gradient."""
+    def train_chunks(self, batch: EpisodeBatch, update: Update | None = None) -> Metrics:
+        """In order: memory of zeros at the first frame, carried from chunk to chunk without its gradient.
+
+        `update` takes a step on a chunk: `update_on`, by default.
+        """
+        update = self.update_on if update is None else update
         memory = MemoryStateManager()
         has_memory = self.policy.config.memory_enabled
         if has_memory:
@@ -46,16 +54,63 @@ class WorldModelTrainer(BaseRLTrainer):
             if has_memory and current is None:
                 raise InputError("memory_state cannot be None: it is zeros at an episode's first frame")
             before = None if current is None else current[:, rows.to(current.device)]
-            results = self.loss_of(chunk, before)
-            norm = self.update(results["loss"] * 0.0 if is_spare else results["loss"])
+            results, norm = update(chunk, before, 0.0 if is_spare else 1.0)
             if has_memory:
                 assert current is not None
                 after = current.clone()
-                after[:, rows.to(current.device)] = results[schema.MEMORY_STATE].detach()
+                after[:, rows.to(current.device)] = results[schema.MEMORY_STATE]
                 memory.update(after)
             if not is_spare:
                 sums.add({**scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(chunk)}, step_count(chunk))
         return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def update_on(
+        self, batch: dict[str, Tensor], memory: Tensor | None, weight: float = 1.0
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """One step down the policy's loss, times `weight`; its results without their gradients, and the norm."""
+
+        def losses(part: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+            return self.loss_of(part, None if memory is None else memory[:, rows])
+
+        return self.update_in_parts(batch, losses, weight=weight)
+
+    def update_in_parts(
+        self,
+        batch: dict[str, Tensor],
+        losses: Callable[[dict[str, Tensor], slice], dict[str, Tensor]],
+        optimizer: torch.optim.Optimizer | None = None,
+        weight: float = 1.0,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """One step on a batch whose rows go through the model in `gradient_accumulation` parts, one after the other.
+
+        The loss is a mean over the real steps: ∇L = Σ (n_i / n) ∇L_i.
+        """
+        (self.optimizer if optimizer is None else optimizer).zero_grad(set_to_none=True)
+        axis = batch[schema.STATE].ndim - 2
+        parts = self._parts(batch[schema.STATE].shape[axis])
+        total = _num_real(batch) if len(parts) > 1 else 0.0  # asking waits for the device
+        merged: dict[str, Tensor] = {}
+        memories = []
+        for rows in parts:
+            part = {name: value[:, rows] if axis else value[rows] for name, value in batch.items()}
+            results = losses(part, rows)
+            share = _num_real(part) / total if len(parts) > 1 else 1.0
+            (results["loss"] * (weight * share)).backward()
+            for name, value in scalars(results).items():
+                merged[name] = merged.get(name, 0.0) + value * share
+            if schema.MEMORY_STATE in results:
+                memories.append(results[schema.MEMORY_STATE].detach())
+        if memories:
+            merged[schema.MEMORY_STATE] = torch.cat(memories, 1)
+        return merged, self.apply_gradients(optimizer)
+
+    def _parts(self, num_rows: int) -> list[slice]:
+        """The rows in as many parts as are asked for, and as all processes have rows for."""
+        count = min(self.training.gradient_accumulation, num_rows)
+        if self.training.gradient_accumulation > 1:
+            count = -int(self.processes.largest(-count, self.device))
+        ends = [num_rows * number // count for number in range(count + 1)]
+        return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
     def loss_of(self, batch: dict[str, Tensor], memory: Tensor | None) -> dict[str, Tensor]:
         """The policy's losses, in the run's precision."""
@@ -120,6 +175,12 @@ def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:
     same = (codes[..., -1, :] == codes[..., -2, :]).float().mean(-1)
     real = batch.get(schema.STEP_MASK)
     return same.mean() if real is None else (same * real).sum() / real.sum()
+
+
+def _num_real(batch: dict[str, Tensor]) -> float:
+    """Steps that count in a batch's loss."""
+    real = batch.get(schema.STEP_MASK)
+    return float(batch[schema.STATE].shape[:-1].numel() if real is None else real.sum())
 
 
 def step_count(chunk: dict[str, Tensor]) -> int:

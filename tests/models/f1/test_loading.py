@@ -211,8 +211,7 @@ def test_weights_of_a_paligemma_folder(tmp_path):
         rotation = language.rotary_emb(hidden, positions)
         for layer in language.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation, position_ids=positions)
-        block = Block(torch.ones(2, 5, dtype=torch.bool), torch.zeros(5, dtype=torch.bool))
-        ours, _ = policy.model.experts({"understanding": embeddings}, block, {"understanding": 5})
+        ours, _ = policy.model.experts({"understanding": embeddings}, Block(5), {"understanding": 5})
         torch.testing.assert_close(ours["understanding"], language.norm(hidden), atol=1e-5, rtol=1e-4)
         assert torch.equal(policy.model.words.weight, language.embed_tokens.weight[:259])
     with pytest.raises(InputError, match=r"has no \.safetensors files"):

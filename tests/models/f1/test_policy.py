@@ -332,3 +332,74 @@ def test_half_precision_is_near_single():
     first, second = (policy.forward_with_world_model(batch, memory)["loss"] for policy in (single, half))
     second.backward()
     assert second.item() == pytest.approx(first.item(), abs=0.02)  # 8 bits: 1 in 256, of a loss of about 3.5
+
+
+def remembering_policy():
+    """A policy whose memory draws into the expected picture, with weights that say something."""
+    policy = micro_policy(motion_prior=True, memory_picture=True)
+    torch.nn.init.normal_(policy.tokenizer.quantize.embedding.weight)
+    return policy
+
+
+def test_what_is_remembered_joins_the_expected_picture_place_by_place():
+    """Without effect at first; then another memory changes the logits of the same frames."""
+    policy, batch = remembering_policy(), f1_batch(2)
+    without = micro_policy(motion_prior=True)
+    kept = {name: value for name, value in policy.state_dict().items() if ".to_picture." not in name}
+    without.load_state_dict(kept)
+    memories = [policy.initial_memory(2), torch.randn_like(policy.initial_memory(2))]
+    before = [predicted(policy, batch, memory) for memory in memories]
+    torch.testing.assert_close(before[0], predicted(without, batch, memories[0]))
+    torch.testing.assert_close(before[0], before[1])
+    torch.nn.init.normal_(policy.model.memory.to_picture.output.weight)
+    after = [predicted(policy, batch, memory) for memory in memories]
+    assert (after[0] - after[1]).abs().max() > 1e-3
+
+
+def test_the_remembered_picture_learns_by_a_pass_of_its_own():
+    """Its loss starts as the motion prior's error; what comes back into view is learned from the memory alone.
+
+    All frames of an episode but its first are grey, and the last is the first again: only the memory has seen it.
+    """
+    policy = remembering_policy()
+    batch = f1_batch(3, 2)
+    codes = policy.tokenizer.encode(batch["image0_history"].float() / 127.5 - 1.0)
+    grey = policy.tokenizer.encode(torch.zeros(1, 3, *batch["image0_history"].shape[-2:]))[0]
+    first = codes[0, :, 3].clone()
+    codes[1:, :, :4], codes[-1, :, 4] = grey, first
+    batch = {**batch, "frame_tokens": codes}
+    batch["image0_history"][1:, :, :4] = 127
+    memory = policy.initial_memory(2)
+    found = policy.forward_remembered_picture(batch, memory)
+    torch.testing.assert_close(found["loss"], found["motion_error"])
+    optimizer = torch.optim.Adam(policy.model.memory.parameters(), 1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        policy.forward_remembered_picture(batch, memory)["loss"].backward()
+        optimizer.step()
+    found = policy.forward_remembered_picture(batch, memory)
+    assert float(found["loss"]) < 0.7 * float(found["motion_error"])
+    reset = policy.forward_remembered_picture({name: value[-1:] for name, value in batch.items()}, memory)
+    carried = policy.forward_memory_only({name: value[:-1] for name, value in batch.items()}, memory)
+    last = policy.forward_remembered_picture({name: value[-1:] for name, value in batch.items()}, carried)
+    assert float(last["loss"]) < 0.9 * float(reset["loss"])
+    with pytest.raises(InputError, match="memory_picture"):
+        micro_policy(motion_prior=True).forward_remembered_picture(batch, memory)
+
+
+def test_a_new_memory_keeps_what_it_was_told():
+    """The gates' own biases alone: z = 1 − 1/τ with τ in 2 … 32, so that at least half is kept from step to step."""
+    memory = micro_policy(memory_num_layers=2).model.memory
+    for layer in range(2):
+        z = sum(getattr(memory.gru, f"bias_{name}_l{layer}").chunk(3)[1] for name in ("ih", "hh")).sigmoid()
+        assert 0.5 <= float(z.min()) <= float(z.max()) <= 1 - 1 / 32 + 1e-6
+
+
+def test_the_memory_is_fed_with_all_scales():
+    """Two frames that differ in a code of the finest scale alone are not the same to it."""
+    policy = remembering_policy()
+    codes = torch.zeros(2, policy.config.num_tokens, dtype=torch.long)
+    codes[1, -1] = 1
+    features = policy.frame_features(codes)
+    assert features.shape == (2, policy.model.memory.frame.in_features)
+    assert (features[0] != features[1]).any()

@@ -119,6 +119,19 @@ def test_the_actions_of_a_flow_are_scored_by_their_chain():
         model.evaluate_actions(scenes(), action)
 
 
+@pytest.mark.parametrize(
+    ("imitation", "small", "large"),
+    # absolute: e² / 0.2 below 0.1, |e| − 0.05 above; squared: e² / 2
+    [("absolute", 0.0125, 0.45), ("squared", 0.00125, 0.125)],
+)
+def test_the_error_of_a_gaussian_in_imitation(imitation, small, large):
+    model = tiny(imitation=imitation)
+    torch.nn.init.zeros_(model.head.out.weight)  # the mean is 0
+    for error, expected in ((0.05, small), (-0.5, large)):
+        losses = model.imitation_loss(scenes(), torch.full((5, 3, 2), error))
+        torch.testing.assert_close(losses, torch.full((5,), expected))
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_steps_after_the_end_do_not_count_in_imitation(head):
     model, actions = tiny(head=head), torch.rand(5, 3, 2)
@@ -190,6 +203,20 @@ def test_without_proprioception_and_words():
     assert model(scenes().select("rgb")).shape == (5, 3, 2)
 
 
+@pytest.mark.parametrize("cell", [1, 2, 4])
+def test_a_cell_sees_a_patch_twice_as_wide_around_it(cell):
+    camera = tiny(cell=cell).cameras[0]
+    image = torch.randint(0, 256, (2, 3, SIZE, SIZE), dtype=torch.uint8)
+    cells = camera.cut(image).unflatten(1, (SIZE // cell, SIZE // cell))
+    row, column = 1, 2  # its patch begins half a cell above and left of it
+    top, left = row * cell - cell // 2, column * cell - cell // 2
+    patch = image[:, :, top : top + 2 * cell, left : left + 2 * cell].float() / 127.5 - 1
+    torch.testing.assert_close(cells[:, row, column], patch.flatten(1))
+    corner = cells[:, 0, 0].unflatten(1, (3, 2 * cell, 2 * cell))
+    torch.testing.assert_close(corner[:, :, cell // 2, cell // 2], image[:, :, 0, 0].float() / 127.5 - 1)
+    assert bool((corner[:, :, : cell // 2] == -1).all())  # black beyond the border
+
+
 def test_it_learns_to_look_for_what_is_named():
     """Two squares, red and blue; the action is the place of the one that the word names.
 
@@ -232,6 +259,8 @@ def test_it_learns_to_look_for_what_is_named():
     [
         ({"head": "softmax"}, "head 'softmax' is none of gaussian, token, flow"),
         ({"image_size": 40}, "image_size 40 is no multiple of 16"),
+        ({"imitation": "cubed"}, "imitation 'cubed' is none of absolute, squared"),
+        ({"cell": 3}, "cell 3 is none of 1, 2, 4, 8, 16"),
         ({"image_keys": "rgb"}, "image_keys 'rgb' must be a list"),
         ({"num_bins": 1}, "num_bins 1 must be 2 or more"),
         ({"flow_noise": 0.0}, "flow_noise 0.0 must be above 0"),

@@ -14,6 +14,7 @@ from deft import schema
 from deft.config.loading import resolve
 from deft.errors import InputError, RunError
 from deft.training.cluster import connection
+from deft.training.processes import Processes
 from deft.training.run import build_trainer
 
 ray = pytest.importorskip("ray", reason="needs the extra scale")
@@ -45,7 +46,7 @@ def build(folder, algorithm="ppo", on_ray=True, **settings):
         "env": {"id": "CartPole-v1", "num_envs": 4, **({"num_workers": 2} if on_ray else {})},
         "policy": {},
         "trainer": {"total_timesteps": 256, "eval_freq": 0, "save_freq": 0, "max_staleness": 0},
-        "cluster": {"collectors": "ray" if on_ray else "here"},
+        "cluster": {"collectors": "ray" if on_ray else "here", "spare_workers": 0},
         "logging": {"console_level": "WARNING", "tensorboard": False, "enable_file_logging": False},
         "output_dir": str(folder),
         "device": "cpu",
@@ -138,6 +139,29 @@ def test_beside_the_learner_no_step_counts_twice_though_workers_die(tmp_path):
     assert len(np.unique(steps, axis=0)) == len(steps) == 1024
 
 
+def test_a_worker_that_waits_takes_the_place_of_a_dead_one(tmp_path):
+    trainer = build(
+        tmp_path, env__id="Numbered-v0", env__num_envs=2, env__num_workers=1, trainer__max_staleness=1,
+        trainer__total_timesteps=10**6, cluster__block_steps=8, cluster__spare_workers=1, env__kwargs={"wait": 0.002},
+    )  # fmt: skip
+    pool, update, spares, taken = trainer.collection.collector.pool, trainer.algorithm.update, [], []
+
+    def watching(batches):
+        slot = pool.slots[0]
+        if not spares and pool.num_spares == 1:  # one waits: now the other may go
+            spares.append(pool._spares[0][0])
+            ray.kill(slot.handle)
+        if pool.num_deaths and slot.is_ready:
+            taken.append(slot.handle)
+        return update(batches)
+
+    trainer.algorithm.update = watching
+    trainer._stops = lambda signal: bool(taken)
+    trained(trainer)
+    assert pool.num_deaths == 1
+    assert taken == spares
+
+
 @pytest.mark.slow
 def test_what_an_environment_raises_is_one_line(tmp_path):
     trainer = build(tmp_path, env__id="Failing-v0", env__kwargs={"at": 5}, trainer__max_staleness=1)
@@ -149,10 +173,15 @@ def test_what_an_environment_raises_is_one_line(tmp_path):
     assert time.monotonic() - started < 30
 
 
-def test_bad_settings_are_refused(tmp_path):
+def test_bad_settings_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"num_workers: 5 workers cannot share 4 environments; use num_envs 5 or more"):
         build(tmp_path, env__num_workers=5)
     with pytest.raises(InputError, match=r"env\.vector: Ray workers are processes already"):
         build(tmp_path, env__vector="process")
     with pytest.raises(InputError, match="CPUs do not fit the cluster's 4"):
         build(tmp_path, cluster__worker_cpus=3.0)
+    monkeypatch.setattr(Processes, "open", lambda *_: None)
+    monkeypatch.setattr(Processes, "share", lambda self, value: value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="max_staleness: SAC in several processes takes turns with its Ray workers"):
+        build(tmp_path, "sac", trainer__max_staleness=1)

@@ -158,6 +158,21 @@ def test_the_last_checkpoint_is_gone_on_from(played, tmp_path):
         (folder / "checkpoint-99").rmdir()
 
 
+@pytest.mark.parametrize("name", AdversarialTrainer.parts)
+def test_a_checkpoint_with_a_damaged_part_is_passed_over(name, played):
+    _, folder, _ = played
+    part = folder / "checkpoint-3" / name
+    whole = part.read_bytes()
+    part.write_bytes(whole[:100])
+    try:
+        found, problems = checkpoint.latest_whole_checkpoint(folder, AdversarialTrainer.parts)
+        assert found == folder / "checkpoint-2"
+        assert len(problems) == 1
+        assert name in problems[0]
+    finally:
+        part.write_bytes(whole)
+
+
 def test_a_checkpoint_holds_a_teacher_and_an_explorer(played):
     made, folder, _ = played
     place = folder / "checkpoint-3"

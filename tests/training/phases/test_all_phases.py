@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 from f1_worlds import micro_config
@@ -15,6 +16,7 @@ from deft.training import checkpoint
 from deft.training.phases import all_phases
 from deft.training.phases.all_phases import phase_settings, train_all
 from deft.training.phases.teacher import TeacherTrainer
+from deft.training.run_folder import remove_run
 
 
 def whole_config(folder, model_file, **run):
@@ -81,6 +83,31 @@ def test_what_is_done_is_not_done_again(whole, model_file, monkeypatch):
     assert again["report"] == str(folder / "report.html")
 
 
+def test_a_phase_that_is_to_be_longer_goes_on_unless_a_later_one_began_from_it(whole, model_file, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder, symlinks=True)
+    longer = whole_config(folder, model_file, auto_resume=True)
+    longer.all.teacher_episodes = 6
+    with pytest.raises(InputError, match="teacher: is done with 4 episodes, and student has begun from it"):
+        train_all(longer)
+    longer.all.teacher_episodes, longer.adversarial.total_iterations = 4, 3
+    train_all(longer)
+    assert checkpoint.find_checkpoint(folder / "adversarial").name == "checkpoint-3"
+    # 4 updates of the teacher and 3 iterations of 4: the comparison is made anew
+    found = json.loads((folder / "comparison.json").read_text())
+    best = checkpoint.load_training_state(checkpoint.find_best(folder / "adversarial"))
+    assert found["rows"][1]["values"]["updates in all"] == 4 + best["num_updates"]
+    assert json.loads((folder / "phases.json").read_text())["adversarial"]["summary"]["iterations"] == 3
+
+
+def test_a_phase_that_is_replaced_leaves_no_old_evaluation(whole, model_file, tmp_path):
+    folder = tmp_path / "teacher"
+    shutil.copytree(whole[0] / "teacher", folder, symlinks=True)
+    assert (folder / "evaluation.json").is_file()
+    remove_run(folder)
+    assert not (folder / "evaluation.json").exists()
+
+
 def test_a_folder_with_a_run_is_not_replaced_by_accident(whole, model_file):
     folder, _, _ = whole
     with pytest.raises(InputError, match="already holds a run"):
@@ -138,6 +165,7 @@ def test_a_report_of_one_phase(whole, tmp_path):
 
 def test_the_evaluations_compare(whole):
     folder, _, _ = whole
+    assert (folder / "student" / "plots" / "rewards.png").is_file()
     student = json.loads((folder / "student" / "evaluation.json").read_text())
     assert student["explorer"]["steps"] == student["random"]["steps"] == 6
     assert {"cells", "wm_error", "memory_divergence"} <= student["explorer"].keys() <= student["untrained"].keys()

@@ -208,8 +208,9 @@ def test_the_world_model_does_not_change_and_the_memory_learns(explorer, teacher
     assert distances[-1] < 0.8 * distances[0]
 
 
-def test_it_learns_a_reward_that_any_learner_finds(explorer, teacher):
-    """Paid for going right: what was as often left as right goes right nearly always."""
+def test_it_learns_a_reward_that_any_learner_finds(teacher):
+    """Paid for going right: what was as often left as right goes right more often than not."""
+    explorer = explorer_policy(teacher, initial_noise=0.7, noise_correlation=0.0)  # 40 draws, few beyond the limits
     rollouts = panning_rollouts(explorer, num_envs=8, num_episodes=8)
     settings = ExplorerSettings(batch_size=40, sequence_length=5, learning_rate=3e-2, desired_kl=0.3, gamma=0.5)
     ppo = ExplorerPPO(explorer, settings)

@@ -96,6 +96,26 @@ def test_what_an_older_checkpoint_leads_to_is_saved(tmp_path, teacher):
     assert all(torch.equal(value, found[name]) for name, value in again.explorer.f1.state_dict().items())
 
 
+def test_a_learning_rate_that_is_given_anew_holds_and_a_damaged_checkpoint_is_passed_over(tmp_path, teacher):
+    """Also under the adaptive schedule, which else goes on from the rate that it had come to."""
+    StudentTrainer(student_config(tmp_path, num_episodes=4, save_every=2), teacher).train()
+    (tmp_path / "checkpoint-4" / "explorer.pt").write_bytes(b"cut short")
+
+    def resumed(**explorer) -> StudentTrainer:
+        config = student_config(tmp_path, num_episodes=4, auto_resume=True, explorer=explorer)
+        trainer = StudentTrainer(config, teacher)
+        trainer.load(trainer.resume_from)
+        trainer.close()
+        return trainer
+
+    same, other = resumed(), resumed(learning_rate=7e-3)
+    assert same.resume_from.name == "checkpoint-2"
+    saved = checkpoint.load_training_state(same.resume_from)["state"]["ppo"]["optimizer"]["learning_rate"]
+    assert same.ppo.optimizer.learning_rate == saved
+    assert other.ppo.optimizer.learning_rate == 7e-3 != saved
+    assert other.ppo.optimizer.state_dict()["others"]["learning_rate"] == 7e-3
+
+
 def test_a_world_with_other_actions_is_refused(tmp_path, teacher):
     made = StudentTrainer(student_config(tmp_path, num_episodes=2), teacher)
     mask = made.explorer.action_mask.clone()

@@ -193,6 +193,22 @@ def test_the_warm_up_teaches_the_motion_prior_alone(tmp_path):
     assert all(name.startswith("model.motion.") for name in changed)
 
 
+def test_a_second_warm_up_teaches_the_memory_alone(tmp_path):
+    """After the motion: half of the rounds each, and nothing of the rest of the model."""
+    policy = small_policy(motion_prior=True, memory_picture=True)
+    before = weights(policy)
+    made = trainer(tmp_path, policy, num_episodes=8, motion_warmup=0.5, memory_warmup=0.5)
+    made.train()
+    changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert {".".join(name.split(".")[:2]) for name in changed} == {"model.motion", "model.memory"}
+    assert {"model.memory.to_picture.output.weight", "model.memory.gru.weight_hh_l0"} <= changed
+    assert not any(".to_generation." in name or ".to_action." in name for name in changed)
+    lines = [json.loads(line) for line in (tmp_path / "episode_metrics.jsonl").read_text().splitlines()]
+    kinds = ["motion" if "train/motion_loss" in line else "memory" for line in lines if "train/grad_norm" in line]
+    assert kinds == ["motion"] * 2 + ["memory"] * 2
+    assert made.schedule_progress == 0.0  # what follows would begin with the whole learning rate
+
+
 def test_trust_in_the_motion_prior_learns_quicker(tmp_path):
     made = trainer(tmp_path, small_policy(motion_prior=True), learning_rate=1e-3)
     rates = {id(one): group["initial_lr"] for group in made.optimizer.param_groups for one in group["params"]}
