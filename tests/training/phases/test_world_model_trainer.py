@@ -40,8 +40,10 @@ def test_layers_are_compiled_where_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **settings: compiled.append(function) or function)
     TeacherTrainer(panning_config(tmp_path), micro_policy())
     assert not compiled
-    TeacherTrainer(panning_config(tmp_path, compile=True), micro_policy())
-    assert compiled == [_joint_layer]
+    policy = micro_policy()
+    TeacherTrainer(panning_config(tmp_path, compile=True), policy)
+    assert compiled[0] is _joint_layer  # and each layer of the vision tower
+    assert len(compiled) == 1 + len(policy.model.vision.layers)
 
 
 def test_where_weights_cannot_be_shared_out_that_is_said(tmp_path):
