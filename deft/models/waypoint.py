@@ -20,6 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
+from deft.errors import InputError
 from deft.models.distributions import GaussianHead
 from deft.models.normalization import RewardNormalizer, RunningNormalizer
 from deft.models.policy import Policy
@@ -211,6 +212,8 @@ class PPOPolicy(Policy):
     ) -> None:
         super().__init__()
         count = sft.shape.num_waypoints
+        if residual_modes > count:
+            raise InputError(f"residual_modes: {residual_modes} of {count} waypoints; choose at most as many")
         self.sft = sft.requires_grad_(False).eval()
         in_dim = sft.latent_dim + 2 * count
         self.delta_head = DeltaHead(in_dim, count, hidden_sizes, residual_modes)

@@ -246,7 +246,7 @@ class Trainer:
         self.algorithm.load_state_dict(state["algorithm"])
         self.num_timesteps = state["num_timesteps"]
         self.best_reward = state["best_reward"]
-        reason = self.env.state_obstacle() or "the run had failed"
+        reason = self.env.state_obstacle() or "it was not saved: a failure, or a collector beside training"
         if _env_settings(state.get("config")) != _env_settings(self._run_config):
             saved, reason = {**saved, **UNKNOWN_COLLECTOR}, "the environment's settings changed"
         same_rollout = state.get("rollout_steps") == self.settings.buffer_size

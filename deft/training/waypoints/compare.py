@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deft.config.waypoint_settings import CompareConfig
+from deft.envs.waypoints.make import env_kwargs_of
 from deft.errors import InputError
 from deft.evaluation.waypoints import MEASURES, HeldOut, plot_waypoints
 from deft.models.waypoint import PPOPolicy
@@ -28,7 +29,10 @@ def compare_policies(config: CompareConfig) -> dict[str, Any]:
     device = choose_device(config.device)
     policies = {"supervised": PPOPolicy(sft).to(device), "with PPO": refined.to(device)}
     names = tuple(config.env or run["env"])
-    kwargs = run["env_kwargs"] | config.env_kwargs
+    kwargs = run["env_kwargs"]
+    if len(names) == 1:  # perhaps one of several that the run had
+        kwargs = env_kwargs_of(names[0], run["env"], kwargs)
+    kwargs = kwargs | config.env_kwargs
     held_out = HeldOut(names, config.difficulty or run["difficulty"], config.episodes, config.seed, kwargs)
     rl_path = Path(config.rl_checkpoint)
     folder = Path(config.out) if config.out is not None else rl_path if rl_path.is_dir() else rl_path.parent

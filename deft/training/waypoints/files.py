@@ -18,6 +18,7 @@ from torch import Tensor
 from deft.errors import InputError, RunError
 from deft.models.waypoint import PPOPolicy, WaypointSFT, WaypointShape
 from deft.training import checkpoint
+from deft.training.processes import Processes
 
 SFT_FORMAT, PPO_FORMAT = "deft-waypoint-sft-1", "deft-waypoint-ppo-1"
 MODEL, FINAL = "model.pt", "final.pt"
@@ -125,3 +126,10 @@ def _load(path: str | Path, name: str, expected: str, kind: str, advice: str) ->
         kinds = {SFT_FORMAT: "a supervised waypoint policy", PPO_FORMAT: "a PPO waypoint policy"}
         raise InputError(f"{file}: is {kinds.get(str(found), 'something else')}, not {kind}; {advice}")
     return file, content
+
+
+def check_alone(command: str) -> None:
+    """Refuse several processes: waypoint policies are small, and their files are one process's."""
+    count = Processes().count
+    if count > 1:
+        raise InputError(f"deft train {command}: trains in one process, started in {count}; start it alone")

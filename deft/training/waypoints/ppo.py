@@ -7,6 +7,7 @@ Beside what every run writes, the folder holds `config.json`, `train_metrics.jso
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +39,7 @@ from deft.training.waypoints.files import (
     EVAL_METRICS,
     FINAL,
     TRAIN_METRICS,
+    check_alone,
     load_sft,
     read_json,
     same_sft,
@@ -46,6 +48,8 @@ from deft.training.waypoints.files import (
 )
 from deft.training.waypoints.safety import SafetyCheck
 
+MAY_CHANGE = ("out_dir", "sft_checkpoint", "resume", "overwrite", "num_iterations", "eval_interval", "save_interval")
+MAY_CHANGE += ("device", "threads")  # settings of a run that goes on; of the supervised policy the weights are compared
 SAFETY_SEED = 500_000  # the safety set's episodes start from the run's seed plus this
 
 
@@ -143,6 +147,7 @@ class WaypointTrainer(Trainer):
 
 def train_ppo(config: PPOConfig, logging_config: LoggingConfig | None = None) -> dict[str, Any]:
     """Train, evaluate before and after, and write the documents' files; returns a summary."""
+    check_alone("waypoint-ppo")
     sft, _ = load_sft(config.sft_checkpoint)
     trainer = build_waypoint_trainer(config, sft, logging_config)
     try:
@@ -265,13 +270,26 @@ def _place(config: PPOConfig) -> tuple[Path | None, bool]:
     folder = Path(config.out_dir)
     existing = checkpoint.list_checkpoints(folder)
     if config.resume:
-        return checkpoint.find_checkpoint(folder), False
+        found = checkpoint.find_checkpoint(folder)
+        _check_same_settings(config, folder)
+        return found, False
     if existing and not config.overwrite:
         raise InputError(
             f"out_dir: {folder} already holds a run ({existing[-1].name}): --resume goes on with it, --overwrite "
             "replaces it, or give another --out-dir"
         )
     return None, bool(existing)
+
+
+def _check_same_settings(config: PPOConfig, folder: Path) -> None:
+    """Refuse to go on with other settings than the run's: a flag that was not repeated has its default again."""
+    if not (folder / CONFIG).is_file():
+        return  # stopped before it began
+    saved, given = read_json(folder / CONFIG), json.loads(json.dumps(to_dict(config)))
+    changed = sorted(name for name in given if name in saved and name not in MAY_CHANGE and given[name] != saved[name])
+    if changed:
+        words = ", ".join(f"{name} {given[name]} (the run's is {saved[name]})" for name in changed)
+        raise InputError(f"resume: {words}: repeat the flags of the run, which are in {folder / CONFIG}")
 
 
 def _remove_run(folder: Path) -> None:

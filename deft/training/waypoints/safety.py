@@ -16,7 +16,7 @@ class SafetyCheck:
     """Says of a policy whether its measures on the held-out episodes are at most the supervised policy's.
 
     `WaypointPPO` asks it after every update, and takes the update back where the answer is no. A measure that the
-    environment does not have (ADE without a ground truth) is left out.
+    environment does not have (ADE without a ground truth) is left out. Of several environments each is watched.
     """
 
     def __init__(self, held_out: HeldOut, measures: Sequence[str] = ("collision_rate", "ade")) -> None:
@@ -30,7 +30,9 @@ class SafetyCheck:
     def set_baseline(self, policy: PPOPolicy) -> None:
         """Measure the policy as it is before training: the supervised one."""
         self.baseline = self.deployed = self.held_out.evaluate(policy)
-        self.measures = tuple(name for name in self._wanted if name in self.baseline)
+        watched = [name for name in self.baseline if name.rpartition("/")[2] in self._wanted]
+        of_each = [name for name in watched if "/" in name]  # a gain in one environment must not hide a loss in another
+        self.measures = tuple(of_each or watched)
 
     def __call__(self, policy: PPOPolicy) -> bool:
         """Whether the policy may be deployed."""

@@ -21,7 +21,7 @@ from deft.errors import InputError
 from deft.models.waypoint import WaypointSFT, WaypointShape
 from deft.training.compute import choose_device, choose_threads, torch_threads
 from deft.training.random_state import seed_everything
-from deft.training.waypoints.files import CONFIG, MODEL, TRAIN_METRICS, save_sft, write_json
+from deft.training.waypoints.files import CONFIG, MODEL, TRAIN_METRICS, check_alone, save_sft, write_json
 
 log = logging.getLogger(__name__)
 CHUNK = 512  # decisions that are looked at together in validation
@@ -29,6 +29,7 @@ CHUNK = 512  # decisions that are looked at together in validation
 
 def train_sft(config: WaypointSFTConfig) -> dict[str, Any]:
     """Fit the waypoints of the recording, smooth L1 in deviations; validate on whole episodes that were kept out."""
+    check_alone("waypoint-sft")
     folder = Path(config.out_dir)
     if (folder / MODEL).exists() and not config.overwrite:
         raise InputError(f"out_dir: {folder} already holds a {MODEL}; --overwrite replaces it, or give another")

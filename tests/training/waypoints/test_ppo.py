@@ -1,6 +1,7 @@
 """Waypoint PPO as a whole: it learns the toy, leaves the supervised policy alone, and writes what it says."""
 
 import json
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from deft.models.waypoint import PPOPolicy
 from deft.training.waypoints.compare import compare_policies
 from deft.training.waypoints.files import load_ppo, load_sft, same_sft
 from deft.training.waypoints.ppo import build_waypoint_trainer, train_ppo
+from deft.training.waypoints.safety import SafetyCheck
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +93,44 @@ def test_a_run_that_goes_on_is_as_one_that_was_not_stopped(sft, tmp_path, toy, q
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
 
 
+def test_going_on_with_other_settings_is_refused(sft, tmp_path, toy, quiet):
+    """A flag that was not repeated has its default: without a word, the run would go on as another."""
+    train_ppo(config(sft, tmp_path, toy, num_iterations=1, residual_bound=1.0), quiet)
+    with pytest.raises(InputError, match=r"resume: residual_bound 4.0 \(the run's is 1.0\): repeat the flags"):
+        train_ppo(config(sft, tmp_path, toy, num_iterations=2, resume=True), quiet)
+
+
+def test_several_processes_are_refused(sft, tmp_path, toy, quiet, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="deft train waypoint-ppo: trains in one process, started in 2"):
+        train_ppo(config(sft, tmp_path, toy), quiet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_modes_than_waypoints_are_refused(sft, tmp_path, toy, quiet):
+    with pytest.raises(InputError, match="residual_modes: 20 of"):
+        train_ppo(config(sft, tmp_path, toy, residual_modes=20), quiet)
+
+
+def test_safety_watches_each_environment():
+    """Better in one world by more than it is worse in the other: the mean falls, and still it is refused."""
+
+    class Played:
+        results: ClassVar = [
+            {"ade": 1.0, "toy/ade": 1.0, "driving/ade": 1.0},
+            {"ade": 0.8, "toy/ade": 0.5, "driving/ade": 1.1},
+            {"ade": 0.9, "toy/ade": 0.9, "driving/ade": 0.9},
+        ]
+
+        def evaluate(self, policy: Any) -> dict[str, float]:
+            return self.results.pop(0)
+
+    check = SafetyCheck(Played(), ("ade", "collision_rate"))
+    check.set_baseline(None)
+    assert check.measures == ("toy/ade", "driving/ade")
+    assert [check(None), check(None)] == [False, True]
+
+
 def test_one_seed_one_result(sft, tmp_path, toy, quiet):
     runs = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -117,7 +157,11 @@ def test_several_environments_in_one_run(tmp_path, quiet):
     record(WaypointRecordingConfig(out=str(tmp_path / "d.npz"), env="driving", episodes=4, env_kwargs=size))
     train_sft(WaypointSFTConfig(dataset=str(tmp_path / "d.npz"), out_dir=str(tmp_path / "sft"), num_epochs=1))
     settings = {"env": ("toy", "driving"), "num_iterations": 1, "eval_episodes": 4}
-    train_ppo(config(tmp_path / "sft", tmp_path / "run", size, **settings), quiet)
+    train_ppo(config(tmp_path / "sft", tmp_path / "run", size | {"toy": {"horizon": 8}}, **settings), quiet)
+    one = CompareConfig(
+        sft_checkpoint=str(tmp_path / "sft"), rl_checkpoint=str(tmp_path / "run"), env=("driving",), episodes=2
+    )
+    assert compare_policies(one)["env"] == ["driving"]  # without the toy's own arguments
     last = json.loads((tmp_path / "run" / "eval_metrics.json").read_text())[-1]
     assert last["ade"] == pytest.approx((last["toy/ade"] + last["driving/ade"]) / 2)
     assert {"toy/success_rate", "driving/collision_rate"} <= last.keys()
