@@ -77,10 +77,10 @@ class TrainingConfig:
     """Steps of a chunk: gradients go back through the memory this far."""
     memory_backprop: Switch = True
     """Let gradients pass through the memory within a chunk."""
-    motion_warmup: Fraction = 0.15
-    """Share of the run, at its start, that teaches the motion prior alone, at a fraction of the cost."""
-    memory_warmup: Fraction = 0.05
-    """Share after that which teaches alone what the memory adds to the moved picture, at a fraction of the cost too."""
+    motion_warmup: Fraction | None = None
+    """Share of the run, at its start, that teaches the motion prior alone, cheaply; none: 0.15, 0 from a checkpoint."""
+    memory_warmup: Fraction | None = None
+    """Share after that which teaches the memory alone, cheaply too; none: 0.05, or 0 from a checkpoint."""
     motion_learning_rate: Positive = 2e-3
     """AdamW's step size in both warm-ups."""
     train_understanding: Switch = True
@@ -106,11 +106,11 @@ class TrainingConfig:
     wrist_camera: str | None = None
     """The dataset's stream of pictures to predict; found by its name where it is not given."""
     head_camera: str | None = None
-    """The dataset's stream of pictures from outside; "none": do without."""
+    """The dataset's stream of pictures from outside; found by its name where it is not given; `off`: do without."""
     holdout: Fraction = 0.1
     """Share of the dataset's episodes, at least one, that is kept for `deft evaluate`."""
     max_minutes: Positive | None = None
-    """End the run after this long, saved; the learning rate goes by the clock then."""
+    """End the run after this long and the round under way, saved; the learning rate goes by the clock then."""
     precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Of the products; `auto`: bfloat16 where the machine is quicker with it."""
     seed: Seed = 0

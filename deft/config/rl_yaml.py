@@ -29,12 +29,19 @@ ALL_PHASES = "all"
 class ConfigMapping(dict[str, Any]):
     """A config as a mapping whose entries are attributes too: `config.model.config_file`."""
 
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(
+            {name: ConfigMapping(value) if isinstance(value, dict) else value for name, value in values.items()}
+        )
+
     def __getattr__(self, name: str) -> Any:
         try:
-            value = self[name]
+            return self[name]
         except KeyError:
             raise AttributeError(f"the config has no {name!r}; it has {', '.join(self)}") from None
-        return ConfigMapping(value) if isinstance(value, dict) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 def load_rl_config(config_path: str | Path = "rl_config") -> ConfigMapping:

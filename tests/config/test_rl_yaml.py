@@ -75,6 +75,8 @@ def test_every_key_of_the_document_is_read(document):
     check(yaml.safe_load(DOCUMENT), config)
     assert config.model.config_file == "tiny"  # as an attribute too
     assert config.student.rewards.wm_uncertainty_weight == 0.5
+    config.training.num_episodes = 5  # what is set stays set, in sections too
+    assert get_training_config(config).num_episodes == config["training"]["num_episodes"] == 5
     with pytest.raises(AttributeError, match="no 'models'"):
         config.models  # noqa: B018
     training = get_training_config(config)

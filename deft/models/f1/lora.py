@@ -15,6 +15,7 @@ from deft.config.validation import Count, Fraction, checked, settings
 from deft.errors import InputError
 from deft.models.f1.optimization import ADDED_PARTS
 from deft.models.f1.policy import F1Policy
+from deft.models.vla.loading import check_fit, read_weights
 
 ADAPTER_FOLDER = "peft_adapter"
 ADAPTER = "default"
@@ -38,6 +39,8 @@ def has_lora(policy: F1Policy) -> bool:
 def add_lora(policy: F1Policy, lora_config: Mapping[str, Any] | LoraSettings | None = None) -> None:
     """Put new adapters on the policy's model. They start without effect; all but them and the added parts is frozen."""
     peft = _peft()
+    if has_lora(policy):
+        raise InputError("lora: the policy has adapters already; merge them first (merge_lora)")
     chosen = lora_config if isinstance(lora_config, LoraSettings) else checked(LoraSettings, dict(lora_config or {}))
     added = [name for name in ADDED_PARTS if getattr(policy.model, name) is not None]
     config = peft.LoraConfig(
@@ -62,12 +65,22 @@ def save_adapter(policy: F1Policy, folder: str | Path) -> None:
 
 
 def load_adapter(policy: F1Policy, folder: str | Path) -> None:
-    """Put saved adapters on a policy without any."""
+    """Put saved adapters on a policy without any; names and shapes must all fit."""
     folder = Path(folder)
     if not (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} holds no adapter: adapter_config.json is not there")
     peft = _peft()
-    policy.model = peft.PeftModel.from_pretrained(policy.model, str(folder), is_trainable=True)
+    if has_lora(policy):
+        raise InputError("lora: the policy has adapters already; merge them first (merge_lora)")
+    wrapped = peft.get_peft_model(policy.model, peft.PeftConfig.from_pretrained(str(folder)))
+    weights = read_weights(folder / "adapter_model.safetensors")
+    try:
+        check_fit(peft.get_peft_model_state_dict(wrapped), weights, folder, "the adapters of this model")
+    except InputError:
+        policy.model = wrapped.unload()
+        raise
+    peft.set_peft_model_state_dict(wrapped, weights)
+    policy.model = wrapped
 
 
 def merge_lora(policy: F1Policy) -> None:

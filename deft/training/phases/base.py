@@ -184,6 +184,8 @@ class BaseRLTrainer(ABC):
                 seed_everything(self.training.seed + self.processes.rank)
             if self.episode >= total:
                 log.warning("nothing to do: the run has %d of %d %s", self.episode, total, self.unit)
+            elif self.progress >= 1.0:
+                log.warning("nothing to do: the run has had its %g minutes (max_minutes)", self.training.max_minutes)
             self._started = time.monotonic() - self.elapsed
             try:
                 while not self._is_over(stop):

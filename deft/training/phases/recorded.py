@@ -22,7 +22,7 @@ from deft.errors import InputError
 
 WRIST_NAMES = ("wrist", "hand", "gripper")
 HEAD_NAMES = ("head", "ego", "front", "top", "agentview", "exterior", "side")
-NONE = "none"
+OFF = "off"
 MEASURED = 50  # episodes from which the range of states and actions is taken
 
 
@@ -120,7 +120,7 @@ def find_cameras(dataset: Dataset, wrist: str | None, head: str | None) -> tuple
     if not pictures:
         raise InputError(f"dataset {dataset.name} has no pictures: its observations are {space}")
     for flag, name in (("wrist_camera", wrist), ("head_camera", head)):
-        if name not in (None, NONE, *pictures):
+        if name not in (None, OFF, *pictures):
             raise InputError(f"{flag}: dataset {dataset.name} has no pictures {name!r}; it has {shown}")
     if wrist is None:
         rest = [name for name in pictures if name != head]
@@ -129,8 +129,8 @@ def find_cameras(dataset: Dataset, wrist: str | None, head: str | None) -> tuple
         )
     if head is None:
         rest = [name for name in pictures if name != wrist]
-        head = next((name for name in rest if any(word in name.lower() for word in HEAD_NAMES)), NONE)
-    return wrist, None if head == NONE else head
+        head = next((name for name in rest if any(word in name.lower() for word in HEAD_NAMES)), OFF)
+    return wrist, None if head == OFF else head
 
 
 def split(num_episodes: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

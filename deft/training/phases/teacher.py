@@ -32,6 +32,7 @@ from deft.training.phases.world_model_trainer import Means, WorldModelTrainer, c
 from deft.training.precision import autocast
 
 log = logging.getLogger(__name__)
+MOTION_WARMUP, MEMORY_WARMUP = 0.15, 0.05  # shares of a run that starts from new weights
 MOST_WORKERS = 64
 
 
@@ -82,9 +83,13 @@ class TeacherTrainer(WorldModelTrainer):
     def _warmup_shares(self) -> tuple[float, float]:
         """Shares of the run that the motion prior and the memory have to themselves; at most all of it."""
         training, model = self.training, self.policy.model
-        motion = training.motion_warmup if model.motion is not None else 0.0
+        # Weights that were trained are not to be shaken by a new optimizer at a high rate.
+        usual = (MOTION_WARMUP, MEMORY_WARMUP) if self.config.model.checkpoint_path is None else (0.0, 0.0)
+        asked = (training.motion_warmup, training.memory_warmup)
+        motion, memory = (own if share is None else share for own, share in zip(usual, asked, strict=True))
+        motion = motion if model.motion is not None else 0.0
         draws = model.memory is not None and model.memory.to_picture is not None
-        return motion, min(training.memory_warmup, 1.0 - motion) if draws else 0.0
+        return motion, min(memory, 1.0 - motion) if draws else 0.0
 
     def train_round(self) -> tuple[int, Metrics]:
         """Train on `batch_size` episodes, new ones before those that were trained on already."""
@@ -93,7 +98,8 @@ class TeacherTrainer(WorldModelTrainer):
         places = self.buffer.draw(self.training.batch_size, self.generator)
         batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
         self.shown_episode = batch
-        if self.training.head_dropout and self._drops_head():
+        hides_head = bool(self.training.head_dropout) and self._drops_head()
+        if hides_head:
             batch = batch.without_head()
         self.policy.train()
         warms_up = self.warms_up
@@ -104,7 +110,7 @@ class TeacherTrainer(WorldModelTrainer):
         elif self.training.sequential_training:
             metrics = self.train_chunks(batch)
         else:
-            metrics = self._train_random(batch)
+            metrics = self._train_random(batch, hides_head)
         metrics |= {"collect/episodes": self.num_taken, "collect/new": self.buffer.num_unseen}
         return len(places) * self.processes.count, metrics
 
@@ -115,10 +121,12 @@ class TeacherTrainer(WorldModelTrainer):
 
     # -- four ways to train on episodes --------------------------------------------------------------------------------
 
-    def _train_random(self, batch: EpisodeBatch) -> Metrics:
+    def _train_random(self, batch: EpisodeBatch, hides_head: bool) -> Metrics:
         """On random steps of all that is in the buffer; the memory before each comes from the steps before it."""
         config = self.policy.config
         everything = self.buffer.batch(np.arange(len(self.buffer)), config.n_obs_img_steps, config.obs_img_stride)
+        if hides_head:
+            everything = everything.without_head()
         count = self.training.batch_size * self.training.bptt_length
         sums = Means()
         for _ in range(math.ceil(int(self.processes.largest(batch.longest, self.device)) / self.training.bptt_length)):

@@ -48,8 +48,9 @@ from deft.training.waypoints.files import (
 )
 from deft.training.waypoints.safety import SafetyCheck
 
-MAY_CHANGE = ("out_dir", "sft_checkpoint", "resume", "overwrite", "num_iterations", "eval_interval", "save_interval")
-MAY_CHANGE += ("device", "threads")  # settings of a run that goes on; of the supervised policy the weights are compared
+# Settings that a run may go on with: of the supervised policy the weights are compared
+LENGTHS = ("num_iterations", "eval_interval", "save_interval")
+MAY_CHANGE = {"out_dir", "sft_checkpoint", "resume", "overwrite", "device", "threads", *LENGTHS}
 SAFETY_SEED = 500_000  # the safety set's episodes start from the run's seed plus this
 
 

@@ -147,3 +147,20 @@ def test_lora_that_cannot_be_put_on(tmp_path):
         add_lora(policy, {"rank": 8})
     with pytest.raises(InputError, match="lora: "):
         add_lora(policy, {"target_modules": ["nothing_of_this_name"]})
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    pytest.importorskip("peft")
+    policy = micro_policy()
+    add_lora(policy)
+    save_adapter(policy, tmp_path)
+    with pytest.raises(InputError, match="adapters already"):
+        add_lora(policy)
+    with pytest.raises(InputError, match="adapters already"):
+        load_adapter(policy, tmp_path)
+    for changes in ({"memory_hidden": 12}, {"memory_enabled": False}, {"num_layers": 1}):
+        other = micro_policy(**changes)
+        before = set(other.state_dict())
+        with pytest.raises(InputError, match="the adapters of this model"):
+            load_adapter(other, tmp_path)
+        assert set(other.state_dict()) == before, changes

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from f1_worlds import micro_config
+from gymnasium import spaces
 from panning_camera import WORLD, panning_config
 
 from deft import schema
@@ -207,6 +209,33 @@ def test_a_second_warm_up_teaches_the_memory_alone(tmp_path):
     kinds = ["motion" if "train/motion_loss" in line else "memory" for line in lines if "train/grad_norm" in line]
     assert kinds == ["motion"] * 2 + ["memory"] * 2
     assert made.schedule_progress == 0.0  # what follows would begin with the whole learning rate
+
+
+def test_trained_weights_are_not_warmed_up_unasked(tmp_path):
+    """A new optimizer at the warm-up's rate would undo in one update what a teacher knows."""
+    made = trainer(tmp_path, small_policy(motion_prior=True, memory_picture=True), motion_warmup=None)
+    assert made._warmup_shares == (0.15, 0.05)
+    made.config.model.checkpoint_path = "teacher.safetensors"
+    assert made._warmup_shares == (0.0, 0.0)
+    made.training.memory_warmup = 0.4
+    assert made._warmup_shares == (0.0, 0.4)
+
+
+def test_random_steps_hide_the_head_camera_too(tmp_path):
+    found = {}
+    for dropout in (0.0, 1.0):
+        settings = {"num_episodes": 4, "sequential_training": False, "head_dropout": dropout}
+        made = trainer(tmp_path / str(dropout), small_policy(), **settings)
+        batches: list[set[str]] = []
+
+        def update(steps, memory, made=made, batches=batches):
+            batches.append(set(steps))
+            return type(made).update_on(made, steps, memory)
+
+        made.update_on = update
+        made.train()
+        found[dropout] = set.union(*batches)
+    assert found[1.0] < found[0.0]  # a picture fewer
 
 
 def test_trust_in_the_motion_prior_learns_quicker(tmp_path):
@@ -460,6 +489,10 @@ def test_a_dataset_with_more_dims_makes_a_wider_model(tmp_path, recording):
 def test_cameras_and_frames_of_a_dataset(recording):
     dataset = open_video(str(recording), {}, 16)
     assert find_cameras(dataset, None, None) == ("", None)
+    pictures = {name: spaces.Box(0, 255, (3, 8, 8), np.uint8) for name in ("wrist", "head")}
+    both = SimpleNamespace(name="two", observation_space=spaces.Dict(pictures))
+    assert find_cameras(both, None, None) == ("wrist", "head")
+    assert find_cameras(both, None, "off") == ("wrist", None)
     with pytest.raises(InputError, match="no pictures 'left'"):
         find_cameras(dataset, "left", None)
     grey = np.arange(8, dtype=np.uint8).reshape(2, 1, 2, 2)
