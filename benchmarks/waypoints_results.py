@@ -25,7 +25,7 @@ EPISODES = 200
 # What is not a default: of the recording, and of PPO.
 RUNS: dict[str, tuple[list[object], list[object]]] = {
     "toy": (["--episodes", 400], []),
-    "driving": ([], ["--rollout-steps", 32, "--residual-modes", 2, "--num-iterations", 300]),
+    "driving": ([], ["--rollout-steps", 32, "--residual-modes", 2, "--num-iterations", 600, "--eval-interval", 100]),
 }
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,14 @@ def connect(address: str, num_cpus: float = 0.0) -> bool:
     options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
     if address == "local":
         options |= {"include_dashboard": False, "num_cpus": max(math.ceil(num_cpus), available_cores())}
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         _knock(address)
         ray.init(**options)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's own aborts with its stack while workers start
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(
             f"ray_address: no cluster answers at {address!r}: start one with `ray start --head`, or use local"
