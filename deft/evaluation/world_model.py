@@ -48,7 +48,7 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 def evaluate_teacher(
     path: str | Path, episodes: int = 10, video: str | Path | None = None, seed: int = 0, device: str = "auto"
 ) -> dict[str, Any]:
-    """The measures of a teacher run (its latest checkpoint, or the one given) on scenes that it was not trained on."""
+    """The measures of a teacher run (its best or latest checkpoint, or the one given) on scenes not trained on."""
     folder = checkpoint.find_best(path)
     config = read_phase_config(folder.parent / CONFIG_FILE)
     policy = load_f1_policy(folder.parent / MODEL_FILE, choose_device(device), checkpoint_path=folder).policy.eval()

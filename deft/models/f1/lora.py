@@ -39,8 +39,7 @@ def has_lora(policy: F1Policy) -> bool:
 def add_lora(policy: F1Policy, lora_config: Mapping[str, Any] | LoraSettings | None = None) -> None:
     """Put new adapters on the policy's model. They start without effect; all but them and the added parts is frozen."""
     peft = _peft()
-    if has_lora(policy):
-        raise InputError("lora: the policy has adapters already; merge them first (merge_lora)")
+    _check_bare(policy)
     chosen = lora_config if isinstance(lora_config, LoraSettings) else checked(LoraSettings, dict(lora_config or {}))
     added = [name for name in ADDED_PARTS if getattr(policy.model, name) is not None]
     config = peft.LoraConfig(
@@ -70,8 +69,7 @@ def load_adapter(policy: F1Policy, folder: str | Path) -> None:
     if not (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} holds no adapter: adapter_config.json is not there")
     peft = _peft()
-    if has_lora(policy):
-        raise InputError("lora: the policy has adapters already; merge them first (merge_lora)")
+    _check_bare(policy)
     wrapped = peft.get_peft_model(policy.model, peft.PeftConfig.from_pretrained(str(folder)))
     weights = read_weights(folder / "adapter_model.safetensors")
     try:
@@ -100,6 +98,11 @@ def base_state_dict(policy: F1Policy) -> dict[str, Tensor]:
         plain = name.replace("model.base_model.model.", "model.", 1)
         found[plain.replace(".base_layer.", ".").replace(f".modules_to_save.{ADAPTER}.", ".")] = tensor
     return found
+
+
+def _check_bare(policy: F1Policy) -> None:
+    if has_lora(policy):
+        raise InputError("lora: the policy has adapters already; merge them first (merge_lora)")
 
 
 def _peft() -> Any:

@@ -64,6 +64,7 @@ class BaseRLTrainer(ABC):
         self.config, self.training = config, config.training
         check_fsdp(config, self.phase, self.can_shard)
         self.processes = Processes()
+        self.is_sharded = config.training.fsdp and self.processes.count > 1
         self.device = self.processes.device(choose_device(config.training.device))
         self.processes.open(self.device)
         self.run_dir, self.resume_from, self._replaces = self.processes.share(self._place())
@@ -74,7 +75,6 @@ class BaseRLTrainer(ABC):
         self.num_updates = 0
         self.elapsed = 0.0  # seconds of training
         self.choose_what_learns()
-        self.is_sharded = config.training.fsdp and self.processes.count > 1
         if self.is_sharded:
             self._shard()
         elif config.training.compile:
@@ -252,12 +252,6 @@ class BaseRLTrainer(ABC):
 
     shown: ClassVar[tuple[str, ...]] = ("loss",)  # metrics in the progress bar
 
-    def update(self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
-        """One step of the optimizer (or of another one) down the loss, the gradients averaged; returns their norm."""
-        (self.optimizer if optimizer is None else optimizer).zero_grad(set_to_none=True)
-        loss.backward()
-        return self.apply_gradients(optimizer)
-
     def apply_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
         """One step of the optimizer (or of another one) with the gradients that are there; returns their norm."""
         chosen = self.optimizer if optimizer is None else optimizer
@@ -403,7 +397,7 @@ class BaseRLTrainer(ABC):
             log.warning("model.lora: on new weights; all but the adapters and the memory stays as it was drawn")
         return load_f1_policy(
             self.model_config(),
-            "cpu" if self.training.fsdp and self.processes.count > 1 else self.device,  # which may not hold all of it
+            "cpu" if self.is_sharded else self.device,  # which may not hold all of it
             model.untrained_tokenizer,
             model.lora,
             self.resume_from if self.resume_from is not None else model.checkpoint_path,

@@ -155,7 +155,7 @@ class TeacherTrainer(WorldModelTrainer):
         # It falls in the second half: a constant step leaves jitter, which costs what stands still its codes.
         left = 1.0 - self.progress / self._warmup_shares[0]
         for group in self.motion_optimizer.param_groups:
-            group["lr"] = self.config.training.motion_learning_rate * min(1.0, max(2.0 * left, 0.02))
+            group["lr"] = self.training.motion_learning_rate * min(1.0, max(2.0 * left, 0.02))
         rows, times = batch.all_steps()
         order = torch.as_tensor(self.generator.permutation(len(rows)))
         size = self.training.batch_size * self.training.bptt_length
