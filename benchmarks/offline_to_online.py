@@ -18,10 +18,13 @@ from typing import Any
 from common import print_machine, print_table, read_metrics, run_deft, write_json
 
 POINTS = 10
+# What holds the start: critics that have learned from the policy before it moves, a slow policy, and an anchor.
+SAC = ["--num_envs", 8, "--learning_starts", 5_000, "--critic_warmup", 5_000, "--policy_learning_rate", 3e-5]
+SAC += ["--anchor_coef", 0.1, "--anchor_half_life", 15_000]
 ONLINE = {
-    "sac": ["--learning_starts", 5_000, "--critic_warmup", 2_000],
-    "sac+data": ["--learning_starts", 5_000, "--critic_warmup", 2_000],
-    "ppo": ["--learning_rate", 3e-5, "--value_warmup", 5],
+    "sac": SAC,
+    "sac+data": SAC,
+    "ppo": ["--num_envs", 8, "--rollout_steps", 256, "--batch_size", 256, "--learning_rate", 1e-4, "--value_warmup", 5],
 }
 
 
@@ -43,7 +46,7 @@ def run_seed(arguments: argparse.Namespace, seed: int, folder: Path) -> list[dic
         run_dir = folder / f"{name}-{seed}"
         flags = ["--model_path", source, "--env", env, "--total_timesteps", arguments.steps, *ONLINE[name]]
         flags += ["--eval_freq", arguments.steps // POINTS, "--save_freq", 0, *common]
-        flags += ["--prior_data", arguments.dataset] if name == "sac+data" else []
+        flags += ["--prior_data", arguments.dataset] if "+" in name else []
         run_deft(["train", name.partition("+")[0], *flags, "--output_dir", run_dir])
         lines = read_metrics(run_dir, "evaluation")
         curve = [(line["step"], normalized_score(line["mean_reward"], reference_returns=references)) for line in lines]
@@ -77,9 +80,9 @@ def main() -> None:
     parser.add_argument("--env", help="by default the dataset's own")
     parser.add_argument("--offline", default="iql", choices=("iql", "cql", "td3-bc", "sft"))
     parser.add_argument("--updates", type=int, default=100_000)
-    parser.add_argument("--online", nargs="+", default=["sac", "ppo"], choices=ONLINE)
+    parser.add_argument("--online", nargs="+", default=["sac+data", "ppo"], choices=ONLINE)
     parser.add_argument("--steps", type=int, default=200_000)
-    parser.add_argument("--episodes", type=int, default=20)
+    parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--device", default="cpu")

@@ -32,16 +32,19 @@ from student_results import bars
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import parse_phase
+from deft.data.robot_episode import RobotEpisode
 from deft.errors import RunError
 from deft.evaluation.explorer import compare_world_models, evaluate_adversarial, evaluate_student
 from deft.evaluation.plots import metric_curve, plot_comparison, read_lines
 from deft.evaluation.report import COMPARISON_FILE, write_report
+from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import MODEL_FILE, BaseRLTrainer
+from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import StudentTrainer, load_teacher
 from deft.training.phases.teacher import TeacherTrainer
 
@@ -59,6 +62,9 @@ def main() -> None:
     parser.add_argument("--student-minutes", type=float, help="end phase 2 after this long")
     parser.add_argument("--game-minutes", type=float, help="end phase 3 after this long")
     parser.add_argument("--noise-minutes", type=float, help="end the game with noise after this long")
+    parser.add_argument(
+        "--game-settings", type=Path, help="JSON of the section `adversarial`, read when phase 3 begins"
+    )
     parser.add_argument("--random-workers", type=int, help="processes that explore for the teacher that goes on")
     parser.add_argument("--episodes", type=int, default=48, help="held-out episodes")
     parser.add_argument(
@@ -139,7 +145,16 @@ def seed_config(seed: int, arguments: argparse.Namespace, flags: list[str]) -> P
     config.adversarial.student_checkpoint = str(root / "student")
     config.adversarial.total_iterations = arguments.iterations
     config.training.num_episodes = arguments.student_episodes
+    chosen_settings(config, arguments.game_settings)
     return config
+
+
+def chosen_settings(config: PhaseConfig, path: Path | None) -> dict[str, Any]:
+    """Put the settings of a file, where it is there by now, into the section `adversarial`; what they are."""
+    chosen: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+    for name, value in chosen.items():
+        setattr(config.adversarial, name, value)
+    return chosen
 
 
 def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,6 +168,7 @@ def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Nam
 
     student = _phase(config, "student", root / "student", arguments.student_minutes)
     trained = {"student": _train(StudentTrainer, student)}
+    know(training=trained, chosen=chosen_settings(config, arguments.game_settings))
     game = _phase(config, "adversarial", root / "adversarial", arguments.game_minutes)
     try:
         trained["game"] = _train(AdversarialTrainer, game)
@@ -162,22 +178,36 @@ def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Nam
     know(training=trained, updates={"teacher": 0, "game": updates})
     noise = _start(seed, root, "noise", arguments.threads)
     random = _start(seed, root, "random", arguments.threads, "--updates", updates)
+    where = choose_device(device)
+    policies = {"teacher": load_teacher(config, where).eval(), "game": _load(root / "adversarial", where)}
+    held_out = held_out_episodes(config, policies["teacher"], arguments.episodes, scenes)
+    know(**measure_world_models(policies, config, held_out))  # those that are there
     measured = evaluate_student(root / "student", arguments.episodes, seed=scenes, device=device)
     know(student={name: measured[name] for name in ("explorer", "random", "untrained")})
+    found["updates"]["random"] = _finish(random, root, "random")["updates"]
+    policies["random"] = _load(root / "random", where)
+    know(**measure_world_models(policies, config, held_out))
     measured = evaluate_adversarial(root / "adversarial", arguments.episodes, seed=scenes, device=device)
     know(game={name: measured[name] for name in ("explorer", "random", "noise") if name in measured})
-    found["updates"]["random"] = _finish(random, root, "random")["updates"]
-    where = choose_device(device)
-    policies = {
-        "teacher": load_teacher(config, where).eval(),
-        "random": _load(root / "random", where),
-        "game": _load(root / "adversarial", where),
-    }
-    know(world_models=compare_world_models(policies, config, arguments.episodes, scenes))
     know(noise=_finish(noise, root, "noise")["noise"])
     (root / COMPARISON_FILE).write_text(json.dumps(comparison({seed: found}), default=float))
     write_report(root)
     return found
+
+
+def measure_world_models(
+    policies: dict[str, F1Policy], config: PhaseConfig, held_out: list[RobotEpisode]
+) -> dict[str, Any]:
+    """All measures on the held-out episodes, and the cross-entropy on those of each explorer by itself."""
+    num_random = len(held_out) - len(held_out) // 2
+    parts = {"random": held_out[:num_random], "scripted": held_out[num_random:]}
+    return {
+        "world_models": compare_world_models(policies, config, len(held_out), found=held_out),
+        "cross_entropy": {
+            name: {kind: mean_loss(policy, coded_batches(policy, part)) for kind, part in parts.items()}
+            for name, policy in policies.items()
+        },
+    }
 
 
 def go_on_at_random(config: PhaseConfig, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -208,6 +238,7 @@ def longer_teacher(config: PhaseConfig, folder: Path, updates: int) -> PhaseConf
     training.num_episodes = round(updates / per_batch) * training.batch_size
     training.learning_rate, training.motion_warmup = config.adversarial.wm_lr, 0.0
     training.memory_warmup = training.head_dropout = 0.0  # as in the game
+    training.learning_starts = 4 * training.batch_size  # few episodes would be trained on again and again at first
     return longer
 
 
@@ -224,7 +255,7 @@ def _phase(config: PhaseConfig, phase: str, folder: Path, minutes: float | None 
     own.training.max_minutes = minutes
     own.phase = phase  # type: ignore[assignment]
     getattr(own, phase).output_dir = str(folder)
-    own.training.save_every = 10 if phase == "adversarial" else 100
+    own.training.save_every = 50 if phase == "adversarial" else 200  # a game's buffers are large
     own.training.keep_checkpoints = 1
     own.training.log_every = 1 if phase == "adversarial" else 8
     own.training.video_save_every = own.training.sample_save_every = 0
@@ -251,6 +282,8 @@ def comparison(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
             "values": {
                 "updates": int(np.mean([one["updates"][key] for one in found.values()])),
                 "cross-entropy, nats": column(key, "cross_entropy"),
+                "… scripted": [one["cross_entropy"][key]["scripted"] for one in found.values()],
+                "… random": [one["cross_entropy"][key]["random"] for one in found.values()],
                 "codes foreseen, %": column(key, "wm_acc", 100.0),
                 "PSNR where it moves, dB": column(key, "psnr"),
             },

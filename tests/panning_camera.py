@@ -108,6 +108,7 @@ def game_config(folder: Any, **game: Any) -> Any:
                 "sample_save_every": 0,
                 "colour_augmentation": 0.0,
                 "num_envs": 1,
+                "overlap": False,
                 "threads": 1,
                 "device": "cpu",
             },

@@ -178,6 +178,39 @@ def teach(folder: Path, fsdp: bool, start: Path | None = None, num_episodes: int
     return {"share": share, "is_sharded": sharding.is_sharded(trainer.policy), "summary": trainer.train()}
 
 
+def train_vla(name: str, folder: Path, fsdp: bool, start: Path | None = None, scale: int = 1) -> dict[str, Any]:
+    """A short run of a VLA model by PPO, or by SFT on `folder/../demos`; the share of its weights that a process had.
+
+    The first process plays evaluation episodes in between, and the others do not.
+    """
+    model = {"model_class": "vla-tiny", "model_config": {"width": 16}}
+    own = {"max_grad_norm": 0.05} if name == "ppo" else {}  # always clipped
+    config: dict[str, Any] = {
+        "algorithm": {"name": name, "cfg": {"batch_size": 6, "gradient_accumulation": 2, "learning_rate": 1e-3, **own}},
+        "policy": {"name": "vla", "chunk_length": 4, "vla_config": model},
+        "trainer": {"eval_episodes": 1, "save_freq": 0},
+        "logging": {"console_level": "ERROR", "tensorboard": False, "enable_file_logging": False},
+        "output_dir": str(folder),
+        "device": "cpu",
+        "threads": 1,
+        "fsdp": fsdp,
+        "resume": None if start is None else str(start),
+    }
+    if name == "sft":
+        config["dataset"] = {"path": str(folder.parent / "demos")}
+        config["trainer"] |= {"num_epochs": 2 * scale, "updates_per_epoch": 2, "eval_freq": 1}
+        trainer: Any = build_offline_trainer(resolve(config))
+    else:
+        config["env"] = {"id": "reach", "num_envs": 2, "kwargs": {"observation": "vla", "image_size": 16}}
+        config["trainer"] |= {"buffer_size": 4, "total_timesteps": 100 * scale, "eval_freq": 50}
+        trainer = build_trainer(resolve(config))
+    everything = sum(value.numel() for value in trainer.policy.parameters())
+    share = sum(part.numel() for part in sharding.local_parts(trainer.policy)) / everything
+    summary = trainer.train()
+    trainer.close()
+    return {"share": share, "steps": summary.get("timesteps", summary.get("updates"))}
+
+
 def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     processes = Processes()
@@ -194,8 +227,13 @@ def main() -> None:
         if start is None:
             teach(folder / "apart", fsdp=False)
             found["teacher"] = teach(folder / "shared", fsdp=True)
+            for name in ("ppo", "sft"):
+                train_vla(name, folder / f"{name}-apart", fsdp=False)
+                found[name] = train_vla(name, folder / f"{name}-shared", fsdp=True)
         else:
             found["teacher"] = teach(folder / "three", fsdp=True, start=start.parent / "shared", num_episodes=24)
+            for name in ("ppo", "sft"):
+                found[name] = train_vla(name, folder / f"{name}-three", True, folder / f"{name}-one", scale=3)
         torch.save(found, folder / f"shard{processes.count}-{processes.rank}.pt")
     else:
         runs = {name: run(name, folder, scale=2, auto_resume=True) for name in ("ppo", "sac", "iql")}

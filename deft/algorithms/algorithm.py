@@ -45,6 +45,8 @@ class Algorithm:
     """What `update` learns from: whole rollouts, draws from all transitions so far, or groups that began alike."""
     needs_reward_terms: ClassVar[bool] = False
     """Whether transitions carry the reward's named terms (`schema.NEXT_REWARD_TERMS`)."""
+    can_shard: ClassVar[bool] = False
+    """Whether it trains weights that are shared out among processes, each of which takes the same passes."""
     on_policy: bool = True
     """Whether `update` takes whole rollouts with values in them (True) or any transitions with next observations."""
     version: int = 0

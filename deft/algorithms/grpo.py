@@ -230,12 +230,28 @@ class GRPO(Algorithm):
         metrics: Metrics = {}
         share = self._share(minibatch)
         if minibatch is not None:
-            loss, metrics = self._loss(self.policy.evaluate_actions(minibatch), minibatch)
-            (loss * share).backward()
+            metrics = self._backward_in_parts(minibatch, share)
         norm = self.optimizer.step(self.settings.max_grad_norm)
         if metrics:
             metrics["grad_norm"] = norm
         return metrics
+
+    def _backward_in_parts(self, minibatch: TensorDictBase, share: Tensor | float) -> Metrics:
+        """Add the loss's gradients, times `share`, from parts that go through the policy one after the other.
+
+        The loss is a mean over the n real steps: ∇L = Σ (n_i / n) ∇L_i.
+        """
+        axis = minibatch.batch_dims - 1
+        parts = minibatch.chunk(min(self.settings.gradient_accumulation, minibatch.batch_size[axis]), axis)
+        count = minibatch[schema.STEP_MASK].sum()
+        metrics: dict[str, list[Tensor]] = {}
+        for part in parts:
+            weight = part[schema.STEP_MASK].sum() / count
+            loss, found = self._loss(self.policy.evaluate_actions(part), part)
+            (loss * (weight * share)).backward()
+            for name, value in found.items():
+                metrics.setdefault(name, []).append(value if value.ndim else value * weight)
+        return {name: torch.cat(one) if one[0].ndim else torch.stack(one).sum(0) for name, one in metrics.items()}
 
     def _share(self, minibatch: TensorDictBase | None) -> Tensor | float:
         """n_i · processes / Σ n: the mean of gradients weighted so is the gradient of the mean over all steps."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
-from deft.algorithms.optimization import FusedAdam
+from deft.algorithms.optimization import FusedAdam, fused_adam
+from deft.algorithms.sharded_optimization import ShardedFusedAdam
 from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
 from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import Dataset
@@ -50,8 +51,8 @@ class ActorAlgorithm(OfflineAlgorithm):
     def _actor_learning_rate(self) -> float:
         return self.settings.learning_rate
 
-    def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> FusedAdam:
-        return FusedAdam(parameters, learning_rate, self.settings.weight_decay)
+    def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> FusedAdam | ShardedFusedAdam:
+        return fused_adam(parameters, learning_rate, self.settings.weight_decay)
 
     @classmethod
     def make_policy(

@@ -13,25 +13,48 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from deft.algorithms.sharded_optimization import ShardedFlatAdam, ShardedFusedAdam, are_sharded
 from deft.errors import InputError
 
 Average: TypeAlias = Callable[[Sequence[Tensor]], None]
 """Replaces gradients by their mean over the processes that train together."""
 
 
-def descend(loss: Tensor, *optimizers: FusedAdam) -> None:
+def flat_adam(parameters: Iterable[nn.Parameter], learning_rate: float, epsilon: float) -> FlatAdam | ShardedFlatAdam:
+    """The optimizer of PPO and GRPO, on weights that are whole or shared out among processes."""
+    listed = list(parameters)
+    if are_sharded(listed):
+        return ShardedFlatAdam(listed, learning_rate, epsilon=epsilon)
+    return FlatAdam(listed, learning_rate, epsilon)
+
+
+def fused_adam(
+    parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float
+) -> FusedAdam | ShardedFusedAdam:
+    """The optimizer of what learns from single transitions, likewise."""
+    listed = list(parameters)
+    if are_sharded(listed):
+        return ShardedFusedAdam(listed, learning_rate, weight_decay)
+    return FusedAdam(listed, learning_rate, weight_decay)
+
+
+def descend(loss: Tensor, *optimizers: FusedAdam | ShardedFusedAdam) -> None:
     """One step of each optimizer down the gradient of a loss."""
     give_gradients(loss, *optimizers)
     for optimizer in optimizers:
         optimizer.step()
 
 
-def give_gradients(loss: Tensor, *optimizers: FusedAdam, add: bool = False) -> None:
+def give_gradients(loss: Tensor, *optimizers: FusedAdam | ShardedFusedAdam, add: bool = False) -> None:
     """Hand the gradients of a loss to the optimizers, and to nothing else; `add`: to those that they have."""
+    if len(optimizers) == 1 and isinstance(optimizers[0], ShardedFusedAdam):
+        optimizers[0].take_gradients(loss, add)
+        return
     parameters = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     start = 0
     for optimizer in optimizers:
+        assert isinstance(optimizer, FusedAdam)
         stop = start + len(optimizer.parameters)
         before = optimizer.gradient.clone() if add else None
         optimizer.set_gradients(gradients[start:stop])

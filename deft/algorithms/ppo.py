@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.optimization import FlatAdam, flat_adam
 from deft.algorithms.returns import generalized_advantage, returns_so_far
+from deft.algorithms.sharded_optimization import ShardedFlatAdam
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
@@ -37,6 +38,7 @@ class PPO(Algorithm):
     """
 
     name = "ppo"
+    can_shard: ClassVar[bool] = True
     settings: PPOSettings
 
     def __init__(self, policy: Policy, settings: PPOSettings | None = None, seed: int = 0) -> None:
@@ -56,7 +58,7 @@ class PPO(Algorithm):
         schema.check_scalars(rollout)
         self._schedule_learning_rate()
         rollout = self._with_advantages(rollout)
-        if bool((rollout[schema.POLICY_VERSION] != self.version).any()):
+        if self._is_stale(rollout):
             self._weigh_behavior(rollout)
         losses: list[Metrics] = []
         first_of_last_epoch = 0
@@ -96,8 +98,8 @@ class PPO(Algorithm):
         self.version = state["version"]
         self.running_return = state["running_return"]
 
-    def _make_optimizer(self) -> FlatAdam:
-        return FlatAdam(self.policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
+    def _make_optimizer(self) -> FlatAdam | ShardedFlatAdam:
+        return flat_adam(self.policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
 
     # -- before the epochs ---------------------------------------------------------------------------------------------
 
@@ -142,6 +144,11 @@ class PPO(Algorithm):
         if self.processes is not None:
             self.processes.merge_statistics(self.policy)
         return normalizer(reward.to(self.device)).to(reward.device)
+
+    def _is_stale(self, rollout: TensorDictBase) -> bool:
+        """Whether an older policy acted, in any process: what goes through weights that are shared out, does in all."""
+        stale = bool((rollout[schema.POLICY_VERSION] != self.version).any())
+        return stale if self.processes is None else bool(self.processes.largest(float(stale), self.device))
 
     @torch.no_grad()
     def _weigh_behavior(self, rollout: TensorDict) -> None:

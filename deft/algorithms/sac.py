@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +17,10 @@ from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import SACSettings
 from deft.models.actor import ContinuousActor, Encoded
+from deft.models.targets import frozen_copy
 
+log = logging.getLogger(__name__)
+SMALLEST_VALUE = 1e-3  # what mean |Q| counts as at least, where losses are divided by it
 LEARNED_ALPHA = 0.05  # temperature at first, for a policy that comes from an algorithm without one
 
 
@@ -25,6 +29,9 @@ class SAC(SoftPolicy):
 
     L_Q = E (r + γ (min Q̄(s', a') − α log π(a' | s')) − Q(s, a))²,   L_π = E [α log π(a | s) − min Q(s, a)],
     and α so that the entropy is `target_entropy`. A state that ends an episode other than by a time limit is worth 0.
+
+    A policy that can do something already is held near it by an anchor, a copy π₀ of it, until the critics know its
+    neighbourhood:  L_π = E [(α log π(a | s) − min Q(s, a)) / E|min Q|] + c · E KL(π ‖ π₀).
     """
 
     name = "sac"
@@ -37,10 +44,16 @@ class SAC(SoftPolicy):
         self._start_alpha(1.0)
         self.period = self.settings.policy_delay
         self._policy_metrics: Metrics = {}
+        self.anchor = frozen_copy(policy) if self.settings.anchor_coef else None
+        self.anchor_weight = torch.full((), self.settings.anchor_coef, device=policy.center.device)
         if self.settings.compile:  # draws as in eager mode, so that both learn the same
             options: dict[str, Any] = {"fallback_random": True}
             self._critic_loss = torch.compile(self._critic_loss, options=options)  # type: ignore[method-assign]
             self._policy_losses = torch.compile(self._policy_losses, options=options)  # type: ignore[method-assign]
+
+    def _actor_learning_rate(self) -> float:
+        own = self.settings.policy_learning_rate
+        return self.settings.learning_rate if own is None else own
 
     @property
     def target_entropy(self) -> float:
@@ -48,11 +61,12 @@ class SAC(SoftPolicy):
         wanted = self.settings.target_entropy
         return super().target_entropy if wanted == "auto" else float(wanted)
 
-    def adopt(self, state: dict[str, Any]) -> None:
-        """Take the critics, and a temperature where there is one, out of the state of another off-policy algorithm.
+    def start_from_a_policy(self) -> None:
+        """Begin with a low temperature: a new policy's would pay a learned one for forgetting what it knows."""
+        self._start_alpha(LEARNED_ALPHA)
 
-        Where there is none it starts low: a new policy's would pay a learned one for forgetting what it knows.
-        """
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take the critics, and a temperature where there is one, out of the state of another off-policy algorithm."""
         super().adopt(state)
         self._start_alpha(float(state["scalars"]["0"].exp()) if "scalars" in state else LEARNED_ALPHA)
 
@@ -65,8 +79,17 @@ class SAC(SoftPolicy):
         """One step on each batch that the replay buffer gives; none before learning starts."""
         metrics: Metrics = {}
         for batch in batches:
+            self.schedule()
             metrics = self.step(batch)
         return metrics
+
+    def schedule(self) -> None:
+        """The anchor's weight; into a tensor, which a recorded update reads."""
+        half_life = self.settings.anchor_half_life
+        if self.anchor is not None and half_life is not None:
+            # c_t = c · 2^(−t / half-life): how far the policy may stray goes with 1/c, so it grows evenly on a log scale.
+            halvings = max(0, self.version - self.settings.critic_warmup) / half_life
+            self.anchor_weight.fill_(self.settings.anchor_coef * 0.5**halvings)
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         batch = self._shifted(batch)
@@ -77,7 +100,7 @@ class SAC(SoftPolicy):
         if self.version < self.settings.critic_warmup or self.version % self.settings.policy_delay:
             descend(q_loss.sum(), self.critic_optimizer)
         else:
-            policy_loss, alpha_loss, log_prob = self._policy_losses(still)
+            policy_loss, alpha_loss, log_prob, divergence = self._policy_losses(still, self._anchored(batch))
             # One pass back for all: the critics that judge the policy's action take no gradient from it.
             descend((q_loss + policy_loss + alpha_loss).sum(), self.critic_optimizer, self.actor_optimizer)
             self._policy_metrics = {
@@ -85,6 +108,8 @@ class SAC(SoftPolicy):
                 "entropy": -log_prob.detach().mean(),
                 "alpha": self.log_alpha.detach().exp().mean(),
             }
+            if divergence is not None:
+                self._policy_metrics["anchor_kl"] = divergence.detach().mean()
         self.critics.move_target(self.settings.tau)
         return {"q_loss": q_loss.detach().mean(), "mean_q": mean_q, **self._policy_metrics}
 
@@ -103,13 +128,25 @@ class SAC(SoftPolicy):
         q = self.critics(features, action)
         return (q - backup.unsqueeze(1)).square().mean(-1).sum(1), q.detach().mean()
 
-    def _policy_losses(self, state: Encoded) -> tuple[Tensor, Tensor, Tensor]:
-        """The losses of the policy and of its temperature, a value for each member, and log π of its actions."""
+    @torch.no_grad()
+    def _anchored(self, batch: Mapping[Any, Any]) -> Encoded | None:
+        """The state as the anchor sees it; None without one."""
+        return None if self.anchor is None else self.anchor.encode(batch[schema.OBSERVATION])
+
+    def _policy_losses(
+        self, state: Encoded, anchored: Encoded | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The losses of the policy and of its temperature, a value for each member, log π of its actions, and KL."""
         samples, log_probs = self.policy.sample(state)
         q = self.critics(state.features, samples[0], frozen=True)
         value = q.mean(1) if self.settings.target_critics is not None else q.amin(1)
-        policy_loss = (self.log_alpha.detach().exp().unsqueeze(-1) * log_probs[0] - value).mean(-1)
-        return policy_loss, self._alpha_loss(log_probs[0]), log_probs[0]
+        loss = self.log_alpha.detach().exp().unsqueeze(-1) * log_probs[0] - value
+        divergence = None
+        if self.anchor is not None and anchored is not None:
+            divergence = self.policy.divergence(state, self.anchor, anchored)
+            size = value.detach().abs().mean(-1, keepdim=True).clamp(min=SMALLEST_VALUE)
+            loss = loss / size + self.anchor_weight * divergence
+        return loss.mean(-1), self._alpha_loss(log_probs[0]), log_probs[0], divergence
 
     def _shifted(self, batch: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """The batch with every image shifted at random."""
@@ -124,13 +161,19 @@ class SAC(SoftPolicy):
         return {**super()._parts(), "scalars": Scalars(self.log_alpha)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Critics, targets, optimizers, temperature, counters, and the policy's latest metrics."""
-        return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics)}
+        """Critics, targets, optimizers, temperature, counters, the policy's latest metrics, and the anchor."""
+        anchor = None if self.anchor is None else to_cpu(dict(self.anchor.state_dict()))
+        return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics), "anchor": anchor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self._policy_metrics = dict(state["policy_metrics"])
+        if self.anchor is None:
+            return
+        if state.get("anchor") is None:
+            log.warning("anchor_coef was 0 until now: the anchor is the policy of this checkpoint")
+        self.anchor.load_state_dict(state.get("anchor") or self.policy.state_dict())
 
 
 def _shift_images(observation: Any, pixels: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ class SFT(ActorAlgorithm):
     """L = −E log π(a | s), or the mean squared error of the most likely action; in unit actions."""
 
     name = "sft"
+    can_shard: ClassVar[bool] = True
     needs_next_observation = False
     settings: SFTSettings
 

@@ -139,6 +139,8 @@ class GRPOSettings(AlgorithmSettings):
     """Weight of the entropy bonus."""
     max_grad_norm: Positive | None = 0.5
     """Gradient clipping."""
+    gradient_accumulation: Count = 1
+    """Parts of a minibatch that go through the policy one after the other: the same step in less memory."""
     target_kl: Positive | None = None
     """Stop the epochs of an update when the approximate KL from the policy that acted passes 1.5 times this."""
     learning_rate_schedule: Literal["constant", "linear"] = "constant"
@@ -285,8 +287,14 @@ class SACSettings(OffPolicySettings):
     """Rewards that a target sums before it trusts the critics."""
     policy_delay: Count = 1
     """Critic updates for each policy update."""
+    policy_learning_rate: Positive | None = None
+    """Adam's step size for the policy and the temperature; None: `learning_rate`, which is the critics'."""
     critic_warmup: NonNegativeInt = 0
     """Updates at the start that train the critics alone."""
+    anchor_coef: NonNegative = 0.0
+    """Weight of the policy's KL divergence from the policy that was given, beside values of mean size 1; 0: none."""
+    anchor_half_life: Positive | None = None
+    """Updates, after `critic_warmup`, in which that weight halves; None: it stays."""
     target_critics: Count | None = None
     """Of how many critics, drawn anew at each update, the target takes the smallest value; None: of all."""
     keep_critics: Switch = True

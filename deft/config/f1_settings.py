@@ -89,6 +89,8 @@ class TrainingConfig:
     """Leave the vision tower as it is; for pretrained ones."""
     colour_augmentation: Fraction = 0.2
     """How much the colours of an episode are changed, alike in all of its frames; 0: not at all."""
+    shift_augmentation: NonNegativeInt = 0
+    """Pixels by which the pictures of a recorded episode are moved at most, alike in all of its frames."""
     head_dropout: Fraction = 0.25
     """Share of the rounds without the head camera, as a student sees: what is out of view has to be remembered."""
     num_envs: Count | None = None
@@ -107,6 +109,8 @@ class TrainingConfig:
     """The dataset's stream of pictures to predict; found by its name where it is not given."""
     head_camera: str | None = None
     """The dataset's stream of pictures from outside; found by its name where it is not given; `off`: do without."""
+    frame_skip: Count = 1
+    """Take every so many-th frame of a recording, and the mean of the actions between two."""
     holdout: Fraction = 0.1
     """Share of the dataset's episodes, at least one, that is kept for `deft evaluate`."""
     max_minutes: Positive | None = None
@@ -215,6 +219,8 @@ class AdversarialSection:
     """AdamW's step size for the world model, at its highest."""
     explorer_lr: Positive = 3e-4
     """PPO's step size for the explorer."""
+    explorer_noise: Positive = 1.0
+    """The explorer acts with this many times the student's noise; with less it stays nearer to where it starts."""
     wm_updates: Count = 5
     """Batches of `batch_size` episodes that the world model trains on for each update of the explorer."""
     wm_warmup: NonNegativeInt = 10
@@ -227,12 +233,14 @@ class AdversarialSection:
     """Iterations, at least, that the older world model is old; twice as many at most."""
     ensemble_size: Annotated[Count, Field(ge=2)] = 5
     """Members of the ensemble whose disagreement is measured."""
-    replay_share: Fraction = 0.5
-    """Share of each batch of the world model that comes from older episodes."""
-    replay_capacity: Count = 128
-    """Older episodes that are kept, the explorer's and random ones."""
-    random_episodes: NonNegativeInt = 4
-    """New episodes of random actions that join the older ones in each iteration."""
+    replay_share: Fraction = 0.25
+    """Share of each batch of the world model that comes from older episodes of the explorer."""
+    random_share: Fraction = 0.5
+    """Share of each batch that comes from random exploration, as in phase 1: what it knew is not forgotten."""
+    replay_capacity: Count = 256
+    """Older episodes of the explorer that are kept, and as many random ones."""
+    random_episodes: NonNegativeInt = 8
+    """New episodes of random actions in each iteration."""
     collapse_patience: Count = 20
     """Iterations in a row after which a side that shows a collapse ends the run."""
 

@@ -99,7 +99,6 @@ def phase_of_file(path: Path) -> str | None:
 WORLD_MODEL_TRAINING = (
     "batch_size",
     "gradient_accumulation",
-    "fsdp",
     "compile",
     "learning_rate",
     "weight_decay",
@@ -115,6 +114,7 @@ WORLD_MODEL_TRAINING = (
     "train_understanding",
     "freeze_vision_encoder",
     "colour_augmentation",
+    "shift_augmentation",
     "head_dropout",
     "overlap",
     "buffer_capacity",
@@ -123,12 +123,12 @@ WORLD_MODEL_TRAINING = (
     "dataset_options",
     "wrist_camera",
     "head_camera",
+    "frame_skip",
     "holdout",
 )
 # Of phase 3: its own settings say how long, how fast and on what it trains.
 GAME_SETTINGS = (
     "training.num_episodes",
-    "training.fsdp",
     "training.learning_rate",
     "training.sequential_training",
     "training.motion_warmup",
@@ -141,6 +141,8 @@ GAME_SETTINGS = (
     "training.dataset_options",
     "training.wrist_camera",
     "training.head_camera",
+    "training.shift_augmentation",
+    "training.frame_skip",
     "training.holdout",
     "student.explorer.learning_rate",
 )
@@ -149,7 +151,6 @@ UNUSED = {
     "adversarial": GAME_SETTINGS,
     ALL_PHASES: (
         "training.num_episodes",
-        "training.fsdp",
         "training.max_minutes",
         "adversarial.output_dir",
         "adversarial.teacher_checkpoint",

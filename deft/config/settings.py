@@ -300,6 +300,8 @@ class RunSettings:
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: Count | None = None
     """Torch's threads; by default what the machine has left beside workers and collector."""
+    fsdp: Switch = False
+    """Share out weights, gradients and moments among the processes (FSDP), for large models; ppo and sft."""
     model_path: str | None = None
     """Start from the weights of this run, checkpoint or weights file."""
     resume: str | None = None

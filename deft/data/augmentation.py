@@ -1,4 +1,4 @@
-"""Colours changed alike in all pictures of an episode, so that a world model learns motion and not scenes by heart."""
+"""Colours and places changed alike in all pictures of an episode: a world model learns motion, not scenes by heart."""
 
 from __future__ import annotations
 
@@ -28,5 +28,21 @@ def recoloured(episode: RobotEpisode, generator: np.random.Generator, strength: 
         if frames is None:
             return None
         return np.stack([tables[channel][frames[:, channel]] for channel in range(3)], 1)
+
+    return dataclasses.replace(episode, wrist=change(episode.wrist), head=change(episode.head), codes=None)
+
+
+def shifted(episode: RobotEpisode, generator: np.random.Generator, pixels: int) -> RobotEpisode:
+    """The episode moved by up to `pixels`, alike in all frames of a camera; edges are repeated. Codes are made anew."""
+    if pixels == 0:
+        return episode
+
+    def change(frames: np.ndarray | None) -> np.ndarray | None:
+        if frames is None:
+            return None
+        height, width = frames.shape[-2:]
+        down, right = generator.integers(-pixels, pixels + 1, 2)
+        rows = np.clip(np.arange(height) + down, 0, height - 1)
+        return np.ascontiguousarray(frames[..., rows[:, None], np.clip(np.arange(width) + right, 0, width - 1)])
 
     return dataclasses.replace(episode, wrist=change(episode.wrist), head=change(episode.head), codes=None)

@@ -68,7 +68,8 @@ class TransitionRing:
         `numbers`: which of all environments these are, where it is some of them.
         Rows outside `schema.STEP_MASK`, where it is there, did not happen: their episode was lost.
         """
-        arrays = {key: value if isinstance(value, np.ndarray) else to_numpy(value) for key, value in row.items()}
+        # What the policy says of its action is not kept, and each part of it would be a wait for the device.
+        arrays = {key: _as_array(value) for key, value in row.items() if not _is_the_policys(key)}
         envs = np.arange(len(arrays[schema.NEXT_TERMINATED])) if numbers is None else np.asarray(numbers)
         mask = arrays.pop(schema.STEP_MASK, None)
         if mask is not None:
@@ -298,6 +299,14 @@ class TransitionRing:
             for piece in range(0, size, self.capacity):
                 rows = {key: column[piece : piece + self.capacity] for key, column in part.items()}
                 self._append(rows, len(next(iter(rows.values()))))
+
+
+def _as_array(value: Any) -> np.ndarray:
+    return value if isinstance(value, np.ndarray) else to_numpy(value)
+
+
+def _is_the_policys(key: Key) -> bool:
+    return key in (schema.LOG_PROB, schema.VALUE, schema.POLICY_VERSION) or key[0] == schema.SAMPLE
 
 
 def _is_image(rows: np.ndarray) -> bool:

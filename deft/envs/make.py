@@ -85,6 +85,12 @@ def make_env(
     return _build(_find_spec(config), config, render_mode, chunk_length, gamma)
 
 
+def check_id(config: EnvConfig) -> None:
+    """Refuse an id that no environment has, without making one; envpool and GPU simulations have names of their own."""
+    if config.vector not in ("envpool", "gpu"):
+        _find_spec(config)
+
+
 def make_vector_env(
     config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None
 ) -> VectorEnv:

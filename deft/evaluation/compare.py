@@ -33,6 +33,7 @@ COMPARISON = "comparison.json"
 SCRIPTED = (RANDOM, EXPERT)  # policies that are no run
 TOGETHER = "together"
 SHUFFLED = "shuffled words"
+SCENES = "domain_randomization"  # of an environment: what differs from scene to scene
 
 
 def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     """
     groups = _groups(config.runs)
     contenders = _contenders(config, groups)
+    _check_same_scenes(contenders)
     results: dict[str, Any] = {"episodes": config.episodes, "seed": config.seed, "columns": {}}
     for column, kwargs in _columns(config, contenders).items():
         played: dict[str, list[list[Episode]]] = {}
@@ -66,6 +68,8 @@ class _Contender:
         self._name, self._env_config, self._chunk_length = name, env_config, chunk_length
         self._load = load
         self._policy: Policy | None = None
+        scenes = env_config.kwargs.get(SCENES) or {}
+        self.scenes = {name: value for name, value in dict(scenes).items() if value}  # what is off differs in nothing
 
     def has_splits(self) -> bool:
         """Whether its world knows combinations that training never sees."""
@@ -157,6 +161,18 @@ def _vector_env(config: EnvConfig, kwargs: dict[str, Any], chunk_length: int, ep
 def _expert(env: VectorEnv) -> Callable[[], np.ndarray]:
     stream = action_stream(env.action_space)
     return lambda: stream.to_rows(np.stack(env.call(EXPERT_METHOD)))
+
+
+def _check_same_scenes(contenders: dict[str, list[_Contender]]) -> None:
+    (first, members), *_ = contenders.items()
+    scenes = members[0].scenes
+    for label, group in contenders.items():
+        for member in group:
+            if member.scenes != scenes:
+                raise InputError(
+                    f"{first} and {label} do not play in the same scenes: {SCENES} is {scenes} for one and "
+                    f"{member.scenes} for the other; give --env-kwargs '{SCENES}={{…}}', which holds for all"
+                )
 
 
 def _check_same_episodes(played: dict[str, list[list[Episode]]], label: str) -> None:

@@ -19,6 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from deft import schema
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
+from deft.data.robot_episode import RobotEpisode
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
@@ -153,11 +154,18 @@ def evaluate_adversarial(
 
 
 def compare_world_models(
-    policies: dict[str, F1Policy], config: PhaseConfig, episodes: int, seed: int = 0
+    policies: dict[str, F1Policy],
+    config: PhaseConfig,
+    episodes: int,
+    seed: int = 0,
+    found: list[RobotEpisode] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Measures of world models on the same held-out episodes of another explorer: scripted and random, half each."""
+    """Measures of world models on the same held-out episodes of another explorer: scripted and random, half each.
+
+    `found` are these episodes, where they were collected before.
+    """
     first = next(iter(policies.values()))
-    found = held_out_episodes(config, first, episodes, seed)
+    found = held_out_episodes(config, first, episodes, seed) if found is None else found
     return {
         name: measure_world_model(policy, coded_batches(policy, found), ablations=False, horizon=0)
         for name, policy in policies.items()

@@ -89,6 +89,11 @@ class ContinuousActor(Policy):
         """`count` unit actions a state, [count, members, B, A], and their log-densities; differentiable."""
         raise TypeError(type(self).__name__)
 
+    def divergence(self, state: Encoded, other: ContinuousActor, other_state: Encoded) -> Tensor:
+        """KL(π ‖ π_other) at the same observations, [members, B], differentiable; estimated from one action each."""
+        samples, log_probs = self.sample(state)
+        return log_probs[0] - other.log_prob(other_state, samples[0])
+
     def state_value(self, features: Tensor) -> Tensor:
         """V, [members, B]."""
         raise TypeError(type(self).__name__)
@@ -180,6 +185,21 @@ class Actor(ContinuousActor):
         mean, log_std = self._mean_and_log_std(state.features)
         noise = torch.randn(count, *mean.shape, device=mean.device)
         return self._place(mean, log_std, noise)[:2]
+
+    def divergence(self, state: Encoded, other: ContinuousActor, other_state: Encoded) -> Tensor:
+        """Exact between two of one kind: Σ over dims of log(σ'/σ) + (σ² + (μ − μ')²) / 2σ'² − ½.
+
+        Squashing changes nothing: the divergence is that of the Gaussians before tanh.
+        """
+        if not isinstance(other, Actor) or other.distribution != self.distribution:
+            return super().divergence(state, other, other_state)
+        mean, log_std = self._mean_and_log_std(state.features)
+        other_mean, other_log_std = other._mean_and_log_std(other_state.features)
+        if self.distribution == "gaussian":
+            mean, other_mean = mean.tanh(), other_mean.tanh()
+        ratio = log_std - other_log_std
+        shift = (mean - other_mean) * torch.exp(-other_log_std)
+        return (0.5 * (torch.exp(2 * ratio) + shift.square() - 1) - ratio).sum(-1)
 
     def state_value(self, features: Tensor) -> Tensor:
         """V by the value network."""

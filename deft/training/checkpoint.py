@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from deft.errors import InputError, RunError
+from deft.training import sharding
 
 FORMAT = "deft-checkpoint-1"
 MODEL, TRAINING_STATE, METRICS = "model.pt", "training_state.pt", "metrics.pt"
@@ -256,7 +257,10 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Pa
         problems.append(_few(sorted(shapes)))
     if problems:
         raise InputError(f"{source}: does not fit this policy: {'; '.join(problems)}")
-    module.load_state_dict(weights)
+    if sharding.is_sharded(module):
+        sharding.load_whole_weights(module, weights)
+    else:
+        module.load_state_dict(weights)
 
 
 def _few(names: list[str], count: int = 3) -> str:

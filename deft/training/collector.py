@@ -62,6 +62,8 @@ class Collector:
         """When the environment step under way began; a watchdog in another thread reads it."""
         self.step_counts: deque[int] = deque()
         """Env steps of each vector step that was written and not yet taken by `take_step_count`."""
+        self.steps_left: int | None = None
+        """Env steps to the run's end, where it is known; workers may have more than that ready."""
         self.explore: Callable[[], np.ndarray | None] | None = None
         """Asked before the policy: actions [N, …] to take instead of its own, or None."""
         self.device = next(iter(policy.parameters())).device

@@ -22,7 +22,7 @@ from deft.config.settings import LoggingConfig, OfflineTrainerConfig
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import film_episodes, merge_results
 from deft.models.policy import Policy
-from deft.training import checkpoint
+from deft.training import checkpoint, sharding
 from deft.training.capture import CapturedUpdate, Sampler
 from deft.training.compute import choose_threads, is_small, set_precision, torch_threads
 from deft.training.evaluator import Evaluator
@@ -45,7 +45,8 @@ class OfflineTrainer:
     """Runs one algorithm on batches of one dataset; owns the loop and nothing else.
 
     An epoch is one pass over the dataset's transitions in number (batches are drawn at random), or
-    `updates_per_epoch`. Keywords beyond the named ones are those of `OfflineTrainerConfig`.
+    `updates_per_epoch`. Keywords beyond the named ones are those of `OfflineTrainerConfig`. `acting` is evaluated in
+    place of a policy whose weights are shared out.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class OfflineTrainer:
         run_config: dict[str, Any] | None = None,
         on_start: Callable[[], None] | None = None,
         processes: Processes | None = None,
+        acting: sharding.WholeCopy | None = None,
         **settings: Any,
     ) -> None:
         self.settings = OfflineTrainerConfig(**settings)
         self.policy, self.algorithm, self.sampler = policy, algorithm, sampler
+        self._whole = acting
         self.seed = seed
         self.run_dir = Path(output_dir)
         self.logging_config = logging_config or LoggingConfig()
@@ -109,6 +112,11 @@ class OfflineTrainer:
             self._captured = CapturedUpdate(algorithm, sampler, self.batch_size)
 
     @property
+    def acting(self) -> Policy:
+        """The policy that is evaluated: the one that learns, or its copy with whole weights."""
+        return self.policy if self._whole is None else self._whole.policy
+
+    @property
     def _is_evaluated(self) -> bool:
         """Whether the run is evaluated, by this process or by the first."""
         return self.evaluator is not None or self._evaluated_elsewhere
@@ -145,6 +153,8 @@ class OfflineTrainer:
                 self._loop(total, stop, run_log)
                 self._take_evaluations(run_log, wait=True)
                 self._save_once()
+                if self._whole is not None:  # for an evaluation at the end
+                    self._whole.take()
             except BaseException as error:
                 self._save_after_failure(error)
                 raise
@@ -194,8 +204,12 @@ class OfflineTrainer:
         if self._is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
             if self.processes.count > 1:
                 self._save_once()  # all together: what comes out of the evaluation only the first process knows
+            if self._whole is not None:
+                self._whole.take()
             if self.evaluator is not None:
                 self._evaluate_now(run_log)
+            if self._whole is not None:
+                self._whole.free()
         if crossed(previous, step, settings.save_freq * epoch):
             self._save_once()
             self._prune()
@@ -212,18 +226,18 @@ class OfflineTrainer:
         episodes = self.settings.eval_episodes if num_episodes is None else num_episodes
         if episodes < 1:
             raise InputError(f"num_episodes: {episodes} is out of range; must be at least 1")
-        results = self.evaluator.evaluate(members_of(self.policy), episodes)
+        results = self.evaluator.evaluate(members_of(self.acting), episodes)
         summary = merge_results(results, self._score)
         if video is not None:
             if self._video_env is None:
                 raise InputError("video: there is no environment to film")
-            summary["video"] = str(film_episodes(members_of(self.policy)[0], self._video_env(), video, 1, self.seed))
+            summary["video"] = str(film_episodes(members_of(self.acting)[0], self._video_env(), video, 1, self.seed))
         return summary
 
     def _evaluate_now(self, run_log: RunLogger) -> None:
         assert self.evaluator is not None
         for step, results in self.evaluator.start(
-            self.num_updates, members_of(self.policy), self.settings.eval_episodes
+            self.num_updates, members_of(self.acting), self.settings.eval_episodes
         ):
             self._record_evaluation(step, results, run_log)
         if self.evaluator.beside:  # what comes back later may be the best
@@ -273,11 +287,14 @@ class OfflineTrainer:
     def save(self, path: str | Path | None = None, alone: bool = False) -> Path:
         """Write a checkpoint into the run folder, or its content into `path`; `alone`: other processes are gone."""
         learned = self.algorithm.state_dict()
-        if not (_is_finite(dict(self.policy.named_parameters())) and _is_finite(learned)):
+        finite = sharding.are_finite(self.policy, self.processes, self.device) and _is_finite(learned)
+        if not finite:
             raise RunError(
                 f"the networks are no longer finite after {self.num_updates} updates, so nothing was saved: lower "
                 "learning_rate, or look at the dataset's rewards; the checkpoints already saved are good"
             )
+        shared_out = self._whole is not None  # all processes give their part
+        weights = sharding.whole_weights(self.policy) if shared_out else self.policy.state_dict()
         count = 1 if alone else self.processes.count
         place = self.run_dir if path is None else Path(path).parent
         if count > 1:
@@ -306,7 +323,7 @@ class OfflineTrainer:
             "random": get_random_state(),
             "config": self._run_config,
         }
-        weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
+        weights = {name: value.detach().cpu() for name, value in weights.items()}
         folder = checkpoint.save_checkpoint(
             place,
             self.num_updates,
@@ -406,6 +423,9 @@ class OfflineTrainer:
     def _save_after_failure(self, error: BaseException) -> None:
         """Keep what was learned since the latest checkpoint."""
         if self.num_updates == 0 or self._saved_step == self.num_updates or not self.processes.is_first:
+            return
+        if self._whole is not None:
+            log.warning(sharding.NOT_SAVED)
             return
         self._log = None  # it may be what failed
         try:

@@ -21,6 +21,7 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
+from deft.training import sharding
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_spaces
 from deft.training.handover import take_over_offline
@@ -61,6 +62,8 @@ def build_offline_trainer(
     processes.open(device)
     placed = place_run(config, subject) if processes.is_first else None
     config, resume_from, replaces = processes.share(placed)
+    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+    shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
     config = take_over_offline(config, resume_from)
     seed_everything(config.seed)
     check_extras(config.logging)
@@ -87,10 +90,11 @@ def build_offline_trainer(
     if policy is None:
         weights_follow = resume_from is not None or config.model_path is not None
         policy = build_offline_policy(config, dataset.observation_space, action_space, weights_follow)
-    policy.to(device)
+    policy.to("cpu" if shards else device)  # which may not hold all of it
     starts_from = config.model_path if resume_from is None else None  # a run that goes on has its own weights
     whole = starts_from is not None and load_policy_weights(policy, starts_from)
-    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+    acts = processes.is_first and evaluator is not None
+    acting = sharding.shard_policy(policy, processes, device, acts) if shards else None
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
     sampler = algorithm.make_sampler(dataset, config.seed, device, int(config.dataset.cache_gb * 2**30))
     fresh = resume_from is None and not whole and not has_seen_data(policy)
@@ -110,6 +114,7 @@ def build_offline_trainer(
         run_config=to_dict(config),
         on_start=partial(open_run_folder, config, replaces),
         processes=processes,
+        acting=acting,
         **to_dict(config.trainer),
     )
     if resume_from is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 
 from deft.machine import available_cores
 from deft.models.normalization import RunningNormalizer
@@ -115,10 +116,11 @@ class Processes:
 
     @torch.no_grad()
     def equalize(self, module: nn.Module) -> None:
-        """Give every process the first one's weights and statistics."""
+        """Give every process the first one's weights and statistics; weights that are shared out are its already."""
         if self.count > 1:
             for tensor in module.state_dict().values():
-                distributed.broadcast(tensor, 0)
+                if not isinstance(tensor, DTensor):
+                    distributed.broadcast(tensor, 0)
             self.remember_statistics(module)
 
     def remember_statistics(self, module: nn.Module) -> None:

@@ -42,6 +42,10 @@ class ReplayCollection(Collection):
         super().__init__(collector, ring)
         self._num_env_steps = 0
         self._due = 0.0
+        if settings.anchor_coef and fresh_policy:
+            raise InputError(
+                "anchor_coef: holds a policy near what it was given as; give one with model_path, or use 0"
+            )
         wanted = settings.random_steps
         self._random_left = (settings.learning_starts if fresh_policy else 0) if wanted is None else wanted
         self._random = np.random.default_rng(seed)
@@ -55,6 +59,10 @@ class ReplayCollection(Collection):
         captures = on_gpu and settings.capture != "off" and not settings.compile
         self._captured = CapturedUpdate(algorithm, self, settings.batch_size) if captures else None
         set_precision(collector.device, settings.precision)
+
+    def start(self, rollout_steps: int, total_steps: int | None) -> None:
+        """Say where the run ends."""
+        self.collector.steps_left = None if total_steps is None else total_steps * self.collector.env.num_envs
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Step until so many steps wait to be learned from; False if `stop` came first."""

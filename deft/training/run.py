@@ -33,7 +33,7 @@ from deft.models.vla.actor import make_vla_actor, weights_of_the_other_kind
 from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
-from deft.training import checkpoint
+from deft.training import checkpoint, sharding
 from deft.training.cluster.building import make_cluster_env
 from deft.training.compute import choose_device
 from deft.training.handover import adopt_critics, checkpoint_folder, take_over
@@ -86,6 +86,10 @@ def build_trainer(
     beside = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
     if processes.count > 1 and beside and config.algorithm.name == "sac":
         raise InputError("max_staleness: SAC in several processes takes turns with its Ray workers; use 0")
+    kind: Any = ALGORITHMS[config.algorithm.name]
+    shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, kind.can_shard, processes)
+    if shards and getattr(config.algorithm.cfg, "compile", False):
+        raise InputError(sharding.NOT_COMPILED)
     config = take_over(config, policy, resume_from)
     fresh_policy = policy is None and config.model_path is None
     assert config.output_dir is not None
@@ -111,11 +115,14 @@ def build_trainer(
             weights_follow = resume_from is not None or config.model_path is not None
             policy = build_policy(config, vector_env, weights_follow)
         policy = wrap_policy(policy, vector_env.observation_space, vector_env.action_space, config.policy, chunk_length)
-        policy.to(device)
+        policy.to("cpu" if shards else device)  # which may not hold all of it
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
         _check_bounds(policy, vector_env)
-        algorithm = ALGORITHMS[config.algorithm.name](policy, config.algorithm.cfg, seed=config.seed + processes.rank)
+        acting = sharding.shard_policy(policy, processes, device) if shards else None
+        algorithm = kind(policy, config.algorithm.cfg, seed=config.seed + processes.rank)
+        if isinstance(algorithm, SAC) and not fresh_policy:
+            algorithm.start_from_a_policy()
         if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             adopt_critics(algorithm, config.model_path, critics)
         trainer = Trainer(
@@ -134,6 +141,7 @@ def build_trainer(
             fresh_policy=fresh_policy,
             curriculum=config.env.curriculum,
             processes=processes,
+            acting=acting,
             **to_dict(config.trainer),
         )
         if resume_from is not None:

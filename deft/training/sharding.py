@@ -1,12 +1,15 @@
 """A policy whose weights, gradients and optimizer moments are shared out among processes (FSDP), for large models.
 
 Each process keeps 1/n of every weight between two passes and gathers the whole for the time of a pass; gradients come
-back averaged. `deft.training.phases.base` shards where `training.fsdp` says so, before the optimizer is made, a policy
-that all processes have alike.
+back averaged. `deft.training.phases.base` and the builders of runs shard where `fsdp` says so, before the optimizer is
+made, a policy that all processes have alike.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,10 +17,84 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
+from deft.algorithms.sharded_optimization import are_sharded, part_of, whole
+from deft.errors import InputError
+from deft.models.policy import Policy
 from deft.training.processes import Processes
+
+log = logging.getLogger(__name__)
+ONE_PROCESS = "fsdp: one process has nothing to share out; start several, with accelerate launch or torchrun"
+NOT_SAVED = "nothing was saved after the failure: the weights are shared out, and other processes may be gone"
+NOT_COMPILED = "fsdp: not with compile, which wants the weights whole; leave one of them out"
+WHO_CAN = "`deft train ppo`, `sft` and `teacher` have it"
+PASSES = ("evaluate_actions", "imitation")  # of a policy, by which algorithms use its weights
+
+
+def asks_for_shards(fsdp: bool, name: str, can_shard: bool, processes: Processes) -> bool:
+    """Whether the weights of a run are to be shared out; refuses an algorithm that cannot train them so."""
+    if fsdp and not can_shard:
+        raise InputError(f"fsdp: {name} keeps its weights whole; {WHO_CAN}")
+    if fsdp and processes.count == 1:
+        log.warning(ONE_PROCESS)
+    return fsdp and processes.count > 1
+
+
+def shard_policy(policy: Policy, processes: Processes, device: torch.device, acts: bool = True) -> WholeCopy:
+    """Share out a policy's weights, those of the first process; returns the copy that acts in its place.
+
+    The layers that a VLA model names (`gathered_layers`) are gathered one at a time, all else together. `acts`: whether
+    this process needs the copy.
+    """
+    learning = {str(parameter.dtype) for parameter in policy.parameters() if parameter.requires_grad}
+    if len(learning) > 1:
+        kinds = " and ".join(sorted(learning)).replace("torch.", "")
+        raise InputError(f"fsdp: weights of one type learn together, here {kinds}; use dtype float32, or lora")
+    if any(module._compiled_call_impl is not None for module in policy.modules()):
+        raise InputError(NOT_COMPILED)
+    acting = WholeCopy(policy, device, acts)
+    weights = dict(policy.state_dict()) if processes.is_first else {}
+    layers = getattr(getattr(policy, "model", None), "gathered_layers", None)
+    passes = [name for name in PASSES if hasattr(policy, name)]
+    # FSDP warns of changing in place what a policy returns; algorithms do not.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    shard(policy, processes, device, passes=passes, modules=() if layers is None else layers())
+    load_whole_weights(policy, weights)
+    return acting
+
+
+class WholeCopy:
+    """A copy of a policy that is shared out, with whole weights: it acts without a word to the other processes.
+
+    They may act a different number of times. Between `take` and `free` it holds all weights; all processes call these.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device, keeps: bool = True) -> None:
+        """Of a policy that is still whole; where it does not `keeps`, this process only gives its part."""
+        empty = {
+            id(parameter): nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
+            for parameter in policy.parameters()
+        }
+        self.learner, self.keeps = policy, keeps
+        self.policy: Policy = copy.deepcopy(policy, dict(empty)).to(device)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """The learner's weights and statistics of now."""
+        reshard(self.learner)
+        for own, source in zip(self.policy.parameters(), self.learner.parameters(), strict=True):
+            gathered = whole(source.detach())
+            if self.keeps:
+                own.data = gathered
+        for statistic, latest in zip(self.policy.buffers(), self.learner.buffers(), strict=True):
+            statistic.copy_(latest)
+
+    def free(self) -> None:
+        """Give back the memory of the weights."""
+        for parameter in self.policy.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def shard(
@@ -27,17 +104,18 @@ def shard(
     units: tuple[type[nn.Module], ...] = (),
     ignored: Iterable[nn.Parameter] = (),
     passes: Iterable[str] = (),
+    modules: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Share out the weights of a policy, in place; alone, it stays as it is.
 
-    Modules of the types `units` are gathered one at a time, all else together. `ignored` stay whole in all processes.
-    `passes`: the methods beside `forward` that use the weights.
+    Modules of the types `units`, and `modules`, are gathered one at a time, all else together. `ignored` stay whole in
+    all processes. `passes`: the methods beside `forward` that use the weights.
     """
     if processes.count == 1:
         return policy
     mesh = init_device_mesh(device.type, (processes.count,))
     left = set(ignored)
-    for part in [module for module in policy.modules() if isinstance(module, units)]:
+    for part in [*(module for module in policy.modules() if isinstance(module, units)), *modules]:
         fully_shard(part, mesh=mesh)
     fully_shard(policy, mesh=mesh, ignored_params=left)
     for name in passes:
@@ -45,9 +123,16 @@ def shard(
     return policy
 
 
+def reshard(policy: nn.Module) -> None:
+    """Let go of what a pass without gradients gathered: until then changes of a weight would be lost."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def is_sharded(policy: nn.Module) -> bool:
     """Whether the policy's weights are shared out."""
-    return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    return are_sharded(policy.parameters())
 
 
 def local_parts(policy: nn.Module) -> Iterator[Tensor]:
@@ -56,14 +141,15 @@ def local_parts(policy: nn.Module) -> Iterator[Tensor]:
         yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def are_finite(policy: nn.Module, processes: Processes, device: torch.device) -> bool:
+    """Whether all weights are numbers; where they are shared out all processes call it, and look at their parts."""
+    finite = all(bool(torch.isfinite(part).all()) for part in local_parts(policy))
+    return not processes.largest(float(not finite), device) if is_sharded(policy) else finite
+
+
 def local_bytes(policy: nn.Module) -> int:
     """What the weights take in this process between two passes."""
     return sum(part.numel() * part.element_size() for part in local_parts(policy))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be shared out, whole; all processes call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_weights(policy: nn.Module) -> dict[str, Any]:
@@ -100,10 +186,9 @@ def load_whole_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) 
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:  # such as a step count
+    if not isinstance(value, Tensor) or not value.ndim:  # such as a step count
         return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+    return part_of(value, parameter)
 
 
 def _whole() -> StateDictOptions:

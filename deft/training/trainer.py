@@ -29,7 +29,7 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
 from deft.models.policy import Policy
-from deft.training import checkpoint
+from deft.training import checkpoint, sharding
 from deft.training.cluster.building import block_steps, open_workers
 from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
@@ -68,7 +68,8 @@ class Trainer:
 
     `env` is a Gymnasium environment, a list of them, or a vector environment. Keywords beyond the named ones are those
     of `TrainerConfig` (`eval_freq`, `save_freq`, `max_staleness`, …). A policy that is not a `fresh_policy` knows
-    something already: it is evaluated before it trains, and takes no random actions at the start.
+    something already: it is evaluated before it trains, and takes no random actions at the start. `acting` acts in
+    place of a policy whose weights are shared out.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Trainer:
         fresh_policy: bool = True,
         curriculum: CurriculumConfig | None = None,
         processes: Processes | None = None,
+        acting: sharding.WholeCopy | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -130,10 +132,17 @@ class Trainer:
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._most_updates: int | None = None
+        self._whole = acting
+        self._take_weights()
         self.collection = self._make_collection(timeout)
         self.curriculum = None if curriculum is None else Curriculum(curriculum, self.env, self.collection.paused)
         background = self.settings.buffer_type == "vla"
         self.threads = choose_threads(threads, self.env.num_workers, background, self.processes.cores)
+
+    @property
+    def acting(self) -> Policy:
+        """The policy that acts: the one that learns, or its copy with whole weights where those are shared out."""
+        return self.policy if self._whole is None else self._whole.policy
 
     @property
     def global_step(self) -> int:
@@ -181,13 +190,25 @@ class Trainer:
             if not self.collection.gather(steps, self._ticking(stop, run_log)):
                 break
             self.algorithm.progress = self._progress(total)
+            self._free_weights()
             metrics = self.collection.update(self.algorithm, steps)
+            self._take_weights()
             previous = self.num_timesteps
             self.num_timesteps += self._steps_of_all(self.collection.collector.take_step_count(steps))
             if self._most_updates is not None:  # episodes and chunks may end early: the total was a bound
                 run_log.expect(round(self.num_timesteps / self.algorithm.version * self._most_updates))
             self._after_update(previous, metrics, run_log)
             self.collection.publish(self.algorithm.version)
+
+    def _take_weights(self) -> None:
+        """Give the acting copy, where there is one, the weights of now: from one update to the next it is whole."""
+        if self._whole is not None:
+            self._whole.take()
+
+    def _free_weights(self) -> None:
+        """Its memory is the update's, unless a collector goes on acting with it beside."""
+        if self._whole is not None and self.settings.buffer_type == "standard" and not isinstance(self.env, ClusterEnv):
+            self._whole.free()
 
     def _stops(self, stop: StopSignal) -> bool:
         """Whether the run is to end here, in all processes or in none."""
@@ -204,9 +225,9 @@ class Trainer:
         # A collector at work beside this draws from the same generators, which then cannot be set back.
         beside = self.settings.buffer_type == "vla" and self.settings.max_staleness > 0
         with contextlib.nullcontext() if beside else separate_random_state(seed):
-            results = summarize(play_episodes(self.policy, self._evaluation_env(), count, seed))
+            results = summarize(play_episodes(self.acting, self._evaluation_env(), count, seed))
             if video is not None:
-                results["video"] = str(film_episodes(self.policy, self._video_env(), video, 1, seed))
+                results["video"] = str(film_episodes(self.acting, self._video_env(), video, 1, seed))
         return results
 
     def save(self, path: str | Path | None = None) -> Path:
@@ -259,6 +280,7 @@ class Trainer:
         if self._random_state is None:  # of a process that the saved run did not have
             seed_everything(self.seed + self.processes.rank + self.algorithm.version)
         self._loaded = True
+        self._take_weights()
 
     def close(self) -> None:
         """Free the environments."""
@@ -276,25 +298,25 @@ class Trainer:
         if on_cluster and settings.buffer_type == "vla":
             raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
         if isinstance(self.env, ClusterEnv):
-            open_workers(self.env, self.policy, not algorithm.on_policy, algorithm.needs_reward_terms)
+            open_workers(self.env, self.acting, not algorithm.on_policy, algorithm.needs_reward_terms)
         if algorithm.experience == "groups":
             assert isinstance(algorithm, GRPO)
             kind = RayGroupCollector if on_cluster else GroupCollector
-            return GroupCollection(self.env, self.policy, algorithm, self._env_seed, settings.buffer_size, kind)
+            return GroupCollection(self.env, self.acting, algorithm, self._env_seed, settings.buffer_size, kind)
         wanted = {"next_observation": not algorithm.on_policy, "reward_terms": algorithm.needs_reward_terms}
         if isinstance(self.env, ClusterEnv):
             block = block_steps(self.env, settings.buffer_size)
             collector: Collector = RayCollector(
-                self.env, self.policy, self._env_seed, **wanted, max_staleness=settings.max_staleness, block_steps=block
+                self.env, self.acting, self._env_seed, **wanted, max_staleness=settings.max_staleness, block_steps=block
             )
         else:
-            collector = Collector(self.env, self.policy, self._env_seed, **wanted)
+            collector = Collector(self.env, self.acting, self._env_seed, **wanted)
         if algorithm.experience == "replay":
             assert isinstance(algorithm, SAC)
             return ReplayCollection(collector, algorithm, self._env_seed, self._fresh_policy)
         if settings.buffer_type == "vla":
             ring = VLABuffer(settings.buffer_size * max(1, settings.max_staleness))
-            return BackgroundCollection(collector, ring, self.policy, settings.max_staleness, timeout)
+            return BackgroundCollection(collector, ring, self.acting, settings.max_staleness, timeout)
         return InlineCollection(collector, RolloutBuffer(settings.buffer_size))
 
     # -- the parts of the loop -----------------------------------------------------------------------------------------
@@ -356,6 +378,7 @@ class Trainer:
         for part in vars(self.algorithm).values():
             if isinstance(part, torch.nn.Module) and part is not self.policy:
                 self.processes.equalize(part)
+        self._take_weights()
         self.collection.collector.set_version(self.algorithm.version)
         # With chunks the number of env steps in a rollout is known only afterwards.
         exact = self.env.chunk_length == 1
@@ -456,7 +479,12 @@ class Trainer:
         if not self.processes.is_first:
             return
         saved = (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()  # with its environments: the better one
-        if self.algorithm.version == 0 or saved or not self._weights_are_finite():
+        if self.algorithm.version == 0 or saved:
+            return
+        if self._whole is not None:
+            log.warning(sharding.NOT_SAVED)
+            return
+        if not self._weights_are_finite():
             return
         if self._log is not None:  # it may be what failed
             self._log_state, self._log = self._log.state_dict(), None
@@ -468,7 +496,7 @@ class Trainer:
             log.warning("saved %s after the failure", folder)
 
     def _weights_are_finite(self) -> bool:
-        return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.parameters())
+        return sharding.are_finite(self.policy, self.processes, self.device)
 
     def _write(
         self, collector: dict[str, Any], buffer: dict[str, Any], path: str | Path | None, alone: bool = False
@@ -476,10 +504,10 @@ class Trainer:
         """Write a checkpoint, every process its part of it; `alone`: the others are gone."""
         folder = self.run_dir if path is None else Path(path).parent
         count = 1 if alone else self.processes.count
+        algorithm = self.algorithm.state_dict()  # where weights are shared out, all processes give their part of it
         if count > 1:
             folder.mkdir(parents=True, exist_ok=True)
             if not self.processes.is_first:
-                algorithm = self.algorithm.state_dict()
                 own = {name: algorithm[name] for name in OWN_STATE if name in algorithm}
                 part = {"collector": collector, "buffer": buffer, "random": get_random_state(), "algorithm": own}
                 checkpoint.write_process_part(folder, self.num_timesteps, self.processes.rank, part)
@@ -491,7 +519,7 @@ class Trainer:
             self._log.flush()
         state = {
             "algorithm_name": self.algorithm.name,
-            "algorithm": self.algorithm.state_dict(),
+            "algorithm": algorithm,
             "num_timesteps": self.num_timesteps,
             "best_reward": self.best_reward,
             "observation_space": str(self.env.observation_space),
@@ -505,7 +533,7 @@ class Trainer:
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
             "processes": count,
         }
-        weights = {name: value.detach().cpu() for name, value in self.policy.state_dict().items()}
+        weights = {name: value.detach().cpu() for name, value in self.acting.state_dict().items()}
         written = checkpoint.save_checkpoint(
             folder,
             self.num_timesteps,

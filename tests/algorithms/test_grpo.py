@@ -280,6 +280,23 @@ def test_what_happens_after_an_episode_changes_nothing():
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("memory_hidden", [0, 8])
+def test_a_minibatch_in_parts_takes_the_step_of_the_whole(memory_hidden):
+    found = []
+    for parts in (1, 3):
+        # 6 + 5 + 4 + 3 = 18 real steps: minibatches of 16, in parts 6 + 6 + 4, and of 2; with memory 4 sequences of 4
+        # steps, in parts 2 + 2, and 2, some with steps that are not real: parts weigh by those that are
+        policy = make_policy(memory_hidden=memory_hidden)
+        settings = {"n_epochs": 2, "batch_size": 16, "sequence_length": 4, "entropy_coef": 0.1, "kl_coef": 0.3}
+        algorithm = make_grpo(policy, gradient_accumulation=parts, **settings)
+        metrics = algorithm.update(iter([make_round(policy)]))
+        found.append((torch.cat([one.detach().flatten() for one in policy.parameters()]), metrics))
+    (whole, metrics), (in_parts, others) = found
+    torch.testing.assert_close(in_parts, whole, rtol=1e-6, atol=1e-6)
+    for name, value in metrics.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_policy_learns_and_the_value_is_left_alone(name):
     policy = POLICIES[name]()

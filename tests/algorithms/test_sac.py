@@ -11,6 +11,7 @@ from deft.algorithms.sac import SAC, random_shift
 from deft.config.algorithm_settings import CQLSettings, SACSettings
 from deft.data.datasets.dataset import box
 from deft.errors import InputError
+from deft.models.actor import ContinuousActor
 
 # The second transition terminates: its target is its reward alone.
 BATCH = batch_of([1.0, -1.0], [0.5, -0.5], [1.0, 2.0], [2.0, 3.0], [0.0, 1.0])
@@ -53,7 +54,7 @@ def test_losses_of_one_update_by_hand(monkeypatch):
     errors = [(2 - 3.655) ** 2, (-2 - 2) ** 2]
     assert float(q_loss.detach()) == pytest.approx(2 * sum(errors) / 2, rel=1e-5)  # both critics err alike here
     assert float(mean_q) == pytest.approx(0.0, abs=1e-6)
-    policy_loss, alpha_loss, _ = algorithm._policy_losses(state)
+    policy_loss, alpha_loss, *_ = algorithm._policy_losses(state)
     # min(s + 0.2, 0.4) is 0.4 at s = 1 and −0.8 at s = −1; 0.5 · (−0.3) − Q
     assert float(policy_loss.detach()) == pytest.approx((-0.15 - 0.4 + -0.15 + 0.8) / 2, rel=1e-4)
     assert float(alpha_loss.detach()) == 0.0  # fixed
@@ -73,7 +74,7 @@ def test_temperature_moves_towards_the_target_entropy(monkeypatch):
 def test_the_policys_loss_leaves_the_critics_alone():
     algorithm = sac(3, 2)
     state = algorithm.policy.encode(random_batch()[schema.OBSERVATION])
-    policy_loss, _, _ = algorithm._policy_losses(state)
+    policy_loss, *_ = algorithm._policy_losses(state)
     critics = list(algorithm.critics.online.parameters())
     gradients = torch.autograd.grad(policy_loss.sum(), critics, allow_unused=True)
     assert all(gradient is None for gradient in gradients)
@@ -183,3 +184,98 @@ def test_random_shift_moves_whole_images_and_repeats_their_border():
     assert len(seen) > 10
     last = image.movedim(1, -1)
     assert random_shift(last, 2).shape == last.shape
+
+
+def moved(algorithm: SAC, by: float) -> None:
+    """The policy's mean and deviation a step away from its anchor."""
+    for parameter in algorithm.policy.actor_parameters():
+        parameter.data += by
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "tanh_gaussian"])
+def test_divergence_is_that_of_torch(distribution):
+    torch.manual_seed(0)
+    one, other = (small_actor(3, 2, distribution, normalize_observation=False) for _ in range(2))
+    observation = torch.randn(5, 3)
+    states = [actor.encode(observation) for actor in (one, other)]
+    gaussians = []
+    for actor, state in zip((one, other), states, strict=True):
+        mean, log_std = actor._mean_and_log_std(state.features)
+        mean = mean.tanh() if distribution == "gaussian" else mean
+        gaussians.append(torch.distributions.Normal(mean, log_std.exp()))
+    expected = torch.distributions.kl_divergence(*gaussians).sum(-1)
+    exact = one.divergence(states[0], other, states[1])
+    torch.testing.assert_close(exact, expected)
+    assert exact.shape == (1, 5)
+    # What any other policy does: log π(a) − log π'(a) of drawn actions, the same in the mean.
+    rows = observation[:1].expand(40_000, 3)
+    drawn = ContinuousActor.divergence(one, one.encode(rows), other, other.encode(rows))
+    assert float(drawn.mean().detach()) == pytest.approx(float(expected[0, 0].detach()), rel=0.05)
+
+
+def test_the_anchors_weight_halves_after_the_warm_up():
+    algorithm = sac(3, 2, anchor_coef=0.5, anchor_half_life=2, critic_warmup=2)
+    weights = []
+    for _ in range(7):
+        algorithm.update(iter([random_batch()]))
+        weights.append(float(algorithm.anchor_weight))
+    # Updates 0 to 2 with the full weight, then half of it at update 4 and a quarter at update 6.
+    assert weights == pytest.approx([0.5, 0.5, 0.5, 0.5 / 2**0.5, 0.25, 0.25 / 2**0.5, 0.125])
+    stays = sac(3, 2, anchor_coef=0.5)
+    stays.update(iter([random_batch()] * 3))
+    assert float(stays.anchor_weight) == 0.5
+
+
+def test_the_anchored_loss_is_the_formula(monkeypatch):
+    algorithm = known(monkeypatch, alpha=0.5, anchor_coef=0.2)
+    moved(algorithm, 0.1)
+    state, *_ = algorithm._read(BATCH)
+    algorithm.policy.sample(state)  # the pair for the next state
+    loss, _, _, divergence = algorithm._policy_losses(state, algorithm._anchored(BATCH))
+    # As by hand above: values 0.4 and −0.8, mean size 0.6; α log π = −0.15.
+    values = ((-0.15 - 0.4) + (-0.15 + 0.8)) / 2 / 0.6
+    assert float(divergence.detach().mean()) > 1e-3
+    assert float(loss.detach()) == pytest.approx(values + 0.2 * float(divergence.detach().mean()), rel=1e-4)
+    # The drawn actions are constants here, so all of the gradient is the divergence's.
+    parameters = list(algorithm.policy.actor_parameters())
+    own = torch.autograd.grad(loss.sum(), parameters, retain_graph=True)
+    expected = torch.autograd.grad(0.2 * divergence.mean(-1).sum(), parameters)
+    for gradient, wanted in zip(own, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_a_strong_anchor_holds_the_policy():
+    strayed = []
+    for coefficient in (1e-6, 100.0):
+        torch.manual_seed(0)
+        algorithm = sac(3, 2, anchor_coef=coefficient, learning_rate=1e-3)
+        batches = [random_batch() for _ in range(4)]
+        for step in range(40):
+            metrics = algorithm.step(batches[step % 4])
+        strayed.append(float(metrics["anchor_kl"]))
+    assert strayed[1] < strayed[0] / 5
+
+
+def test_an_anchored_run_resumes_bit_for_bit():
+    torch.manual_seed(0)
+    settings = {"anchor_coef": 0.3, "anchor_half_life": 3}
+    algorithm = sac(3, 2, **settings)
+    batches = [random_batch() for _ in range(6)]
+    algorithm.update(iter(batches[:3]))
+    other = sac(3, 2, **settings)
+    other.policy.load_state_dict(algorithm.policy.state_dict())
+    other.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    for one in (algorithm, other):
+        torch.manual_seed(1)
+        metrics = one.update(iter(batches[3:]))
+    for own, theirs in zip(algorithm.policy.parameters(), other.policy.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+    for own, theirs in zip(algorithm.anchor.parameters(), other.anchor.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+    assert "anchor_kl" in metrics
+
+
+def test_a_policy_learning_rate_of_its_own():
+    algorithm = sac(3, 2, learning_rate=1e-3, policy_learning_rate=1e-5)
+    assert float(algorithm.actor_optimizer.learning_rate) == pytest.approx(1e-5)
+    assert float(algorithm.critic_optimizer.learning_rate) == pytest.approx(1e-3)

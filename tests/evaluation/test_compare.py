@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deft import cli
-from deft.config.settings import CompareRunsConfig
+from deft.config.settings import CompareRunsConfig, EnvConfig
 from deft.envs.vector import Episode
 from deft.errors import InputError
 from deft.evaluation import compare
@@ -57,6 +57,17 @@ def test_other_episodes_are_refused() -> None:
     }
     with pytest.raises(InputError, match="a and b do not play the same episodes: number 0 is 'pick it' for one"):
         compare._check_same_episodes(played, "b")
+
+
+def test_other_scenes_are_refused() -> None:
+    def contender(**kwargs: object) -> compare._Contender:
+        return compare._Contender("run", EnvConfig(id="tabletop", kwargs=dict(kwargs)), 1)
+
+    plain, lit = contender(observation="images"), contender(domain_randomization={"random_light": True})
+    off = contender(domain_randomization={"random_light": False})
+    compare._check_same_scenes({"a": [plain], "b": [contender(domain_randomization=None), off]})
+    with pytest.raises(InputError, match=r"a and b do not play in the same scenes: domain_randomization is \{\} for"):
+        compare._check_same_scenes({"a": [plain], "b": [plain, lit]})
 
 
 def test_several_runs_make_one_row() -> None:

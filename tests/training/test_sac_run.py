@@ -273,7 +273,28 @@ def test_critics_that_do_not_fit_are_refused_or_made_anew(tmp_path):
     trainer = build_trainer(
         config(tmp_path, env=TWO_STEP, model_path=source, cfg={"num_critics": 3, "keep_critics": False})
     )
+    # A policy that knows something starts with a low temperature, whatever becomes of its critics.
+    assert float(trainer.algorithm.log_alpha.detach().exp()) == pytest.approx(0.05)
     trainer.close()
+
+
+def test_the_anchor_is_the_policy_as_it_came_also_after_a_resume(tmp_path):
+    source = iql(tmp_path)
+    start = [parameter.detach().clone() for parameter in source.policy.actor_parameters()]
+    cfg = {"anchor_coef": 0.1, "anchor_half_life": 100}
+    settings = {"env": TWO_STEP, "model_path": str(source.run_dir), "cfg": cfg}
+    first = build_trainer(config(tmp_path, **settings, trainer={"total_timesteps": 110}))
+    first.train()
+    checkpoint = first.save()
+    first.close()
+    resumed = build_trainer(config(tmp_path, "again", **settings, trainer={"total_timesteps": 120}))
+    resumed.load(checkpoint)
+    for one in (first, resumed):
+        anchor = list(one.algorithm.anchor.actor_parameters())
+        assert all(torch.equal(a, b) for a, b in zip(start, anchor, strict=True))
+    now = list(resumed.policy.actor_parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(start, now, strict=True))
+    resumed.close()
 
 
 def test_a_policy_for_other_bounds_is_refused(tmp_path):
@@ -340,6 +361,7 @@ def test_what_sac_cannot_do_is_said_in_one_line(tmp_path, capsys):
         (["--env", "CartPole-v1"], "off-policy algorithms act in a bounded Box; the actions here are Discrete(2)"),
         (["--buffer-type", "vla"], "--buffer-type: unknown flag"),
         (["--alpha", "loud"], "alpha"),
+        (["--env", "Pendulum-v1", "--anchor-coef", "0.1"], "anchor_coef: holds a policy near what it was given as"),
     ):
         assert cli.main(["train", "sac", *arguments, *common]) == 2
         error = capsys.readouterr().err

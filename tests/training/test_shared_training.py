@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_learning import one_update, run, shard_f1, teach
+from shared_learning import one_update, run, shard_f1, teach, train_vla
 
+from deft import cli
 from deft.training import checkpoint
 from deft.training.processes import Processes
 
@@ -84,16 +85,28 @@ def test_a_checkpoint_of_two_goes_on_in_one(trained, tmp_path):
         assert len(resumed["after"]) > 0
 
 
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory):
+    """Runs of two processes with whole weights and with shares, those gone on in one, and, of three, from there."""
+    folder = tmp_path_factory.mktemp("shared-out")
+    world = ["--env", "reach", "--env-kwargs", "observation=vla", "image_size=16", "--policy", "expert"]
+    assert cli.main(["collect", *world, "--episodes", "3", "--out", str(folder / "demos")]) == 0
+    launch(2, str(folder), "shard")
+    for name in ("ppo", "sft"):
+        train_vla(name, folder / f"{name}-one", fsdp=False, start=folder / f"{name}-shared", scale=2)
+    launch(3, str(folder), "shard", str(folder / "shard2-0.pt"))
+    return folder
+
+
 @pytest.mark.slow
-def test_weights_that_are_shared_out_train_as_whole_ones(tmp_path):
-    launch(2, str(tmp_path), "shard")
+def test_weights_that_are_shared_out_train_as_whole_ones(shared_out):
+    tmp_path = shared_out
     first, second = (torch.load(tmp_path / f"shard2-{rank}.pt", weights_only=False) for rank in range(2))
     assert first["share"] + second["share"] == pytest.approx(1.0)
     assert not second["weights"]  # the first process has them all
     alone = shard_f1(Processes(), None)
     for name, value in alone["weights"].items():
         assert torch.allclose(first["weights"][name].double(), value.double(), atol=1e-5), name
-    launch(3, str(tmp_path), "shard", str(tmp_path / "shard2-0.pt"))
     three = torch.load(tmp_path / "shard3-0.pt", weights_only=False)["weights"]
     further = shard_f1(Processes(), tmp_path / "shard2-0.pt")["weights"]
     for name, value in further.items():
@@ -113,10 +126,36 @@ def test_weights_that_are_shared_out_train_as_whole_ones(tmp_path):
     assert resumed["summary"]["episodes"] == 24
 
 
-def read_checkpoint(run_dir):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_a_vla_model_that_is_shared_out_trains_as_a_whole_one(shared_out, name):
+    parts = [torch.load(shared_out / f"shard2-{rank}.pt", weights_only=False)[name] for rank in range(2)]
+    assert parts[0]["share"] + parts[1]["share"] == pytest.approx(1.0)
+    assert parts[0]["steps"] == parts[1]["steps"]
+    apart, shared = (read_checkpoint(shared_out / f"{name}-{kind}", "algorithm") for kind in ("apart", "shared"))
+    assert apart[0].keys() == shared[0].keys()
+    for key, value in apart[0].items():
+        assert torch.allclose(shared[0][key].double(), value.double(), atol=1e-5), key
+    key = "optimizer" if name == "ppo" else "actor_optimizer"
+    for moment in ("first", "second"):
+        ones, others = (state[1][key][moment] for state in (apart, shared))
+        torch.testing.assert_close(others, ones, rtol=1e-3, atol=1e-7, msg=moment)
+    assert apart[1][key]["count"] == shared[1][key]["count"]
+    # Two processes with shares, then one with the whole, then three with shares: a third of the steps each.
+    steps = [
+        int(checkpoint.find_checkpoint(shared_out / f"{name}-{kind}").name.removeprefix("checkpoint-"))
+        for kind in ("shared", "one", "three")
+    ]
+    assert steps[0] < steps[1] < steps[2]
+    last = read_checkpoint(shared_out / f"{name}-three", "algorithm")
+    assert last[1][key]["count"] > apart[1][key]["count"]
+    assert all(torch.isfinite(value).all() for value in last[0].values())
+
+
+def read_checkpoint(run_dir, part="optimizer"):
     folder = checkpoint.find_checkpoint(run_dir)
     weights = torch.load(folder / checkpoint.MODEL, weights_only=True)
-    return weights, checkpoint.load_training_state(folder)["optimizer"]
+    return weights, checkpoint.load_training_state(folder)[part]
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS, Goal
 from deft.errors import InputError, RunError
 
 CAMERAS = ("head", "wrist")
+OBSERVATIONS = ("state", "images", "labelled", "both")
+WHOLE = ("state", "both")  # of these, those whose `state` holds the objects too
 PROPRIOCEPTION_SIZE = 24
 OBJECT_SIZE = 7
 MAX_OBJECTS = 4
@@ -48,7 +50,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
     hand position 3, the first two columns of its rotation 6), for each task object 7 (position from the hand,
     quaternion; the named one first, then the one it goes onto), the area from the hand 2, and the task one-hot 5.
     `"images"`: Dict of `state` (the proprioception alone), `head_rgb` and `wrist_rgb` (uint8 [3, h, w]) and
-    `instruction`. `"both"`: the same with the whole state.
+    `instruction`. `"labelled"`: the same and `places`, where the task's objects and the area are, from the hand: labels
+    of what the pictures show, not for a policy to read. `"both"`: pictures, words and the whole state.
 
     **Episode**: ends when the task is done, `info["success"]`, or done with a wrong object. `random_exploration` has no
     goal, no reward and no success. Dense reward, each part in `info["reward_terms"]`: approach and goal (2 and 4 per
@@ -62,7 +65,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         task: str = "pick",
         control_mode: str = "delta_qpos",
         action_scale: float = 1.0,
-        observation: Literal["state", "images", "both"] = "state",
+        observation: Literal["state", "images", "labelled", "both"] = "state",
         image_size: int = 64,
         cameras: Sequence[str] = CAMERAS,
         reward: Literal["dense", "sparse"] = "dense",
@@ -85,8 +88,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             raise InputError(f"domain_randomization is {domain_randomization!r}; choose a mapping of its keys, or None")
         if not isinstance(task, str) or (task not in TASKS and task != ALL_TASKS):
             raise InputError(f"task is {task!r}; choose {', '.join([*TASKS, ALL_TASKS])}")
-        if observation not in ("state", "images", "both"):
-            raise InputError(f"observation is {observation!r}; choose 'state', 'images' or 'both'")
+        if observation not in OBSERVATIONS:
+            raise InputError(f"observation is {observation!r}; choose {', '.join(OBSERVATIONS)}")
         if reward not in ("dense", "sparse"):
             raise InputError(f"reward is {reward!r}; choose 'dense' or 'sparse'")
         if split not in SPLITS:
@@ -308,7 +311,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
     def _make_observation_space(self) -> spaces.Space:
         size = PROPRIOCEPTION_SIZE
-        if self.observation != "images":
+        if self.observation in WHOLE:
             size += OBJECT_SIZE * self.num_objects + 2 + len(TASKS)
         state = spaces.Box(-MAX_VELOCITY, MAX_VELOCITY, (size,), np.float32)
         if self.observation == "state":
@@ -317,6 +320,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         for name in self.cameras:
             streams[f"{name}_rgb"] = spaces.Box(0, 255, (3, self.image_size, self.image_size), np.uint8)
         streams["instruction"] = spaces.Text(INSTRUCTION_LENGTH, charset="abcdefghijklmnopqrstuvwxyz ")
+        if self.observation == "labelled":
+            streams["places"] = spaces.Box(-MAX_VELOCITY, MAX_VELOCITY, (3 * self.num_objects + 2,), np.float32)
         return spaces.Dict(streams)
 
     def _new_scene(self) -> None:
@@ -360,7 +365,20 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
                 )
         self._frames_checked = True
         observation["instruction"] = self._goal.instruction
+        if self.observation == "labelled":
+            tcp = self.simulation.tcp
+            parts = [*(self.simulation.places[index] - tcp for index in self._by_goal()), self._area_from(tcp)]
+            observation["places"] = np.concatenate(parts, dtype=np.float32, casting="same_kind")
         return observation
+
+    def _by_goal(self) -> list[int]:
+        """The task's objects: the named one first, then the one it goes onto."""
+        return list(dict.fromkeys([self._goal.index, self._goal.base, *range(self.num_objects)]))
+
+    def _area_from(self, tcp: np.ndarray) -> tuple[float, float]:
+        """Where the area is from the hand; zeros where there is none."""
+        area = self.simulation.scene.area
+        return (0.0, 0.0) if area is None else (area[0] - tcp[0], area[1] - tcp[1])
 
     def _state(self) -> np.ndarray:
         simulation = self.simulation
@@ -373,10 +391,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             rotation[:, 0],
             rotation[:, 1],
         ]
-        if self.observation != "images":
-            for index in dict.fromkeys([self._goal.index, self._goal.base, *range(self.num_objects)]):
+        if self.observation in WHOLE:
+            for index in self._by_goal():
                 parts += [simulation.places[index] - tcp, simulation.quaternions[index]]
-            area = simulation.scene.area
-            parts.append((0.0, 0.0) if area is None else (area[0] - tcp[0], area[1] - tcp[1]))
+            parts.append(self._area_from(tcp))
             parts.append([float(name == self._task_name) for name in TASKS])
         return np.concatenate(parts, dtype=np.float32, casting="same_kind")

@@ -2,12 +2,14 @@
 
 It starts as a copy of the last frame. The tokenizer's features of the moved frame give each code a first logit,
 −β‖z − e‖², where z is what the coarser codes have left to say; the generation expert says how far to trust it (β) and
-adds what motion alone cannot know.
+adds what motion alone cannot know. Training fits β by scale first (`fit_sharpness`): where most of a picture stands
+still it is high, so that the expert learns of what moves, and does not shake the rest.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from deft.models.f1.vq import MultiScaleQuantizer
 PATCH = 4
 NUM_BASIS = 6  # 1, x, y, x², xy, y²
 START_SHARPNESS = 4.0
+SHARPEST = 1000.0
 START_MOVING = 4.0  # logit: at first nearly all is taken to move
 
 
@@ -87,6 +90,34 @@ class MotionPrior(nn.Module):
 
         It is in units of the codes' own spread, and so alike for all tokenizers.
         """
-        spread = quantize.embedding.weight.detach().var(0).sum().clamp(min=1e-8)
         sharpness = (self.log_sharpness[level][:, None] + self.trust(output.float())).exp()
-        return -sharpness / spread * quantize.distances(missing)
+        return -sharpness / _spread(quantize) * quantize.distances(missing)
+
+
+@torch.no_grad()
+def fit_sharpness(
+    missing: Tensor, codes: Tensor, quantize: MultiScaleQuantizer, sizes: list[int], total: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """log β of each scale with the lowest cross-entropy of the prior alone, for z [B, L, D] and true codes [B, L].
+
+    With d = ‖z − e‖² in units of the spread, dCE/dβ = d_true − Σ_k p_k d_k, which grows with β: its root, by bisection.
+    `total` adds up over processes.
+    """
+    low = torch.full((len(sizes),), math.log(START_SHARPNESS / 10), device=missing.device)
+    high = torch.full_like(low, math.log(SHARPEST))
+    spread = _spread(quantize)
+    for _ in range(16):
+        middle = (low + high) / 2
+        slopes = []
+        for scale, (z, true) in enumerate(zip(missing.split(sizes, 1), codes.split(sizes, 1), strict=True)):
+            distances = quantize.distances(z.float()) / spread
+            chosen = distances.gather(-1, true.unsqueeze(-1)).squeeze(-1)
+            expected = ((-middle[scale].exp() * distances).softmax(-1) * distances).sum(-1)
+            slopes.append((chosen - expected).sum())
+        rises = total(torch.stack(slopes)) > 0
+        low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
+    return (low + high) / 2
+
+
+def _spread(quantize: MultiScaleQuantizer) -> Tensor:
+    return quantize.embedding.weight.detach().var(0).sum().clamp(min=1e-8)

@@ -248,6 +248,18 @@ class F1Policy(nn.Module):
         }
 
     @torch.no_grad()
+    def expected_places(self, batch: Mapping[str, Any], memory_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What motion and memory expect at every place given the true coarser codes [B, L, D], and the codes [B, L]."""
+        inputs = self._prepare(batch, with_target=True)
+        _, after, _ = self._remember(inputs, self._given_memory(batch, memory_state))
+        expected = self._expected_frame(inputs)
+        if expected is None:
+            raise InputError("this F1 model has no motion prior (motion_prior: false)")
+        codes = inputs.codes[:, self.config.n_obs_img_steps]
+        features = self._corrected(self.tokenizer.features(expected.clamp(-1, 1)), after)
+        return self.tokenizer.missing(features, codes), codes
+
+    @torch.no_grad()
     def sample_actions_with_world_model(
         self,
         batch: Mapping[str, Any],

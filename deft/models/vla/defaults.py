@@ -13,6 +13,8 @@ import numpy as np
 from gymnasium import spaces
 from torch import nn
 
+PLACES = "places"  # of things that pictures show, for training alone
+
 
 def model_defaults(
     model_class: type[nn.Module],
@@ -24,9 +26,10 @@ def model_defaults(
     """The keywords that `model_class` names, `given` leaves out and the spaces answer.
 
     `action_dim`, `chunk_length`, `image_keys` (every uint8 picture of 3 channels), `image_size`, `proprio_key` and
-    `proprio_dim` (a vector of floats), `instruction_key` and `max_instruction_length` (a row of bytes). A key is None
-    where the environment has no such stream. Where several streams could be meant, or pictures differ in size, the
-    keyword is left to the class, whose own default is also the first choice among several streams.
+    `proprio_dim` (a vector of floats), `instruction_key` and `max_instruction_length` (a row of bytes), `places_key`
+    and `places_dim` (the vector of floats named `places`, which is nothing else). A key is None where the environment
+    has no such stream. Where several streams could be meant, or pictures differ in size, the keyword is left to the
+    class, whose own default is also the first choice among several streams.
     """
     parameters = inspect.signature(model_class).parameters
     own = {name: parameter.default for name, parameter in parameters.items()}
@@ -43,9 +46,11 @@ def model_defaults(
         answers["image_size"] = sides.pop()
 
     vectors, texts = _rows(streams, np.floating), _rows(streams, np.uint8)
+    labels = {name: vectors.pop(name) for name in (PLACES,) if name in vectors}  # what no policy reads
     for keyword, size, lengths in (
         ("proprio_key", "proprio_dim", vectors),
         ("instruction_key", "max_instruction_length", texts),
+        ("places_key", "places_dim", labels),
     ):
         if keyword in given:
             key = given[keyword]

@@ -38,6 +38,7 @@ class VLAModelInterface(Protocol):
       `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
       `features`, so that one pass serves all.
     - `observe(observations)`: takes observations into a normalisation of the model's own, between updates.
+    - `gathered_layers() -> [nn.Module]`: layers that are called as modules, whose weights FSDP gathers one at a time.
     - `chunk_length`, `action_dim`: attributes, checked against what the policy is told.
     """
 

@@ -181,6 +181,10 @@ class LeRobotVLA(PretrainedVLA):
         executed = chunk[:, : self.chunk_length]
         return self._after(executed.flatten(0, 1)).to(device).float().view(executed.shape)
 
+    def gathered_layers(self) -> list[nn.Module]:
+        """None: LeRobot's policies reach into the layers of their transformers."""
+        return []
+
     def _value(self, observations: TensorDictBase, mean: Tensor) -> Tensor:
         batch = self._batch(observations)
         pictures = [functional.adaptive_avg_pool2d(batch[name], POOLED).flatten(1) for name in self.cameras.values()]

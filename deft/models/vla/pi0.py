@@ -105,6 +105,11 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         """σ of each step of the denoising, [S]."""
         return self.log_noise.exp()
 
+    def gathered_layers(self) -> list[nn.Module]:
+        """All but the language model's: gradients reach their keys and values past what the layers return."""
+        language = {id(module) for module in self.backbone.model.vlm.language_model.modules()}
+        return [layer for layer in super().gathered_layers() if id(layer) not in language]
+
     # The interface of a VLA model ------------------------------------------------------------------------------------
 
     def get_value(self, observations: TensorDictBase) -> Tensor:

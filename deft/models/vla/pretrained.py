@@ -420,6 +420,12 @@ class PretrainedVLA(nn.Module):
         """Actions, their log-prob [B], the value [B, 1], and what else was random (where `keeps_sample`)."""
         raise TypeError(f"{type(self).__name__} does not define act")
 
+    def gathered_layers(self) -> list[nn.Module]:
+        """The transformer's layers, each called as a module: FSDP gathers their weights one at a time."""
+        names = {name for module in self.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
+        return [layer for members in lists for layer in members if type(layer).__name__ in names]
+
     # The borders ------------------------------------------------------------------------------------------------------
 
     def proprio(self, observations: TensorDictBase, batch: int, device: torch.device) -> Tensor:

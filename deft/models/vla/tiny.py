@@ -25,6 +25,8 @@ from deft.models.vla.interface import ScoredInParts
 IMAGE_MULTIPLE = 16  # of which a picture's side is one, in pixels
 CHANNELS = 24
 QUERIES, WORD_QUERIES = 16, 8  # places that a picture is searched for, those that words name
+LOOK_DIM = 4  # numbers that say what was found at a place
+FOUND_DIM = 24  # numbers that say where things are, and what else the actions turn on
 WORD_BUCKETS, MAX_WORDS, TEXT_DIM = 1024, 16, 64
 TASK_DIM = 8  # what of the text reaches the trunk past the cameras: which task it is, not which object
 SPACE_BYTE = 32
@@ -36,6 +38,7 @@ SHARPNESS = 5.0  # of where a query looks: one that sees everything at once lear
 VALUE_SCALE = 10.0  # with it the value learns so many times as fast as the policy, from one step size
 ENOUGH_OBSERVED = 20_000  # observations that the proprioception is normalised by
 PROPRIO_EPSILON = 1e-4  # of a variance: a number that hardly moves in the data is not blown up
+PLACES_WEIGHT = 0.3  # of the error of places in imitation, beside that of actions
 
 
 class WordEncoder(nn.Module):
@@ -91,19 +94,22 @@ def word_ids(text: Tensor) -> Tensor:
 class CameraEncoder(nn.Module):
     """A picture as the places of what the words ask for, and of a few things that are always worth a look.
 
-    The picture is seen in cells, one every `cell` pixels, each of a patch twice as wide: f = relu(W pixels). A query q,
-    learned or made of the text, looks for its cell:  p = softmax(5 f q);  out = (Σ p x, Σ p y, max f q): where it is,
-    and how sure that is. Neighbouring patches overlap, so that a thing between two cells is found between them.
-    Everything is a matrix product: the gradient of a convolution costs a CPU several times as much.
+    The picture is seen in cells, one every `cell` pixels, each of a patch twice as wide: f = relu(V relu(W pixels)).
+    A query q, learned or made of the text, looks for its cell:  p = softmax(5 f q);  out = (Σ p x, Σ p y, max f q,
+    Σ p L f): where it is, how sure that is, and how it looks. Neighbouring patches overlap, so that a thing between two
+    cells is found between them. Everything is a matrix product: the gradient of a convolution costs a CPU several times
+    as much.
     """
 
     grid: Tensor
-    out_dim = 3 * QUERIES
+    out_dim = (3 + LOOK_DIM) * QUERIES
 
     def __init__(self, image_size: int, cell: int) -> None:
         super().__init__()
         self.cell = cell
         self.pixels = nn.Linear(3 * (2 * cell) ** 2, CHANNELS)
+        self.cells = nn.Linear(CHANNELS, CHANNELS)
+        self.look = nn.Linear(CHANNELS, LOOK_DIM)
         self.queries = nn.Parameter(torch.randn(QUERIES - WORD_QUERIES, CHANNELS))
         self.words = nn.Linear(TEXT_DIM, WORD_QUERIES * CHANNELS)
         line = torch.linspace(-1.0, 1.0, image_size // cell)
@@ -112,13 +118,14 @@ class CameraEncoder(nn.Module):
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         """uint8 pictures [B, 3, h, w] and texts [B, TEXT_DIM] → [B, out_dim]."""
-        cells = functional.relu(self.pixels(self.cut(image)))  # [B, cells, C]
+        cells = functional.relu(self.cells(functional.relu(self.pixels(self.cut(image)))))  # [B, cells, C]
         asked = self.words(text).view(len(text), WORD_QUERIES, CHANNELS)
         queries = torch.cat([self.queries.expand(len(text), -1, -1), asked], 1)
         matches = queries @ cells.transpose(1, 2)  # [B, Q, cells]
-        places = (SHARPNESS * matches).softmax(-1) @ self.grid  # [B, Q, 2]
+        where = (SHARPNESS * matches).softmax(-1)
+        places, looks = where @ self.grid, where @ self.look(cells)  # [B, Q, 2], [B, Q, LOOK_DIM]
         # max rather than amax: its gradient is one cell, where amax compares all of them
-        return torch.cat([places.flatten(1), matches.max(-1).values], 1)
+        return torch.cat([places.flatten(1), matches.max(-1).values, looks.flatten(1)], 1)
 
     def cut(self, image: Tensor) -> Tensor:
         """The pixels that each cell sees, scaled to [-1, 1]: [B, cells, 3 (2 cell)²]; black beyond the border."""
@@ -137,6 +144,10 @@ class TinyVLAModel(ScoredInParts, nn.Module):
     actions in `flow_steps` steps, each with noise of a learned deviation, so that the chain has a log-prob).
 
     With `value_gradient` the value's loss trains the trunk too, else its own layers alone.
+
+    `places_key` names a stream of labels, `places_dim` numbers that the pictures show: where things are. Supervised
+    training then also teaches the features to tell them. Nothing else reads them: no action and no value depends on
+    them.
     """
 
     default_chunk_length = 4
@@ -153,13 +164,15 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         proprio_dim: int = 24,
         instruction_key: str | None = "instruction",
         width: int = 256,
-        log_std_init: float = -1.5,
+        log_std_init: float = -2.5,
         imitation: str = "absolute",
         num_bins: int = 32,
         flow_steps: int = 5,
         flow_noise: float = 0.1,
         value_gradient: bool = False,
         freeze_vision: bool = False,
+        places_key: str | None = None,
+        places_dim: int = 8,
     ) -> None:
         super().__init__()
         if head not in HEADS:
@@ -179,6 +192,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
             ("width", width, 1),
             ("num_bins", num_bins, 2),
             ("flow_steps", flow_steps, 1),
+            ("places_dim", places_dim, 1),
         ):
             if size < least:
                 raise InputError(f"{name} {size} must be {least} or more")
@@ -188,7 +202,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         self.image_keys, self.image_size = tuple(image_keys), image_size
         self.proprio_key, self.proprio_dim, self.instruction_key = proprio_key, proprio_dim, instruction_key
         self.value_gradient, self.freeze_vision = value_gradient, freeze_vision
-        self.width = width
+        self.width, self.places_key, self.places_dim = width, places_key, places_dim
 
         self.text: Any = WordEncoder()
         self.task: Any = nn.Linear(TEXT_DIM, TASK_DIM)
@@ -197,6 +211,13 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         if proprio_key is not None:
             self.proprio: Any = RunningNormalizer((proprio_dim,), clip=5.0, epsilon=PROPRIO_EPSILON)
             inputs += proprio_dim
+        half = max(width // 2, 1)
+        # Where things are is one question, what to do about it the next.
+        self.found: Any = nn.Sequential(
+            nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, half), nn.ReLU(),
+            nn.Linear(half, max(FOUND_DIM, 0 if places_key is None else places_dim)),
+        )  # fmt: skip
+        inputs += self.found[-1].out_features
         self.trunk: Any = nn.Sequential(
             nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
         )
@@ -213,6 +234,8 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         self.value_head = nn.Sequential(
             nn.Linear(self.feature_dim, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last
         )
+        if places_key is not None:
+            self.places_scale: Any = RunningNormalizer((places_dim,), clip=5.0, epsilon=PROPRIO_EPSILON)
         if freeze_vision:
             self.cameras.requires_grad_(False)
             self.text.requires_grad_(False)
@@ -275,7 +298,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 text = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
             else:
                 text = self.text(self._text(observations, self.instruction_key))
-            seen = [camera(image, text) for camera, image in zip(self.cameras, images, strict=True)]
+            parts = [camera(image, text) for camera, image in zip(self.cameras, images, strict=True)]
         if self.proprio_key is not None:
             proprio = self._stream(observations, self.proprio_key)
             if proprio.shape != (len(text), self.proprio_dim):
@@ -283,8 +306,9 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                     f"observation {self.proprio_key!r} has shape {list(proprio.shape)}; the model was built for "
                     f"[{len(text)}, {self.proprio_dim}] (proprio_dim)"
                 )
-            seen.append(self.proprio(proprio.float()))
-        inputs = torch.cat([*seen, self.task(text)], 1)
+            parts.append(self.proprio(proprio.float()))
+        seen = torch.cat([*parts, self.task(text)], 1)
+        inputs = torch.cat([self.found(seen), seen], 1)
         return torch.cat([inputs, self.trunk(inputs)], 1)
 
     def value_of(self, features: Tensor) -> Tensor:
@@ -300,10 +324,18 @@ class TinyVLAModel(ScoredInParts, nn.Module):
     ) -> Tensor:
         """What supervised training minimises, [B]: −log π of the steps in `step_mask` [B, K], or a flow's error.
 
-        `features`: those of the observations, where they are known already.
+        `features`: those of the observations, where they are known already; the places are then not taught.
         """
-        features = self.features(observations) if features is None else features
-        return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
+        if features is not None:
+            return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
+        features = self.features(observations)
+        loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
+        if self.places_key is None:
+            return loss
+        labels = self.places_scale(self._stream(observations, self.places_key).float())
+        told = features[:, : self.places_dim]  # the first of what was found
+        missed = functional.smooth_l1_loss(told, labels, reduction="none", beta=ROUNDING)
+        return loss + PLACES_WEIGHT * missed.mean(1)
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
         """What the value's loss trains."""
@@ -316,6 +348,8 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         """
         if self.proprio_key is not None and self.proprio.count < ENOUGH_OBSERVED:
             self.proprio.observe(observations[self.proprio_key].float())
+        if self.places_key is not None and self.places_scale.count < ENOUGH_OBSERVED:
+            self.places_scale.observe(observations[self.places_key].float())
 
     def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Mean and log deviation of what a Gaussian head draws from."""

@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from deft.config.settings import EnvConfig, RunConfig
-from deft.envs.make import SHORT_NAMES, make_vector_env
+from deft.envs.make import SHORT_NAMES, check_id, make_vector_env
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
@@ -38,6 +38,7 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
             f"num_workers: {env.num_workers} workers cannot share {most} {what}; use num_envs "
             f"{env.num_workers * (group_size or 1)} or more, or fewer workers"
         )
+    check_id(env)  # a Ray that is started takes seconds
     wanted = env.num_workers or min(most, max(1, available_cores() - 1))
     opened = connection.connect(cluster.ray_address, (wanted + cluster.spare_workers) * cluster.worker_cpus + 1)
     try:

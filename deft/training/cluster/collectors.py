@@ -233,8 +233,7 @@ class RayCollector(_Exact):
         return num_steps
 
     def _write_apart(self, ring: TransitionRing, blocks: list[Block], num_steps: int) -> None:
-        """Blocks one after another: the ring keeps each environment's steps in order."""
-        assert self.feeder is not None
+        """Blocks one after another, until the run has its steps: the ring keeps each environment's in order."""
         count = 0
         for block in blocks:
             slot = self.pool.slots[block.slot]
@@ -242,8 +241,12 @@ class RayCollector(_Exact):
             if block.sequence == 0 and block.incarnation > 0:
                 ring.cut(envs)
             for step in range(block.num_steps):
+                if self.steps_left is not None and count >= self.steps_left:
+                    break
                 ring.write(row_of(block.columns, step), envs)
-            count += sum(block.step_counts)
+                count += block.step_counts[step]
+        if self.steps_left is not None:
+            self.steps_left -= count
         # The trainer counts vector steps; how many env steps each was matters only in their sum.
         self.step_counts.extend([count // num_steps] * (num_steps - 1) + [count - count // num_steps * (num_steps - 1)])
 

@@ -1,14 +1,15 @@
 """Phase 3, `deft train adversarial`: an explorer looks for what the world model cannot foresee, which then learns it.
 
 An iteration: the explorer acts for whole episodes and is paid by the world model's error (`game`), PPO trains it once,
-and the world model trains on `wm_updates` batches, part of what was just found and part older. The world model is the
-run's policy, so that a checkpoint is one of a teacher; the explorer is in the folder `explorer` beside it.
+and the world model trains on `wm_updates` batches: what was just found, older episodes, and random ones. The world
+model is the run's policy, so that a checkpoint is one of a teacher; the explorer is in the folder `explorer` beside it.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extr
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.phases.base import MODEL_FILE, Metrics
-from deft.training.phases.exploration import InlineExplorer
+from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
 from deft.training.phases.game import CollapseGuard, GameReward
 from deft.training.phases.held_out import held_out_episodes
@@ -67,6 +68,8 @@ class AdversarialTrainer(WorldModelTrainer):
         if config.model.lora is not None:
             log.warning("model.lora: not for phase 3, in which the world model learns in full")
             config.model.lora = None
+        if config.adversarial.replay_share + config.adversarial.random_share > 1.0:
+            raise InputError("replay_share, random_share: together at most 1; what they leave of a batch is new")
         config.training.learning_rate = config.adversarial.wm_lr
         super().__init__(config, policy)
         game, training = config.adversarial, config.training
@@ -76,7 +79,7 @@ class AdversarialTrainer(WorldModelTrainer):
         self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)
-        check_chain(self.explorer, config.student.explorer, where)
+        set_noise(self.explorer, config, where)
         episodes = config.student.explorer.episodes_per_update
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
         self.ppo = ExplorerPPO.of_run(self.explorer, explorer_settings(config), training.seed, self.processes)
@@ -85,9 +88,10 @@ class AdversarialTrainer(WorldModelTrainer):
         self.generator = np.random.default_rng([training.seed, rank, 3])
         self.recent = EpisodeStore(RECENT_ROLLOUTS * self.rollouts.num_episodes)
         self.replay = EpisodeStore(game.replay_capacity)
-        wanders = copy.deepcopy(exploration)
-        wanders.seed, wanders.scenes_kept = training.seed + RANDOM_SEED, 1
-        self.wanderer = InlineExplorer(wanders, rank, count)
+        self.wandered = EpisodeStore(game.replay_capacity)
+        self._wanders = copy.deepcopy(exploration)
+        self._wanders.seed, self._wanders.scenes_kept = training.seed + RANDOM_SEED, 1
+        self._wanderer: Explorer | None = None  # opened when it is first asked
         self.num_random = 0  # random episodes taken so far
         self._held_out: list[EpisodeBatch] | None = None
 
@@ -117,7 +121,8 @@ class AdversarialTrainer(WorldModelTrainer):
         metrics |= self._train_world_model()
         self.reward.end_iteration(self.policy, self.episode + 1)
         held_out = self.held_out_loss()
-        metrics |= {"train/held_out_loss": held_out, "game/replay": len(self.replay), "game/warm_up": self.warms_up}
+        metrics |= {"train/held_out_loss": held_out, "game/warm_up": self.warms_up}
+        metrics |= {"game/replay": len(self.replay), "game/random": len(self.wandered)}
         self._look_for_a_collapse(held_out, spread, saturated, float(metrics["reward/paid_steps"]))
         return 1, metrics
 
@@ -132,14 +137,33 @@ class AdversarialTrainer(WorldModelTrainer):
         return float(self.episode < self.config.adversarial.wm_warmup)
 
     def _keep(self, episodes: list[RobotEpisode]) -> None:
-        """The explorer's new episodes; those they displace, and a few random ones, become older data."""
-        strength, game = self.training.colour_augmentation, self.config.adversarial
+        """The explorer's new episodes; those they displace become older data. And some random ones."""
+        strength = self.training.colour_augmentation
         displaced = max(0, len(self.recent) + len(episodes) - (self.recent.episodes.maxlen or 0))
         self.replay.add(list(self.recent.episodes)[:displaced])
-        wandered = self.wanderer.take(game.random_episodes)
-        self.num_random += len(wandered)
         self.recent.add(self._coded(recoloured(episode, self.generator, strength)) for episode in episodes)
-        self.replay.add(self._coded(episode) for episode in wandered)
+        self.wandered.add(self._coded(episode) for episode in self._wander(self.config.adversarial.random_episodes))
+
+    def _wander(self, count: int) -> list[RobotEpisode]:
+        """The next random episodes; with `overlap`, those of the next iteration are collected meanwhile.
+
+        One process collects them, so that they come in order and a run that is resumed goes on bit for bit.
+        """
+        if not count:
+            return []
+        if self._wanderer is None:
+            every = self.processes.count
+            first = self.num_random * every + self.processes.rank
+            overlaps = self.training.overlap
+            self._wanderer = (
+                ProcessExplorer(self._wanders, 1, first, every)
+                if overlaps
+                else InlineExplorer(self._wanders, first, every)
+            )
+        found = self._wanderer.take(count)
+        self._wanderer.allow(count)
+        self.num_random += count
+        return found
 
     def _coded(self, episode: RobotEpisode) -> RobotEpisode:
         if episode.codes is None:
@@ -147,14 +171,15 @@ class AdversarialTrainer(WorldModelTrainer):
         return episode
 
     def _train_world_model(self) -> Metrics:
-        """`wm_updates` batches, new and older episodes side by side; the means of what is logged."""
+        """`wm_updates` batches, new, older and random episodes side by side; the means of what is logged."""
         game, model = self.config.adversarial, self.policy.config
-        num_older = round(self.training.batch_size * game.replay_share) if len(self.replay) else 0
+        size = self.training.batch_size
         self.policy.train()
         found: list[Metrics] = []
         for _ in range(game.wm_updates):
-            older = self.replay.draw(num_older, self.generator)
-            newer = self.recent.draw(self.training.batch_size - len(older), self.generator)
+            older = self.replay.draw(round(size * game.replay_share), self.generator)
+            older += self.wandered.draw(round(size * game.random_share), self.generator)
+            newer = self.recent.draw(size - len(older), self.generator)
             batch = side_by_side([*newer, *older], model.n_obs_img_steps, model.obs_img_stride, self.device)
             found.append({**self.train_chunks(batch), **self.reward.learn(batch)})
             self.shown_episode = batch
@@ -199,13 +224,14 @@ class AdversarialTrainer(WorldModelTrainer):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def write_beside(self, folder: Path) -> None:
-        """The explorer, as a student's checkpoint has it, and both buffers."""
+        """The explorer, as a student's checkpoint has it, and the buffers."""
         place = folder / EXPLORER_FOLDER
         place.mkdir()
         weights = {name: value.detach().cpu().clone() for name, value in self.explorer.f1.state_dict().items()}
         torch.save(weights, place / checkpoint.MODEL)
         torch.save(explorer_extras(self.explorer), place / EXPLORER_FILE)
-        torch.save({"recent": self.recent.state_dict(), "replay": self.replay.state_dict()}, folder / BUFFERS_FILE)
+        stores = {"recent": self.recent, "replay": self.replay, "random": self.wandered}
+        torch.save({name: store.state_dict() for name, store in stores.items()}, folder / BUFFERS_FILE)
         write_json(to_dict(self.explorer.config), self.run_dir / EXPLORER_FOLDER / MODEL_FILE)
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,7 +255,6 @@ class AdversarialTrainer(WorldModelTrainer):
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
         self.num_random = state["num_random"]
-        self.wanderer.skip(self.num_random)
 
     def load(self, path: str | Path) -> None:
         """The buffers too."""
@@ -237,11 +262,13 @@ class AdversarialTrainer(WorldModelTrainer):
         buffers = checkpoint.load_part(checkpoint.find_checkpoint(path), BUFFERS_FILE)
         self.recent.load_state_dict(buffers["recent"])
         self.replay.load_state_dict(buffers["replay"])
+        self.wandered.load_state_dict(buffers.get("random", []))  # earlier runs kept them among the older ones
 
     def close(self) -> None:
         """Free the worlds."""
         self.rollouts.close()
-        self.wanderer.close()
+        if self._wanderer is not None:
+            self._wanderer.close()
         super().close()
 
     def _check_finite(self) -> None:
@@ -254,10 +281,22 @@ class AdversarialTrainer(WorldModelTrainer):
 
 
 def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
-    """The student's settings of PPO, with the game's learning rate."""
+    """The student's settings of PPO, with the game's learning rate and noise."""
     settings = copy.deepcopy(config.student.explorer)
     settings.learning_rate = config.adversarial.explorer_lr
+    settings.initial_noise *= config.adversarial.explorer_noise
+    settings.action_noise *= config.adversarial.explorer_noise
     return settings
+
+
+def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path) -> None:
+    """Let an explorer that has the student's noise act with the game's; one that has it already is left so."""
+    wanted, scale = explorer_settings(config), config.adversarial.explorer_noise
+    if not math.isclose(float(explorer.deviation[0]), wanted.action_noise, rel_tol=1e-6):
+        check_chain(explorer, config.student.explorer, where)
+        explorer.deviation.mul_(scale)
+        explorer.initial_deviation.mul_(scale)
+    check_chain(explorer, wanted, where)
 
 
 def action_spread(found: Collected) -> tuple[float, float]:

@@ -64,7 +64,7 @@ class BaseRLTrainer(ABC):
         self.config, self.training = config, config.training
         check_fsdp(config, self.phase, self.can_shard)
         self.processes = Processes()
-        self.is_sharded = config.training.fsdp and self.processes.count > 1
+        self.is_sharded = sharding.asks_for_shards(config.training.fsdp, self.phase, self.can_shard, self.processes)
         self.device = self.processes.device(choose_device(config.training.device))
         self.processes.open(self.device)
         self.run_dir, self.resume_from, self._replaces = self.processes.share(self._place())
@@ -356,10 +356,7 @@ class BaseRLTrainer(ABC):
         self.load_state_dict(state["state"])
 
     def _check_finite(self) -> None:
-        finite = all(bool(torch.isfinite(part).all()) for part in sharding.local_parts(self.policy))
-        if self.is_sharded:  # all call it: the others' parts are looked at by them
-            finite = not self.processes.largest(float(not finite), self.device)
-        if not finite:
+        if not sharding.are_finite(self.policy, self.processes, self.device):
             raise RunError(
                 f"the policy's weights are no longer finite after {self.episode} episodes, so nothing was saved: "
                 "lower learning_rate; the checkpoints already saved are good"
@@ -369,9 +366,7 @@ class BaseRLTrainer(ABC):
         if not self.processes.is_first or not self.num_updates or self._saved_at == self.episode:
             return
         if self.is_sharded:
-            log.warning(
-                "nothing was saved after the failure: the weights are shared out, and other processes may be gone"
-            )
+            log.warning(sharding.NOT_SAVED)
             return
         try:
             log.warning("saved %s after the failure", self.save())
@@ -384,7 +379,7 @@ class BaseRLTrainer(ABC):
         """Share out the weights, kept in float32; the image tokenizer codes frames between passes, and stays whole."""
         self.policy.use_dtype("float32")
         units = (GatedMLP, VisionLayer)
-        passes = ("forward_motion_only", "forward_memory_only", "forward_remembered_picture")
+        passes = ("forward_motion_only", "forward_memory_only", "forward_remembered_picture", "expected_places")
         whole = list(self.policy.tokenizer.parameters())
         sharding.shard(self.policy, self.processes, self.device, units, whole, passes)
         self.policy.tokenizer.to(self.device)
@@ -459,11 +454,11 @@ def check_fsdp(config: PhaseConfig, phase: str, can_shard: bool) -> None:
     if not config.training.fsdp:
         return
     if not can_shard:
-        raise InputError(f"fsdp: for `deft train teacher`; in phase {phase} the explorer acts with whole weights")
+        raise InputError(f"fsdp: in phase {phase} the explorer acts with whole weights; {sharding.WHO_CAN}")
     if config.model.lora is not None:
         raise InputError("fsdp: not with model.lora, whose adapters need little memory; leave one of them out")
     if config.training.compile:
-        raise InputError("fsdp: not with compile, which wants the weights whole; leave one of them out")
+        raise InputError(sharding.NOT_COMPILED)
     if not config.training.sequential_training:
         raise InputError(
             "fsdp: not on random steps, whose passes differ from process to process; use sequential_training"

@@ -170,7 +170,7 @@ class CollapseGuard:
         }
         reasons = {
             "forgets": f"the world model has collapsed: its held-out loss is {held_out_loss:.3f}, and was "
-            f"{self.lowest_loss:.3f}; lower wm_lr, or raise replay_share",
+            f"{self.lowest_loss:.3f}; lower wm_lr, or raise random_share",
             "freezes": f"the explorer has collapsed: its actions hardly differ (deviation {spread:.3f}); "
             "lower explorer_lr",
             "saturates": f"the explorer has collapsed: {saturated:.0%} of its actions are at their limits; "

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from deft import schema
 from deft.config.f1_settings import TrainingConfig
-from deft.data.augmentation import recoloured
+from deft.data.augmentation import recoloured, shifted
 from deft.data.datasets import Dataset, find_dataset, load_dataset
 from deft.data.datasets.lerobot import matches as is_lerobot
 from deft.data.robot_episode import RobotEpisode
@@ -42,11 +42,22 @@ class DatasetExplorer:
             raise InputError(f"dataset {training.dataset}: fewer episodes to train on than processes")
         self._mine, self._next = mine, 0
         self.num_episodes = len(mine)
-        self.longest = int(self.dataset.lengths.max())
+        shortest, longest = int(self.dataset.lengths.min()), int(self.dataset.lengths.max())
+        if shortest < 2 * training.frame_skip - 1:  # from any of its first frames there is one more to foresee
+            raise InputError(
+                f"frame_skip {training.frame_skip}: the shortest episode of {training.dataset} has {shortest} steps"
+            )
+        self.longest = longest // training.frame_skip
         self.normalization = self._measure()
         self.state_dim, self.action_dim = (
             max(PADDED_SIZE, len(self.normalization[name][0])) for name in ("state", "action")
         )
+
+    @property
+    def varies(self) -> bool:
+        """Whether an episode is another one the next time."""
+        training = self.training
+        return bool(training.colour_augmentation or training.shift_augmentation or training.frame_skip > 1)
 
     def take(self, count: int) -> list[RobotEpisode]:
         """The next `count` episodes."""
@@ -55,7 +66,10 @@ class DatasetExplorer:
             turn, place = divmod(self._next, self.num_episodes)
             order = np.random.default_rng([self.training.seed, turn]).permutation(self._mine)
             generator = np.random.default_rng([self.training.seed, self._next, 2])
-            found.append(recoloured(self.read(int(order[place])), generator, self.training.colour_augmentation))
+            begin = int(generator.integers(self.training.frame_skip)) if self.training.frame_skip > 1 else 0
+            episode = self.read(int(order[place]), begin)
+            episode = recoloured(episode, generator, self.training.colour_augmentation)
+            found.append(shifted(episode, generator, self.training.shift_augmentation))
             self._next += 1
         return found
 
@@ -78,17 +92,24 @@ class DatasetExplorer:
         """Let go of open files."""
         self.dataset.close()
 
-    def read(self, index: int) -> RobotEpisode:
-        """One episode of the dataset, its numbers brought to −1 … 1."""
-        episode = self.dataset.episode(index)
+    def read(self, index: int, begin: int = 0) -> RobotEpisode:
+        """One episode of the dataset, its numbers brought to −1 … 1: every `frame_skip`-th frame from `begin` on.
+
+        An action is then the mean of those between two frames.
+        """
+        episode, skip = self.dataset.episode(index), self.training.frame_skip
         wrist, head = self.cameras
         streams = episode.streams
-        state = _state_of(streams, len(episode) + 1)
+        count = (len(episode) - begin) // skip
+        frames = slice(begin, begin + count * skip + 1, skip)
+        state = _state_of(streams, len(episode) + 1)[frames]
+        action = _scaled(_vectors(episode.action), self.normalization["action"])
+        action = action[begin : begin + count * skip].reshape(count, skip, -1).mean(1)
         return RobotEpisode(
-            wrist=last_picture(streams[wrist]),
+            wrist=last_picture(streams[wrist])[frames],
             state=_padded(_scaled(state, self.normalization["state"]), self.state_dim),
-            action=_padded(_scaled(_vectors(episode.action), self.normalization["action"]), self.action_dim),
-            head=None if head is None else last_picture(streams[head]),
+            action=_padded(action, self.action_dim),
+            head=None if head is None else last_picture(streams[head])[frames],
             number=index,
         )
 

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from deft import schema
+from deft.algorithms.sharded_optimization import part_of
 from deft.config.f1_settings import PhaseConfig
 from deft.data.episodes import EpisodeBatch, EpisodeBuffer
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import read_task_config
 from deft.machine import available_cores
 from deft.models.f1.config import F1Config
+from deft.models.f1.motion import fit_sharpness
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.policy import F1Policy
 from deft.training import sharding
@@ -34,6 +36,8 @@ from deft.training.precision import autocast
 log = logging.getLogger(__name__)
 MOTION_WARMUP, MEMORY_WARMUP = 0.15, 0.05  # shares of a run that starts from new weights
 MOST_WORKERS = 64
+FITTED_STEPS = 512
+MOST_COPIES = 64  # that are kept of a few recorded episodes, each in other colours and places
 
 
 class TeacherTrainer(WorldModelTrainer):
@@ -103,6 +107,8 @@ class TeacherTrainer(WorldModelTrainer):
             batch = batch.without_head()
         self.policy.train()
         warms_up = self.warms_up
+        if warms_up is None and self._is_new:
+            self._fit_sharpness(batch)
         if warms_up == "motion":
             metrics = self._train_motion(batch)
         elif warms_up == "memory":
@@ -113,6 +119,28 @@ class TeacherTrainer(WorldModelTrainer):
             metrics = self._train_random(batch, hides_head)
         metrics |= {"collect/episodes": self.num_taken, "collect/new": self.buffer.num_unseen}
         return len(places) * self.processes.count, metrics
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the whole model has had no update yet, and is not from a checkpoint."""
+        return self.config.model.checkpoint_path is None and not self.optimizer.state
+
+    def _fit_sharpness(self, batch: EpisodeBatch) -> None:
+        """Set how far the motion prior is trusted at first, on steps of the first episodes of all processes."""
+        motion, tokenizer = self.policy.model.motion, self.policy.tokenizer
+        if motion is None:
+            return
+        rows, times = batch.all_steps()
+        num_steps = int(self.processes.largest(len(rows), self.device)) * self.processes.count
+        kept = times % math.ceil(num_steps / FITTED_STEPS) == 0
+        steps = batch.steps(rows[kept], times[kept])
+        memory = self.policy.initial_memory(int(kept.sum())) if self.policy.config.memory_enabled else None
+        with autocast(self.device, self.autocast_dtype):
+            missing, codes = self.policy.expected_places(steps, memory)
+        found = fit_sharpness(missing, codes, tokenizer.quantize, tokenizer.sizes, self.processes.sum)
+        sharding.reshard(self.policy)
+        with torch.no_grad():
+            motion.log_sharpness.copy_(part_of(found, motion.log_sharpness))
 
     def _drops_head(self) -> bool:
         """At random; alike in all processes where they gather weights for each picture together."""
@@ -199,8 +227,8 @@ class TeacherTrainer(WorldModelTrainer):
                 self._keep(explorer.ready())
             explorer.allow(max(2 * batch_size, self.num_workers) - self.buffer.num_unseen)
         elif isinstance(explorer, DatasetExplorer):
-            missing = min(explorer.num_episodes, self.training.buffer_capacity) - len(self.buffer)
-            if missing > 0 or explorer.num_episodes > self.training.buffer_capacity:
+            missing = min(explorer.num_episodes, self.buffer.capacity) - len(self.buffer)
+            if missing > 0 or explorer.varies or explorer.num_episodes > self.buffer.capacity:
                 self._keep(explorer.take(missing if missing > 0 else batch_size))
         else:
             self._keep(explorer.take(batch_size))
@@ -215,7 +243,8 @@ class TeacherTrainer(WorldModelTrainer):
         training = self.training
         longest, capacity = training.steps_per_episode, training.buffer_capacity
         if isinstance(explorer, DatasetExplorer):
-            longest, capacity = explorer.longest, min(capacity, explorer.num_episodes)
+            most = max(explorer.num_episodes, MOST_COPIES) if explorer.varies else explorer.num_episodes
+            longest, capacity = explorer.longest, min(capacity, most)
         elif training.sequential_training and not isinstance(explorer, ProcessExplorer):
             capacity = training.batch_size  # each is trained on once, when it is new
         return EpisodeBuffer(capacity, longest, self.device)

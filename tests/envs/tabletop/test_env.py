@@ -50,7 +50,7 @@ def play_expert(env: TabletopEnv, num_steps: int = 150, target: int | None = Non
     [
         {},
         {"task": "all", "control_mode": "delta_ee", "reward": "sparse", "num_objects": 3},
-        {"task": "push", "observation": "images", "control_mode": "delta_ee_pos", "image_size": 32},
+        {"task": "push", "observation": "labelled", "control_mode": "delta_ee_pos", "image_size": 32},
         {"task": "random_exploration", "observation": "both", "cameras": ["wrist"], "num_objects": 1},
     ],
 )
@@ -82,6 +82,16 @@ def test_state_by_hand() -> None:
     assert env.scene.area is not None
     np.testing.assert_allclose(state[45:47], np.subtract(env.scene.area, simulation.tcp[:2]), atol=1e-6)
     assert state[47:].tolist() == [0, 0, 1, 0, 0]  # the third of the five tasks
+
+
+@pytest.mark.usefixtures("gl")
+def test_labels_say_where_things_are_and_the_state_does_not() -> None:
+    env = TabletopEnv("push", num_objects=3, observation="labelled", image_size=32)
+    observation, _ = env.reset(seed=3)
+    whole, _ = TabletopEnv("push", num_objects=3).reset(seed=3)
+    assert observation["state"].tolist() == whole[:24].tolist()
+    objects = whole[24:45].reshape(3, 7)[:, :3]  # position, then quaternion
+    assert observation["places"].tolist() == [*objects.ravel().tolist(), *whole[45:47].tolist()]
 
 
 def test_dense_reward_is_progress() -> None:

@@ -13,7 +13,7 @@ from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import PRESETS, TokenizerConfig
 from deft.models.f1.experts import Block
 from deft.models.f1.language import ByteTokenizer, FolderTokenizer, make_language_tokenizer
-from deft.models.f1.motion import MotionPrior
+from deft.models.f1.motion import MotionPrior, fit_sharpness
 from deft.models.f1.sampling import choose
 from deft.models.f1.vq import MultiScaleQuantizer, MultiScaleTokenizer
 
@@ -204,6 +204,20 @@ def test_choices():
     assert shares(2, 1.0).tolist() == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)  # 5/8 and 3/8
     assert shares(0, 0.8).tolist() == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)  # 0.5 + 0.3 hold 0.8
     assert shares(0, 0.81)[2] > 0.1  # and no more than they
+
+
+def test_the_prior_is_trusted_as_far_as_it_is_right():
+    """Two codes 1 apart, the expected place on the first: p(first) = 1 / (1 + exp(−β / spread)), at best its share."""
+    quantize = MultiScaleQuantizer(replace(micro_config().tokenizer, codebook_size=2, code_dim=1, scales=(1, 2)))
+    with torch.no_grad():
+        quantize.embedding.weight.copy_(torch.tensor([[0.0], [1.0]]))
+    spread = 0.5  # variance of 0 and 1
+    codes = torch.zeros(10, 5, dtype=torch.int64)
+    codes[0, 0] = 1  # the coarse scale is wrong once in 10; the fine one half of the time
+    codes[:5, 1:] = 1
+    found = fit_sharpness(torch.zeros(10, 5, 1), codes, quantize, [1, 4], lambda slopes: slopes).exp()
+    assert float(found[0]) == pytest.approx(spread * math.log(9.0), rel=1e-2)  # 0.9 : 0.1
+    assert float(found[1]) == pytest.approx(0.4, rel=1e-2)  # the least there is: the prior knows nothing of it
 
 
 def test_motion_starts_as_a_copy_and_moves_the_way_it_says():

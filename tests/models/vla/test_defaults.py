@@ -6,6 +6,7 @@ from torch import nn
 
 from deft.models.vla.defaults import model_defaults
 from deft.models.vla.gpt import GPTVLAModel
+from deft.models.vla.tiny import TinyVLAModel
 
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
 
@@ -38,6 +39,16 @@ def test_everything_that_the_spaces_say():
         "instruction_key": "words",
         "max_instruction_length": 100,
     }
+
+
+def test_places_are_labels_and_no_proprioception():
+    streams = {"rgb": picture(3, 32, 32), "proprio": vector(8), "places": vector(5)}
+    defaults = model_defaults(TinyVLAModel, {}, spaces.Dict(streams), ACTIONS)
+    assert [defaults[name] for name in ("proprio_key", "proprio_dim", "places_key", "places_dim")] == [
+        "proprio", 8, "places", 5
+    ]  # fmt: skip
+    del streams["places"]
+    assert model_defaults(TinyVLAModel, {}, spaces.Dict(streams), ACTIONS)["places_key"] is None
 
 
 def test_what_is_given_is_not_said_again():

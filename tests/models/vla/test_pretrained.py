@@ -242,6 +242,14 @@ def test_the_gaussian_is_a_density_in_the_environments_units() -> None:
     torch.testing.assert_close(entropy, expected.entropy().sum((1, 2)))
 
 
+def test_layers_that_are_called_as_modules_are_gathered_one_at_a_time(vlm: VisionLanguageVLA, pi0: Pi0VLA) -> None:
+    names = sorted(type(layer).__name__ for layer in vlm.gathered_layers())
+    assert names == ["GemmaDecoderLayer", "GemmaDecoderLayer", "SiglipEncoderLayer"]
+    language = set(pi0.backbone.model.vlm.language_model.modules())
+    assert len(pi0.gathered_layers()) == 3  # two of the action expert, one of the vision tower
+    assert not language & set(pi0.gathered_layers())
+
+
 def test_lora_trains_little_and_starts_without_effect(vlm: VisionLanguageVLA) -> None:
     adapted = seeded(
         VisionLanguageVLA, architecture=PALIGEMMA, lora={"r": 2}, gradient_checkpointing=True, **STREAMS, **PROPRIO

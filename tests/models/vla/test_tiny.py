@@ -288,3 +288,30 @@ def test_observations_that_do_not_fit():
 def test_it_is_found_by_its_name():
     settings = {"head": "token", "image_size": 32, "action_dim": 3}
     assert isinstance(load_vla_model(None, "vla-tiny", settings), TinyVLAModel)
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+
+def test_places_are_taught_and_never_read():
+    model, plain = tiny(places_key="places", places_dim=2), tiny()
+    seen = scenes()
+    actions = torch.zeros(5, 3, 2)
+    shown = [seen.clone().set("places", torch.full((5, 2), value)) for value in (0.0, 3.0)]
+    with torch.no_grad():
+        for method in (model.get_value, lambda observations: model(observations, deterministic=True)):
+            assert torch.equal(method(shown[0]), method(shown[1]))
+        losses = [model.imitation_loss(observations, actions) for observations in shown]
+        known = model.imitation_loss(shown[0], actions, features=model.features(seen))
+        assert model.features(seen)[:, :2].abs().max() < 1.5  # what it tells before training: near 0
+        model.load_state_dict(plain.state_dict(), strict=False)
+        alone = [m.imitation_loss(shown[0], actions, features=m.features(seen)) for m in (model, plain)]
+    assert (losses[1] > losses[0]).all()
+    assert (losses[0] > known).all()  # with features that are given, actions alone are taught
+    torch.testing.assert_close(*alone)
+    model(seen, deterministic=True)  # acts where there are no labels
+
+
+def test_places_that_are_missing_in_training_are_an_error():
+    with pytest.raises(InputError, match="places"):
+        tiny(places_key="places").imitation_loss(scenes(), torch.zeros(5, 3, 2))

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from deft import schema
 from deft.errors import RunError
 from deft.training.cluster.blocks import Block, Order
-from deft.training.cluster.collectors import Feeder
+from deft.training.cluster.collectors import Feeder, RayCollector
 from deft.training.cluster.pool import Slot
 
 
@@ -134,6 +135,25 @@ def test_the_last_shorter_rollout_takes_what_is_there():
     feeder.close()
     assert taken is not None
     assert sum(len(strand) for strand in taken) == 6  # one step of 6 environments
+
+
+def test_transitions_end_where_the_run_does():
+    """Of what the workers have ready for a replay buffer no more is written than the run has steps left."""
+    pool = PretendedPool(num_workers=2)
+    collector = RayCollector.__new__(RayCollector)
+    collector.pool, collector.steps_left, collector.step_counts = pool, 10, deque()
+    written = []
+    ring = SimpleNamespace(write=lambda row, envs: written.append((int(row[schema.OBSERVATION][0]), envs)))
+    for slot in pool.slots:
+        slot.order = Order(0, 0, [], num_steps=4)
+    blocks = [pool._block(slot, 4) for slot in pool.slots]
+    for block in blocks:
+        block.step_counts = [2, 2, 2, 2]  # of two environments
+    collector._write_apart(ring, blocks, 4)
+    # 10 env steps: all 4 of the first worker's environments 0 and 1, and one of those from environment 2 on
+    assert written == [(0, [0, 1]), (1, [0, 1]), (2, [0, 1]), (3, [0, 1]), (200_000, [2, 3])]
+    assert sum(collector.step_counts) == 10
+    assert collector.steps_left == 0
 
 
 def never_after(seconds):

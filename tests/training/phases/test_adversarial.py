@@ -1,6 +1,7 @@
 """Phase 3: who learns when, what pays, when it ends, and going on after a stop."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.disagreement import Disagreement
 from deft.training import checkpoint
-from deft.training.phases.adversarial import EXPLORER_FOLDER, AdversarialTrainer, action_spread
+from deft.training.phases.adversarial import EXPLORER_FOLDER, AdversarialTrainer, action_spread, set_noise
 from deft.training.phases.explorer_rollouts import measure
 from deft.training.phases.game import CollapseGuard, GameReward
 
@@ -118,10 +119,57 @@ def test_what_is_logged(played):
 
 def test_older_and_newer_episodes_are_kept_apart(played):
     made, _, _ = played
-    # Of 3 rollouts of 2 episodes, the last 2 are new (4 episodes); the first went to the older ones, with 3 random.
+    # Of 3 rollouts of 2 episodes, the last 2 are new (4 episodes); the first is older. One random episode a time.
     assert len(made.recent) == 4
-    assert len(made.replay) == 5
-    assert made.num_random == 3
+    assert len(made.replay) == 2
+    assert len(made.wandered) == made.num_random == 3
+
+
+def test_a_batch_has_its_shares_of_older_and_random_episodes(played):
+    made, _, _ = played
+    made = copy.copy(made)
+    taken = []
+    made.config = copy.deepcopy(made.config)
+    made.config.adversarial.replay_share, made.config.adversarial.random_share = 0.25, 0.5
+    made.training = dataclasses.replace(made.training, batch_size=4)
+    made.train_chunks = lambda batch: taken.append(batch) or {}
+    stores = {"new": made.recent, "older": made.replay, "random": made.wandered}
+    of = {e.wrist.tobytes(): name for name, store in stores.items() for e in store.episodes}
+    made._train_world_model()
+    assert len(taken) == 2
+    for batch in taken:
+        kinds = [of[wrist.numpy().tobytes()] for wrist in batch.streams["wrist"]]
+        assert kinds == ["new", "older", "random", "random"]
+
+
+def test_random_episodes_are_the_same_where_they_are_collected_beside(played, tmp_path):
+    made, _, _ = played
+    config = game_config(tmp_path)
+    config.training.overlap = True
+    other = AdversarialTrainer(config, made.policy)
+    other.num_random = 1  # as a run that is resumed after one
+    found = [*other._wander(1), *other._wander(1)]
+    other.close()
+    for one, wanted in zip(found, list(made.wandered.episodes)[1:], strict=True):
+        assert np.array_equal(one.wrist, wanted.wrist)
+        assert np.array_equal(one.action, wanted.action)
+
+
+def test_the_explorer_acts_with_a_share_of_the_students_noise(played, tmp_path):
+    made, folder, _ = played
+    deviation, initial = float(made.explorer.deviation[0]), float(made.explorer.initial_deviation)
+    explorer, config = copy.deepcopy(made.explorer), game_config(tmp_path, explorer_noise=0.5)
+    for _ in range(2):  # of an explorer that has it already, no more is taken away
+        set_noise(explorer, config, folder)
+        assert float(explorer.deviation[0]) == pytest.approx(0.5 * deviation)
+        assert float(explorer.initial_deviation) == pytest.approx(0.5 * initial)
+    with pytest.raises(InputError, match=r"action_noise: .* learned with"):
+        set_noise(explorer, game_config(tmp_path, explorer_noise=0.3), folder)
+
+
+def test_shares_of_more_than_a_batch_are_refused(tmp_path):
+    with pytest.raises(InputError, match="replay_share, random_share: together at most 1"):
+        make(tmp_path, replay_share=0.6, random_share=0.5)
 
 
 # -- going on --------------------------------------------------------------------------------------------------------
@@ -137,7 +185,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(played, tmp_path):
     assert not changed(weights(made.explorer), resumed.explorer)
     assert resumed.num_updates == made.num_updates
     assert resumed.ppo.version == made.ppo.version
-    assert [e.number for e in resumed.replay.episodes] == [e.number for e in made.replay.episodes]
+    for one, other in ((resumed.replay, made.replay), (resumed.wandered, made.wandered)):
+        assert [e.number for e in one.episodes] == [e.number for e in other.episodes]
     one, other = (trainer.optimizer.state_dict()["state"] for trainer in (made, resumed))
     assert all(torch.equal(one[key]["exp_avg"], other[key]["exp_avg"]) for key in one)
 

@@ -178,10 +178,13 @@ def test_the_evaluations_compare(whole):
 def test_settings_of_a_phase(tmp_path, model_file):
     config = whole_config(tmp_path, model_file)
     config.all.student_minutes = 3.0
+    config.model.checkpoint_path = "weights"
     before = copy.deepcopy(config)
+    assert phase_settings(config, "teacher", tmp_path).model.checkpoint_path == "weights"
     student = phase_settings(config, "student", tmp_path)
     assert (student.phase, student.training.num_episodes, student.training.max_minutes) == ("student", 4, 3.0)
     assert student.run.auto_resume
+    assert student.model.checkpoint_path is None  # it starts from the teacher
     assert phase_settings(config, "adversarial", tmp_path).training.max_minutes is None
     assert config == before
 

@@ -23,6 +23,7 @@ from deft.errors import InputError, RunError
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
+from deft.training.phases import teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import DatasetExplorer, find_cameras, last_picture, open_video, split
 from deft.training.phases.teacher import TeacherTrainer, train_teacher
@@ -209,6 +210,21 @@ def test_a_second_warm_up_teaches_the_memory_alone(tmp_path):
     kinds = ["motion" if "train/motion_loss" in line else "memory" for line in lines if "train/grad_norm" in line]
     assert kinds == ["motion"] * 2 + ["memory"] * 2
     assert made.schedule_progress == 0.0  # what follows would begin with the whole learning rate
+
+
+def test_trust_in_the_motion_prior_is_fitted_once(tmp_path, monkeypatch):
+    """Before the first update of the whole model, and not again: neither in later rounds nor after resuming."""
+    fitted = []
+    monkeypatch.setattr(teacher, "fit_sharpness", lambda *found: fitted.append(found) or torch.full((3,), 2.5))
+    policy = small_policy(motion_prior=True)
+    made = trainer(tmp_path, policy, num_episodes=6, motion_warmup=0.4, learning_rate=1e-9)
+    made.train()
+    assert len(fitted) == 1
+    assert policy.model.motion.log_sharpness.tolist() == pytest.approx([2.5] * 3, abs=1e-4)
+    config = made.config
+    config.run.resume, config.training.num_episodes = str(tmp_path), 8
+    TeacherTrainer(config, small_policy(motion_prior=True)).train()
+    assert len(fitted) == 1
 
 
 def test_trained_weights_are_not_warmed_up_unasked(tmp_path):
@@ -461,6 +477,29 @@ def test_a_dataset_trains_the_same_model(tmp_path, recording):
     assert not episode.action[:, 2:].any()  # dims that never change, and padding
     state = checkpoint.load_training_state(tmp_path / "run" / "checkpoint-8")["state"]
     assert state["normalization"] == explorer.normalization
+
+
+def test_recorded_episodes_are_new_ones_each_time(tmp_path, recording):
+    """With colours or places changed every round takes new copies of the three; without, what is kept is enough."""
+    settings = {"dataset": str(recording), "steps_per_episode": 7, "num_episodes": 8, "batch_size": 2}
+    plain = trainer(tmp_path / "plain", colour_augmentation=0.0, **settings)
+    plain.train()
+    assert (plain.num_taken, len(plain.buffer)) == (3, 3)
+    moved = trainer(tmp_path / "moved", colour_augmentation=0.0, shift_augmentation=3, **settings)
+    moved.train()
+    assert (moved.num_taken, len(moved.buffer)) == (9, 9)  # 3, then 2 in each of the three rounds after the first
+
+
+def test_a_recording_may_be_taken_at_a_lower_rate(tmp_path, recording):
+    """Of 8 frames and 7 actions every third from the second on: frames 1, 4, 7; actions the means of 1–3 and 4–6."""
+    whole = trainer(tmp_path / "whole", dataset=str(recording))._open_explorer()
+    skips = trainer(tmp_path / "skips", dataset=str(recording), frame_skip=3)._open_explorer()
+    every, third = whole.read(0), skips.read(0, 1)
+    assert np.array_equal(third.wrist, every.wrist[[1, 4, 7]])
+    assert np.allclose(third.action, [every.action[1:4].mean(0), every.action[4:7].mean(0)], atol=1e-6)
+    assert skips.longest == 2
+    with pytest.raises(InputError, match="frame_skip 5: the shortest episode"):
+        trainer(tmp_path / "none", dataset=str(recording), frame_skip=5)._open_explorer()
 
 
 def test_a_dataset_run_resumes_bit_for_bit(tmp_path, recording):
