@@ -87,7 +87,7 @@ class SAC(SoftPolicy):
         """The anchor's weight; into a tensor, which a recorded update reads."""
         half_life = self.settings.anchor_half_life
         if self.anchor is not None and half_life is not None:
-            # c_t = c · 2^(−t / half-life): how far the policy may stray goes with 1/c, so it grows evenly on a log scale.
+            # c_t = c · 2^(−t / half-life): how far the policy may stray goes with 1/c, so it grows by equal factors.
             halvings = max(0, self.version - self.settings.critic_warmup) / half_life
             self.anchor_weight.fill_(self.settings.anchor_coef * 0.5**halvings)
 

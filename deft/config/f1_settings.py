@@ -233,9 +233,9 @@ class AdversarialSection:
     """Iterations, at least, that the older world model is old; twice as many at most."""
     ensemble_size: Annotated[Count, Field(ge=2)] = 5
     """Members of the ensemble whose disagreement is measured."""
-    replay_share: Fraction = 0.25
+    replay_share: Fraction = 0.125
     """Share of each batch of the world model that comes from older episodes of the explorer."""
-    random_share: Fraction = 0.5
+    random_share: Fraction = 0.75
     """Share of each batch that comes from random exploration, as in phase 1: what it knew is not forgotten."""
     replay_capacity: Count = 256
     """Older episodes of the explorer that are kept, and as many random ones."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,10 @@ from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episo
 from deft.evaluation.plots import plot_comparison
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.loading import load_f1_policy
+from deft.models.f1.motion import fit_sharpness, prior_cross_entropy
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.rollout import roll_out
+from deft.models.f1.vq import MultiScaleTokenizer
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.base import MODEL_FILE
@@ -40,6 +43,7 @@ EPISODES_TOGETHER = 16
 MOVING = 2.0  # mean absolute difference of two frames, in grey levels of 255, from which the picture moves
 LONGEST = 500  # steps of a recorded episode that are measured
 GREY = 127
+FITTED = 256  # frames on which the copy's sharpness is fitted
 ABLATED = ("wm_acc", "wm_acc_forced", "cross_entropy", "psnr")
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -99,6 +103,7 @@ def measure(
     """
     whole = [foresee(policy, batch) for batch in batches]
     results = _summarize(whole)
+    results["copy_cross_entropy"] = copy_cross_entropy(policy.tokenizer, whole)
     if ablations:
         changes: dict[str, tuple[Change | None, bool]] = {
             "actions_shuffled": (shuffled_actions, True),
@@ -168,6 +173,7 @@ class Foresights:
     correct: list[Tensor] = field(default_factory=list)  # [N, L] each
     copied: list[Tensor] = field(default_factory=list)
     copied_forced: list[Tensor] = field(default_factory=list)
+    left: list[Tensor] = field(default_factory=list)  # [N, L, D]: what the true coarser codes leave of the last frame
     codes: list[Tensor] = field(default_factory=list)  # the true ones
     psnr: list[Tensor] = field(default_factory=list)  # [N] each
     copy_psnr: list[Tensor] = field(default_factory=list)
@@ -223,12 +229,14 @@ def foresee(
         target, last = tokens[:, history], tokens[:, history - 1]
         pixels = to_model(steps[schema.IMAGE0_HISTORY].flatten(0, 1)[real], size, schema.IMAGE0_HISTORY)
         features = tokenizer.features(pixels[:, history - 1])
-        nearest = tokenizer.quantize.distances(tokenizer.missing(features, target)).argmin(-1)
+        left = tokenizer.missing(features, target)
+        nearest = tokenizer.quantize.distances(left).argmin(-1)
         shown = to_pictures(pixels[:, history - 1 : history + 1]).float()
         images = free["images"].reshape(-1, *shown.shape[-3:])[real].float()
         found.correct.append(free[schema.FRAME_TOKENS].reshape(-1, target.shape[-1])[real] == target)
         found.copied.append(last == target)
         found.copied_forced.append(nearest == target)
+        found.left.append(left)
         found.codes.append(target)
         found.psnr.append(psnr(images, shown[:, 1]))
         found.copy_psnr.append(psnr(shown[:, 0], shown[:, 1]))
@@ -296,6 +304,24 @@ def psnr(images: Tensor, truth: Tensor) -> Tensor:
     """10 log10(255² / mean squared error) of each picture [N, 3, h, w] in 0 … 255, dB; at most 100."""
     error = (images - truth).square().flatten(1).mean(1)
     return 10.0 * torch.log10(255.0**2 / error.clamp(min=255.0**2 * 1e-10))
+
+
+@torch.no_grad()
+def copy_cross_entropy(tokenizer: MultiScaleTokenizer, parts: list[Foresights]) -> float:
+    """That of "the next frame is nearly this frame": the best that −β‖z − e‖² can do on the frames it is measured on.
+
+    z is what the true coarser codes leave of the last frame; β is fitted for each scale, on some of these very frames.
+    """
+    left, codes = (
+        torch.cat([tensor for part in parts for tensor in getattr(part, name)]) for name in ("left", "codes")
+    )
+    some = slice(None, None, math.ceil(len(codes) / FITTED))
+    sharpness = fit_sharpness(left[some], codes[some], tokenizer.quantize, tokenizer.sizes, lambda slopes: slopes)
+    losses = [
+        prior_cross_entropy(z, true, sharpness, tokenizer.quantize, tokenizer.sizes)
+        for z, true in zip(left.split(FITTED), codes.split(FITTED), strict=True)
+    ]
+    return float(torch.cat(losses).mean())
 
 
 def unigram_entropy(codes: Tensor, num_codes: int) -> float:
@@ -405,7 +431,10 @@ def teacher_table(results: dict[str, Any]) -> str:
             gain = results[own] - results[copy]
             lines.append(f"{label:26}{results[own] * scale:9.2f}{results[copy] * scale:9.2f}{gain * scale:+9.2f}")
     ratio = results["cross_entropy_ratio"]
-    entropies = f"cross-entropy {results['cross_entropy']:.3f}, unigram entropy {results['unigram_entropy']:.3f}"
+    entropies = (
+        f"cross-entropy {results['cross_entropy']:.3f}, of the last frame {results['copy_cross_entropy']:.3f}, "
+        f"unigram entropy {results['unigram_entropy']:.3f}"
+    )
     lines.append(f"{entropies}: {ratio:.3f} of it")
     lines += _ablation_lines(results.get("ablations", {}))
     alone = results.get("without_head")

@@ -65,6 +65,10 @@ class Collection:
         """Vector steps that wait to be learned from."""
         return len(self.collector.step_counts)
 
+    def steps_under_way(self, most_per_step: int) -> int:
+        """Env steps that wait, at most so many in a vector step; for the progress bar."""
+        return self.pending * most_per_step
+
     def drop(self) -> int:
         """Forget the steps that wait; how many they were."""
         count = self.pending

@@ -74,6 +74,8 @@ class GroupCollector(Collector):
     def __init__(self, env: VectorEnv, policy: Policy, seed: int, group_size: int) -> None:
         super().__init__(env, policy, seed, reward_terms=True)
         self.group_size = group_size
+        self.played = 0
+        """Env steps of the round that is being played."""
         self._reports_success = False
 
     @torch.inference_mode()
@@ -83,7 +85,7 @@ class GroupCollector(Collector):
         Steps after a member's end are written outside `schema.STEP_MASK`. False if `stop` came first.
         """
         self._begin(seeds)
-        num_envs = self.env.num_envs
+        num_envs, self.played = self.env.num_envs, 0
         alive, lost = np.ones(num_envs, bool), np.zeros(num_envs, bool)
         lengths, returns = np.zeros(num_envs, np.int64), np.zeros(num_envs)
         for _ in range(max_steps):
@@ -92,6 +94,7 @@ class GroupCollector(Collector):
             step = self._play_step(buffer, alive)
             lengths[alive] += step.num_steps[alive]
             returns[alive] += step.reward[alive]
+            self.played = int(lengths.sum())
             ended = [episode for episode in step.episodes if alive[episode.env_index]]
             self._reports_success |= any(episode.success is not None for episode in ended)
             self.episodes.extend(ended)
@@ -108,6 +111,7 @@ class GroupCollector(Collector):
             log.debug("%d episodes were cut after %d steps (rollout_steps)", alive.sum(), max_steps)
         self.num_lost_episodes += int(lost.sum())
         self.step_counts.append(int(lengths.sum()))
+        self.played = 0
         lost_groups = lost.reshape(-1, self.group_size).any(1).repeat(self.group_size)
         buffer.end_round(lost_groups)
         return True
@@ -201,6 +205,10 @@ class GroupCollection(Collection):
     def pending(self) -> int:
         """Vector steps of the iteration that is being played."""
         return len(self.buffer)
+
+    def steps_under_way(self, most_per_step: int) -> int:
+        """Those of the episodes that are played: where one has ended, its environment waits for the others."""
+        return sum(self.collector.step_counts) + self.collector.played
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Play an iteration's groups; False if `stop` came first, with nothing changed.

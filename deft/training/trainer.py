@@ -405,7 +405,7 @@ class Trainer:
         collection, per_step = self.collection, self._num_envs * self.env.chunk_length
 
         def tick() -> bool:
-            run_log.progress(self.num_timesteps + collection.pending * per_step)
+            run_log.progress(self.num_timesteps + collection.steps_under_way(per_step))
             return stop() and self.processes.count == 1  # several stop together, between two updates
 
         return tick

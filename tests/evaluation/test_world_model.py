@@ -37,7 +37,8 @@ class FakeTokenizer:
 
     def __init__(self):
         self.quantize = SimpleNamespace(
-            distances=lambda vectors: (vectors - torch.arange(256.0)).abs()  # [N, 1, 1] against 256 codes
+            distances=lambda vectors: (vectors - torch.arange(256.0)).abs(),  # [N, 1, 1] against 256 codes
+            embedding=SimpleNamespace(weight=torch.arange(256.0)[:, None]),
         )
 
     def features(self, frames):
@@ -104,6 +105,9 @@ def test_a_model_that_is_right_and_one_that_copies():
     entropy = -(7 * 2 / 19 * math.log(2 / 19) + 5 / 19 * math.log(1 / 19))
     assert right["unigram_entropy"] == pytest.approx(entropy)
     assert copies["cross_entropy_ratio"] == pytest.approx(1 / entropy)
+    # Always 10 off: b · 10 + log Σ_k e^(−b |k|) = 10 b + log coth(b / 2) is least at sinh b = 0.1, where it is 4.0;
+    # the levels near 0 have fewer neighbours on one side.
+    assert right["copy_cross_entropy"] == copies["copy_cross_entropy"] == pytest.approx(4.0, rel=0.03)
     assert right["mean_reward"] == 1.0
     # Open loop, 3 frames ahead: the copy is 10, 20, 30 levels off.
     assert right["open_loop"]["wm_acc"] == [1.0, 1.0, 1.0]

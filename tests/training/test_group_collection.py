@@ -314,6 +314,17 @@ def test_a_run_stopped_in_the_middle_of_an_iteration_is_resumed(tmp_path):
     assert lines(tmp_path / "whole") == lines(tmp_path / "half")
 
 
+def test_the_progress_never_goes_back():
+    """Environments that wait for the others' episodes to end make no steps."""
+    collection = make_collection(SerialVectorEnv([Draw() for _ in range(3)]))
+    seen = []
+    assert collection.gather(1, lambda: seen.append(collection.steps_under_way(3)) or False)
+    counted = collection.collector.take_step_count(1)
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert counted - 3 <= seen[-1] < counted  # it is asked before a vector step of at most three
+
+
 def test_a_stop_leaves_everything_as_it_was():
     collection = make_collection(SerialVectorEnv([Draw(length=30) for _ in range(3)]))
     before = get_random_state()

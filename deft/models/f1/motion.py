@@ -119,5 +119,17 @@ def fit_sharpness(
     return (low + high) / 2
 
 
+@torch.no_grad()
+def prior_cross_entropy(
+    missing: Tensor, codes: Tensor, log_sharpness: Tensor, quantize: MultiScaleQuantizer, sizes: list[int]
+) -> Tensor:
+    """The cross-entropy [B] of the prior alone, mean over the codes, for z [B, L, D], true codes [B, L] and log β."""
+    spread, losses = _spread(quantize), []
+    for beta, z, true in zip(log_sharpness.exp(), missing.split(sizes, 1), codes.split(sizes, 1), strict=True):
+        logits = -beta / spread * quantize.distances(z.float())
+        losses.append(functional.cross_entropy(logits.transpose(1, 2), true, reduction="none"))
+    return torch.cat(losses, 1).mean(1)
+
+
 def _spread(quantize: MultiScaleQuantizer) -> Tensor:
     return quantize.embedding.weight.detach().var(0).sum().clamp(min=1e-8)

@@ -304,7 +304,7 @@ def test_places_are_taught_and_never_read():
         losses = [model.imitation_loss(observations, actions) for observations in shown]
         known = model.imitation_loss(shown[0], actions, features=model.features(seen))
         assert model.features(seen)[:, :2].abs().max() < 1.5  # what it tells before training: near 0
-        model.load_state_dict(plain.state_dict(), strict=False)
+        plain.load_state_dict(model.state_dict())  # fits: acting needs no labels
         alone = [m.imitation_loss(shown[0], actions, features=m.features(seen)) for m in (model, plain)]
     assert (losses[1] > losses[0]).all()
     assert (losses[0] > known).all()  # with features that are given, actions alone are taught
@@ -312,6 +312,11 @@ def test_places_are_taught_and_never_read():
     model(seen, deterministic=True)  # acts where there are no labels
 
 
-def test_places_that_are_missing_in_training_are_an_error():
-    with pytest.raises(InputError, match="places"):
-        tiny(places_key="places").imitation_loss(scenes(), torch.zeros(5, 3, 2))
+def test_places_that_do_not_fit_are_an_error():
+    model, actions = tiny(places_key="places"), torch.zeros(5, 3, 2)
+    with pytest.raises(InputError, match="no 'places'"):
+        model.imitation_loss(scenes(), actions)
+    with pytest.raises(InputError, match=r"\[5, 8\] \(places_dim\)"):
+        model.imitation_loss(scenes().set("places", torch.zeros(5, 3)), actions)
+    with pytest.raises(InputError, match="at most 24"):
+        tiny(places_key="places", places_dim=25)
