@@ -212,9 +212,9 @@ def main() -> int:
     """All seeds, the tables, and what the bars say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--demonstrations", type=int, default=150, help="episodes of the expert")
+    parser.add_argument("--demonstrations", type=int, default=200, help="episodes of the expert")
     parser.add_argument("--noise", type=float, default=0.3, help="on the expert's actions")
-    parser.add_argument("--epochs", type=int, default=40, help="of SFT")
+    parser.add_argument("--epochs", type=int, default=30, help="of SFT")
     parser.add_argument("--own-episodes", type=int, default=500, help="of the SFT policy, for IQL")
     parser.add_argument("--offline-epochs", type=int, default=15, help="of IQL")
     parser.add_argument("--steps", type=int, default=1_000_000, help="env steps of PPO and of GRPO")
