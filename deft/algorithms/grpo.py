@@ -6,7 +6,6 @@ them over one round at a time, as rollouts [T, groups · group_size] with the me
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
@@ -23,6 +22,7 @@ from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
+from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
 REFERENCE_LOG_PROB = "reference_log_prob"
@@ -50,7 +50,7 @@ class GRPO(Algorithm):
         self.device = next(policy.parameters()).device
         self._log_prob = "token_log_prob" if self.settings.ratio == "token" else "log_prob"
         policy.reports_tokens = self.settings.ratio == "token"  # and so does the reference, a copy of it
-        self.reference: Policy | None = _frozen(policy) if self.settings.kl_coef else None
+        self.reference: Policy | None = frozen_copy(policy) if self.settings.kl_coef else None
         self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
         self.generator = torch.Generator().manual_seed(seed)
         self.reward_terms: tuple[str, ...] = ()
@@ -364,10 +364,6 @@ def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(π ‖ π_ref) from actions of π: exp(d) − d − 1 with d = log π_ref − log π; ≥ 0."""
     difference = (reference - log_prob).clamp(max=LARGEST_LOG_RATIO)
     return difference.exp() - difference - 1
-
-
-def _frozen(policy: Policy) -> Policy:
-    return copy.deepcopy(policy).requires_grad_(False)
 
 
 def _sequences(td: TensorDictBase, length: int) -> TensorDict:

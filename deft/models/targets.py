@@ -1,4 +1,4 @@
-"""Target networks: copies that follow the trained ones slowly."""
+"""Copies of networks that are not trained: references, and targets that follow the trained ones slowly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def frozen_copy(network: Network) -> Network:
-    """A copy that only moves with `soft_update`."""
-    return copy.deepcopy(network).requires_grad_(False)
+    """A copy without gradients."""
+    copied = copy.deepcopy(network).requires_grad_(False)
+    for module in copied.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # on a GPU it wants its weights in one piece, which copying takes apart
+    return copied
 
 
 @torch.no_grad()

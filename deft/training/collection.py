@@ -10,7 +10,6 @@ that will train on the step, and while nothing unread would be overwritten.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import threading
 import time
@@ -25,6 +24,7 @@ from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
 from deft.errors import RunError
 from deft.models.policy import Policy
+from deft.models.targets import frozen_copy
 from deft.training.collector import Collector
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class BackgroundCollection(Collection):
         self.learner = learner
         self.max_staleness = max_staleness
         self.timeout = timeout
-        collector.policy = copy.deepcopy(learner).requires_grad_(False)
+        collector.policy = frozen_copy(learner)
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from deft.errors import RunError
 from deft.models.f1.disagreement import Disagreement
 from deft.models.f1.policy import F1Policy
 from deft.models.normalization import RunningNormalizer
+from deft.models.targets import frozen_copy
 from deft.training.phases.explorer_rollouts import STEPS_TOGETHER, Collected, measure
 from deft.training.phases.rewards import Measures
 
@@ -51,7 +51,7 @@ class GameReward:
         self.ensemble: Disagreement | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.reward == "progress":
-            self.older = copy.deepcopy(world_model).requires_grad_(False).eval()
+            self.older = frozen_copy(world_model).eval()
             self._waiting = _weights(world_model)
         elif settings.reward == "disagreement":
             self.ensemble = Disagreement(world_model.config, settings.ensemble_size).to(world_model.device)
