@@ -21,6 +21,7 @@ from deft.config.f1_settings import PhaseConfig
 from deft.data.episodes import EpisodeBatch, EpisodeBuffer
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import read_task_config
+from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.config import F1Config
 from deft.models.f1.motion import fit_sharpness
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 MOTION_WARMUP, MEMORY_WARMUP = 0.15, 0.05  # shares of a run that starts from new weights
 MOST_WORKERS = 64
 FITTED_STEPS = 512
+OF_RECORDINGS = {"frame_skip": 1, "shift_augmentation": 0, "wrist_camera": None, "head_camera": None}
 MOST_COPIES = 64  # that are kept of a few recorded episodes, each in other colours and places
 
 
@@ -49,6 +51,9 @@ class TeacherTrainer(WorldModelTrainer):
 
     def __init__(self, config: PhaseConfig, policy: F1Policy | None = None, explorer: Explorer | None = None) -> None:
         self._dataset: DatasetExplorer | None = None
+        given = [name for name, unset in OF_RECORDINGS.items() if getattr(config.training, name) != unset]
+        if config.training.dataset is None and given:
+            raise InputError(f"{given[0]}: for recordings alone; name one with dataset")
         super().__init__(config, policy)
         training = self.training
         self.generator = np.random.default_rng([training.seed, self.processes.rank])

@@ -502,6 +502,12 @@ def test_a_recording_may_be_taken_at_a_lower_rate(tmp_path, recording):
         trainer(tmp_path / "none", dataset=str(recording), frame_skip=5)._open_explorer()
 
 
+@pytest.mark.parametrize(("name", "value"), [("frame_skip", 2), ("shift_augmentation", 4), ("wrist_camera", "hand")])
+def test_settings_of_recordings_need_one(tmp_path, name, value):
+    with pytest.raises(InputError, match=f"{name}: for recordings alone; name one with dataset"):
+        trainer(tmp_path, **{name: value})
+
+
 def test_a_dataset_run_resumes_bit_for_bit(tmp_path, recording):
     settings = {"dataset": str(recording), "steps_per_episode": 7, "scheduler": "constant"}
     once = trainer(tmp_path / "once", **settings)
