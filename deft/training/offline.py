@@ -362,7 +362,12 @@ class OfflineTrainer:
         returns = [line["mean_reward"] for line in logged_evaluations(folder.parent, self.num_updates)]
         self.best_reward = max([state["best_reward"], *returns])
         if state["updates_per_epoch"] != self.updates_per_epoch:
-            log.warning("an epoch is now %d updates, not %d", self.updates_per_epoch, state["updates_per_epoch"])
+            log.warning(
+                "an epoch is now %d updates, not %d: num_epochs counts all %d that were made so far in these",
+                self.updates_per_epoch,
+                state["updates_per_epoch"],
+                self.num_updates,
+            )
         self._log_state = state["log"]
         self._loaded = True
 

@@ -26,7 +26,7 @@ from deft.models.policy import Policy
 from deft.training.processes import Processes
 
 log = logging.getLogger(__name__)
-ONE_PROCESS = "fsdp: one process has nothing to share out; start several, with accelerate launch or torchrun"
+ONE_PROCESS = "fsdp: one process has nothing to share out; start several: accelerate launch --multi_gpu, or torchrun"
 NOT_SAVED = "nothing was saved after the failure: the weights are shared out, and other processes may be gone"
 NOT_COMPILED = "fsdp: not with compile, which wants the weights whole; leave one of them out"
 WHO_CAN = "`deft train ppo`, `sft` and `teacher` have it"

@@ -226,6 +226,8 @@ def make_vla_actor(
     `action_space` is that of single steps, or already one of the config's chunks.
     """
     assert config.vla_config is not None
+    if dtype != torch.float32:
+        logger.warning("precision: not for the VLA model, which computes in the type of its weights")
     space, length = action_space, config.chunk_length
     if length > 1 and isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
         space = gymnasium.spaces.Box(np.tile(space.low, (length, 1)), np.tile(space.high, (length, 1)))

@@ -99,8 +99,8 @@ def load_vla_model_for(
         raise InputError(f"policy.name: a VLA policy acts in a Box with one dimension; {where} has {action_space}")
     if not isinstance(observation_space, spaces.Dict):
         raise InputError(
-            f"policy.name: a VLA policy reads named streams; {where} observes {observation_space}: use an "
-            "environment with a Dict of them (reach: env.kwargs {observation: vla})"
+            f"policy.name: a VLA policy reads named streams; {where} observes {observation_space}: use an environment "
+            "with a Dict of them (env.kwargs: observation=vla for reach, observation=images for the tabletop)"
         )
     model_class = find_vla_class(config.model_class)
     given = config.model_config

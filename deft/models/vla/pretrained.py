@@ -6,9 +6,10 @@ folder that lacks something is refused in one line.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +128,14 @@ def checkpoint_layers(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.forward = _checkpointed(module.forward)
+            module.forward = functools.partial(_checkpointed, module)  # copied with the module, unlike a closure
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*inputs: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled() or keywords.get("past_key_values") is not None:  # a cache would be filled twice
-            return forward(*inputs, **keywords)
-        return checkpoint(forward, *inputs, use_reentrant=False, **keywords)
-
-    return run
+def _checkpointed(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+    forward = functools.partial(type(module).forward, module)
+    if not torch.is_grad_enabled() or keywords.get("past_key_values") is not None:  # a cache would be filled twice
+        return forward(*inputs, **keywords)
+    return checkpoint(forward, *inputs, use_reentrant=False, **keywords)
 
 
 # -------------------------------------------------------------------------------------------------------- observations

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,20 @@ def test_pi0_with_checkpointing_has_the_same_gradient(pi0: Pi0VLA) -> None:
     assert len(gradients[0]) == len(gradients[1]) > 50
     for first, second in zip(*gradients, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_a_checkpointed_model_has_layers_of_its_own() -> None:
+    """Else a frozen reference, or the policy that acts beside the learner, would follow the learner."""
+    model = seeded(VisionLanguageVLA, architecture=PALIGEMMA, gradient_checkpointing=True, **STREAMS, **PROPRIO)
+    seen, actions = observations(), torch.zeros(3, 2, 3)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    before = model.evaluate_actions(seen, actions)[0].detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert not torch.allclose(model.evaluate_actions(seen, actions)[0], before)
+    for twin in twins:
+        torch.testing.assert_close(twin.evaluate_actions(seen, actions)[0].detach(), before)
 
 
 @pytest.mark.parametrize(
