@@ -28,8 +28,8 @@ DATA = ["--policy", "expert", "--noise", 0.1, "--num_envs", 16]
 # The cloned deviation starts small: the expert's noise is, and a policy that swerves never arrives.
 CLONE = ["--log_std_init", -2, "--eval_freq", 0, "--device", "cpu", "--threads", 1]
 # Many scenes an iteration: within a scene the luck of a few episodes is most of what an update sees.
-GRPO = ["--num_envs", 2048, "--group_size", 8, "--advantage", "process", "--no-normalize_std", "--max_resamples", 0]
-GRPO += ["--gamma", 0.97, "--learning_rate", 6e-4, "--learning_rate_schedule", "linear", "--batch_size", 16384]
+GRPO = ["--num_envs", 1024, "--group_size", 8, "--advantage", "process", "--no-normalize_std", "--max_resamples", 0]
+GRPO += ["--gamma", 0.97, "--learning_rate", 5e-4, "--learning_rate_schedule", "linear", "--batch_size", 8192]
 GRPO += ["--kl_coef", 0, "--entropy_coef", 0.2]
 PPO = ["--num_envs", 128, "--rollout_steps", 64, "--learning_rate", 3e-4, "--batch_size", 1024, "--entropy_coef", 0]
 PPO += ["--value_warmup", 5]
@@ -68,7 +68,7 @@ def main() -> int:
     """Train all seeds, print the table; 1 if GRPO gains less than the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8_000_000, help="env steps of GRPO and of PPO")
+    parser.add_argument("--steps", type=int, default=6_000_000, help="env steps of GRPO and of PPO")
     parser.add_argument("--demonstrations", type=int, default=100, help="episodes of the expert")
     parser.add_argument("--epochs", type=int, default=40, help="of cloning")
     parser.add_argument("--episodes", type=int, default=500, help="of an evaluation")
