@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,12 +25,10 @@ def recoloured(episode: RobotEpisode, generator: np.random.Generator, strength: 
         return episode
     tables = colour_tables(generator, strength)
 
-    def change(frames: np.ndarray | None) -> np.ndarray | None:
-        if frames is None:
-            return None
+    def change(frames: np.ndarray) -> np.ndarray:
         return np.stack([tables[channel][frames[:, channel]] for channel in range(3)], 1)
 
-    return dataclasses.replace(episode, wrist=change(episode.wrist), head=change(episode.head), codes=None)
+    return _with_pictures(episode, change)
 
 
 def shifted(episode: RobotEpisode, generator: np.random.Generator, pixels: int) -> RobotEpisode:
@@ -37,12 +36,16 @@ def shifted(episode: RobotEpisode, generator: np.random.Generator, pixels: int) 
     if pixels == 0:
         return episode
 
-    def change(frames: np.ndarray | None) -> np.ndarray | None:
-        if frames is None:
-            return None
+    def change(frames: np.ndarray) -> np.ndarray:
         height, width = frames.shape[-2:]
         down, right = generator.integers(-pixels, pixels + 1, 2)
         rows = np.clip(np.arange(height) + down, 0, height - 1)
         return np.ascontiguousarray(frames[..., rows[:, None], np.clip(np.arange(width) + right, 0, width - 1)])
 
-    return dataclasses.replace(episode, wrist=change(episode.wrist), head=change(episode.head), codes=None)
+    return _with_pictures(episode, change)
+
+
+def _with_pictures(episode: RobotEpisode, change: Callable[[np.ndarray], np.ndarray]) -> RobotEpisode:
+    """The episode with the frames of each camera changed, and without codes."""
+    head = None if episode.head is None else change(episode.head)
+    return dataclasses.replace(episode, wrist=change(episode.wrist), head=head, codes=None)

@@ -103,20 +103,19 @@ def fit_sharpness(
     With d = ‖z − e‖² in units of the spread, dCE/dβ = d_true − Σ_k p_k d_k, which grows with β: its root, by bisection.
     `total` adds up over processes.
     """
-    low = torch.full((len(sizes),), math.log(START_SHARPNESS / 10), device=missing.device)
-    high = torch.full_like(low, math.log(SHARPEST))
-    spread = _spread(quantize)
-    for _ in range(16):
-        middle = (low + high) / 2
-        slopes = []
-        for scale, (z, true) in enumerate(zip(missing.split(sizes, 1), codes.split(sizes, 1), strict=True)):
-            distances = quantize.distances(z.float()) / spread
-            chosen = distances.gather(-1, true.unsqueeze(-1)).squeeze(-1)
-            expected = ((-middle[scale].exp() * distances).softmax(-1) * distances).sum(-1)
-            slopes.append((chosen - expected).sum())
-        rises = total(torch.stack(slopes)) > 0
-        low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
-    return (low + high) / 2
+    spread, found = _spread(quantize), []
+    for z, true in zip(missing.split(sizes, 1), codes.split(sizes, 1), strict=True):
+        distances = quantize.distances(z.float()) / spread
+        chosen = distances.gather(-1, true.unsqueeze(-1)).squeeze(-1)
+        low = distances.new_tensor(math.log(START_SHARPNESS / 10))
+        high = distances.new_tensor(math.log(SHARPEST))
+        for _ in range(16):
+            middle = (low + high) / 2
+            expected = ((-middle.exp() * distances).softmax(-1) * distances).sum(-1)
+            rises = total((chosen - expected).sum()) > 0
+            low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
+        found.append((low + high) / 2)
+    return torch.stack(found)
 
 
 @torch.no_grad()

@@ -303,13 +303,8 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 text = self.text(self._text(observations, self.instruction_key))
             parts = [camera(image, text) for camera, image in zip(self.cameras, images, strict=True)]
         if self.proprio_key is not None:
-            proprio = self._stream(observations, self.proprio_key)
-            if proprio.shape != (len(text), self.proprio_dim):
-                raise InputError(
-                    f"observation {self.proprio_key!r} has shape {list(proprio.shape)}; the model was built for "
-                    f"[{len(text)}, {self.proprio_dim}] (proprio_dim)"
-                )
-            parts.append(self.proprio(proprio.float()))
+            proprio = self._vectors(observations, self.proprio_key, len(text), self.proprio_dim, "proprio_dim")
+            parts.append(self.proprio(proprio))
         seen = torch.cat([*parts, self.task(text)], 1)
         inputs = torch.cat([self.found(seen), seen], 1)
         return torch.cat([inputs, self.trunk(inputs)], 1)
@@ -391,13 +386,20 @@ class TinyVLAModel(ScoredInParts, nn.Module):
 
     def _labels(self, observations: TensorDictBase | Mapping[str, Tensor]) -> Tensor:
         """The places that are taught, [B, FOUND_DIM]: zeros behind them."""
-        places = self._stream(observations, str(self.places_key))
-        if places.shape[1:] != (self.places_dim,):
+        places = self._vectors(observations, str(self.places_key), None, self.places_dim, "places_dim")
+        return functional.pad(places, (0, FOUND_DIM - self.places_dim))
+
+    def _vectors(
+        self, observations: TensorDictBase | Mapping[str, Tensor], key: str, batch: int | None, size: int, setting: str
+    ) -> Tensor:
+        """A stream of numbers, float32 [batch, size]; of any batch where it is not known."""
+        found = self._stream(observations, key)
+        wanted = [len(found) if batch is None else batch, size]
+        if list(found.shape) != wanted:
             raise InputError(
-                f"observation {self.places_key!r} has shape {list(places.shape)}; the model was built for "
-                f"[{len(places)}, {self.places_dim}] (places_dim)"
+                f"observation {key!r} has shape {list(found.shape)}; the model was built for {wanted} ({setting})"
             )
-        return functional.pad(places.float(), (0, FOUND_DIM - self.places_dim))
+        return found.float()
 
     def _text(self, observations: TensorDictBase, key: str) -> Tensor:
         text = self._stream(observations, key)
