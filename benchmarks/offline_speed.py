@@ -4,9 +4,10 @@ Batch 256 for IQL, TD3+BC and CQL; 64 windows of 20 steps for the Decision Trans
 Each has its own network sizes and defaults; `--layers` gives Deft others. An update is what a training loop does: draw
 a batch, step. Rounds interleave the contenders, and a figure is the median over rounds of CPU seconds an update, so
 that other work on a shared machine falls on all of them. `plain` is `plain_updates.py` (for dt: that of `dt_speed.py`)
-with torch's own settings; Deft's runs as its trainer runs it.
+with torch's own settings; Deft's runs as its trainer runs it, in each of the precisions given.
 
     python benchmarks/offline_speed.py --rounds 7 --out speed.json
+    python benchmarks/offline_speed.py --precision float32 bf16                # on a CPU with units for bf16
     python benchmarks/offline_speed.py --d3rlpy-python OTHER_VENV/bin/python   # where d3rlpy is installed elsewhere
     python benchmarks/offline_speed.py --profile                               # where Deft's update spends its time
 """
@@ -45,7 +46,7 @@ def make_columns(transitions: int, observation_dim: int, action_dim: int) -> tup
 class Deft:
     """Deft's update, as `deft.training.offline.OfflineTrainer` makes and calls it."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, name: str, arguments: argparse.Namespace, precision: str = "float32") -> None:
         import torch
 
         from deft.config.settings import ActorConfig
@@ -59,17 +60,17 @@ class Deft:
         for place, column in zip((table.observation, table.action, table.reward), columns, strict=False):
             place[rows] = torch.from_numpy(column)
         dataset = VectorDataset(table, "noise", action_space=box(arguments.action_dim, -1.0, 1.0))
-        self.algorithm, self.sampler = self._make(name, dataset, ActorConfig(num_layers=arguments.layers))
+        self.algorithm, self.sampler = self._make(name, dataset, ActorConfig(num_layers=arguments.layers), precision)
         self.batch_size = self.algorithm.settings.batch_size
 
     @staticmethod
-    def _make(name: str, dataset: Any, config: Any) -> tuple[Any, Any]:
+    def _make(name: str, dataset: Any, config: Any, precision: str) -> tuple[Any, Any]:
         import torch
 
         from deft.config.algorithm_settings import ALGORITHM_SETTINGS
         from deft.training.offline_run import OFFLINE_ALGORITHMS
 
-        kind, settings = OFFLINE_ALGORITHMS[name], ALGORITHM_SETTINGS[name]()
+        kind, settings = OFFLINE_ALGORITHMS[name], ALGORITHM_SETTINGS[name](precision=precision)  # type: ignore[call-arg]
         policy = kind.make_policy(dataset.observation_space, dataset.action_space, config, settings, 1)
         algorithm = kind(policy, settings, seed=0)  # type: ignore[call-arg]
         sampler = algorithm.make_sampler(dataset, 0, torch.device("cpu"), 2**30)
@@ -86,7 +87,7 @@ class Deft:
         """What the trainer computes under."""
         from deft.training.compute import is_small, torch_threads
 
-        return torch_threads(1, is_small(self.algorithm.policy))
+        return torch_threads(1, is_small(self.algorithm.policy) and self.algorithm.settings.precision != "bf16")
 
 
 def make_plain(name: str, arguments: argparse.Namespace) -> Update:
@@ -193,8 +194,10 @@ def work(name: str, arguments: argparse.Namespace) -> None:
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Interleaved rounds of all contenders of one algorithm."""
-    deft = Deft(name, arguments)
-    contenders: dict[str, Here | Elsewhere] = {"deft": Here(deft.update, deft.setting)}
+    contenders: dict[str, Here | Elsewhere] = {}
+    for precision in arguments.precision:
+        deft = Deft(name, arguments, precision)
+        contenders["deft" if not contenders else f"deft, {precision}"] = Here(deft.update, deft.setting)
     contenders["plain"] = Here(make_plain(name, arguments))
     if arguments.d3rlpy_python is not None:
         contenders["d3rlpy"] = Elsewhere(arguments.d3rlpy_python, name, arguments)
@@ -216,6 +219,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "updates_per_cpu_s": 1 / statistics.median(times),
             "milliseconds": 1000 * statistics.median(times),
             "deft_is_faster_by": statistics.median(ratios),
+            "against_plain": statistics.median(plain / own for plain, own in zip(taken["plain"], times, strict=True)),
             "rounds_ms": [1000 * one for one in times],
         }
     return result
@@ -276,9 +280,19 @@ def report(results: dict[str, dict[str, Any]]) -> None:
             ratio = "" if label == "deft" else f"{figures['deft_is_faster_by']:.2f}x"
             spread = " ".join(f"{one:.2f}" for one in figures["rounds_ms"])
             rows.append(
-                [name, label, f"{figures['updates_per_cpu_s']:.1f}", f"{figures['milliseconds']:.2f}", ratio, spread]
+                [
+                    name,
+                    label,
+                    f"{figures['updates_per_cpu_s']:.1f}",
+                    f"{figures['milliseconds']:.2f}",
+                    ratio,
+                    f"{figures['against_plain']:.2f}x",
+                    spread,
+                ]
             )
-    print_table(["algorithm", "library", "updates/s", "CPU ms", "Deft is faster by", "rounds, ms"], rows)
+    print_table(
+        ["algorithm", "library", "updates/s", "CPU ms", "Deft is faster by", "against plain", "rounds, ms"], rows
+    )
 
 
 def d3rlpy_python(given: str | None) -> tuple[str | None, str]:
@@ -300,6 +314,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="CPU seconds of a contender in a round, about")
     parser.add_argument("--observation-dim", type=int, default=11)
     parser.add_argument("--action-dim", type=int, default=3)
+    parser.add_argument("--precision", nargs="+", default=["float32"], help="of Deft's products; the first leads")
     parser.add_argument("--layers", type=int, default=2, help="hidden layers of Deft's networks; 2 is its default")
     parser.add_argument("--transitions", type=int, default=200_000)
     parser.add_argument("--d3rlpy-python", help="a Python that has d3rlpy; by default this one, if it has")
@@ -326,14 +341,14 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments.d3rlpy_python, note = d3rlpy_python(arguments.d3rlpy_python)
     print(note if arguments.d3rlpy_python else f"without d3rlpy: {note}", flush=True)
     results = {}
+    settings = {key: getattr(arguments, key) for key in ("rounds", "layers", "transitions", "precision")}
     for name in names:
         results[name] = measure(name, arguments)
+        write_json(arguments.out, {"settings": settings, "d3rlpy": note, "algorithms": results})
         print(
             name, {label: f"{figures['milliseconds']:.2f} ms" for label, figures in results[name].items()}, flush=True
         )
     report(results)
-    settings = {key: getattr(arguments, key) for key in ("rounds", "layers", "transitions")}
-    write_json(arguments.out, {"settings": settings, "d3rlpy": note, "algorithms": results})
 
 
 if __name__ == "__main__":

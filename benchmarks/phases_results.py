@@ -1,17 +1,18 @@
-"""Does the game pay? Phase 1 + phase 3 against phase 1 alone with the same number of world-model updates.
+"""Does the game pay? Phase 1 + phase 3 against phase 1 alone: as many updates, as many new episodes, the same schedule.
 
     python benchmarks/phases_results.py --iterations 100 --seeds 0 1 2 [--device cuda] [--teacher outputs/teacher_rl]
-    python benchmarks/phases_results.py --student-minutes 4 --game-minutes 7 --noise-minutes 3 --device cuda
+    python benchmarks/phases_results.py --student-minutes 2 --game-minutes 10 --noise-minutes 2 --device cuda
 
-From one teacher, for each seed: a student is trained on it (phase 2) and plays against its world model (phase 3); then
-a copy of the teacher goes on with random exploration (phase 1) for exactly as many updates, at the same learning rate
-and schedule, while the game is also played in a world where half of the scenes have a patch of noise. The world models
-are measured on the same held-out episodes of another explorer (scripted pushes and grasps, and random actions, half
-each), the student against random actions and against a student before training, what noise pays beside the same scenes
-without. Did either side collapse? Seeds run side by side in processes of their own; a run that was stopped goes on.
+From one teacher, for each seed: a student is trained on it (phase 2) and plays against its world model (phase 3). In
+step with the game a copy of the teacher goes on with random exploration alone (phase 1): of each batch as many episodes
+are new, and every update has the learning rate of the game's. Both world models are measured on the same held-out
+scenes of another explorer (scripted pushes and grasps, and random actions, half each; every scene counts the same).
+Then the game is played in a world where half of the scenes have a patch of noise, and it is measured what noise pays
+beside the same scenes without; at last the student, against random actions and against one before training. Did either
+side collapse? Seeds run side by side in processes of their own; a run that was stopped goes on.
 
 What is known of a seed is in RESULTS/seed-N/results.json as soon as it is, with its page report.html; all of it in
-RESULTS/results.json. Flags that are not known here are settings of `deft train all`.
+RESULTS/results.json. `--tables` prints what is there. Other flags are settings of `deft train all`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
+import os
 import subprocess
 import sys
 import time
@@ -27,28 +28,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from common import machine, print_table, worker_environment
 from student_results import bars
 
+from deft import schema
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import parse_phase
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import RunError
-from deft.evaluation.explorer import compare_world_models, evaluate_adversarial, evaluate_student
-from deft.evaluation.plots import metric_curve, plot_comparison, read_lines
+from deft.evaluation.explorer import compare_world_models, evaluate_student, what_noise_pays
+from deft.evaluation.plots import metric_curve, plot_bars, plot_comparison, read_lines
 from deft.evaluation.report import COMPARISON_FILE, write_report
-from deft.evaluation.world_model import coded_batches, mean_loss
+from deft.evaluation.world_model import HORIZON, coded_batches
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.adversarial import AdversarialTrainer
-from deft.training.phases.base import MODEL_FILE, BaseRLTrainer
+from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
+from deft.training.phases.exploration import Exploration, ProcessExplorer
 from deft.training.phases.held_out import held_out_episodes
-from deft.training.phases.student import StudentTrainer, load_teacher
+from deft.training.phases.student import NUM_ENVS, StudentTrainer, load_teacher
 from deft.training.phases.teacher import TeacherTrainer
+from deft.training.signals import StopSignal
+from deft.training.waypoints.files import write_json
 
 NAMES = {"teacher": "phase 1", "random": "phase 1, as many updates more", "game": "phase 1 + phase 3"}
+PACE_FILE = "pace.json"  # beside the runs of a seed: how far its game is
 
 
 def main() -> None:
@@ -65,7 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--game-settings", type=Path, help="JSON of the section `adversarial`, read when phase 3 begins"
     )
-    parser.add_argument("--random-workers", type=int, help="processes that explore for the teacher that goes on")
+    parser.add_argument("--random-workers", type=int, default=1, help="processes that explore for phase 1 beside")
     parser.add_argument("--episodes", type=int, default=48, help="held-out episodes")
     parser.add_argument(
         "--evaluation-seed", type=int, default=1000, help="of the held-out scenes, beside the seed of the run"
@@ -75,7 +82,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("outputs/phases_results"))
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--job", default="seed", choices=("seed", "random", "noise"), help=argparse.SUPPRESS)
-    parser.add_argument("--updates", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--tables", action="store_true", help="print what is known, and train nothing")
     arguments, flags = parser.parse_known_args()
     arguments.teacher = arguments.teacher or str(default_teacher())
     if arguments.worker is not None:
@@ -84,13 +91,18 @@ def main() -> None:
         if arguments.job == "seed":
             result = run_seed(seed, config, root, arguments)
         elif arguments.job == "random":
-            result = go_on_at_random(config, root, arguments)
+            result = go_on_at_random(config, root, arguments.random_workers)
         else:
             result = play_with_noise(seed, config, root, arguments)
         _result_file(root, arguments.job).write_text(json.dumps(result, indent=1, default=float))
         return
     started = time.monotonic()
     roots = {seed: arguments.results / f"seed-{seed}" for seed in arguments.seeds}
+    if arguments.tables:
+        files = {seed: root / "results.json" for seed, root in roots.items()}
+        known = {seed: json.loads(path.read_text()) for seed, path in files.items() if path.is_file()}
+        summarize(known, arguments.results)
+        return
     workers = {seed: _start(seed, root, "seed", arguments.threads) for seed, root in roots.items()}
     found, failed = {}, {}
     for seed, worker in workers.items():
@@ -105,7 +117,7 @@ def main() -> None:
             "seconds": time.monotonic() - started,
             "seeds": found,
             "failed": failed,
-            "bars": bars([one["student"] for one in found.values()]) if found else [],
+            "bars": student_bars(found),
         }
         arguments.results.mkdir(parents=True, exist_ok=True)
         (arguments.results / "results.json").write_text(json.dumps(results, indent=1, default=float))
@@ -158,64 +170,165 @@ def chosen_settings(config: PhaseConfig, path: Path | None) -> dict[str, Any]:
 
 
 def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The phases of one seed, the two jobs beside, and all measures; each is written down when it is known."""
+    """The phases of one seed, phase 1 beside, and all measures; each is written down when it is known."""
     found: dict[str, Any] = {"collapsed": {}, "updates": {"teacher": 0}}
     scenes, device = arguments.evaluation_seed + seed, arguments.device
+    where = choose_device(device)
 
     def know(**more: Any) -> None:
         found.update(more)
-        (root / "results.json").write_text(json.dumps(found, indent=1, default=float))
+        write_json(found, root / "results.json")
 
     student = _phase(config, "student", root / "student", arguments.student_minutes)
     trained = {"student": _train(StudentTrainer, student)}
     know(training=trained, chosen=chosen_settings(config, arguments.game_settings))
+    random = _start(seed, root, "random", arguments.threads)
     game = _phase(config, "adversarial", root / "adversarial", arguments.game_minutes)
     try:
-        trained["game"] = _train(AdversarialTrainer, game)
+        trained["game"] = PacedGame(game).train()
     except RunError as error:  # the guard
         found["collapsed"]["reason"] = str(error)
-    updates = _updates(root / "adversarial")
-    know(training=trained, updates={"teacher": 0, "game": updates})
-    noise = _start(seed, root, "noise", arguments.threads)
-    random = _start(seed, root, "random", arguments.threads, "--updates", updates)
-    where = choose_device(device)
+    found["updates"]["game"] = _updates(root / "adversarial")
     policies = {"teacher": load_teacher(config, where).eval(), "game": _load(root / "adversarial", where)}
     held_out = held_out_episodes(config, policies["teacher"], arguments.episodes, scenes)
-    know(**measure_world_models(policies, config, held_out))  # those that are there
-    measured = evaluate_student(root / "student", arguments.episodes, seed=scenes, device=device)
-    know(student={name: measured[name] for name in ("explorer", "random", "untrained")})
+    know(training=trained, held_out=held_out_losses(policies, held_out))
     found["updates"]["random"] = _finish(random, root, "random")["updates"]
     policies["random"] = _load(root / "random", where)
-    know(**measure_world_models(policies, config, held_out))
-    measured = evaluate_adversarial(root / "adversarial", arguments.episodes, seed=scenes, device=device)
-    know(game={name: measured[name] for name in ("explorer", "random", "noise") if name in measured})
-    know(noise=_finish(noise, root, "noise")["noise"])
-    (root / COMPARISON_FILE).write_text(json.dumps(comparison({seed: found}), default=float))
+    know(held_out=held_out_losses(policies, held_out))
+    know(world_models=compare_world_models(policies, config, len(held_out), found=held_out))
+    know(noise_after_game=what_noise_pays(root / "adversarial", arguments.episodes, scenes, device))
+    know(noise=_finish(_start(seed, root, "noise", arguments.threads), root, "noise"))
+    measured = evaluate_student(root / "student", arguments.episodes, seed=scenes, device=device)
+    know(student={name: measured[name] for name in ("explorer", "random", "untrained")})
+    write_json(comparison({seed: found}), root / COMPARISON_FILE)
     write_report(root)
     return found
 
 
-def measure_world_models(
-    policies: dict[str, F1Policy], config: PhaseConfig, held_out: list[RobotEpisode]
-) -> dict[str, Any]:
-    """All measures on the held-out episodes, and the cross-entropy on those of each explorer by itself."""
-    num_random = len(held_out) - len(held_out) // 2
-    parts = {"random": held_out[:num_random], "scripted": held_out[num_random:]}
-    return {
-        "world_models": compare_world_models(policies, config, len(held_out), found=held_out),
-        "cross_entropy": {
-            name: {kind: mean_loss(policy, coded_batches(policy, part)) for kind, part in parts.items()}
-            for name, policy in policies.items()
-        },
-    }
+@torch.no_grad()
+def held_out_losses(policies: dict[str, F1Policy], held_out: list[RobotEpisode]) -> dict[str, dict[str, Any]]:
+    """The cross-entropy of each held-out episode, and the means: of all, of the random and of the scripted half."""
+    found: dict[str, dict[str, Any]] = {}
+    half = len(held_out) - len(held_out) // 2
+    for name, policy in policies.items():
+        losses: list[float] = []
+        for batch in coded_batches(policy, held_out):
+            memory, rows = policy.initial_memory(len(batch.lengths)), torch.zeros(len(batch.lengths))
+            for start in range(0, batch.longest, HORIZON):
+                cut = batch.chunk(start, HORIZON)
+                assert cut is not None
+                steps, going = cut[0], cut[1].to(policy.device)
+                results = policy.forward_with_world_model(steps, memory_state=memory[:, going], by_step=True)
+                memory[:, going] = results[schema.MEMORY_STATE]
+                values = results["wm_losses"].float()
+                rows[cut[1]] += (values * steps.get(schema.STEP_MASK, torch.ones_like(values))).sum(0).cpu()
+            losses += (rows / batch.lengths).tolist()
+        parts = {"mean": losses, "random": losses[:half], "scripted": losses[half:]}
+        found[name] = {part: float(np.mean(values)) for part, values in parts.items()} | {"episodes": losses}
+    return found
 
 
-def go_on_at_random(config: PhaseConfig, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Phase 1 from the same teacher for as many updates as the game had."""
-    longer = longer_teacher(config, root / "random", arguments.updates)
-    longer.training.num_envs = arguments.random_workers
-    _train(TeacherTrainer, longer)
-    return {"updates": _updates(root / "random")}
+# -- phase 1, in step with the game ----------------------------------------------------------------------------------
+
+
+class PacedGame(AdversarialTrainer):
+    """A game that writes down, after every iteration, how many updates it has had and how far its schedule was."""
+
+    def train(self) -> dict[str, Any]:
+        """Also when it fails, phase 1 beside it is told that it is over."""
+        self.pace = _read_pace(self.run_dir.parent)["pace"]
+        try:
+            return super().train()
+        finally:
+            self._write_pace(over=True)
+
+    def train_round(self) -> tuple[int, Metrics]:
+        """An iteration."""
+        self.pace = [row for row in self.pace if row[0] <= self.num_updates]  # it may have gone on from a checkpoint
+        progress = self.progress
+        found = super().train_round()
+        self.pace.append((self.num_updates, progress))
+        self._write_pace()
+        return found
+
+    def _write_pace(self, over: bool = False) -> None:
+        write_json({"pace": self.pace, "over": over}, self.run_dir.parent / PACE_FILE)
+
+
+class TeacherInStep(TeacherTrainer):
+    """Phase 1 that makes the game's updates after it: as many, each at the same place of the schedule."""
+
+    _game: dict[str, Any] = {"pace": [], "over": False}  # as it was written down last  # noqa: RUF012
+
+    def __init__(self, config: PhaseConfig) -> None:
+        super().__init__(config)
+        self._parent = os.getppid()
+
+    @property
+    def progress(self) -> float:
+        """That of the game at the same update; 1 when all of them are made."""
+        for updates, progress in self._game["pace"]:
+            if updates > self.num_updates:
+                return float(progress)
+        return float(self._game["over"])
+
+    def _is_over(self, stop: StopSignal) -> bool:
+        while not (
+            stop() or self._game["over"] or (self._game["pace"] and self._game["pace"][-1][0] > self.num_updates)
+        ):
+            if os.getppid() != self._parent:
+                raise RunError("the game beside it has ended without a word")
+            time.sleep(0.2)
+            self._game = _read_pace(self.run_dir.parent)
+        return super()._is_over(stop)
+
+
+def _read_pace(root: Path) -> dict[str, Any]:
+    """What the game of a seed has written down."""
+    path = root / PACE_FILE
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"pace": [], "over": False}
+    return found
+
+
+class PacedExplorer(ProcessExplorer):
+    """Hands out `count` new episodes every so many batches, as the game takes them, and waits for them."""
+
+    def __init__(self, exploration: Exploration, num_workers: int, count: int, every: int) -> None:
+        super().__init__(exploration, num_workers)
+        self._count, self._every_batches, self._batches = count, every, 0
+
+    def ready(self) -> list[RobotEpisode]:
+        """Those of a new iteration; none within one. The first iteration's are taken before the first batch."""
+        self._batches += 1
+        return self.take(self._count) if self._batches % self._every_batches == 0 else []
+
+
+def go_on_at_random(config: PhaseConfig, root: Path, num_workers: int) -> dict[str, Any]:
+    """Phase 1 from the same teacher, in step with the game: as many updates, on as many new episodes."""
+    longer = longer_teacher(config, root / "random")
+    trainer = TeacherInStep(longer)
+    count, every = new_episodes(config), config.adversarial.wm_updates
+    trainer.explorer = PacedExplorer(trainer.exploration(), num_workers, count, every)
+    trainer.train()
+    return {"updates": trainer.num_updates, "new_episodes": trainer.num_taken}
+
+
+def new_episodes(config: PhaseConfig) -> int:
+    """New episodes of an iteration of the game: the explorer's and the random ones."""
+    width, wanted = config.training.num_envs or NUM_ENVS, config.student.explorer.episodes_per_update
+    return -(-wanted // width) * width + config.adversarial.random_episodes
+
+
+def longer_teacher(config: PhaseConfig, folder: Path) -> PhaseConfig:
+    """Phase 1 from the same teacher as the game has it; the game says when it ends."""
+    longer = _phase(config, "teacher", folder)
+    training, game = longer.training, config.adversarial
+    longer.model.checkpoint_path = _weights(config.student.teacher_path or "")
+    training.num_episodes, training.save_every = 10**9, 0
+    training.learning_rate, training.motion_warmup = game.wm_lr, 0.0
+    training.memory_warmup = training.head_dropout = 0.0  # as in the game
+    training.learning_starts, training.buffer_capacity = new_episodes(config), game.replay_capacity
+    return longer
 
 
 def play_with_noise(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -224,22 +337,7 @@ def play_with_noise(seed: int, config: PhaseConfig, root: Path, arguments: argpa
     noisy.adversarial.total_iterations = arguments.noise_iterations
     noisy.environment.setdefault("domain_randomization", {})["noise_patch_rate"] = 0.5
     _train(AdversarialTrainer, noisy)
-    scenes = arguments.evaluation_seed + seed
-    found = evaluate_adversarial(root / "noise", arguments.episodes, seed=scenes, device=arguments.device)
-    return {"noise": found["noise"]}
-
-
-def longer_teacher(config: PhaseConfig, folder: Path, updates: int) -> PhaseConfig:
-    """Phase 1 from the same teacher for so many updates, at the game's learning rate."""
-    longer = _phase(config, "teacher", folder)
-    training = longer.training
-    longer.model.checkpoint_path = _weights(config.student.teacher_path or "")
-    per_batch = math.ceil(training.steps_per_episode / training.bptt_length)
-    training.num_episodes = round(updates / per_batch) * training.batch_size
-    training.learning_rate, training.motion_warmup = config.adversarial.wm_lr, 0.0
-    training.memory_warmup = training.head_dropout = 0.0  # as in the game
-    training.learning_starts = 4 * training.batch_size  # few episodes would be trained on again and again at first
-    return longer
+    return what_noise_pays(root / "noise", arguments.episodes, arguments.evaluation_seed + seed, arguments.device)
 
 
 def _weights(path: str) -> str:
@@ -271,19 +369,24 @@ def _load(run: Path, device: Any) -> F1Policy:
 
 
 def comparison(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The headline, as reports show it."""
+    """The headline, as reports show it: of the seeds that are so far."""
+    known = [one for one in found.values() if "world_models" in one]
+
+    def losses(key: str, part: str = "mean") -> list[float]:
+        return [one["held_out"][key][part] for one in known]
 
     def column(key: str, measure: str, scale: float = 1.0) -> list[float]:
-        return [scale * one["world_models"][key][measure] for one in found.values()]
+        return [scale * one["world_models"][key][measure] for one in known]
 
     rows = [
         {
             "name": name,
             "values": {
-                "updates": int(np.mean([one["updates"][key] for one in found.values()])),
-                "cross-entropy, nats": column(key, "cross_entropy"),
-                "… scripted": [one["cross_entropy"][key]["scripted"] for one in found.values()],
-                "… random": [one["cross_entropy"][key]["random"] for one in found.values()],
+                "updates": int(np.mean([one["updates"][key] for one in known])),
+                "cross-entropy, nats": losses(key),
+                "… scripted": losses(key, "scripted"),
+                "… random": losses(key, "random"),
+                "… over all frames": column(key, "cross_entropy"),
                 "codes foreseen, %": column(key, "wm_acc", 100.0),
                 "PSNR where it moves, dB": column(key, "psnr"),
             },
@@ -292,28 +395,76 @@ def comparison(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
     ]
     return {
         "title": "Does the game pay?",
-        "note": "Held-out episodes of another explorer: scripted pushes and grasps, and random actions, half each. "
-        f"{len(found)} seeds, from one teacher; updates since then.",
-        "rows": rows,
-        "bars": {"Cross-entropy, nats a code": {name: column(key, "cross_entropy") for key, name in NAMES.items()}},
+        "note": "Held-out scenes of another explorer: scripted pushes and grasps, and random actions, half each; every "
+        f"scene counts the same. {len(known)} seeds, from one teacher; updates since then.",
+        "rows": rows if known else [],
+        "bars": {"Cross-entropy, nats a code": {name: losses(key) for key, name in NAMES.items()}} if known else {},
     }
 
 
+def gain(one: dict[str, Any]) -> tuple[float, float]:
+    """By how much the game's world model is better than phase 1's, a scene, and the standard error of that."""
+    pairs = zip(one["held_out"]["random"]["episodes"], one["held_out"]["game"]["episodes"], strict=True)
+    found = np.array([random - game for random, game in pairs])
+    return float(found.mean()), float(found.std(ddof=1) / len(found) ** 0.5)
+
+
+def student_bars(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was asked of the students, of those that were measured."""
+    students = [one["student"] for one in found.values() if "student" in one]
+    return bars(students) if students else []
+
+
 def summarize(found: dict[int, dict[str, Any]], folder: Path) -> None:
-    """Print the tables and draw the curves."""
+    """Print the tables of what is known and draw the figures."""
     table = comparison(found)
     (folder / COMPARISON_FILE).write_text(json.dumps(table, default=float))
-    header = ["world model", *table["rows"][0]["values"]]
-    print_table(header, [[row["name"], *(_cell(value) for value in row["values"].values())] for row in table["rows"]])
-    gains = [
-        one["world_models"]["random"]["cross_entropy"] - one["world_models"]["game"]["cross_entropy"]
-        for one in found.values()
+    if table["rows"]:
+        header = ["world model", *table["rows"][0]["values"]]
+        print_table(
+            header, [[row["name"], *(_cell(value) for value in row["values"].values())] for row in table["rows"]]
+        )
+    lines, gains = [], []
+    for seed, one in found.items():
+        line = [seed, *(f"{one['held_out'][key]['mean']:.4f}" for key in NAMES if key in one.get("held_out", {}))]
+        if "random" in one.get("held_out", {}):
+            gains.append(gain(one))
+            line += ["{:+.4f} ± {:.4f}".format(*gains[-1]), *(str(one["updates"][key]) for key in ("random", "game"))]
+        lines.append([*line, *["–"] * (7 - len(line))])
+    print()
+    print_table(["seed", *NAMES.values(), "lower by", "updates of phase 1", "of the game"], lines)
+    print(f"\nlower in {sum(mean > 0 for mean, _ in gains)} of {len(gains)} seeds\n")
+    _print_noise(found)
+    _print_students(found)
+    _draw(found, folder)
+
+
+def _print_noise(found: dict[int, dict[str, Any]]) -> None:
+    """What a step pays in scenes with a patch of noise and in the same without."""
+    lines = [
+        [
+            seed,
+            where,
+            _paid(one[key]["noise_patch"]),
+            _paid(one[key]["plain"]),
+            f"{one[key]['noise_patch']['error']:.3f} / {one[key]['plain']['error']:.3f}",
+            one["collapsed"].get("reason", "no"),
+        ]
+        for seed, one in found.items()
+        for key, where in (("noise", "with noise"), ("noise_after_game", "without"))
+        if key in one
     ]
-    print(f"\nlower by {_cell(gains)} nats; in {sum(gain > 0 for gain in gains)} of {len(gains)} seeds\n")
+    if lines:
+        print_table(["seed", "played", "a patch of noise pays", "none", "… their error", "collapsed"], lines)
+
+
+def _print_students(found: dict[int, dict[str, Any]]) -> None:
+    """The students against random actions and against those before training."""
     lines = []
     for seed, one in found.items():
-        explorer, random, noise = one["student"]["explorer"], one["student"]["random"], one["noise"]
-        untrained = one["student"]["untrained"]
+        if "student" not in one:
+            continue
+        explorer, random, untrained = (one["student"][name] for name in ("explorer", "random", "untrained"))
         lines.append(
             [
                 seed,
@@ -321,34 +472,31 @@ def summarize(found: dict[int, dict[str, Any]], folder: Path) -> None:
                 f"{explorer['contacts'] / max(1.0, random['contacts']):.2f}",
                 f"{explorer['wm_error']:.3f} / {random['wm_error']:.3f}",
                 f"{100 * (1 - explorer['memory_divergence'] / untrained['memory_divergence']):.0f} %",
-                f"{_paid(noise['noise_patch'])} / {_paid(noise['plain'])}",
-                f"{noise['noise_patch']['error']:.3f} / {noise['plain']['error']:.3f}",
-                one["collapsed"].get("reason", "no"),
             ]
         )
-    print_table(
-        [
-            "seed",
-            "cells ×",
-            "contacts ×",
-            "error / random's",
-            "D lower by",
-            "noise / plain pays",
-            "… their error",
-            "collapsed",
-        ],
-        lines,
-    )
-    for bar in bars([one["student"] for one in found.values()]):
+    if lines:
+        print()
+        print_table(["seed", "cells ×", "contacts ×", "error / random's", "D lower by"], lines)
+    for bar in student_bars(found):
         state = "" if "reached" not in bar else "reached" if bar["reached"] else "MISSED"
         print(f"{state:8} {bar['what']}: {bar['found']:.3f} (bar {bar['bar']:g})")
-    curves = []
-    for seed in found:
-        updates = read_lines(folder / f"seed-{seed}" / "adversarial")["update"]
-        curves.append(updates)
+
+
+def _draw(found: dict[int, dict[str, Any]], folder: Path) -> None:
+    """The games' curves, and what noise pays."""
+    games = [read_lines(folder / f"seed-{seed}" / "adversarial")["update"] for seed in found]
     for name, title in (("train/held_out_loss", "Held-out loss"), ("train/wm_error", "Error on the explorer's frames")):
-        groups = {title: [metric_curve(updates, name) for updates in curves]}
-        print(plot_comparison(groups, folder / f"{name.replace('/', '_')}.png", "Phase 3", "Iterations", title))
+        curves = [curve for updates in games if len((curve := metric_curve(updates, name))[0])]
+        if curves:
+            path = folder / f"{name.replace('/', '_')}.png"
+            print(plot_comparison({title: curves}, path, "Phase 3", "Iterations", title))
+    noise = {seed: one["noise"] for seed, one in found.items() if "noise" in one}
+    if noise:
+        scenes = {"plain": "the same scenes without", "noise_patch": "scenes with a patch of noise"}
+        rows = {label: [noise[seed][key]["reward"] for seed in noise] for key, label in scenes.items()}
+        errors = {label: [noise[seed][key]["standard_error"] for seed in noise] for key, label in scenes.items()}
+        labels = [f"seed {seed}" for seed in noise]
+        print(plot_bars(labels, rows, errors, folder / "noise.png", "What noise pays", "Reward of a step, nats a code"))
 
 
 def _paid(found: dict[str, float]) -> str:

@@ -2,9 +2,10 @@
 
 Each library trains in a fresh process with the same thread count, in interleaved rounds, so that noise on a shared
 machine falls on both. Same environment, networks (256-256 ReLU, twin critics), batch (256), Adam (3e-4), temperature
-learned. The clock starts 200 updates after learning starts.
+learned. The clock starts 200 updates after learning starts. Deft is measured in each of the precisions given.
 
     python benchmarks/sac_speed.py --steps 1000 --rounds 3
+    python benchmarks/sac_speed.py --precision float32 bf16     # on a CPU with units for bf16
     python benchmarks/sac_speed.py --device cuda --steps 20000
 """
 
@@ -21,7 +22,7 @@ from common import print_machine, print_table, run_worker, write_json
 ENV, LEARNING_STARTS, WARM_UP = "HalfCheetah-v5", 1000, 200
 
 
-def train_sb3(steps: int, device: str) -> float:
+def train_sb3(steps: int, device: str, precision: str) -> float:
     """Seconds for `steps` env steps with an update each, by Stable-Baselines3 as it comes."""
     import torch
     from stable_baselines3 import SAC
@@ -42,8 +43,8 @@ def train_sb3(steps: int, device: str) -> float:
     return clock[1] - clock[0]
 
 
-def train_deft(steps: int, device: str) -> float:
-    """The same by Deft."""
+def train_deft(steps: int, device: str, precision: str) -> float:
+    """The same by Deft, its products in `precision`."""
     import torch
 
     from deft.config.loading import resolve
@@ -52,7 +53,7 @@ def train_deft(steps: int, device: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         config = resolve(
             {
-                "algorithm": {"name": "sac", "cfg": {"learning_starts": LEARNING_STARTS}},
+                "algorithm": {"name": "sac", "cfg": {"learning_starts": LEARNING_STARTS, "precision": precision}},
                 "env": {"id": ENV},
                 "trainer": {"total_timesteps": LEARNING_STARTS + WARM_UP + steps, "eval_freq": 0, "save_freq": 0},
                 "logging": {"console_level": "ERROR", "tensorboard": False, "progress_bar": False},
@@ -82,23 +83,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--precision", nargs="+", default=["float32"], help="of Deft's products: float32, tf32, bf16")
+    parser.add_argument("--json", help="write the figures here, anew after each round")
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        seconds = LIBRARIES[arguments.worker](arguments.steps, arguments.device)
+        seconds = LIBRARIES[arguments.worker](arguments.steps, arguments.device, arguments.precision[0])
         print(json.dumps({"steps_per_second": arguments.steps / seconds}))
         return
     print_machine()
-    rates: dict[str, list[float]] = {name: [] for name in LIBRARIES}
+    contenders = {f"deft, {precision}": ("deft", precision) for precision in arguments.precision}
+    contenders["sb3"] = ("sb3", "float32")
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(arguments.rounds):
-        for name in LIBRARIES:
-            work = ["--worker", name, "--steps", arguments.steps, "--device", arguments.device]
+        for name, (library, precision) in contenders.items():
+            work = ["--worker", library, "--steps", arguments.steps, "--device", arguments.device]
+            work += ["--precision", precision]
             rates[name].append(run_worker("sac_speed.py", work, arguments.threads)["steps_per_second"])
+        write_json(arguments.json, {"rates": rates, "arguments": vars(arguments)})
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    rows = [[name, f"{rate:.1f}", f"{rate / medians['sb3']:.2f}"] for name, rate in medians.items()]
+    ratios = {
+        name: statistics.median(own / theirs for own, theirs in zip(values, rates["sb3"], strict=True))
+        for name, values in rates.items()
+    }
+    rows = [[name, f"{rate:.1f}", f"{ratios[name]:.2f}"] for name, rate in medians.items()]
     print_table(["library", "steps/s", "against sb3"], rows)
-    write_json(arguments.json, {"rates": rates, "arguments": vars(arguments)})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from deft.algorithms.auxiliary import Auxiliary
 from deft.algorithms.optimization import FlatAdam, FusedAdam
 from deft.config.algorithm_settings import AlgorithmSettings
 from deft.models.policy import Policy
@@ -61,8 +62,9 @@ class Algorithm:
         """Train together with other processes: gradients are averaged, statistics merged, decisions taken alike."""
         self.processes = processes
         for part in vars(self).values():
-            if isinstance(part, FlatAdam | FusedAdam):
-                part.average = processes.average
+            optimizer = part.optimizer if isinstance(part, Auxiliary) else part
+            if isinstance(optimizer, FlatAdam | FusedAdam):
+                optimizer.average = processes.average
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """Learn from as many batches as it needs; the metrics stay tensors until they are logged."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.algorithms.auxiliary import make_auxiliary
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.ppo import approximate_kl
 from deft.algorithms.returns import discounted_sum
@@ -51,6 +52,7 @@ class GRPO(Algorithm):
         self._log_prob = "token_log_prob" if self.settings.ratio == "token" else "log_prob"
         policy.reports_tokens = self.settings.ratio == "token"  # and so does the reference, a copy of it
         self.reference: Policy | None = frozen_copy(policy) if self.settings.kl_coef else None
+        self.auxiliary = make_auxiliary(policy, self.settings)  # before the optimizer, which leaves its parameters out
         self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
         self.generator = torch.Generator().manual_seed(seed)
         self.reward_terms: tuple[str, ...] = ()
@@ -77,9 +79,12 @@ class GRPO(Algorithm):
         steps = self._training_steps(rounds, advantages)
         metrics |= self._no_step() if self._largest(0 if steps is None else 1) == 0 else self._train(steps)
         self.version += 1
+        observed = [rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]] for rollout in rounds]
+        if self.auxiliary is not None:
+            metrics |= self.auxiliary.update(self._as_many(torch.cat(observed)), self.generator)
         with torch.no_grad():
-            for rollout in rounds:
-                self.policy.observe(rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]].to(self.device))
+            for part in observed:
+                self.policy.observe(part.to(self.device))
             if self.processes is not None:
                 self.processes.merge_statistics(self.policy)
         interval = self.settings.reference_update_interval
@@ -94,6 +99,7 @@ class GRPO(Algorithm):
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "version": self.version,
+            "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
             "reference": reference and {name: value.cpu() for name, value in reference.items()},
         }
 
@@ -103,6 +109,8 @@ class GRPO(Algorithm):
         self.optimizer.learning_rate = self.settings.learning_rate  # the settings' rate holds, also where they changed
         self.generator.set_state(state["generator"])
         self.version = state["version"]
+        if self.auxiliary is not None and state.get("auxiliary") is not None:
+            self.auxiliary.load_state_dict(state["auxiliary"])
         if self.reference is None:
             return
         if state["reference"] is None:
@@ -259,6 +267,10 @@ class GRPO(Algorithm):
             return 1.0
         own = torch.zeros((), device=self.device) if minibatch is None else minibatch[schema.STEP_MASK].sum().float()
         return own * self.processes.count / self.processes.sum(own.clone())
+
+    def _as_many(self, rows: TensorDictBase) -> TensorDictBase:
+        """As many rows as every process has, so that all of them take as many steps."""
+        return rows[: -int(self._largest(-len(rows)))]
 
     def _largest(self, value: float) -> float:
         return value if self.processes is None else self.processes.largest(value, self.device)

@@ -52,12 +52,15 @@ class IQL(OffPolicy):
         weight = (settings.temperature * advantage).exp().clamp(max=settings.max_weight)
         log_prob = policy.log_prob(state._replace(features=state.features.detach()), action)
         policy_loss = -(weight * log_prob).mean(-1)
-        descend((v_loss + q_loss + policy_loss).sum(), self.critic_optimizer, self.actor_optimizer)
+        besides = policy.besides(state)
+        total = v_loss + q_loss + (policy_loss if besides is None else policy_loss + besides)
+        descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
         critics.move_target(settings.tau)
         return {
             "v_loss": v_loss.detach().mean(),
             "q_loss": q_loss.detach().mean(),
             "policy_loss": policy_loss.detach().mean(),
+            **({} if besides is None else {"auxiliary_loss": besides.detach().mean()}),
             "mean_advantage": advantage.mean(),
             "mean_weight": weight.mean(),
             "mean_q": target_q.mean(),

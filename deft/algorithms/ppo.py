@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.algorithms.auxiliary import make_auxiliary
 from deft.algorithms.optimization import FlatAdam, flat_adam
 from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.algorithms.sharded_optimization import ShardedFlatAdam
@@ -45,6 +46,7 @@ class PPO(Algorithm):
         self.policy = policy
         self.settings = settings or PPOSettings()
         self.device = next(policy.parameters()).device
+        self.auxiliary = make_auxiliary(policy, self.settings)  # before the optimizer, which leaves its parameters out
         self.optimizer = self._make_optimizer()
         self.generator = torch.Generator().manual_seed(seed)
         self._warned_lengths: set[int] = set()
@@ -74,6 +76,8 @@ class PPO(Algorithm):
         metrics = self._metrics(losses, first_of_last_epoch, rollout, stopped)
         if self.version > self.settings.value_warmup:  # before that the policy does not move, and its KL says nothing
             self._adapt_learning_rate(metrics["approx_kl"])
+        if self.auxiliary is not None:
+            metrics |= self.auxiliary.update(rollout.flatten(0, 1), self.generator)
         with torch.no_grad():
             self.policy.observe(rollout)
             if self.processes is not None:
@@ -87,6 +91,7 @@ class PPO(Algorithm):
             "generator": self.generator.get_state(),
             "version": self.version,
             "running_return": self.running_return,
+            "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,6 +102,8 @@ class PPO(Algorithm):
         self.generator.set_state(state["generator"])
         self.version = state["version"]
         self.running_return = state["running_return"]
+        if self.auxiliary is not None and state.get("auxiliary") is not None:
+            self.auxiliary.load_state_dict(state["auxiliary"])
 
     def _make_optimizer(self) -> FlatAdam | ShardedFlatAdam:
         return flat_adam(self.policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)

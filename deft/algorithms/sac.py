@@ -137,6 +137,8 @@ class SAC(SoftPolicy):
         self, state: Encoded, anchored: Encoded | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The losses of the policy and of its temperature, a value for each member, log π of its actions, and KL."""
+        if self.anchor is not None:
+            state = self.policy.asked(state)
         samples, log_probs = self.policy.sample(state)
         q = self.critics(state.features, samples[0], frozen=True)
         value = q.mean(1) if self.settings.target_critics is not None else q.amin(1)

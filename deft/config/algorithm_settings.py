@@ -90,6 +90,8 @@ class PPOSettings(AlgorithmSettings):
     """Adam's epsilon."""
     value_warmup: NonNegativeInt = 0
     """Updates at the start that train the value alone, for a policy that comes without a good one."""
+    auxiliary_learning_rate: NonNegative = 0.0
+    """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
     compile: Switch = False
     """Compile the update with torch.compile."""
 
@@ -149,6 +151,9 @@ class GRPOSettings(AlgorithmSettings):
     """Steps of a training sequence, for policies with memory."""
     adam_epsilon: Positive = 1e-5
     """Adam's epsilon."""
+
+    auxiliary_learning_rate: NonNegative = 0.0
+    """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
 
     @model_validator(mode="after")
     def _a_group_compares(self) -> GRPOSettings:

@@ -25,6 +25,8 @@ class ModelSection:
     """Weights to start from: a file, a checkpoint, or a published model's folder; without it, new weights."""
     lora: dict[str, Any] | None = None
     """LoRA adapters on the weights (`r`, `lora_alpha`, `target_modules`): all but them and the memory stays frozen."""
+    tokenizer_weights: str | None = None
+    """The image tokenizer of a new model: a file that `deft train tokenizer` made; none: what the config names."""
     untrained_tokenizer: Switch = False
     """Allow an image tokenizer without trained weights; its codes mean nothing."""
 
@@ -221,6 +223,8 @@ class AdversarialSection:
     """PPO's step size for the explorer."""
     explorer_noise: Positive = 1.0
     """The explorer acts with this many times the student's noise; with less it stays nearer to where it starts."""
+    explorer_correlation: Fraction | None = None
+    """How much of its noise stays from step to step, in place of the student's `noise_correlation`."""
     wm_updates: Count = 5
     """Batches of `batch_size` episodes that the world model trains on for each update of the explorer."""
     wm_warmup: NonNegativeInt = 10

@@ -21,6 +21,8 @@ class TokenizerTrainingConfig:
     """How its format is loaded (`skip_missing=true`, `image_size=128`, …), as in `load_dataset`."""
     cameras: tuple[str, ...] | None = None
     """Which picture streams of the dataset; by default all."""
+    init_weights: str | None = None
+    """Start from this tokenizer: a file, or `tiny_tokenizer`, which ships with Deft; none: from new weights."""
     output_dir: str = "outputs/tokenizer"
     """The run folder; `tokenizer.safetensors` in it is the result."""
     num_updates: Count = 1600
@@ -48,6 +50,8 @@ class TokenizerTrainingConfig:
     """Weight of the error in differences between neighbouring pixels, which keeps edges sharp."""
     color_jitter: Fraction = 0.2
     """How much the channels of a picture are scaled at random, so that more colours are seen."""
+    shift_augmentation: NonNegativeInt = 0
+    """Pixels by which a picture is moved at most, at random: for few scenes, seen by a camera that stands still."""
     revive_interval: NonNegativeInt = 50
     """Updates after which codes that are hardly used get a new place; 0: never."""
     eval_interval: NonNegativeInt = 250

@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
+from deft.data.columns import to_device
 
 Arrays = np.ndarray | dict[str, np.ndarray]
 Memory = TypeVar("Memory", Tensor, TensorDictBase)
@@ -27,10 +28,10 @@ def policy_inputs(
     """
     tensors: Tensor | dict[str, Tensor]
     if isinstance(observation, dict):
-        tensors = {name: torch.from_numpy(stream).to(device) for name, stream in observation.items()}
+        tensors = {name: to_device(stream, device) for name, stream in observation.items()}
         num_rows = len(next(iter(observation.values())))
     else:
-        tensors = torch.from_numpy(observation).to(device)
+        tensors = to_device(observation, device)
         num_rows = len(observation)
     td = TensorDict({schema.OBSERVATION: tensors}, batch_size=[num_rows])
     if memory is not None:
@@ -38,7 +39,7 @@ def policy_inputs(
     if mask is not None:
         td.set(schema.ACTION_MASK, mask)
     if previous_reward is not None:
-        td.set(schema.PREVIOUS_REWARD, torch.from_numpy(previous_reward).to(device))
+        td.set(schema.PREVIOUS_REWARD, to_device(previous_reward, device))
     return td
 
 

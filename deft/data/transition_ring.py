@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.data.columns import Key, Row, to_numpy
+from deft.data.columns import Key, Row, to_device, to_numpy
 from deft.data.replay import Batch
 from deft.errors import InputError
 from deft.machine import physical_memory
@@ -151,7 +151,7 @@ class TransitionRing:
         place = self._written % self.capacity
         room = self.capacity - place
         for key, column in self._columns.items():
-            values = torch.as_tensor(np.asarray(rows[key]), dtype=column.dtype)
+            values = to_device(torch.as_tensor(np.asarray(rows[key]), dtype=column.dtype), self.device)
             column[place : place + count] = values[:room]
             if count > room:
                 column[: count - room] = values[room:]
@@ -160,7 +160,7 @@ class TransitionRing:
         if self._frames:
             self._forget_overwritten()
         if self.device.type != "cpu":
-            self._bounds.copy_(torch.tensor([float(self._oldest), float(len(self))], dtype=torch.float64))
+            self._bounds.copy_(to_device(np.array([self._oldest, len(self)], np.float64), self.device))
 
     def _allocate(self, rows: dict[Key, Any], count: int) -> None:
         if count > self.capacity:

@@ -138,14 +138,9 @@ def evaluate_adversarial(
     random actions; and what scenes with a patch of pure noise pay, beside the same scenes without.
     """
     folder = checkpoint.find_best(path)
-    run, where = folder.parent, choose_device(device)
-    config = read_phase_config(run / CONFIG_FILE)
-    policy = load_f1_policy(run / MODEL_FILE, where, checkpoint_path=folder).policy.eval()
-    explorer = load_explorer(folder / EXPLORER_FOLDER, run / EXPLORER_FOLDER / MODEL_FILE, where)
+    config, policy, explorer, reward = _load_game(folder, device)
     results, found = _against_random(explorer, policy, config, episodes, seed)
     results["world_model"] = compare_world_models(_world_models(policy, config), config, episodes, seed)
-    reward = GameReward(config.adversarial, policy)
-    reward.load_state_dict(checkpoint.load_training_state(folder)["state"]["reward"])
     if config.environment.get("world", SCRIPTED_WORLDS[0]) in SCRIPTED_WORLDS:
         results["noise"] = noise_rewards(reward, explorer, policy, config, episodes, seed)
     results |= {name: results["world_model"]["present"][name] for name in WORLD_MODEL_MEASURES}
@@ -172,6 +167,14 @@ def compare_world_models(
     }
 
 
+def what_noise_pays(
+    path: str | Path, episodes: int = 10, seed: int = 0, device: str = "auto"
+) -> dict[str, dict[str, float]]:
+    """`noise_rewards` of an adversarial run as it is now."""
+    config, policy, explorer, reward = _load_game(checkpoint.find_checkpoint(path), device)
+    return noise_rewards(reward, explorer, policy, config, episodes, seed)
+
+
 def noise_rewards(
     reward: GameReward, explorer: ExplorerPolicy, policy: F1Policy, config: PhaseConfig, episodes: int, seed: int
 ) -> dict[str, dict[str, float]]:
@@ -192,6 +195,17 @@ def noise_rewards(
             "error": float(measures.error.mean()),
         }
     return results
+
+
+def _load_game(folder: Path, device: str) -> tuple[PhaseConfig, F1Policy, ExplorerPolicy, GameReward]:
+    """Both sides of a checkpoint of phase 3, its settings, and what pays in it."""
+    run, where = folder.parent, choose_device(device)
+    config = read_phase_config(run / CONFIG_FILE)
+    policy = load_f1_policy(run / MODEL_FILE, where, checkpoint_path=folder).policy.eval()
+    explorer = load_explorer(folder / EXPLORER_FOLDER, run / EXPLORER_FOLDER / MODEL_FILE, where)
+    reward = GameReward(config.adversarial, policy)
+    reward.load_state_dict(checkpoint.load_training_state(folder)["state"]["reward"])
+    return config, policy, explorer, reward
 
 
 def _world_models(policy: F1Policy, config: PhaseConfig) -> dict[str, F1Policy]:

@@ -122,6 +122,30 @@ def plot_comparison(
         return _save(figure, Path(path))
 
 
+def plot_bars(
+    labels: Sequence[str],
+    groups: Mapping[str, Sequence[float]],
+    errors: Mapping[str, Sequence[float]],
+    path: Path,
+    title: str = "",
+    y_label: str = "",
+) -> Path:
+    """Draw bars side by side: for each label one of every group, with its error."""
+    width = 0.8 / len(groups)
+    with _style():
+        figure = _figure(7.2, 4.4)
+        axes = figure.subplots()
+        for index, (name, values) in enumerate(groups.items()):
+            places = np.arange(len(labels)) + (index - (len(groups) - 1) / 2) * width
+            axes.bar(places, values, width, yerr=errors[name], capsize=3, color=PALETTE[index], label=name)
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set_title(title)
+        axes.set_ylabel(y_label)
+        axes.set_xticks(range(len(labels)), labels)
+        axes.legend(loc="best")
+        return _save(figure, Path(path))
+
+
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean of the last `window` values at each place; of all of them before there are as many."""
     total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])

@@ -24,7 +24,7 @@ from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episo
 from deft.evaluation.plots import plot_comparison
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.loading import load_f1_policy
-from deft.models.f1.motion import fit_sharpness, prior_cross_entropy
+from deft.models.f1.motion import TAIL, fit_sharpness, prior_cross_entropy
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.rollout import roll_out
 from deft.models.f1.vq import MultiScaleTokenizer
@@ -308,20 +308,25 @@ def psnr(images: Tensor, truth: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_cross_entropy(tokenizer: MultiScaleTokenizer, parts: list[Foresights]) -> float:
-    """That of "the next frame is nearly this frame": the best that −β‖z − e‖² can do on the frames it is measured on.
+    """That of "the next frame is nearly this frame": the best that the distances ‖z − e‖² alone can do on these frames.
 
-    z is what the true coarser codes leave of the last frame; β is fitted for each scale, on some of these very frames.
+    z is what the true coarser codes leave of the last frame; β is fitted for each scale, on some of these very frames,
+    for logits without and with a tail, of which the better counts.
     """
     left, codes = (
         torch.cat([tensor for part in parts for tensor in getattr(part, name)]) for name in ("left", "codes")
     )
     some = slice(None, None, math.ceil(len(codes) / FITTED))
-    sharpness = fit_sharpness(left[some], codes[some], tokenizer.quantize, tokenizer.sizes, lambda slopes: slopes)
-    losses = [
-        prior_cross_entropy(z, true, sharpness, tokenizer.quantize, tokenizer.sizes)
-        for z, true in zip(left.split(FITTED), codes.split(FITTED), strict=True)
-    ]
-    return float(torch.cat(losses).mean())
+    quantize, sizes = tokenizer.quantize, tokenizer.sizes
+    found = []
+    for tail in (0.0, TAIL):
+        sharpness = fit_sharpness(left[some], codes[some], quantize, sizes, lambda slopes: slopes, tail)
+        losses = [
+            prior_cross_entropy(z, true, sharpness, quantize, sizes, tail)
+            for z, true in zip(left.split(FITTED), codes.split(FITTED), strict=True)
+        ]
+        found.append(float(torch.cat(losses).mean()))
+    return min(found)
 
 
 def unigram_entropy(codes: Tensor, num_codes: int) -> float:

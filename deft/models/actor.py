@@ -38,6 +38,7 @@ class Encoded(NamedTuple):
     features: Tensor
     trunk: Tensor | None = None  # [B, F]: what a policy that shares its features with the critics trains them by
     step_mask: Tensor | None = None  # bool [B, K]: which steps of the chunks to come are real
+    output: Tensor | None = None  # of the actor network, where it has been asked already
 
 
 class ContinuousActor(Policy):
@@ -77,6 +78,10 @@ class ContinuousActor(Policy):
         """The observation's features, differentiable."""
         raise TypeError(type(self).__name__)
 
+    def asked(self, state: Encoded) -> Encoded:
+        """The state with what the policy's network says of it, where that serves `sample` and `divergence` both."""
+        return state
+
     def mean(self, state: Encoded) -> Tensor:
         """The most likely unit action [members, B, A], differentiable."""
         raise TypeError(type(self).__name__)
@@ -84,6 +89,10 @@ class ContinuousActor(Policy):
     def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
         """Log-density of unit actions, [members, B], differentiable."""
         raise TypeError(type(self).__name__)
+
+    def besides(self, state: Encoded) -> Tensor | None:
+        """A loss that the policy has besides what it does, [members]; None where it has none, as most."""
+        return None
 
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
         """`count` unit actions a state, [count, members, B, A], and their log-densities; differentiable."""
@@ -168,6 +177,10 @@ class Actor(ContinuousActor):
         features = self.encoder(observation)
         return Encoded(observation, features if features.ndim == 3 else features.unsqueeze(0))
 
+    def asked(self, state: Encoded) -> Encoded:
+        """With the actor network's output, which else is computed wherever it is needed."""
+        return state._replace(output=self._output(state.features))
+
     def mean(self, state: Encoded) -> Tensor:
         """tanh of the mean, whichever the distribution."""
         return self._mean_and_log_std(state.features)[0].tanh()
@@ -182,7 +195,11 @@ class Actor(ContinuousActor):
 
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
         """mean + deviation · noise, squashed for `tanh_gaussian`; one pass through the network for all of them."""
-        mean, log_std = self._mean_and_log_std(state.features)
+        if self.distribution == "tanh_gaussian":
+            output = self._output(state.features) if state.output is None else state.output
+            noise = torch.randn(count, *output.shape[:-1], self.action_dim, device=output.device)
+            return _SquashedSample.apply(output, noise)
+        mean, log_std = self._mean_and_log_std(state.features, state.output)
         noise = torch.randn(count, *mean.shape, device=mean.device)
         return self._place(mean, log_std, noise)[:2]
 
@@ -193,7 +210,7 @@ class Actor(ContinuousActor):
         """
         if not isinstance(other, Actor) or other.distribution != self.distribution:
             return super().divergence(state, other, other_state)
-        mean, log_std = self._mean_and_log_std(state.features)
+        mean, log_std = self._mean_and_log_std(state.features, state.output)
         other_mean, other_log_std = other._mean_and_log_std(other_state.features)
         if self.distribution == "gaussian":
             mean, other_mean = mean.tanh(), other_mean.tanh()
@@ -282,15 +299,17 @@ class Actor(ContinuousActor):
 
     # -- the distribution ----------------------------------------------------------------------------------------------
 
-    def _mean_and_log_std(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _mean_and_log_std(self, features: Tensor, output: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The Gaussian's mean before any tanh, and its log deviation; [members, B, A] (or [members, 1, A])."""
-        if self.trains_encoder:  # the critics train the encoder, not the actor
-            features = features.detach()
-        output = self.actor(features)
+        output = self._output(features) if output is None else output
         if self.distribution == "gaussian":
             return output, self.log_std.clamp(*LOG_STD_RANGE)
         mean, log_std = output.chunk(2, -1)
         return mean, log_std.clamp(*LOG_STD_RANGE)
+
+    def _output(self, features: Tensor) -> Tensor:
+        """What the actor network says: the mean, and beside it the log deviation of a `tanh_gaussian`."""
+        return self.actor(features.detach() if self.trains_encoder else features)  # the critics train the encoder
 
     def _place(self, mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unit actions at the given noise, their log-densities, and the actions before any squashing."""
@@ -300,6 +319,41 @@ class Actor(ContinuousActor):
             return unit, log_prob, unit
         before = torch.addcmul(mean, noise, log_std.exp())
         return before.tanh(), log_prob - _log_tanh_slope(before), before
+
+
+class _SquashedSample(torch.autograd.Function):
+    """y = tanh x with x = μ + σ n, and log π(y), of [μ, log σ] and the noise n: a third of autograd's operations.
+
+    log π = Σ over dims of −½ n² − log σ − ½ log 2π − log(1 − y²), and −log(1 − y²) = 2 (x + softplus(−2x) − log 2).
+    Its slope in x is 2y. With g the gradient of y and h that of log π:  δ = g (1 − y²) + 2 h y,  ∂μ = δ,
+    ∂ log σ = δ σ n − h.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = output.chunk(2, -1)
+        limited = log_std.clamp(*LOG_STD_RANGE)
+        offset = limited.exp() * noise
+        before = mean + offset
+        unit = before.tanh()
+        # softplus with a slope of −2 is −½ softplus(−2x).
+        negative = torch.addcmul(limited, noise, noise, value=0.5).sub(
+            before.sub(functional.softplus(before, beta=-2.0), alpha=2.0), alpha=2.0
+        )
+        ctx.save_for_backward(unit, offset, limited == log_std)
+        constant = noise.shape[-1] * (HALF_LOG_2PI + 2.0 * math.log(2.0))
+        return unit, -constant - negative.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """As above; summed over the samples of a state, and nothing where log σ is at its bounds."""
+        unit, offset, inside = ctx.saved_tensors
+        of_unit, of_log_prob = gradients[0], gradients[1].unsqueeze(-1)
+        delta = torch.ops.aten.tanh_backward(of_unit, unit)
+        delta = torch.addcmul(delta, of_log_prob, unit, value=2.0)
+        of_log_std = (delta * offset - of_log_prob) * inside
+        both = torch.cat([delta, of_log_std], -1)
+        return (both.squeeze(0) if len(both) == 1 else both.sum(0)), None
 
 
 def _gaussian_log_prob(noise: Tensor, log_std: Tensor) -> Tensor:

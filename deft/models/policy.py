@@ -5,10 +5,13 @@ Collectors call `act`, algorithms call `evaluate_actions` and `get_value`; both 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from deft.errors import InputError
 from deft.models.normalization import RewardNormalizer
 
 
@@ -38,6 +41,14 @@ class Policy(nn.Module):
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Add `action`, `sample_log_prob` and `value` (and the next memory) to `td` and return it."""
         raise TypeError(f"{type(self).__name__} does not define act")
+
+    def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
+        """A loss that a policy has besides its reward, [B], for observations alone (`deft.algorithms.auxiliary`)."""
+        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} learns from its reward alone")
+
+    def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
+        """What `auxiliary_loss` trains, and nothing else does then."""
+        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} learns from its reward alone")
 
     def act_arrays(self, observation: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """A quicker way to act than `act`, where a policy has one: the same keys, as arrays; None where it has not."""

@@ -66,6 +66,8 @@ class Collector:
         """Env steps to the run's end, where it is known; workers may have more than that ready."""
         self.explore: Callable[[], np.ndarray | None] | None = None
         """Asked before the policy: actions [N, …] to take instead of its own, or None."""
+        self.before_stepping: Callable[[], None] | None = None
+        """Called when the actions are known: a GPU can be given work here that it does while environments step."""
         self.device = next(iter(policy.parameters())).device
         self._next_observation = next_observation
         self._reward_terms = reward_terms and len(env.reward_terms) > 0
@@ -183,6 +185,8 @@ class Collector:
 
     def _step_env(self, row: dict[Key, Any]) -> VectorStep:
         """Take the row's actions; the environment's part of the transition is added to it."""
+        if self.before_stepping is not None:
+            self.before_stepping()
         self.stepping_since = time.monotonic()
         step = self.env.step(row[schema.ACTION])
         self.stepping_since = None

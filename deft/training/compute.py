@@ -74,6 +74,9 @@ def torch_threads(count: int, small_matrices: bool = False) -> Iterator[None]:
 
 
 def is_small(policy: nn.Module) -> bool:
-    """Whether a policy is made of small matrices alone."""
-    has_convolution = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in policy.modules())
-    return not has_convolution and max((p.numel() for p in policy.parameters()), default=0) <= SMALL_MATRIX
+    """Whether a policy is made of small matrices alone, and computes in float32: bfloat16 is oneDNN's."""
+    modules = list(policy.modules())
+    has_convolution = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in modules)
+    in_bfloat16 = any(getattr(module, "dtype", None) is torch.bfloat16 for module in modules)
+    largest = max((parameter.numel() for parameter in policy.parameters()), default=0)
+    return not has_convolution and not in_bfloat16 and largest <= SMALL_MATRIX

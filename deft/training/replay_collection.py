@@ -29,6 +29,10 @@ from deft.training.evaluator import check_spaces
 class ReplayCollection(Collection):
     """Every step goes into the replay buffer; then `updates_per_step` batches for each are due.
 
+    Updates that are recorded as a CUDA graph are made while the environments take the next step: they are queued when
+    its actions are known, and nothing waits for them before the actions after it. What was collected last is learned
+    from with the next step, or by the run that goes on from here.
+
     No batch comes before `learning_starts` env steps. The first `random_steps` of them take uniformly random actions,
     and where the policy normalises observations without having seen any, they are what it takes the statistics from.
     """
@@ -56,8 +60,13 @@ class ReplayCollection(Collection):
         on_gpu = collector.device.type == "cuda"
         if settings.capture == "on" and not on_gpu:
             raise InputError("capture: 'on' needs a GPU; use auto")
-        captures = on_gpu and settings.capture != "off" and not settings.compile
+        captures = on_gpu and (settings.capture == "on" or (settings.capture == "auto" and not settings.compile))
         self._captured = CapturedUpdate(algorithm, self, settings.batch_size) if captures else None
+        self._captured_warmup = CapturedUpdate(algorithm, self, settings.batch_size) if captures else None
+        self._metrics: Metrics = {}
+        self._is_beside = captures and type(collector) is Collector  # which steps the environments in this process
+        if self._is_beside:
+            collector.before_stepping = self._run_recorded
         set_precision(collector.device, settings.precision)
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
@@ -81,14 +90,24 @@ class ReplayCollection(Collection):
         if self._captured is None:
             return super().update(algorithm, num_vector_steps)
         self._count_due()
-        metrics: Metrics = {}
-        while self._due >= self.algorithm.period:
-            if self.algorithm.version < self.settings.critic_warmup:  # not what the recording will hold
-                count, metrics = 1, self.algorithm.step(self.sample(self.settings.batch_size))
+        if not self._is_beside:
+            self._run_recorded()
+        return self._metrics
+
+    @torch.inference_mode(False)  # in which the collector acts
+    def _run_recorded(self) -> None:
+        """Queue the updates that are due; a GPU makes them while this goes on."""
+        assert self._captured is not None
+        period, warmup = self.algorithm.period, self.settings.critic_warmup
+        while self._due >= period:
+            version = self.algorithm.version
+            if version >= warmup:
+                count, self._metrics = self._captured.run()
+            elif self._captured_warmup is not None and version + period <= warmup:  # all of them the critics' alone
+                count, self._metrics = self._captured_warmup.run()
             else:
-                count, metrics = self._captured.run()
+                count, self._metrics = 1, self.algorithm.step(self.sample(self.settings.batch_size))
             self._due -= count
-        return metrics
 
     def _count_due(self) -> None:
         collected = sum(self.collector.step_counts)

@@ -29,6 +29,7 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
 from deft.models.policy import Policy
+from deft.models.targets import frozen_copy
 from deft.training import checkpoint, sharding
 from deft.training.cluster.building import block_steps, open_workers
 from deft.training.cluster.collectors import RayCollector, RayGroupCollector
@@ -158,7 +159,8 @@ class Trainer:
         self._most_updates = self.settings.iterations if total_timesteps is None else None
         stop = StopSignal()
         started = time.monotonic()
-        threads = torch_threads(self.threads, is_small(self.policy))
+        in_bfloat16 = getattr(self.algorithm.settings, "precision", None) == "bf16"  # the critics too: oneDNN's
+        threads = torch_threads(self.threads, is_small(self.policy) and not in_bfloat16)
         with stop, threads, self._folder(), self._logging(total) as run_log:
             self._log = run_log
             try:
@@ -225,10 +227,16 @@ class Trainer:
         # A collector at work beside this draws from the same generators, which then cannot be set back.
         beside = self.settings.buffer_type == "vla" and self.settings.max_staleness > 0
         with contextlib.nullcontext() if beside else separate_random_state(seed):
-            results = summarize(play_episodes(self.acting, self._evaluation_env(), count, seed))
+            results = summarize(play_episodes(self._player(), self._evaluation_env(), count, seed))
             if video is not None:
                 results["video"] = str(film_episodes(self.acting, self._video_env(), video, 1, seed))
         return results
+
+    def _player(self) -> Policy:
+        """The policy that evaluations play with; one of small matrices acts three times as quickly on the CPU."""
+        if self.device.type == "cpu" or not is_small(self.acting):
+            return self.acting
+        return frozen_copy(self.acting).cpu()
 
     def save(self, path: str | Path | None = None) -> Path:
         """Write a checkpoint into the run folder, or its content into `path`."""

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from deft.errors import InputError, RunError
-from deft.evaluation.plots import plot_comparison, plot_run, read_curve, running_mean
+from deft.evaluation.plots import plot_bars, plot_comparison, plot_run, read_curve, running_mean
 
 
 def write_lines(run_dir: Path, lines: list[dict[str, Any]], tail: str = "") -> None:
@@ -106,6 +106,19 @@ def test_comparison_draws_mean_and_deviation_over_the_common_steps(tmp_path: Pat
     edge = band.get_paths()[0].vertices
     np.testing.assert_allclose([edge[:, 1].min(), edge[:, 1].max()], [5.0, 24.0])  # 7 − 2 and 22 + 2
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["two (2 seeds)", "one"]
+
+
+def test_bars_stand_side_by_side_with_their_errors(tmp_path: Path, figures: list[Figure]) -> None:
+    values, errors = {"plain": [1.0, 2.0], "noise": [-1.0, 0.5]}, {"plain": [0.1, 0.2], "noise": [0.3, 0.4]}
+    path = plot_bars(["seed 0", "seed 1"], values, errors, tmp_path / "bars.png", "Noise", "Reward")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (axes,) = figures[0].axes
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
+    # Two bars of width 0.4 to each label: 0.2 to its left and to its right.
+    np.testing.assert_allclose(bars, [(-0.2, 1.0), (0.8, 2.0), (0.2, -1.0), (1.2, 0.5)])
+    ends = axes.collections[0].get_segments()[0][:, 1]
+    np.testing.assert_allclose(ends, [0.9, 1.1])  # 1 ± 0.1
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["seed 0", "seed 1"]
 
 
 def test_comparison_refuses_runs_that_cannot_be_compared(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from deft import schema
 from deft.config.settings import ActorConfig
 from deft.errors import InputError
-from deft.models.actor import Actor
+from deft.models.actor import LOG_STD_RANGE, Actor, Encoded
 
 OBSERVATION = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 ACTION = spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32))
@@ -39,6 +39,37 @@ def test_the_squashed_density_integrates_to_one():
     grid = (torch.arange(4000) + 0.5) / 1000 - 2.0
     td = TensorDict({schema.OBSERVATION: torch.ones(4000, 3), schema.ACTION: grid[:, None]}, batch_size=[4000])
     assert float(policy.evaluate_actions(td)["log_prob"].detach().exp().sum() * 0.001) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_samples_and_their_gradients_are_torchs(count):
+    # The closed forms of `sample` beside torch's own distribution and autograd, in float64. One deviation is beyond its
+    # bound (and so gets no gradient), and one action far out, where tanh is 1 in float64 too.
+    torch.manual_seed(0)
+    policy = Actor(spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2,)), ActorConfig(hidden_dim=8), "tanh_gaussian")
+    output = torch.randn(1, 5, 4, dtype=torch.float64)
+    output[0, 0, 2], output[0, 1, 0] = LOG_STD_RANGE[1] + 1, 25.0
+    output.requires_grad_()
+    policy._output = lambda features: output
+    noise = torch.randn(count, 1, 5, 2, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", lambda *shape, **_: noise)
+        unit, log_prob = policy.sample(Encoded(None, torch.zeros(1, 5, 3)), count)
+    mean, log_std = output.chunk(2, -1)
+    gaussian = torch.distributions.Normal(mean, log_std.clamp(*LOG_STD_RANGE).exp())
+    before = mean + gaussian.stddev * noise
+    # log π(tanh x) = log p(x) − log(1 − tanh² x), which is −2 log cosh x
+    wanted = (gaussian.log_prob(before) + 2 * (before.abs() + torch.log1p(torch.exp(-2 * before.abs())))).sum(-1)
+    wanted = wanted - 2 * 2 * math.log(2.0)
+    torch.testing.assert_close(unit, before.tanh())
+    torch.testing.assert_close(log_prob, wanted)
+    weight, other = torch.randn_like(unit), torch.randn_like(log_prob)
+    own, theirs = (
+        torch.autograd.grad((weight * action).sum() + (other * density).sum(), output)[0]
+        for action, density in ((unit, log_prob), (before.tanh(), wanted))
+    )
+    torch.testing.assert_close(own, theirs, rtol=1e-6, atol=1e-7)
+    assert own[0, 0, 2] == 0.0
 
 
 def test_the_gaussian_is_hand_computed():

@@ -7,8 +7,9 @@ from deft.algorithms.ppo import PPO
 from deft.envs.process import ProcessVectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
+from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
-from deft.training.compute import choose_device, choose_threads, torch_threads
+from deft.training.compute import choose_device, choose_threads, is_small, torch_threads
 from deft.training.trainer import Trainer
 
 
@@ -45,6 +46,12 @@ def test_threads_are_put_back_and_small_matrices_leave_onednn_out():
         assert not torch.backends.mkldnn.enabled
     assert torch.get_num_threads() == before
     assert torch.backends.mkldnn.enabled == enabled
+
+
+def test_small_policies_in_bfloat16_are_left_to_onednn():
+    spaces = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Box(-1, 1, (2,))
+    assert is_small(Actor(*spaces))
+    assert not is_small(Actor(*spaces, dtype=torch.bfloat16))
 
 
 def test_training_runs_with_the_chosen_threads(tmp_path):

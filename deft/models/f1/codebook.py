@@ -40,6 +40,14 @@ class CodebookAverages:
                 self._place((self.counts < START_SHARE * self.counts.mean()).nonzero().flatten(), vectors, generator)
 
     @torch.no_grad()
+    def begin(self, features: Tensor) -> None:
+        """Keep the codes where they are, and count what they stand for among features [B, D, grid, grid]."""
+        _, codes = self.quantizer.assign(features)
+        hits = torch.bincount(torch.cat([part.flatten() for part in codes]), minlength=len(self.counts))
+        self.counts.copy_(hits)
+        self.sums.copy_(self.quantizer.embedding.weight * self.counts.unsqueeze(1))
+
+    @torch.no_grad()
     def update(self, features: Tensor) -> None:
         """Move the codes to the features [B, D, grid, grid] of a batch."""
         self._update(features, self.decay)

@@ -149,6 +149,10 @@ class F1Config:
     """Predict first where each pixel of the last frame moves, and start the codes' logits from the moved frame."""
     motion_channels: Count = 32
     motion_loss_weight: NonNegative = 1.0
+    motion_tail: NonNegative = 0.0
+    """ν > 0: codes far from the moved frame's have p ~ ‖z − e‖^−2ν, not e^−β‖z − e‖²; for cameras that stand still."""
+    detail_of_motion: Switch = False
+    """Predicted pictures are the moved frame and what the codes change of it: for what codes can hardly draw."""
     condition_init: NonNegative = 0.0
     """Deviation of the gates and projections of what the published model lacks; 0 leaves its outputs unchanged."""
 

@@ -23,6 +23,7 @@ from deft.models.f1.memory import Memory
 from deft.models.f1.motion import MotionPrior
 from deft.models.f1.naming import OWN_PREFIXES, REPEATED, from_paligemma, is_published, published_name
 from deft.models.f1.policy import F1Policy
+from deft.models.f1.vq import MultiScaleTokenizer
 from deft.models.vla.loading import check_fit, read_weights
 
 logger = logging.getLogger(__name__)
@@ -114,15 +115,31 @@ def _find_weights(path: Path) -> Path:
 
 def load_tokenizer(policy: F1Policy, path: str | Path) -> None:
     """Fill the image tokenizer from a file of its own tensors, or from a checkpoint of a whole policy."""
-    path = Path(path)
+    fill_tokenizer(policy.tokenizer, Path(path))
+
+
+def fill_tokenizer(tokenizer: MultiScaleTokenizer, path: Path) -> None:
+    """The same for a tokenizer by itself."""
     weights = read_weights(path)
     for prefix in ("tokenizer.", "vae."):
         if any(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
             break
-    own = policy.tokenizer.state_dict()
+    own = tokenizer.state_dict()
     check_fit(own, weights, path, "the image tokenizer")
-    policy.tokenizer.load_state_dict({name: weights[name].to(own[name].dtype) for name in own})
+    tokenizer.load_state_dict({name: weights[name].to(own[name].dtype) for name in own})
+
+
+def find_tokenizer(name: str) -> Path:
+    """The file of an image tokenizer's weights: a path, or the bare name of one that ships with Deft."""
+    is_bare = Path(name).name == name and not Path(name).suffix
+    path = WEIGHTS / f"{name}.safetensors" if is_bare else Path(name)
+    if not path.is_file():
+        raise InputError(
+            f"the image tokenizer's weights {path} are not there: `deft train tokenizer` makes such a file; name it in "
+            "tokenizer_weights"
+        )
+    return path
 
 
 def load_paligemma(policy: F1Policy, folder: str | Path) -> None:
@@ -194,19 +211,16 @@ def _added_parts(config: F1Config) -> dict[str, Tensor]:
 def _tokenizer_file(config: F1Config, debug: bool) -> Path | None:
     """Where the image tokenizer's weights are; None where `debug` allows new ones."""
     name = config.tokenizer_weights
-    shipped = WEIGHTS / f"{name}.safetensors"
-    path = shipped if name and Path(name).name == name and not Path(name).suffix else Path(name)
-    if name and path.is_file():
-        return path
+    try:
+        if name:
+            return find_tokenizer(name)
+    except InputError:
+        if not debug:
+            raise
     if debug:
         logger.warning("the image tokenizer starts from new weights: its codes mean nothing yet")
         return None
-    if not name:
-        raise InputError("the image tokenizer has no weights: give checkpoint_path, or tokenizer_weights in the config")
-    raise InputError(
-        f"the image tokenizer's weights {path} are not there: `deft train tokenizer` makes such a file; name it in "
-        "tokenizer_weights"
-    )
+    raise InputError("the image tokenizer has no weights: give checkpoint_path, or tokenizer_weights in the config")
 
 
 def _as_written(source: str | Path | Mapping[str, Any] | F1Config, config: F1Config) -> dict[str, Any]:

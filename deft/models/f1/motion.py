@@ -3,7 +3,8 @@
 It starts as a copy of the last frame. The tokenizer's features of the moved frame give each code a first logit,
 −β‖z − e‖², where z is what the coarser codes have left to say; the generation expert says how far to trust it (β) and
 adds what motion alone cannot know. Training fits β by scale first (`fit_sharpness`): where most of a picture stands
-still it is high, so that the expert learns of what moves, and does not shake the rest.
+still it is high, so that the expert learns of what moves, and does not shake the rest. Such pictures are as they were
+in most places and quite different in a few: `motion_tail` gives the logits a tail for these; β can be higher then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from deft.models.f1.vq import MultiScaleQuantizer
 PATCH = 4
 NUM_BASIS = 6  # 1, x, y, x², xy, y²
 START_SHARPNESS = 4.0
-SHARPEST = 1000.0
+SHARPEST, SHARPEST_WITH_TAIL = 1e3, 1e6
+TAIL = 1.5  # ν that suits recorded video of cameras that stand still
 START_MOVING = 4.0  # logit: at first nearly all is taken to move
 
 
@@ -51,6 +53,7 @@ class MotionPrior(nn.Module):
         nn.init.zeros_(self.trust.weight)
         nn.init.zeros_(self.trust.bias)
         self.log_sharpness = nn.Parameter(torch.full((len(config.tokenizer.scales),), math.log(START_SHARPNESS)))
+        self.tail = config.motion_tail
 
     def forward(self, frames: Tensor, actions: Tensor, known: Tensor, state: Tensor) -> Tensor:
         """The expected next frame [B, 3, h, w] from the history [B, T, 3, h, w] in -1 … 1 and what the robot does."""
@@ -86,32 +89,53 @@ class MotionPrior(nn.Module):
         return self.embedding(missing)
 
     def logits(self, missing: Tensor, level: Tensor, output: Tensor, quantize: MultiScaleQuantizer) -> Tensor:
-        """−β ‖z − e_k‖² for z [B, n, D] at scales `level` [n]; β by scale and by what the expert gave out, [B, n, C].
+        """First logits of the codes for z [B, n, D] at scales `level` [n] (`prior_logits`).
 
-        It is in units of the codes' own spread, and so alike for all tokenizers.
+        β is by scale and by what the expert gave out, [B, n, C], in units of the codes' own spread, and so alike for
+        all tokenizers.
         """
         sharpness = (self.log_sharpness[level][:, None] + self.trust(output.float())).exp()
-        return -sharpness / _spread(quantize) * quantize.distances(missing)
+        return prior_logits(quantize.distances(missing), sharpness / _spread(quantize), self.tail)
+
+
+def prior_logits(distances: Tensor, sharpness: Tensor, tail: float = 0.0) -> Tensor:
+    """−β d for d = ‖z − e_k‖² [B, n, K]; with a tail ν, −ν log(1 + β (d − min d) / ν), the same where d is small.
+
+    Far codes have p ~ d^−ν then: a place that changed does not cost more than any other guess would.
+    """
+    if tail == 0.0:
+        return -sharpness * distances
+    excess = distances - distances.amin(-1, keepdim=True)
+    return -tail * torch.log1p(sharpness / tail * excess)
 
 
 @torch.no_grad()
 def fit_sharpness(
-    missing: Tensor, codes: Tensor, quantize: MultiScaleQuantizer, sizes: list[int], total: Callable[[Tensor], Tensor]
+    missing: Tensor,
+    codes: Tensor,
+    quantize: MultiScaleQuantizer,
+    sizes: list[int],
+    total: Callable[[Tensor], Tensor],
+    tail: float = 0.0,
 ) -> Tensor:
     """log β of each scale with the lowest cross-entropy of the prior alone, for z [B, L, D] and true codes [B, L].
 
     With d = ‖z − e‖² in units of the spread, dCE/dβ = d_true − Σ_k p_k d_k, which grows with β: its root, by bisection.
-    `total` adds up over processes.
+    With a tail, x = d − min d and g = x / (1 + β x / ν) stands in the place of d. `total` adds up over processes.
     """
     spread, found = _spread(quantize), []
     for z, true in zip(missing.split(sizes, 1), codes.split(sizes, 1), strict=True):
         distances = quantize.distances(z.float()) / spread
-        chosen = distances.gather(-1, true.unsqueeze(-1)).squeeze(-1)
+        if tail:
+            distances = distances - distances.amin(-1, keepdim=True)
         low = distances.new_tensor(math.log(START_SHARPNESS / 10))
-        high = distances.new_tensor(math.log(SHARPEST))
+        high = distances.new_tensor(math.log(SHARPEST_WITH_TAIL if tail else SHARPEST))
         for _ in range(16):
             middle = (low + high) / 2
-            expected = ((-middle.exp() * distances).softmax(-1) * distances).sum(-1)
+            beta = middle.exp()
+            slopes = distances / (1 + beta * distances / tail) if tail else distances
+            chosen = slopes.gather(-1, true.unsqueeze(-1)).squeeze(-1)
+            expected = (prior_logits(distances, beta, tail).softmax(-1) * slopes).sum(-1)
             rises = total((chosen - expected).sum()) > 0
             low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
         found.append((low + high) / 2)
@@ -120,12 +144,17 @@ def fit_sharpness(
 
 @torch.no_grad()
 def prior_cross_entropy(
-    missing: Tensor, codes: Tensor, log_sharpness: Tensor, quantize: MultiScaleQuantizer, sizes: list[int]
+    missing: Tensor,
+    codes: Tensor,
+    log_sharpness: Tensor,
+    quantize: MultiScaleQuantizer,
+    sizes: list[int],
+    tail: float = 0.0,
 ) -> Tensor:
     """The cross-entropy [B] of the prior alone, mean over the codes, for z [B, L, D], true codes [B, L] and log β."""
     spread, losses = _spread(quantize), []
     for beta, z, true in zip(log_sharpness.exp(), missing.split(sizes, 1), codes.split(sizes, 1), strict=True):
-        logits = -beta / spread * quantize.distances(z.float())
+        logits = prior_logits(quantize.distances(z.float()), beta / spread, tail)
         losses.append(functional.cross_entropy(logits.transpose(1, 2), true, reduction="none"))
     return torch.cat(losses, 1).mean(1)
 

@@ -185,7 +185,7 @@ class F1Policy(nn.Module):
         condition = self._condition(inputs, after, self._expected_frame(inputs))
         found = self.model.foresee(self._prefix(inputs), condition, top_k, top_p, generator)
         leading = batch[schema.STATE].shape[:-1]
-        images = frames.to_pictures(self.tokenizer.decode(found.codes))
+        images = self._pictured(found.codes, inputs)
         results = {
             "images": images.reshape(*leading, *images.shape[1:]),
             schema.FRAME_TOKENS: found.codes.reshape(*leading, -1),
@@ -300,8 +300,11 @@ class F1Policy(nn.Module):
         actions = flow.integrate(velocity, noise, self.config.num_steps)
         if predict_action_only:
             return actions
-        images = frames.to_pictures(self.tokenizer.decode(found.codes))
-        return {schema.ACTION: actions, "images": images, schema.FRAME_TOKENS: found.codes}
+        return {
+            schema.ACTION: actions,
+            "images": self._pictured(found.codes, inputs),
+            schema.FRAME_TOKENS: found.codes,
+        }
 
     def look(self, batch: Mapping[str, Any]) -> Context:
         """What the action expert goes on from where nothing is foreseen: pictures and words, [N, …] as they are."""
@@ -481,6 +484,19 @@ class F1Policy(nn.Module):
         assert inputs.frames is not None
         history = inputs.frames[:, : self.config.n_obs_img_steps]
         return self.model.motion(history, inputs.actions, inputs.known, inputs.state)
+
+    def _pictured(self, codes: Tensor, inputs: Inputs) -> Tensor:
+        """Predicted codes [N, L] as uint8 pictures.
+
+        With `detail_of_motion`, x̂ + D(codes) − D(E(x̂)) with x̂ the moved frame, D and E the tokenizer: what codes cannot
+        say of the parts that they leave as they were is kept.
+        """
+        made = self.tokenizer.decode(codes)
+        expected = self._expected_frame(inputs) if self.config.detail_of_motion else None
+        if expected is not None:
+            expected = expected.clamp(-1, 1)
+            made = expected + made - self.tokenizer.decode(self.tokenizer.encode(expected))
+        return frames.to_pictures(made)
 
     def _condition(self, inputs: Inputs, remembered: Tensor | None, expected: Tensor | None) -> Condition:
         features = None

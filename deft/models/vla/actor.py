@@ -111,6 +111,13 @@ class VLAActor(VLAPolicy, ContinuousActor):
         )
         return -self._scalar("imitation_loss", "loss", losses, unit.shape[1]).unsqueeze(0)
 
+    def besides(self, state: Encoded) -> Tensor | None:
+        """The model's own `auxiliary_loss`, where there are labels for it (`vla-tiny`: of where things are)."""
+        if state.trunk is None or getattr(self.model, "places_key", None) is None:
+            return None
+        losses = self.model.auxiliary_loss(state.observation, state.trunk)
+        return self._scalar("auxiliary_loss", "loss", losses, len(state.observation)).mean().unsqueeze(0)
+
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
         """Draws as the environment would clip them, with the model's log-density of them before that.
 

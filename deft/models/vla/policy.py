@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable
 from typing import Any, Self
 
 from tensordict import TensorDict, TensorDictBase
@@ -149,6 +150,17 @@ class VLAPolicy(Policy):
         """Show the observations to a model that has a normalisation of its own (`observe`)."""
         if callable(getattr(self.model, "observe", None)):
             self.model.observe(td[schema.OBSERVATION])
+
+    def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
+        """By the model's optional method of that name."""
+        observations, batch = self._observations(td)
+        return self._scalar("auxiliary_loss", "loss", self.model.auxiliary_loss(observations), batch)
+
+    def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
+        """Likewise."""
+        if not callable(getattr(self.model, "auxiliary_loss", None)):
+            raise InputError(f"auxiliary_learning_rate: {self.model_name} has no `auxiliary_loss`; set it to 0")
+        return self.model.auxiliary_parameters()
 
     # The border between Deft and the model ---------------------------------------------------------------------------
 

@@ -165,13 +165,15 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         proprio_dim: int = 24,
         instruction_key: str | None = "instruction",
         width: int = 256,
-        log_std_init: float = -2.5,
+        log_std_init: float = -3.0,
+        log_common_init: float = -2.0,
         imitation: str = "absolute",
         num_bins: int = 32,
         flow_steps: int = 5,
         flow_noise: float = 0.1,
         value_gradient: bool = False,
         freeze_vision: bool = False,
+        bottleneck: bool = False,
         places_key: str | None = None,
         places_dim: int = 8,
     ) -> None:
@@ -204,7 +206,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         self.head_name, self.action_dim, self.chunk_length = head, action_dim, chunk_length
         self.image_keys, self.image_size = tuple(image_keys), image_size
         self.proprio_key, self.proprio_dim, self.instruction_key = proprio_key, proprio_dim, instruction_key
-        self.value_gradient, self.freeze_vision = value_gradient, freeze_vision
+        self.value_gradient, self.freeze_vision, self.bottleneck = value_gradient, freeze_vision, bottleneck
         self.width, self.places_key, self.places_dim = width, places_key, places_dim
 
         self.text: Any = WordEncoder()
@@ -220,12 +222,12 @@ class TinyVLAModel(ScoredInParts, nn.Module):
             nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, half), nn.ReLU(),
             nn.Linear(half, FOUND_DIM),
         )  # fmt: skip
-        inputs += FOUND_DIM
+        inputs = FOUND_DIM + (TASK_DIM + (0 if proprio_key is None else proprio_dim) if bottleneck else inputs)
         self.trunk: Any = nn.Sequential(
             nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
         )
         if head == "gaussian":
-            self.head: Any = GaussianChunks(width, chunk_length, action_dim, log_std_init, imitation)
+            self.head: Any = GaussianChunks(width, chunk_length, action_dim, log_std_init, log_common_init, imitation)
         elif head == "token":
             self.head = TokenChunks(width, chunk_length, action_dim, num_bins)
         else:
@@ -240,13 +242,13 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         # There with and without labels: weights that were trained with them then act where there are none.
         self.places_scale: Any = RunningNormalizer((FOUND_DIM,), clip=5.0, epsilon=PROPRIO_EPSILON)
         if freeze_vision:
-            self.cameras.requires_grad_(False)
-            self.text.requires_grad_(False)
+            for module in self._vision():
+                module.requires_grad_(False)
 
     @property
     def keeps_sample(self) -> bool:
-        """Whether `act` also gives what was random beside the action, and `evaluate` asks for it."""
-        return self.head_name == "flow"
+        """Whether `act` also gives what was random beside the action, or seen, and `evaluate` asks for it."""
+        return self.head_name == "flow" or self.freeze_vision
 
     # -- the interface of a VLA model ----------------------------------------------------------------------------------
 
@@ -264,12 +266,15 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
     ) -> tuple[Any, ...]:
         """Actions, their log-prob [B], the value [B, 1], and for a flow the denoising chain, in one pass."""
-        features = self.features(observations)
+        seen = self.see(observations)
+        features = self.think(seen)
         mask = self._mask(action_mask)
         action, log_prob, sample = self.head.draw(self._for_head(features), deterministic, mask)
         if mask is not None:
             action = action.masked_fill(~mask, 0.0)
         outputs = (self._shaped(action), log_prob, self.value_of(features))
+        if self.freeze_vision:
+            sample = sample | {schema.LATENT: seen}
         return (*outputs, sample) if self.keeps_sample else outputs
 
     def evaluate_tokens(
@@ -280,9 +285,10 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         sample: Mapping[str, Tensor] | TensorDictBase | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each step of the chunk, [B, K], or of a flow's denoising, [B, S]."""
-        if self.keeps_sample and sample is None:
+        if self.head_name == "flow" and sample is None:
             raise InputError("the actions of a flow have no log-prob of their own: score its chain (`sample`)")
-        features = self.features(observations)
+        seen = None if sample is None else sample.get(schema.LATENT, None)
+        features = self.features(observations) if seen is None else self.think(seen)
         chunk, mask = self._chunk(actions), self._mask(action_mask)
         tokens, entropy = self.head.score(self._for_head(features), chunk, mask, sample)
         return tokens, entropy, self.value_of(features)
@@ -295,18 +301,26 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         The actions' head reads the second part alone. The value reads both: what the trunk leaves out since no action
         depends on it may well say how an episode ends.
         """
+        return self.think(self.see(observations))
+
+    def see(self, observations: TensorDictBase) -> Tensor:
+        """What the words ask for and where the cameras find it, and what is felt: [B, S]."""
         images = [self._image(observations, key) for key in self.image_keys]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._sees_better()):
             if self.instruction_key is None:
                 text = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
             else:
                 text = self.text(self._text(observations, self.instruction_key))
             parts = [camera(image, text) for camera, image in zip(self.cameras, images, strict=True)]
-        if self.proprio_key is not None:
-            proprio = self._vectors(observations, self.proprio_key, len(text), self.proprio_dim, "proprio_dim")
-            parts.append(self.proprio(proprio))
-        seen = torch.cat([*parts, self.task(text)], 1)
-        inputs = torch.cat([self.found(seen), seen], 1)
+            if self.proprio_key is not None:
+                proprio = self._vectors(observations, self.proprio_key, self.proprio_dim, "proprio_dim")
+                parts.append(self.proprio(proprio))
+            return torch.cat([*parts, self.task(text)], 1)
+
+    def think(self, seen: Tensor) -> Tensor:
+        """Where things are, what was seen, and what the trunk makes of both: [B, F]."""
+        known = seen[:, len(self.cameras) * CameraEncoder.out_dim :] if self.bottleneck else seen
+        inputs = torch.cat([self.found(seen), known], 1)
         return torch.cat([inputs, self.trunk(inputs)], 1)
 
     def value_of(self, features: Tensor) -> Tensor:
@@ -328,11 +342,24 @@ class TinyVLAModel(ScoredInParts, nn.Module):
             return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
         features = self.features(observations)
         loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
-        if self.places_key is None:
-            return loss
+        return loss if self.places_key is None else loss + self.auxiliary_loss(observations, features)
+
+    def auxiliary_loss(self, observations: TensorDictBase, features: Tensor | None = None) -> Tensor:
+        """How far the places that the labels tell are missed, in deviations of them, times PLACES_WEIGHT: [B]."""
+        found = self.found(self.see(observations)) if features is None else features[:, :FOUND_DIM]
         labels = self.places_scale(self._labels(observations))
-        missed = functional.smooth_l1_loss(features[:, :FOUND_DIM], labels, reduction="none", beta=ROUNDING)
-        return loss + PLACES_WEIGHT * missed[:, : self.places_dim].mean(1)
+        missed = functional.smooth_l1_loss(found, labels, reduction="none", beta=ROUNDING)
+        return PLACES_WEIGHT * missed[:, : self.places_dim].mean(1)
+
+    def auxiliary_parameters(self) -> Iterator[nn.Parameter]:
+        """What the places are told by."""
+        if self.places_key is None:
+            raise InputError(
+                "auxiliary_learning_rate: vla-tiny learns to see from labels, and the observations have none: "
+                "--env-kwargs observation=labelled"
+            )
+        for module in (self.text, self.task, self.cameras, self.found):
+            yield from module.parameters()
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
         """What the value's loss trains."""
@@ -358,6 +385,13 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         return self._shaped(mean), self._shaped(self.head.log_std.unsqueeze(0))[0]
 
     # -- borders -------------------------------------------------------------------------------------------------------
+
+    def _vision(self) -> tuple[nn.Module, ...]:
+        return self.text, self.task, self.cameras
+
+    def _sees_better(self) -> bool:
+        """Whether anything that it sees by is being trained."""
+        return any(parameter.requires_grad for module in self._vision() for parameter in module.parameters())
 
     def _for_head(self, features: Tensor) -> Tensor:
         return features[..., -self.width :]
@@ -385,19 +419,18 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         return image
 
     def _labels(self, observations: TensorDictBase | Mapping[str, Tensor]) -> Tensor:
-        """The places that are taught, [B, FOUND_DIM]: zeros behind them."""
-        places = self._vectors(observations, str(self.places_key), None, self.places_dim, "places_dim")
+        """The places that are taught, […, FOUND_DIM]: zeros behind them."""
+        places = self._vectors(observations, str(self.places_key), self.places_dim, "places_dim")
         return functional.pad(places, (0, FOUND_DIM - self.places_dim))
 
     def _vectors(
-        self, observations: TensorDictBase | Mapping[str, Tensor], key: str, batch: int | None, size: int, setting: str
+        self, observations: TensorDictBase | Mapping[str, Tensor], key: str, size: int, setting: str
     ) -> Tensor:
-        """A stream of numbers, float32 [batch, size]; of any batch where it is not known."""
+        """A stream of numbers, float32 […, size]."""
         found = self._stream(observations, key)
-        wanted = [len(found) if batch is None else batch, size]
-        if list(found.shape) != wanted:
+        if found.shape[-1] != size:
             raise InputError(
-                f"observation {key!r} has shape {list(found.shape)}; the model was built for {wanted} ({setting})"
+                f"observation {key!r} has shape {list(found.shape)}; the model was built for rows of {size} ({setting})"
             )
         return found.float()
 
@@ -447,20 +480,42 @@ class Chunks(nn.Module):
 
 
 class GaussianChunks(Chunks):
-    """log p(a) = Σ [ −½ ((a − μ) / σ)² − log σ − ½ log 2π ]."""
+    """a_k = μ_k + σ_k n_k + c n, with noise n_k of each step and noise n that the steps of a chunk have in common.
 
-    def __init__(self, width: int, chunk_length: int, action_dim: int, log_std_init: float, imitation: str) -> None:
+    What a decision is worth shows in where the hand ends up. Noise of the steps' own averages out on the way there;
+    common noise adds up, and is what reinforcement learning finds better decisions by. The log-prob is taken step by
+    step: from the steps before, n is known with mean m and variance v (c² at first), so that
+    log p(a_k | a_<k) = log N(a_k − μ_k; m, σ_k² + v); then g = v / (σ_k² + v), m += g (a_k − μ_k − m), v ← (1 − g) v.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        chunk_length: int,
+        action_dim: int,
+        log_std_init: float,
+        log_common_init: float,
+        imitation: str,
+    ) -> None:
         super().__init__(chunk_length, action_dim)
         self.imitation = imitation
         self.out = nn.Linear(width, chunk_length * action_dim)
         self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
+        self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
         nn.init.normal_(self.out.weight, std=0.01)
         nn.init.zeros_(self.out.bias)
 
     @property
+    def deviations(self) -> tuple[Tensor, Tensor]:
+        """σ [K, A] and c [A]; a single step has no common noise."""
+        common = self.log_common_free.clamp(*LOG_STD_RANGE).exp()
+        return self.log_std_free.clamp(*LOG_STD_RANGE).exp(), common if self.shape[0] > 1 else torch.zeros_like(common)
+
+    @property
     def log_std(self) -> Tensor:
-        """[K, A]."""
-        return self.log_std_free.clamp(*LOG_STD_RANGE)
+        """Log deviation of each number by itself, ½ log(σ² + c²): [K, A]."""
+        own, common = self.deviations
+        return 0.5 * (own.square() + common.square()).log()
 
     def mean(self, features: Tensor) -> Tensor:
         """[B, K, A]."""
@@ -471,19 +526,39 @@ class GaussianChunks(Chunks):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Mean plus noise."""
         mean = self.mean(features)
-        action = mean if deterministic else torch.addcmul(mean, torch.randn_like(mean), self.log_std.exp())
+        action = mean
+        if not deterministic:
+            own, common = self.deviations
+            action = torch.addcmul(mean, torch.randn_like(mean), own)
+            action = torch.addcmul(action, torch.randn_like(mean[:, :1]), common)
         return action, self._log_prob(mean, action, mask).sum((1, 2)), {}
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """By the density; the entropy of a dim is log σ + ½ log 2πe."""
+        """By the density; the entropy of a dim of a step, given those before, is ½ log 2πe (σ_k² + v)."""
         mean = self.mean(features)
-        entropy = _real((self.log_std + (0.5 + HALF_LOG_2PI)).expand_as(mean), mask)
+        variances = torch.stack([variance for variance, _ in self._steps()])
+        entropy = _real((0.5 * variances.log() + (0.5 + HALF_LOG_2PI)).expand_as(mean), mask)
         return self._log_prob(mean, actions, mask).sum(2), entropy.sum((1, 2))
 
+    def _steps(self) -> list[tuple[Tensor, Tensor]]:
+        """σ_k² + v and g of each step, [A]."""
+        own, common = self.deviations
+        unknown, steps = common.square(), []
+        for variance in own.square():
+            total = variance + unknown
+            gain = unknown / total
+            steps.append((total, gain))
+            unknown = (1.0 - gain) * unknown
+        return steps
+
     def _log_prob(self, mean: Tensor, actions: Tensor, mask: Tensor | None) -> Tensor:
-        log_std = self.log_std
-        standardised = (actions - mean) * (-log_std).exp()
-        return _real(-0.5 * standardised.square() - log_std - HALF_LOG_2PI, mask)
+        """[B, K, A]."""
+        offsets, known, parts = actions - mean, torch.zeros_like(mean[:, 0]), []
+        for step, (variance, gain) in enumerate(self._steps()):
+            rest = offsets[:, step] - known
+            known = torch.addcmul(known, gain, rest)
+            parts.append(-0.5 * (rest.square() / variance + variance.log()) - HALF_LOG_2PI)
+        return _real(torch.stack(parts, 1), mask)
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
         """|a − μ|, or ½ (a − μ)², over the steps that are real, as a mean over all of the chunk's numbers: [B].

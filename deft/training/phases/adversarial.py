@@ -72,6 +72,8 @@ class AdversarialTrainer(WorldModelTrainer):
             raise InputError("replay_share, random_share: together at most 1; what they leave of a batch is new")
         config.training.learning_rate = config.adversarial.wm_lr
         super().__init__(config, policy)
+        if self.device.type == "cuda" and config.training.precision == "auto":
+            torch.set_float32_matmul_precision("highest")  # for the explorer's ratios, as in phase 2
         game, training = config.adversarial, config.training
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)
@@ -286,6 +288,8 @@ def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
     settings.learning_rate = config.adversarial.explorer_lr
     settings.initial_noise *= config.adversarial.explorer_noise
     settings.action_noise *= config.adversarial.explorer_noise
+    if config.adversarial.explorer_correlation is not None:
+        settings.noise_correlation = config.adversarial.explorer_correlation
     return settings
 
 
@@ -296,6 +300,8 @@ def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path) -> Non
         check_chain(explorer, config.student.explorer, where)
         explorer.deviation.mul_(scale)
         explorer.initial_deviation.mul_(scale)
+    if config.adversarial.explorer_correlation is not None:  # it changes no action's density
+        explorer.noise_correlation.fill_(wanted.noise_correlation)
     check_chain(explorer, wanted, where)
 
 

@@ -112,7 +112,13 @@ class BaseRLTrainer(ABC):
         """The model's sizes and switches: of the run that goes on, else of `model.config_file`."""
         if self.resume_from is not None and (own := self.resume_from.parent / MODEL_FILE).is_file():
             return read_f1_config(own)
-        return read_f1_config(self.config.model.config_file)
+        model = self.config.model
+        config = read_f1_config(model.config_file)
+        if model.tokenizer_weights is not None:
+            if model.checkpoint_path is not None:
+                raise InputError("tokenizer_weights: for new models; the tokenizer of checkpoint_path comes with it")
+            config.tokenizer_weights = model.tokenizer_weights
+        return config
 
     def write_sample(self, path: Path) -> None:  # noqa: B027 (a phase may have none)
         """A picture of what the policy does now (`samples/episode_n.png`)."""

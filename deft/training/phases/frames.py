@@ -29,6 +29,7 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.frames import to_model, to_pictures
+from deft.training.phases.recorded import split
 
 COPIES = 32  # of the tabletop, however many workers there are: the order of the pictures depends on it
 HELD_OUT_SEED = 1_000_000  # added to the run's: other scenes
@@ -151,11 +152,8 @@ class DatasetFrames:
         self._dataset = load_dataset(config.dataset, **config.dataset_options)
         self.streams = _picture_streams(self._dataset, config.cameras)
         self.fingerprint = self._dataset.fingerprint()
-        if self._dataset.num_episodes < 2:
-            raise InputError(f"dataset {config.dataset} has one episode; evaluation needs another that is kept out")
-        order = np.random.default_rng(config.seed).permutation(self._dataset.num_episodes)
-        count = min(max(1, round(config.held_out_episodes * len(order))), len(order) - 1)
-        self._held_out, self._training = sorted(order[:count]), sorted(order[count:])
+        # With one seed and share as a teacher keeps them: what it is measured on, its tokenizer has not seen either.
+        self._training, self._held_out = split(self._dataset.num_episodes, config.held_out_episodes, config.seed)
         total = self._count(self._training)
         self._stride = max(1, math.ceil(total / config.num_frames))
         self.num_frames = sum(self._kept(index, self._stride) for index in self._training) * len(self.streams)
@@ -171,7 +169,7 @@ class DatasetFrames:
         found = [self._pictures(index) for index in self._held_out]
         return {name or "image": torch.cat([part[name][::stride] for part in found]) for name in self.streams}
 
-    def _count(self, episodes: list[int]) -> int:
+    def _count(self, episodes: np.ndarray) -> int:
         return sum(self._kept(index, 1) for index in episodes) * len(self.streams)
 
     def _kept(self, index: int, stride: int) -> int:

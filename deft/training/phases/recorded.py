@@ -74,8 +74,9 @@ class DatasetExplorer:
         return found
 
     def held_out(self, count: int) -> list[RobotEpisode]:
-        """Episodes that are not trained on, in their own colours."""
-        return [self.read(int(index)) for index in self.held_out_episodes[:count]]
+        """Episodes that are not trained on, in their own colours; each from every frame it may begin with."""
+        begins = range(self.training.frame_skip)
+        return [self.read(int(index), begin) for index in self.held_out_episodes[:count] for begin in begins]
 
     def ready(self) -> list[RobotEpisode]:
         """Nothing: nobody works beside."""

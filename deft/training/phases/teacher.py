@@ -24,7 +24,7 @@ from deft.envs.f1 import read_task_config
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.config import F1Config
-from deft.models.f1.motion import fit_sharpness
+from deft.models.f1.motion import TAIL, fit_sharpness
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.policy import F1Policy
 from deft.training import sharding
@@ -142,7 +142,7 @@ class TeacherTrainer(WorldModelTrainer):
         memory = self.policy.initial_memory(int(kept.sum())) if self.policy.config.memory_enabled else None
         with autocast(self.device, self.autocast_dtype):
             missing, codes = self.policy.expected_places(steps, memory)
-        found = fit_sharpness(missing, codes, tokenizer.quantize, tokenizer.sizes, self.processes.sum)
+        found = fit_sharpness(missing, codes, tokenizer.quantize, tokenizer.sizes, self.processes.sum, motion.tail)
         sharding.reshard(self.policy)
         with torch.no_grad():
             motion.log_sharpness.copy_(part_of(found, motion.log_sharpness))
@@ -183,14 +183,19 @@ class TeacherTrainer(WorldModelTrainer):
         return memory
 
     def _train_motion(self, batch: EpisodeBatch) -> Metrics:
-        """The motion prior alone, on all steps of the episodes in a random order."""
+        """The motion prior alone, on the steps of the episodes in a random order; more where recordings move."""
         assert self.motion_optimizer is not None
         # It falls in the second half: a constant step leaves jitter, which costs what stands still its codes.
         left = 1.0 - self.progress / self._warmup_shares[0]
         for group in self.motion_optimizer.param_groups:
             group["lr"] = self.training.motion_learning_rate * min(1.0, max(2.0 * left, 0.02))
         rows, times = batch.all_steps()
-        order = torch.as_tensor(self.generator.permutation(len(rows)))
+        if self.training.dataset is None:
+            order = torch.as_tensor(self.generator.permutation(len(rows)))
+        else:  # half of them by how much moves: most steps of a recording hardly teach anything of motion
+            change = step_changes(batch)[rows, times]
+            shares = (change + change.mean()).clamp(min=1e-9).double().cpu().numpy()
+            order = torch.as_tensor(self.generator.choice(len(rows), len(rows), p=shares / shares.sum()))
         size = self.training.batch_size * self.training.bptt_length
         num_updates = math.ceil(int(self.processes.largest(len(rows), self.device)) / size)
         sums = Means()
@@ -290,9 +295,11 @@ class TeacherTrainer(WorldModelTrainer):
         return explorer
 
     def model_config(self) -> F1Config:
-        """As large as a dataset's states and actions need it."""
+        """As large as a dataset's states and actions need it; a new one expects most of a recording to stand still."""
         config = super().model_config()
         if self.training.dataset is not None:
+            if config.motion_prior and self.resume_from is None and self.config.model.checkpoint_path is None:
+                config.motion_tail = config.motion_tail or TAIL
             self._dataset = self._open_dataset(config)
             needed = max(self._dataset.state_dim, self._dataset.action_dim)
             if needed > min(config.max_state_dim, config.max_action_dim):
@@ -356,6 +363,12 @@ def make_exploration(config: PhaseConfig, policy: F1Policy, held_out: bool = Fal
     kept = 1 if held_out else task.scene_reset_interval
     augmentation = 0.0 if held_out else training.colour_augmentation
     return Exploration(environment, training.seed, augmentation, held_out, kept)
+
+
+def step_changes(batch: EpisodeBatch) -> Tensor:
+    """Mean difference of frame t + 1 from frame t, in grey levels, for every step of every episode: [B, T]."""
+    frames = batch.streams["wrist"]
+    return torch.stack([one.float().diff(dim=0).abs().flatten(1).mean(1) for one in frames])
 
 
 def copy_loss(batch: dict[str, Tensor]) -> Tensor:

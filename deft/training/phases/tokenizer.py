@@ -30,6 +30,7 @@ from deft.evaluation.image_quality import psnr, ssim
 from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import read_f1_config
 from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.loading import fill_tokenizer, find_tokenizer
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.training import checkpoint
 from deft.training.compute import choose_device, choose_threads, torch_threads
@@ -106,7 +107,10 @@ class TokenizerTrainer:
         self.device = choose_device(config.device)
         self.fingerprint = source.fingerprint
         seed_everything(config.seed)
-        self.model = MultiScaleTokenizer(read_f1_config(config.model).tokenizer).to(self.device)
+        self.model = MultiScaleTokenizer(read_f1_config(config.model).tokenizer)
+        if config.init_weights is not None:
+            fill_tokenizer(self.model, find_tokenizer(config.init_weights))
+        self.model.to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.codebook = CodebookAverages(self.model.quantize)
@@ -157,7 +161,7 @@ class TokenizerTrainer:
 
     @property
     def _plain_updates(self) -> int:
-        if self.model.config.linear_path:  # which is a good start by itself
+        if self.model.config.linear_path or self.config.init_weights is not None:  # a good start by itself
             return 0
         return min(round(self.config.plain_share * self.config.num_updates), self.config.num_updates - 1)
 
@@ -202,10 +206,14 @@ class TokenizerTrainer:
     def _start_coding(self, store: FrameStore) -> None:
         count = min(START_FRAMES, len(store.frames))
         frames = self._draw(store, count)
-        if self.model.config.linear_path:
+        is_new = self.config.init_weights is None
+        if self.model.config.linear_path and is_new:
             self.model.start_linear_path(frames)
         features = torch.cat([self.model.features(part).float() for part in frames.split(CHUNK)])
-        self.codebook.start(features, self.generator)
+        if is_new:
+            self.codebook.start(features, self.generator)
+        else:
+            self.codebook.begin(features)
         # The counts of the start are of many pictures, those to come of a batch.
         self.codebook.rescale(self.config.batch_size / count)
 
@@ -220,7 +228,18 @@ class TokenizerTrainer:
         if self.config.color_jitter:
             scale = 1 + self.config.color_jitter * (2 * torch.rand(count, 3, 1, 1, generator=self.generator) - 1)
             frames = ((frames + 1) * scale.to(self.device) - 1).clamp(-1, 1)
+        if self.config.shift_augmentation:
+            frames = self._shifted(frames)
         return frames.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else frames
+
+    def _shifted(self, frames: Tensor) -> Tensor:
+        """Each picture [B, 3, h, w] moved by a number of pixels of its own, its edges repeated."""
+        most, (count, _, height, width) = self.config.shift_augmentation, frames.shape
+        by = torch.randint(-most, most + 1, (2, count, 1), generator=self.generator).to(self.device)
+        rows = (torch.arange(height, device=self.device) + by[0]).clamp(0, height - 1)  # [B, h]
+        columns = (torch.arange(width, device=self.device) + by[1]).clamp(0, width - 1)
+        places = torch.arange(count, device=self.device)
+        return frames.permute(0, 2, 3, 1)[places[:, None, None], rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:

@@ -13,7 +13,7 @@ from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import PRESETS, TokenizerConfig
 from deft.models.f1.experts import Block
 from deft.models.f1.language import ByteTokenizer, FolderTokenizer, make_language_tokenizer
-from deft.models.f1.motion import MotionPrior, fit_sharpness
+from deft.models.f1.motion import MotionPrior, fit_sharpness, prior_cross_entropy, prior_logits
 from deft.models.f1.sampling import choose
 from deft.models.f1.vq import MultiScaleQuantizer, MultiScaleTokenizer
 
@@ -218,6 +218,30 @@ def test_the_prior_is_trusted_as_far_as_it_is_right():
     found = fit_sharpness(torch.zeros(10, 5, 1), codes, quantize, [1, 4], lambda slopes: slopes).exp()
     assert float(found[0]) == pytest.approx(spread * math.log(9.0), rel=1e-2)  # 0.9 : 0.1
     assert float(found[1]) == pytest.approx(0.4, rel=1e-2)  # the least there is: the prior knows nothing of it
+
+
+def test_a_tail_lets_the_prior_be_sure_and_wrong_at_times():
+    """The first of four codes is expected, and is right 8 times in 10; twice it is the far one, 100 away.
+
+    ν = 1: p_k ~ 1 / (1 + β d_k), with 1 / s = Σ_k that, for d = 0, 1, 1, 100². The best β is found by trying all.
+    """
+    quantize = MultiScaleQuantizer(replace(micro_config().tokenizer, codebook_size=4, code_dim=1, scales=(1,)))
+    with torch.no_grad():
+        quantize.embedding.weight.copy_(torch.tensor([[0.0], [1.0], [-1.0], [100.0]]))
+    spread = float(quantize.embedding.weight.detach().var())
+    codes, places = torch.tensor([0] * 8 + [3] * 2)[:, None], torch.zeros(10, 1, 1)
+    steps = torch.linspace(math.log(0.4), math.log(1e6), 4001)  # log β in units of the spread
+    shares = 1 / (1 + (steps.exp() / spread)[:, None] * torch.tensor([0.0, 1.0, 1.0, 100.0**2]))
+    losses = -0.8 * shares[:, 0].log() - 0.2 * shares[:, 3].log() + shares.sum(1).log()
+    found = fit_sharpness(places, codes, quantize, [1], lambda slopes: slopes, tail=1.0)
+    assert float(found) == pytest.approx(float(steps[losses.argmin()]), abs=0.01)
+    with_tail = prior_cross_entropy(places, codes, found, quantize, [1], tail=1.0).mean()
+    assert float(with_tail) == pytest.approx(float(losses.min()), abs=1e-4)
+    without = fit_sharpness(places, codes, quantize, [1], lambda slopes: slopes)
+    assert prior_cross_entropy(places, codes, without, quantize, [1]).mean() > with_tail + 0.05
+    # near codes are weighed as without a tail
+    near = torch.tensor([0.0, 1e-4])
+    torch.testing.assert_close(prior_logits(near, torch.tensor(1.0), 1.5), prior_logits(near, torch.tensor(1.0)))
 
 
 def test_motion_starts_as_a_copy_and_moves_the_way_it_says():

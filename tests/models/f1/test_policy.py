@@ -403,3 +403,25 @@ def test_the_memory_is_fed_with_all_scales():
     features = policy.frame_features(codes)
     assert features.shape == (2, policy.model.memory.frame.in_features)
     assert (features[0] != features[1]).any()
+
+
+def test_the_detail_of_the_moved_frame_is_kept():
+    """Where nothing moves the predicted codes are the last frame's, x̂ + D(codes) − D(E(x̂)) is that frame, to a level;
+    a code that differs changes the picture by what it changes of the codes' own picture."""
+    plain, keeps = (micro_policy(motion_prior=True, detail_of_motion=on) for on in (False, True))
+    with torch.no_grad():
+        for policy in (plain, keeps):
+            policy.model.motion.log_sharpness.fill_(10.0)  # all is as it was
+    batch, memory = f1_batch(2, target=False), plain.initial_memory(2)
+    last = batch[schema.IMAGE0_HISTORY][:, -1]
+    assert (plain.predict_images_only(batch, memory)["images"].int() - last.int()).abs().float().mean() > 10
+    found = keeps.predict_images_only(batch, memory)
+    assert (found["images"].int() - last.int()).abs().max() <= 1
+    codes = found["frame_tokens"].clone()
+    codes[0, -1] = (codes[0, -1] + 1) % keeps.config.tokenizer.codebook_size
+    inputs = keeps._prepare(batch, with_target=False)
+    change = keeps.tokenizer.decode(codes) - keeps.tokenizer.decode(found["frame_tokens"])
+    expected = (last.float() + 127.5 * change).clamp(0, 255)
+    assert (keeps._pictured(codes, inputs).float() - expected).abs().max() <= 1
+    acted = keeps.sample_actions_with_world_model(batch, memory, top_k=1, predict_action_only=False)
+    assert (acted["images"].int() - last.int()).abs().max() <= 1

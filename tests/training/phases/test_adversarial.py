@@ -167,6 +167,18 @@ def test_the_explorer_acts_with_a_share_of_the_students_noise(played, tmp_path):
         set_noise(explorer, game_config(tmp_path, explorer_noise=0.3), folder)
 
 
+def test_the_explorers_noise_may_stay_longer_than_the_students(played, tmp_path):
+    made, folder, _ = played
+    explorer, config = copy.deepcopy(made.explorer), game_config(tmp_path, explorer_correlation=0.96)
+    before = float(explorer.noise_correlation)
+    set_noise(explorer, game_config(tmp_path), folder)
+    assert float(explorer.noise_correlation) == before
+    set_noise(explorer, config, folder)
+    assert float(explorer.noise_correlation) == pytest.approx(0.96)
+    with pytest.raises(InputError, match=r"noise_correlation: .* learned with 0.96"):
+        set_noise(explorer, game_config(tmp_path), folder)
+
+
 def test_shares_of_more_than_a_batch_are_refused(tmp_path):
     with pytest.raises(InputError, match="replay_share, random_share: together at most 1"):
         make(tmp_path, replay_share=0.6, random_share=0.5)

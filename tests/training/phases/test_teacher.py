@@ -15,10 +15,12 @@ import torch
 from f1_worlds import micro_config
 from gymnasium import spaces
 from panning_camera import WORLD, panning_config
+from safetensors.torch import save_file
 
 from deft import schema
 from deft.config.loading import to_dict
 from deft.data.episodes import side_by_side
+from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
@@ -490,6 +492,29 @@ def test_recorded_episodes_are_new_ones_each_time(tmp_path, recording):
     assert (moved.num_taken, len(moved.buffer)) == (9, 9)  # 3, then 2 in each of the three rounds after the first
 
 
+def test_motion_is_learned_where_a_recording_moves(tmp_path, recording, monkeypatch):
+    """Two episodes of 4 steps, all still but one step of 40 levels: with the mean, 5, each of the others has a share of
+    5 / 80, and that one 45 / 80, of the steps that the motion prior is trained on."""
+    settings = {"batch_size": 1, "bptt_length": 1, "motion_warmup": 0.5}
+    made = trainer(tmp_path / "run", small_policy(motion_prior=True), dataset=str(recording), **settings)
+    still = np.full((5, 3, 16, 16), 100, np.uint8)
+    moves = still.copy()
+    moves[3:] += 40
+    zeros = {"state": np.zeros((5, 32), np.float32), "action": np.zeros((4, 32), np.float32)}
+    batch = side_by_side([RobotEpisode(wrist=wrist, **zeros) for wrist in (still, moves)])
+    assert teacher.step_changes(batch).tolist() == [[0, 0, 0, 0], [0, 0, 40, 0]]
+    trained, nothing = [], torch.tensor(0.0)
+
+    def note(steps, *_):
+        trained.append(float(teacher.copy_loss(steps)))
+        return {"motion_loss": nothing}, nothing
+
+    monkeypatch.setattr(made, "update_in_parts", note)
+    for _ in range(50):
+        made._train_motion(batch)
+    assert np.mean(np.array(trained) > 0) == pytest.approx(45 / 80, abs=0.08)  # of 400: 0.025 deviation
+
+
 def test_a_recording_may_be_taken_at_a_lower_rate(tmp_path, recording):
     """Of 8 frames and 7 actions every third from the second on: frames 1, 4, 7; actions the means of 1–3 and 4–6."""
     whole = trainer(tmp_path / "whole", dataset=str(recording))._open_explorer()
@@ -498,6 +523,9 @@ def test_a_recording_may_be_taken_at_a_lower_rate(tmp_path, recording):
     assert np.array_equal(third.wrist, every.wrist[[1, 4, 7]])
     assert np.allclose(third.action, [every.action[1:4].mean(0), every.action[4:7].mean(0)], atol=1e-6)
     assert skips.longest == 2
+    kept = skips.held_out(1)  # from its first, second and third frame
+    assert [len(episode.wrist) for episode in kept] == [3, 3, 2]
+    assert np.array_equal(kept[1].wrist, whole.held_out(1)[0].wrist[[1, 4, 7]])
     with pytest.raises(InputError, match="frame_skip 5: the shortest episode"):
         trainer(tmp_path / "none", dataset=str(recording), frame_skip=5)._open_explorer()
 
@@ -529,6 +557,24 @@ def test_a_dataset_with_more_dims_makes_a_wider_model(tmp_path, recording):
     config.model.config_file = str(tmp_path / "model.json")
     train_teacher(config)
     assert json.loads((tmp_path / "run" / "f1_config.json").read_text())["max_action_dim"] == 40
+
+
+def test_a_new_model_of_a_recording_takes_its_tokenizer_and_expects_stillness(tmp_path, recording):
+    """The prior has a tail; the tokenizer is the named file's, its codes those that are trained on."""
+    other = small_policy(motion_prior=True)
+    tensors = {name: value.contiguous() for name, value in other.tokenizer.state_dict().items()}
+    save_file(tensors, tmp_path / "tokenizer.safetensors")
+    config = panning_config(tmp_path / "run", dataset=str(recording), num_episodes=2)
+    (tmp_path / "model.json").write_text(json.dumps(to_dict(micro_config(motion_prior=True))))
+    config.model.config_file, config.model.untrained_tokenizer = str(tmp_path / "model.json"), False
+    config.model.tokenizer_weights = str(tmp_path / "tokenizer.safetensors")
+    made = TeacherTrainer(config)
+    assert made.policy.model.motion.tail == 1.5
+    assert same(made.policy.tokenizer.state_dict(), tensors)
+    made.close()
+    config.model.checkpoint_path = "teacher.safetensors"
+    with pytest.raises(InputError, match="tokenizer_weights: for new models"):
+        TeacherTrainer(config)
 
 
 def test_cameras_and_frames_of_a_dataset(recording):

@@ -10,6 +10,7 @@ from f1_worlds import micro_config
 from safetensors.torch import load_file
 
 from deft.cli import main
+from deft.config.f1_settings import TrainingConfig
 from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
 from deft.config.tokenizer_settings import TokenizerTrainingConfig
@@ -20,7 +21,8 @@ from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.loading import WEIGHTS, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.training.phases.frames import DatasetFrames, FrameStore
-from deft.training.phases.tokenizer import perplexity, train_tokenizer
+from deft.training.phases.recorded import split
+from deft.training.phases.tokenizer import TokenizerTrainer, perplexity, train_tokenizer
 
 QUIET = LoggingConfig(console_level="ERROR", tensorboard=False)
 
@@ -96,6 +98,49 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, model, reco
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first.keys() == second.keys()
     assert whole["psnr"] == resumed["psnr"]
+
+
+def test_training_goes_on_from_a_tokenizer_that_is_there(tmp_path, model, recording):
+    """Its codes keep their places at first: after one update it draws kept-out pictures nearly as well as before."""
+    before = train_tokenizer(_config(tmp_path, model, recording, "before", num_updates=40, eval_interval=0), QUIET)
+    settings = {"num_updates": 1, "lr": 1e-6, "revive_interval": 0, "shift_augmentation": 2}
+    new = train_tokenizer(_config(tmp_path, model, recording, "new", **settings), QUIET)
+    after = train_tokenizer(
+        _config(tmp_path, model, recording, "after", init_weights=before["weights"], **settings), QUIET
+    )
+    assert after["psnr"] == pytest.approx(before["psnr"], abs=0.3)
+    assert new["psnr"] < before["psnr"] - 0.5
+    with pytest.raises(InputError, match=r"the image tokenizer's weights .*nothing\.safetensors are not there"):
+        train_tokenizer(_config(tmp_path, model, recording, "none", init_weights="nothing"), QUIET)
+
+
+def test_pictures_are_moved_each_by_its_own_way(tmp_path, model, recording):
+    """By −2 … 2 pixels in both directions, the edges repeated: inside, each is the picture some pixels away."""
+    config = _config(tmp_path, model, recording, shift_augmentation=2)
+    trainer = TokenizerTrainer(config, DatasetFrames(config, 16))
+    frames = torch.rand(32, 3, 16, 16)
+    moved = trainer._shifted(frames)
+    found = set()
+    for before, after in zip(frames, moved, strict=True):
+        ways = {
+            (down, right)
+            for down in range(-2, 3)
+            for right in range(-2, 3)
+            if torch.equal(after[:, 2:14, 2:14], before[:, 2 + down : 14 + down, 2 + right : 14 + right])
+        }
+        assert len(ways) == 1
+        found |= ways
+    assert len(found) > 10
+    assert moved.max() <= frames.max()  # nothing comes in from outside
+
+
+def test_a_tokenizer_and_a_teacher_keep_the_same_episodes_out(tmp_path, model, recording):
+    for seed in range(4):
+        config = _config(tmp_path, model, recording, seed=seed)
+        pictures = DatasetFrames(config, 16)
+        training, held_out = split(pictures._dataset.num_episodes, TrainingConfig().holdout, seed)
+        assert (pictures._training == training).all()
+        assert (pictures._held_out == held_out).all()
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, model, recording, capsys):

@@ -1,0 +1,81 @@
+"""What a policy learns besides its reward: `vla-tiny` to see, where the observations come with labels.
+
+Reward is thin, and seeing takes much data: a simulator that knows where things are can say so. PPO and GRPO make one of
+these where `auxiliary_learning_rate` is given, and train it on what was just collected, after their own update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from deft import schema
+from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.sharded_optimization import are_sharded
+from deft.config.algorithm_settings import GRPOSettings, PPOSettings
+from deft.errors import InputError
+from deft.models.policy import Policy
+
+BATCH_SIZE = 64  # small, since each row is seen once
+
+
+def make_auxiliary(policy: Policy, settings: PPOSettings | GRPOSettings) -> Auxiliary | None:
+    """None where the settings ask for none."""
+    if not settings.auxiliary_learning_rate:
+        return None
+    return Auxiliary(policy, settings.auxiliary_learning_rate, min(settings.batch_size, BATCH_SIZE))
+
+
+class Auxiliary:
+    """Descends the mean of `policy.auxiliary_loss` with an optimizer of its own over `policy.auxiliary_parameters`.
+
+    These parameters are then trained by nothing else: in between they are frozen, so that an optimizer made later
+    leaves them alone.
+    """
+
+    def __init__(self, policy: Policy, learning_rate: float, batch_size: int) -> None:
+        self.policy, self.batch_size = policy, batch_size
+        self.parameters = list(policy.auxiliary_parameters())
+        if are_sharded(self.parameters):
+            raise InputError("auxiliary_learning_rate: not with fsdp; train without one of the two")
+        self._train(True)
+        self.optimizer = FlatAdam(self.parameters, learning_rate)
+        self._train(False)
+
+    def update(self, rows: TensorDictBase, generator: torch.Generator) -> dict[str, Tensor]:
+        """One pass over rows [B] in random minibatches; the loss is that of each before it was trained on."""
+        self._train(True)
+        losses: list[Tensor] = [self._step(part) for part in self._minibatches(rows, generator)]
+        self._train(False)
+        return {"auxiliary_loss": torch.stack(losses).mean()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; the settings' step size holds."""
+        learning_rate = self.optimizer.learning_rate
+        self.optimizer.load_state_dict(state)
+        self.optimizer.learning_rate = learning_rate
+
+    def _minibatches(self, rows: TensorDictBase, generator: torch.Generator) -> Iterator[TensorDictBase]:
+        device = self.parameters[0].device
+        order = torch.randperm(len(rows), generator=generator)
+        observed = rows.select(schema.OBSERVATION)
+        yield from (observed[index].to(device) for index in order.split(self.batch_size))
+
+    def _step(self, minibatch: TensorDictBase) -> Tensor:
+        self.optimizer.zero_gradients()
+        loss = self.policy.auxiliary_loss(minibatch).mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _train(self, on: bool) -> None:
+        for parameter in self.parameters:
+            parameter.requires_grad_(on)
