@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from deft import schema
 from deft.errors import InputError
-from deft.models.distributions import HALF_LOG_2PI
-from deft.models.flow_chain import chain_entropy, chain_log_prob, flow_matching_error, sample_chain
 from deft.models.normalization import RunningNormalizer
+from deft.models.vla.heads import ROUNDING, Chunks, FlowChunks, GaussianChunks, SwitchedChunks, TokenChunks
 from deft.models.vla.interface import ScoredInParts
 
 IMAGE_MULTIPLE = 16  # of which a picture's side is one, in pixels
@@ -30,10 +29,8 @@ FOUND_DIM = 24  # numbers that say where things are, and what else the actions t
 WORD_BUCKETS, MAX_WORDS, TEXT_DIM = 1024, 16, 64
 TASK_DIM = 8  # what of the text reaches the trunk past the cameras: which task it is, not which object
 SPACE_BYTE = 32
-TIME_FREQUENCIES = 8
-LOG_STD_RANGE = (-4.0, 1.0)
+HEADS = ("gaussian", "token", "flow")
 IMITATION = ("absolute", "squared")
-ROUNDING = 0.1  # an absolute error below this is a squared one, e² / 0.2: its gradient then goes to 0 with it
 SHARPNESS = 5.0  # of where a query looks: one that sees everything at once learns several times as slowly where to look
 VALUE_SCALE = 10.0  # with it the value learns so many times as fast as the policy, from one step size
 ENOUGH_OBSERVED = 20_000  # observations that the proprioception is normalised by
@@ -168,6 +165,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         log_std_init: float = -3.0,
         log_common_init: float = -2.0,
         imitation: str = "absolute",
+        switch_dims: Sequence[int] = (),
         num_bins: int = 32,
         flow_steps: int = 5,
         flow_noise: float = 0.1,
@@ -201,6 +199,13 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 raise InputError(f"{name} {size} must be {least} or more")
         if places_dim > FOUND_DIM:
             raise InputError(f"places_dim {places_dim} must be at most {FOUND_DIM}")
+        if any(not -action_dim <= dim < action_dim for dim in switch_dims):
+            raise InputError(
+                f"switch_dims {list(switch_dims)}: an action has dims 0 to {action_dim - 1} (−1 is the last)"
+            )
+        self.switch_dims = sorted({dim % action_dim for dim in switch_dims})
+        if len(self.switch_dims) == action_dim:
+            raise InputError("switch_dims names every dim; leave at least one to the head")
         if not flow_noise > 0:
             raise InputError(f"flow_noise {flow_noise} must be above 0: without noise a chain has no log-prob")
         self.head_name, self.action_dim, self.chunk_length = head, action_dim, chunk_length
@@ -226,12 +231,16 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         self.trunk: Any = nn.Sequential(
             nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
         )
+        others = action_dim - len(self.switch_dims)
         if head == "gaussian":
-            self.head: Any = GaussianChunks(width, chunk_length, action_dim, log_std_init, log_common_init, imitation)
+            chunks: Chunks = GaussianChunks(width, chunk_length, others, log_std_init, log_common_init, imitation)
         elif head == "token":
-            self.head = TokenChunks(width, chunk_length, action_dim, num_bins)
+            chunks = TokenChunks(width, chunk_length, others, num_bins)
         else:
-            self.head = FlowChunks(width, chunk_length, action_dim, flow_steps, flow_noise)
+            chunks = FlowChunks(width, chunk_length, others, flow_steps, flow_noise)
+        if self.switch_dims:
+            chunks = SwitchedChunks(chunks, width, chunk_length, action_dim, self.switch_dims)
+        self.head: Any = chunks
         last = nn.Linear(width, 1)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -377,10 +386,9 @@ class TinyVLAModel(ScoredInParts, nn.Module):
 
     def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Mean and log deviation of what a Gaussian head draws from."""
-        if self.head_name != "gaussian":
-            raise InputError(
-                f"a {self.head_name} head has no Gaussian over actions; train it with sft, iql, ppo or grpo"
-            )
+        if self.head_name != "gaussian" or self.switch_dims:
+            name = "head with switches" if self.switch_dims else f"{self.head_name} head"
+            raise InputError(f"a {name} has no Gaussian over actions; train it with sft, iql, ppo or grpo")
         mean = self.head.mean(self._for_head(self.features(observations)))
         return self._shaped(mean), self._shaped(self.head.log_std.unsqueeze(0))[0]
 
@@ -451,230 +459,3 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 "set image_keys, proprio_key and instruction_key in model_config"
             )
         return stream
-
-
-# ------------------------------------------------------------------------------------------------------------- heads
-
-
-class Chunks(nn.Module):
-    """A distribution over chunks of actions [B, K, A], given features [B, F]."""
-
-    def __init__(self, chunk_length: int, action_dim: int) -> None:
-        super().__init__()
-        self.shape = (chunk_length, action_dim)
-
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Actions [B, K, A], their log-prob [B], and what else was random."""
-        raise TypeError(type(self).__name__)
-
-    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs [B, K] of each step, and the entropy [B]; over the dims where `mask` [B, K, A] is True."""
-        raise TypeError(type(self).__name__)
-
-    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """−log π over the steps that are real, as a mean over all of the chunk's numbers: [B]."""
-        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
-        return -self.score(features, actions, mask, None)[0].sum(1) / math.prod(self.shape)
-
-
-class GaussianChunks(Chunks):
-    """a_k = μ_k + σ_k n_k + c n, with noise n_k of each step and noise n that the steps of a chunk have in common.
-
-    What a decision is worth shows in where the hand ends up. Noise of the steps' own averages out on the way there;
-    common noise adds up, and is what reinforcement learning finds better decisions by. The log-prob is taken step by
-    step: from the steps before, n is known with mean m and variance v (c² at first), so that
-    log p(a_k | a_<k) = log N(a_k − μ_k; m, σ_k² + v); then g = v / (σ_k² + v), m += g (a_k − μ_k − m), v ← (1 − g) v.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        chunk_length: int,
-        action_dim: int,
-        log_std_init: float,
-        log_common_init: float,
-        imitation: str,
-    ) -> None:
-        super().__init__(chunk_length, action_dim)
-        self.imitation = imitation
-        self.out = nn.Linear(width, chunk_length * action_dim)
-        self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
-        self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
-        nn.init.normal_(self.out.weight, std=0.01)
-        nn.init.zeros_(self.out.bias)
-
-    @property
-    def deviations(self) -> tuple[Tensor, Tensor]:
-        """σ [K, A] and c [A]; a single step has no common noise."""
-        common = self.log_common_free.clamp(*LOG_STD_RANGE).exp()
-        return self.log_std_free.clamp(*LOG_STD_RANGE).exp(), common if self.shape[0] > 1 else torch.zeros_like(common)
-
-    @property
-    def log_std(self) -> Tensor:
-        """Log deviation of each number by itself, ½ log(σ² + c²): [K, A]."""
-        own, common = self.deviations
-        return 0.5 * (own.square() + common.square()).log()
-
-    def mean(self, features: Tensor) -> Tensor:
-        """[B, K, A]."""
-        return self.out(features).view(-1, *self.shape)
-
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Mean plus noise."""
-        mean = self.mean(features)
-        action = mean
-        if not deterministic:
-            own, common = self.deviations
-            action = torch.addcmul(mean, torch.randn_like(mean), own)
-            action = torch.addcmul(action, torch.randn_like(mean[:, :1]), common)
-        return action, self._log_prob(mean, action, mask).sum((1, 2)), {}
-
-    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """By the density; the entropy of a dim of a step, given those before, is ½ log 2πe (σ_k² + v)."""
-        mean = self.mean(features)
-        variances = torch.stack([variance for variance, _ in self._steps()])
-        entropy = _real((0.5 * variances.log() + (0.5 + HALF_LOG_2PI)).expand_as(mean), mask)
-        return self._log_prob(mean, actions, mask).sum(2), entropy.sum((1, 2))
-
-    def _steps(self) -> list[tuple[Tensor, Tensor]]:
-        """σ_k² + v and g of each step, [A]."""
-        own, common = self.deviations
-        unknown, steps = common.square(), []
-        for variance in own.square():
-            total = variance + unknown
-            gain = unknown / total
-            steps.append((total, gain))
-            unknown = (1.0 - gain) * unknown
-        return steps
-
-    def _log_prob(self, mean: Tensor, actions: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, K, A]."""
-        offsets, known, parts = actions - mean, torch.zeros_like(mean[:, 0]), []
-        for step, (variance, gain) in enumerate(self._steps()):
-            rest = offsets[:, step] - known
-            known = torch.addcmul(known, gain, rest)
-            parts.append(-0.5 * (rest.square() / variance + variance.log()) - HALF_LOG_2PI)
-        return _real(torch.stack(parts, 1), mask)
-
-    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """|a − μ|, or ½ (a − μ)², over the steps that are real, as a mean over all of the chunk's numbers: [B].
-
-        The absolute error makes μ the median of what was demonstrated, the squared one the mean. A gripper opens or
-        closes, and its mean does neither; noise that is clipped at the bounds of an action moves the mean inwards, and
-        the median not at all.
-
-        The deviation is not learned: how far the demonstrations scatter says nothing about how far to explore, and a
-        chunk of such steps, none of which sees the one before, goes astray.
-        """
-        mean = self.mean(features)
-        if self.imitation == "squared":
-            error = 0.5 * (actions - mean).square()
-        else:
-            error = functional.smooth_l1_loss(mean, actions, reduction="none", beta=ROUNDING)
-        return _real(error, None if step_mask is None else step_mask.unsqueeze(-1).expand_as(error)).mean((1, 2))
-
-
-class TokenChunks(Chunks):
-    """Each dim of each step is one of `num_bins` bins of [-1, 1], independent given the features; a bin acts as its
-    centre, c_i = −1 + (2 i + 1) / bins.
-    """
-
-    centers: Tensor
-
-    def __init__(self, width: int, chunk_length: int, action_dim: int, num_bins: int) -> None:
-        super().__init__(chunk_length, action_dim)
-        self.num_bins = num_bins
-        self.out = nn.Linear(width, chunk_length * action_dim * num_bins)
-        nn.init.normal_(self.out.weight, std=0.01)
-        nn.init.zeros_(self.out.bias)
-        self.register_buffer("centers", (2 * torch.arange(num_bins) + 1) / num_bins - 1.0, persistent=False)
-
-    def _log_probs(self, features: Tensor) -> Tensor:
-        return self.out(features).view(-1, *self.shape, self.num_bins).log_softmax(-1)
-
-    def _bins(self, actions: Tensor) -> Tensor:
-        return ((actions + 1.0) * (0.5 * self.num_bins)).long().clamp(0, self.num_bins - 1)
-
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Draw bins; deterministic: the centre nearest the mean, since neighbouring bins are neighbouring actions."""
-        logs = self._log_probs(features)
-        if deterministic:
-            bins = self._bins((logs.exp() * self.centers).sum(-1))
-        else:
-            # argmax of log p + Gumbel noise is a draw from p
-            bins = (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
-        chosen = logs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
-        return self.centers[bins], _real(chosen, mask).sum((1, 2)), {}
-
-    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """By the bins that the actions lie in."""
-        logs = self._log_probs(features)
-        chosen = logs.gather(-1, self._bins(actions).unsqueeze(-1)).squeeze(-1)
-        entropy = _real(-(logs.exp() * logs).sum(-1), mask)
-        return _real(chosen, mask).sum(2), entropy.sum((1, 2))
-
-
-class FlowChunks(Chunks):
-    """A velocity field on chunks, trained by flow matching; drawn and scored as a noised chain (`flow_chain`)."""
-
-    def __init__(self, width: int, chunk_length: int, action_dim: int, num_steps: int, noise: float) -> None:
-        super().__init__(chunk_length, action_dim)
-        self.num_steps = num_steps
-        size = chunk_length * action_dim
-        self.condition = nn.Linear(width, width)
-        self.noisy = nn.Linear(size + 2 * TIME_FREQUENCIES, width)
-        self.hidden = nn.Linear(width, width)
-        self.out = nn.Linear(width, size)
-        self.log_noise = nn.Parameter(torch.full((num_steps, *self.shape), math.log(noise)))
-
-    @property
-    def deviation(self) -> Tensor:
-        """σ of each step, [S, K, A]."""
-        return self.log_noise.clamp(*LOG_STD_RANGE).exp()
-
-    def _velocity(self, features: Tensor) -> Any:
-        condition = self.condition(features)
-
-        def velocity(x: Tensor, time: Tensor) -> Tensor:
-            angles = time[:, None] * (math.pi * 2.0 ** torch.arange(TIME_FREQUENCIES, device=x.device) / 4.0)
-            inputs = torch.cat([x.flatten(1), angles.sin(), angles.cos()], 1)
-            hidden = functional.relu(self.noisy(inputs) + condition)
-            return self.out(hidden + functional.relu(self.hidden(hidden))).view(x.shape)
-
-        return velocity
-
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The end of a chain; deterministic: of the one from the middle of the noise, without any."""
-        noise = torch.zeros if deterministic else torch.randn
-        start = noise(len(features), *self.shape, dtype=features.dtype, device=features.device)
-        velocity, deviation = self._velocity(features), self.deviation
-        chain = sample_chain(velocity, start, deviation, deterministic)
-        return chain[:, -1], chain_log_prob(velocity, chain, deviation, mask).sum(1), {schema.CHAIN: chain}
-
-    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs of each step of the denoising, [B, S]."""
-        deviation = self.deviation
-        tokens = chain_log_prob(self._velocity(features), sample[schema.CHAIN], deviation, mask)
-        return tokens, chain_entropy(deviation, actions.shape, mask)
-
-    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """‖v(x_t, t) − (ε − a)‖², with one t and one ε a row."""
-        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
-        time = torch.rand(len(actions), device=actions.device)
-        return flow_matching_error(self._velocity(features), actions, torch.randn_like(actions), time, mask)
-
-
-HEADS = {"gaussian": GaussianChunks, "token": TokenChunks, "flow": FlowChunks}
-
-
-def _real(values: Tensor, mask: Tensor | None) -> Tensor:
-    """0 in the dims where `mask` [B, K, A] is False."""
-    return values if mask is None else values.masked_fill(~mask, 0.0)

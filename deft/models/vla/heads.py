@@ -1,0 +1,316 @@
+"""What `vla-tiny` draws chunks of actions [B, K, A] from, given features [B, F]: heads, each with its log-prob.
+
+`gaussian`, `token` and `flow`, and beside any of them the dims that open or close (`SwitchedChunks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft import schema
+from deft.models.distributions import HALF_LOG_2PI
+from deft.models.flow_chain import chain_entropy, chain_log_prob, flow_matching_error, sample_chain
+
+TIME_FREQUENCIES = 8
+LOG_STD_RANGE = (-4.0, 1.0)
+ROUNDING = 0.1  # an absolute error below this is a squared one, e² / 0.2: its gradient then goes to 0 with it
+SWITCH_WEIGHT = 0.1  # of −log p of what a switch does in imitation, beside the error of the other dims
+
+
+class Chunks(nn.Module):
+    """A distribution over chunks of actions [B, K, A], given features [B, F]."""
+
+    def __init__(self, chunk_length: int, action_dim: int) -> None:
+        super().__init__()
+        self.shape = (chunk_length, action_dim)
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Actions [B, K, A], their log-prob [B], and what else was random."""
+        raise TypeError(type(self).__name__)
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """Log-probs [B, K] of each step, and the entropy [B]; over the dims where `mask` [B, K, A] is True."""
+        raise TypeError(type(self).__name__)
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """−log π over the steps that are real, as a mean over all of the chunk's numbers: [B]."""
+        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
+        return -self.score(features, actions, mask, None)[0].sum(1) / math.prod(self.shape)
+
+
+class GaussianChunks(Chunks):
+    """a_k = μ_k + σ_k n_k + c n, with noise n_k of each step and noise n that the steps of a chunk have in common.
+
+    What a decision is worth shows in where the hand ends up. Noise of the steps' own averages out on the way there;
+    common noise adds up, and is what reinforcement learning finds better decisions by. The log-prob is taken step by
+    step: from the steps before, n is known with mean m and variance v (c² at first), so that
+    log p(a_k | a_<k) = log N(a_k − μ_k; m, σ_k² + v); then g = v / (σ_k² + v), m += g (a_k − μ_k − m), v ← (1 − g) v.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        chunk_length: int,
+        action_dim: int,
+        log_std_init: float,
+        log_common_init: float,
+        imitation: str,
+    ) -> None:
+        super().__init__(chunk_length, action_dim)
+        self.imitation = imitation
+        self.out = nn.Linear(width, chunk_length * action_dim)
+        self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
+        self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
+        nn.init.normal_(self.out.weight, std=0.01)
+        nn.init.zeros_(self.out.bias)
+
+    @property
+    def deviations(self) -> tuple[Tensor, Tensor]:
+        """σ [K, A] and c [A]; a single step has no common noise."""
+        common = self.log_common_free.clamp(*LOG_STD_RANGE).exp()
+        return self.log_std_free.clamp(*LOG_STD_RANGE).exp(), common if self.shape[0] > 1 else torch.zeros_like(common)
+
+    @property
+    def log_std(self) -> Tensor:
+        """Log deviation of each number by itself, ½ log(σ² + c²): [K, A]."""
+        own, common = self.deviations
+        return 0.5 * (own.square() + common.square()).log()
+
+    def mean(self, features: Tensor) -> Tensor:
+        """[B, K, A]."""
+        return self.out(features).view(-1, *self.shape)
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Mean plus noise."""
+        mean = self.mean(features)
+        action = mean
+        if not deterministic:
+            own, common = self.deviations
+            action = torch.addcmul(mean, torch.randn_like(mean), own)
+            action = torch.addcmul(action, torch.randn_like(mean[:, :1]), common)
+        return action, self._log_prob(mean, action, mask).sum((1, 2)), {}
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """By the density; the entropy of a dim of a step, given those before, is ½ log 2πe (σ_k² + v)."""
+        mean = self.mean(features)
+        variances = torch.stack([variance for variance, _ in self._steps()])
+        entropy = _real((0.5 * variances.log() + (0.5 + HALF_LOG_2PI)).expand_as(mean), mask)
+        return self._log_prob(mean, actions, mask).sum(2), entropy.sum((1, 2))
+
+    def _steps(self) -> list[tuple[Tensor, Tensor]]:
+        """σ_k² + v and g of each step, [A]."""
+        own, common = self.deviations
+        unknown, steps = common.square(), []
+        for variance in own.square():
+            total = variance + unknown
+            gain = unknown / total
+            steps.append((total, gain))
+            unknown = (1.0 - gain) * unknown
+        return steps
+
+    def _log_prob(self, mean: Tensor, actions: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, K, A]."""
+        offsets, known, parts = actions - mean, torch.zeros_like(mean[:, 0]), []
+        for step, (variance, gain) in enumerate(self._steps()):
+            rest = offsets[:, step] - known
+            known = torch.addcmul(known, gain, rest)
+            parts.append(-0.5 * (rest.square() / variance + variance.log()) - HALF_LOG_2PI)
+        return _real(torch.stack(parts, 1), mask)
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """|a − μ|, or ½ (a − μ)², over the steps that are real, as a mean over all of the chunk's numbers: [B].
+
+        The absolute error makes μ the median of what was demonstrated, the squared one the mean. A gripper opens or
+        closes, and its mean does neither; noise that is clipped at the bounds of an action moves the mean inwards, and
+        the median not at all.
+
+        The deviation is not learned: how far the demonstrations scatter says nothing about how far to explore, and a
+        chunk of such steps, none of which sees the one before, goes astray.
+        """
+        mean = self.mean(features)
+        if self.imitation == "squared":
+            error = 0.5 * (actions - mean).square()
+        else:
+            error = functional.smooth_l1_loss(mean, actions, reduction="none", beta=ROUNDING)
+        return _real(error, None if step_mask is None else step_mask.unsqueeze(-1).expand_as(error)).mean((1, 2))
+
+
+class TokenChunks(Chunks):
+    """Each dim of each step is one of `num_bins` bins of [-1, 1], independent given the features; a bin acts as its
+    centre, c_i = −1 + (2 i + 1) / bins.
+    """
+
+    centers: Tensor
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, num_bins: int) -> None:
+        super().__init__(chunk_length, action_dim)
+        self.num_bins = num_bins
+        self.out = nn.Linear(width, chunk_length * action_dim * num_bins)
+        nn.init.normal_(self.out.weight, std=0.01)
+        nn.init.zeros_(self.out.bias)
+        self.register_buffer("centers", (2 * torch.arange(num_bins) + 1) / num_bins - 1.0, persistent=False)
+
+    def _log_probs(self, features: Tensor) -> Tensor:
+        return self.out(features).view(-1, *self.shape, self.num_bins).log_softmax(-1)
+
+    def _bins(self, actions: Tensor) -> Tensor:
+        return ((actions + 1.0) * (0.5 * self.num_bins)).long().clamp(0, self.num_bins - 1)
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Draw bins; deterministic: the centre nearest the mean, since neighbouring bins are neighbouring actions."""
+        logs = self._log_probs(features)
+        if deterministic:
+            bins = self._bins((logs.exp() * self.centers).sum(-1))
+        else:
+            # argmax of log p + Gumbel noise is a draw from p
+            bins = (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
+        chosen = logs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
+        return self.centers[bins], _real(chosen, mask).sum((1, 2)), {}
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """By the bins that the actions lie in."""
+        logs = self._log_probs(features)
+        chosen = logs.gather(-1, self._bins(actions).unsqueeze(-1)).squeeze(-1)
+        entropy = _real(-(logs.exp() * logs).sum(-1), mask)
+        return _real(chosen, mask).sum(2), entropy.sum((1, 2))
+
+
+class FlowChunks(Chunks):
+    """A velocity field on chunks, trained by flow matching; drawn and scored as a noised chain (`flow_chain`)."""
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, num_steps: int, noise: float) -> None:
+        super().__init__(chunk_length, action_dim)
+        self.num_steps = num_steps
+        size = chunk_length * action_dim
+        self.condition = nn.Linear(width, width)
+        self.noisy = nn.Linear(size + 2 * TIME_FREQUENCIES, width)
+        self.hidden = nn.Linear(width, width)
+        self.out = nn.Linear(width, size)
+        self.log_noise = nn.Parameter(torch.full((num_steps, *self.shape), math.log(noise)))
+
+    @property
+    def deviation(self) -> Tensor:
+        """σ of each step, [S, K, A]."""
+        return self.log_noise.clamp(*LOG_STD_RANGE).exp()
+
+    def _velocity(self, features: Tensor) -> Any:
+        condition = self.condition(features)
+
+        def velocity(x: Tensor, time: Tensor) -> Tensor:
+            angles = time[:, None] * (math.pi * 2.0 ** torch.arange(TIME_FREQUENCIES, device=x.device) / 4.0)
+            inputs = torch.cat([x.flatten(1), angles.sin(), angles.cos()], 1)
+            hidden = functional.relu(self.noisy(inputs) + condition)
+            return self.out(hidden + functional.relu(self.hidden(hidden))).view(x.shape)
+
+        return velocity
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The end of a chain; deterministic: of the one from the middle of the noise, without any."""
+        noise = torch.zeros if deterministic else torch.randn
+        start = noise(len(features), *self.shape, dtype=features.dtype, device=features.device)
+        velocity, deviation = self._velocity(features), self.deviation
+        chain = sample_chain(velocity, start, deviation, deterministic)
+        return chain[:, -1], chain_log_prob(velocity, chain, deviation, mask).sum(1), {schema.CHAIN: chain}
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """Log-probs of each step of the denoising, [B, S]."""
+        deviation = self.deviation
+        tokens = chain_log_prob(self._velocity(features), sample[schema.CHAIN], deviation, mask)
+        return tokens, chain_entropy(deviation, actions.shape, mask)
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """‖v(x_t, t) − (ε − a)‖², with one t and one ε a row."""
+        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
+        time = torch.rand(len(actions), device=actions.device)
+        return flow_matching_error(self._velocity(features), actions, torch.randn_like(actions), time, mask)
+
+
+class SwitchedChunks(Chunks):
+    """Some dims of an action are switches, such as a gripper that is open (1) or closed (−1); a head has the others.
+
+    In a chunk a switch stays, or changes once: 2K ways to go, and a categorical over them. Imitation learns how likely
+    each is, doubt included, where a mean would be neither open nor closed and a median never in doubt; reinforcement
+    learning then tries what is in doubt. A Gaussian around "closed" never opens.
+    """
+
+    ways: Tensor
+
+    def __init__(self, others: Chunks, width: int, chunk_length: int, action_dim: int, dims: Sequence[int]) -> None:
+        super().__init__(chunk_length, action_dim)
+        self.others, self.dims = others, list(dims)
+        self.rest = [dim for dim in range(action_dim) if dim not in self.dims]
+        self.out = nn.Linear(width, len(self.dims) * 2 * chunk_length)
+        nn.init.normal_(self.out.weight, std=0.01)
+        nn.init.zeros_(self.out.bias)
+        opened = [[1.0] * steps + [-1.0] * (chunk_length - steps) for steps in range(chunk_length + 1)]
+        closed = [[-1.0] * steps + [1.0] * (chunk_length - steps) for steps in range(1, chunk_length)]
+        self.register_buffer("ways", torch.tensor(opened + closed), persistent=False)  # [2K, K]
+
+    def draw(
+        self, features: Tensor, deterministic: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The others' draw, and a way for each switch; deterministic: the likeliest."""
+        drawn, log_prob, sample = self.others.draw(features, deterministic, self._of_the_rest(mask))
+        logs = self._log_probs(features)
+        if deterministic:
+            way = logs.argmax(-1)
+        else:  # argmax of log p + Gumbel noise is a draw from p
+            way = (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
+        action = drawn.new_empty(len(drawn), *self.shape)
+        action[..., self.rest] = drawn
+        action[..., self.dims] = self.ways[way].transpose(1, 2).to(drawn)
+        return action, log_prob + self._chosen(logs, way, mask).sum(1), sample
+
+    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
+        """As the others do; a switch's way is decided with the first step."""
+        tokens, entropy = self.others.score(features, actions[..., self.rest], self._of_the_rest(mask), sample)
+        logs = self._log_probs(features)
+        chosen = self._chosen(logs, self.way(actions), mask).sum(1)
+        doubt = -(logs.exp() * logs).sum(-1)
+        if mask is not None:
+            doubt = doubt.masked_fill(~mask[:, 0, self.dims], 0.0)
+        return torch.cat([tokens[:, :1] + chosen.unsqueeze(1), tokens[:, 1:]], 1), entropy + doubt.sum(1)
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """The others' loss, and −log p of the ways that chunks went which were played to their end."""
+        missed = self.others.imitation_loss(features, actions[..., self.rest], step_mask)
+        chosen = self._chosen(self._log_probs(features), self.way(actions), None).mean(1)
+        if step_mask is not None:
+            chosen = chosen * step_mask.all(1)
+        share = len(self.rest) / self.shape[1]
+        return share * missed - SWITCH_WEIGHT * chosen
+
+    def way(self, actions: Tensor) -> Tensor:
+        """Which way each switch went, [B, switches]: the one that agrees with the sign of the most steps."""
+        signs = torch.where(actions[..., self.dims] > 0, 1.0, -1.0).to(self.ways)  # [B, K, S]
+        return torch.einsum("bks,wk->bsw", signs, self.ways).argmax(-1)
+
+    def _log_probs(self, features: Tensor) -> Tensor:
+        return self.out(features).view(-1, len(self.dims), len(self.ways)).log_softmax(-1)
+
+    def _chosen(self, logs: Tensor, way: Tensor, mask: Tensor | None) -> Tensor:
+        """log p of the ways, [B, switches]; 0 for dims that are padding."""
+        chosen = logs.gather(-1, way.unsqueeze(-1)).squeeze(-1)
+        return chosen if mask is None else chosen.masked_fill(~mask[:, 0, self.dims], 0.0)
+
+    def _of_the_rest(self, mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else mask[..., self.rest]
+
+
+def _real(values: Tensor, mask: Tensor | None) -> Tensor:
+    """0 in the dims where `mask` [B, K, A] is False."""
+    return values if mask is None else values.masked_fill(~mask, 0.0)
