@@ -30,6 +30,16 @@ def make_auxiliary(policy: Policy, settings: PPOSettings | GRPOSettings) -> Auxi
     return Auxiliary(policy, settings.auxiliary_learning_rate, min(settings.batch_size, BATCH_SIZE))
 
 
+def check_resumed(auxiliary: Auxiliary | None, state: dict[str, Any]) -> None:
+    """A run goes on as it began: with one of these, or without."""
+    if (auxiliary is None) != (state.get("auxiliary") is None):
+        was, now = ("0", "above it") if auxiliary is not None else ("above 0", "0")
+        raise InputError(
+            f"auxiliary_learning_rate was {was} in this run and is {now} now: leave it as it was, or start a new run "
+            "with --model_path"
+        )
+
+
 class Auxiliary:
     """Descends the mean of `policy.auxiliary_loss` with an optimizer of its own over `policy.auxiliary_parameters`.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.algorithms.auxiliary import make_auxiliary
+from deft.algorithms.auxiliary import check_resumed, make_auxiliary
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.ppo import approximate_kl
 from deft.algorithms.returns import discounted_sum
@@ -105,11 +105,12 @@ class GRPO(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; call it when the policy has its weights."""
+        check_resumed(self.auxiliary, state)
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.learning_rate = self.settings.learning_rate  # the settings' rate holds, also where they changed
         self.generator.set_state(state["generator"])
         self.version = state["version"]
-        if self.auxiliary is not None and state.get("auxiliary") is not None:
+        if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state["auxiliary"])
         if self.reference is None:
             return

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.algorithms.auxiliary import make_auxiliary
+from deft.algorithms.auxiliary import check_resumed, make_auxiliary
 from deft.algorithms.optimization import FlatAdam, flat_adam
 from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.algorithms.sharded_optimization import ShardedFlatAdam
@@ -96,13 +96,14 @@ class PPO(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
+        check_resumed(self.auxiliary, state)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.settings.learning_rate_schedule != "adaptive":  # the settings' rate holds, also where they changed
             self.optimizer.learning_rate = self.settings.learning_rate
         self.generator.set_state(state["generator"])
         self.version = state["version"]
         self.running_return = state["running_return"]
-        if self.auxiliary is not None and state.get("auxiliary") is not None:
+        if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state["auxiliary"])
 
     def _make_optimizer(self) -> FlatAdam | ShardedFlatAdam:

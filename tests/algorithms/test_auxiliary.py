@@ -110,6 +110,15 @@ def test_it_resumes_bit_equal():
     torch.testing.assert_close(weights(twin_policy, SEES + DOES), weights(policy, SEES + DOES), rtol=0, atol=0)
 
 
+def test_a_run_goes_on_as_it_began():
+    plain = PPOSettings(**SETTINGS | {"auxiliary_learning_rate": 0})
+    state = PPO(make_policy(), PPOSettings(**SETTINGS)).state_dict()
+    with pytest.raises(InputError, match="was above 0 in this run and is 0 now"):
+        PPO(make_policy(), plain).load_state_dict(state)
+    with pytest.raises(InputError, match="was 0 in this run and is above it now"):
+        PPO(make_policy(), PPOSettings(**SETTINGS)).load_state_dict(PPO(make_policy(), plain).state_dict())
+
+
 def test_policies_with_nothing_to_learn_besides_are_refused():
     box = spaces.Box(-1, 1, (3,), np.float32)
     plain = ActorCritic(box, spaces.Box(-1, 1, (2,)), PolicyConfig())

@@ -130,14 +130,16 @@ def fill_tokenizer(tokenizer: MultiScaleTokenizer, path: Path) -> None:
     tokenizer.load_state_dict({name: weights[name].to(own[name].dtype) for name in own})
 
 
-def find_tokenizer(name: str) -> Path:
-    """The file of an image tokenizer's weights: a path, or the bare name of one that ships with Deft."""
-    is_bare = Path(name).name == name and not Path(name).suffix
-    path = WEIGHTS / f"{name}.safetensors" if is_bare else Path(name)
+def find_tokenizer(name: str, setting: str = "tokenizer_weights") -> Path:
+    """The file of an image tokenizer's weights: a path, the run that made it, or the bare name of one of Deft's."""
+    path = Path(name)
+    if path.is_dir() and (own := path / "tokenizer.safetensors").is_file():
+        return own
+    if path.name == name and not path.suffix:
+        path = WEIGHTS / f"{name}.safetensors"
     if not path.is_file():
         raise InputError(
-            f"the image tokenizer's weights {path} are not there: `deft train tokenizer` makes such a file; name it in "
-            "tokenizer_weights"
+            f"{setting}: the image tokenizer's weights {path} are not there; `deft train tokenizer` makes such a file"
         )
     return path
 

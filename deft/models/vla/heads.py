@@ -72,6 +72,12 @@ class GaussianChunks(Chunks):
         nn.init.normal_(self.out.weight, std=0.01)
         nn.init.zeros_(self.out.bias)
 
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Weights from before chunks had noise in common go on with next to none."""
+        if prefix + "log_std_free" in state and prefix + "log_common_free" not in state:
+            state[prefix + "log_common_free"] = torch.full_like(self.log_common_free, LOG_STD_RANGE[0])
+        super()._load_from_state_dict(state, prefix, *rest)
+
     @property
     def deviations(self) -> tuple[Tensor, Tensor]:
         """σ [K, A] and c [A]; a single step has no common noise."""

@@ -158,8 +158,9 @@ class VLAPolicy(Policy):
 
     def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
         """Likewise."""
-        if not callable(getattr(self.model, "auxiliary_loss", None)):
-            raise InputError(f"auxiliary_learning_rate: {self.model_name} has no `auxiliary_loss`; set it to 0")
+        for name in ("auxiliary_loss", "auxiliary_parameters"):
+            if not callable(getattr(self.model, name, None)):
+                raise InputError(f"auxiliary_learning_rate: {self.model_name} has no `{name}`; set it to 0")
         return self.model.auxiliary_parameters()
 
     # The border between Deft and the model ---------------------------------------------------------------------------

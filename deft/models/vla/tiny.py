@@ -199,6 +199,8 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 raise InputError(f"{name} {size} must be {least} or more")
         if places_dim > FOUND_DIM:
             raise InputError(f"places_dim {places_dim} must be at most {FOUND_DIM}")
+        if isinstance(switch_dims, str | int) or any(type(dim) is not int for dim in switch_dims):
+            raise InputError(f"switch_dims {switch_dims!r}: it is a list of whole numbers, such as [-1]")
         if any(not -action_dim <= dim < action_dim for dim in switch_dims):
             raise InputError(
                 f"switch_dims {list(switch_dims)}: an action has dims 0 to {action_dim - 1} (−1 is the last)"

@@ -64,6 +64,8 @@ class AdversarialTrainer(WorldModelTrainer):
     ) -> None:
         if config.training.dataset is not None:
             raise InputError("dataset: phase 3 explores a world; recorded video is for `deft train teacher`")
+        if config.model.tokenizer_weights is not None:
+            raise InputError("tokenizer_weights: phase 3 goes on with the teacher's tokenizer; leave it out")
         config = copy.deepcopy(config)
         if config.model.lora is not None:
             log.warning("model.lora: not for phase 3, in which the world model learns in full")

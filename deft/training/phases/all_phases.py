@@ -96,7 +96,7 @@ def phase_settings(config: PhaseConfig, phase: str, root: Path) -> PhaseConfig:
     if phase != "adversarial":
         own.training.num_episodes = getattr(whole, f"{phase}_episodes")
     if phase != "teacher":  # the later phases start from the teacher, adapters and all
-        own.model.checkpoint_path = own.model.lora = None
+        own.model.checkpoint_path = own.model.lora = own.model.tokenizer_weights = None
     own.student.teacher_path = own.adversarial.teacher_checkpoint = str(root / "teacher" / checkpoint.BEST)
     own.adversarial.student_checkpoint = str(root / "student" / checkpoint.BEST)
     return own

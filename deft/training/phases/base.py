@@ -110,9 +110,14 @@ class BaseRLTrainer(ABC):
 
     def model_config(self) -> F1Config:
         """The model's sizes and switches: of the run that goes on, else of `model.config_file`."""
-        if self.resume_from is not None and (own := self.resume_from.parent / MODEL_FILE).is_file():
-            return read_f1_config(own)
         model = self.config.model
+        if self.resume_from is not None and (own := self.resume_from.parent / MODEL_FILE).is_file():
+            config = read_f1_config(own)
+            if model.tokenizer_weights not in (None, config.tokenizer_weights):
+                raise InputError(
+                    f"tokenizer_weights: this run goes on with {config.tokenizer_weights}; leave it as it was"
+                )
+            return config
         config = read_f1_config(model.config_file)
         if model.tokenizer_weights is not None:
             if model.checkpoint_path is not None:

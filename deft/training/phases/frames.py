@@ -29,7 +29,7 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.frames import to_model, to_pictures
-from deft.training.phases.recorded import split
+from deft.training.phases.recorded import split, trained_on
 
 COPIES = 32  # of the tabletop, however many workers there are: the order of the pictures depends on it
 HELD_OUT_SEED = 1_000_000  # added to the run's: other scenes
@@ -93,6 +93,7 @@ class TabletopFrames:
         cores = available_cores()
         self.num_workers = min(COPIES, max(1, cores - 1) if config.num_workers is None else config.num_workers)
         self.fingerprint = 0
+        self.trained_on: dict[str, Any] | None = None
         try:
             self._function()()  # so that a wrong setting is told before anything is started
         except TypeError as error:
@@ -154,6 +155,7 @@ class DatasetFrames:
         self.fingerprint = self._dataset.fingerprint()
         # With one seed and share as a teacher keeps them: what it is measured on, its tokenizer has not seen either.
         self._training, self._held_out = split(self._dataset.num_episodes, config.held_out_episodes, config.seed)
+        self.trained_on: dict[str, Any] | None = trained_on(self._dataset, self._training)
         total = self._count(self._training)
         self._stride = max(1, math.ceil(total / config.num_frames))
         self.num_frames = sum(self._kept(index, self._stride) for index in self._training) * len(self.streams)

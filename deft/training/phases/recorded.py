@@ -6,10 +6,15 @@ were kept out.
 
 from __future__ import annotations
 
+import json
+import logging
+import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from safetensors import safe_open
 
 from deft import schema
 from deft.config.f1_settings import TrainingConfig
@@ -20,6 +25,7 @@ from deft.data.robot_episode import RobotEpisode
 from deft.envs.tabletop.control import PADDED_SIZE
 from deft.errors import InputError
 
+log = logging.getLogger(__name__)
 WRIST_NAMES = ("wrist", "hand", "gripper")
 HEAD_NAMES = ("head", "ego", "front", "top", "agentview", "exterior", "side")
 OFF = "off"
@@ -45,7 +51,8 @@ class DatasetExplorer:
         shortest, longest = int(self.dataset.lengths.min()), int(self.dataset.lengths.max())
         if shortest < 2 * training.frame_skip - 1:  # from any of its first frames there is one more to foresee
             raise InputError(
-                f"frame_skip {training.frame_skip}: the shortest episode of {training.dataset} has {shortest} steps"
+                f"frame_skip {training.frame_skip}: the shortest episode of {training.dataset} has {shortest} steps; "
+                f"use at most {(shortest + 1) // 2}"
             )
         self.longest = longest // training.frame_skip
         self.normalization = self._measure()
@@ -162,6 +169,26 @@ def split(num_episodes: int, share: float, seed: int) -> tuple[np.ndarray, np.nd
     order = np.random.default_rng(seed).permutation(num_episodes)
     count = min(num_episodes - 1, max(1, round(share * num_episodes)))
     return np.sort(order[count:]), np.sort(order[:count])
+
+
+def trained_on(dataset: Dataset, episodes: np.ndarray) -> dict[str, Any]:
+    """Which episodes of which dataset, for the header of a tokenizer's file; a dataset is known by its lengths."""
+    return {"dataset": zlib.crc32(dataset.lengths.tobytes()), "episodes": [int(index) for index in episodes]}
+
+
+def warn_of_seen_episodes(tokenizer: Path, dataset: Dataset, held_out: np.ndarray) -> None:
+    """What a tokenizer was trained on is no longer held out; its file says what that was."""
+    with safe_open(tokenizer, "numpy") as file:
+        header = (file.metadata() or {}).get("trained_on")
+    if header is None or (seen := json.loads(header))["dataset"] != trained_on(dataset, held_out)["dataset"]:
+        return
+    if both := sorted(set(seen["episodes"]) & {int(index) for index in held_out}):
+        log.warning(
+            "tokenizer_weights: %s was trained on episode %s, which is held out here: give `deft train tokenizer` the "
+            "same seed, and as held_out_episodes what holdout is here",
+            tokenizer,
+            ", ".join(map(str, both)),
+        )
 
 
 def last_picture(frames: np.ndarray) -> np.ndarray:

@@ -113,6 +113,8 @@ class StudentTrainer(BaseRLTrainer):
         for name in ("lora", "checkpoint_path"):
             if getattr(self.config.model, name) is not None:
                 log.warning("model.%s: not for the student, whose weights are new and learn in full", name)
+        if self.config.model.tokenizer_weights is not None:
+            raise InputError("tokenizer_weights: the student sees by its teacher's tokenizer; leave it out")
         teacher = self._given_teacher
         self.teacher = load_teacher(self.config, self.device) if teacher is None else teacher.to(self.device)
         self.teacher.requires_grad_(False).eval()

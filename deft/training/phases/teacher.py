@@ -24,13 +24,14 @@ from deft.envs.f1 import read_task_config
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.config import F1Config
+from deft.models.f1.loading import find_tokenizer
 from deft.models.f1.motion import TAIL, fit_sharpness
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.policy import F1Policy
 from deft.training import sharding
 from deft.training.phases.base import Metrics
 from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer
-from deft.training.phases.recorded import DatasetExplorer
+from deft.training.phases.recorded import DatasetExplorer, warn_of_seen_episodes
 from deft.training.phases.world_model_trainer import Means, WorldModelTrainer, copy_accuracy, scalars
 from deft.training.precision import autocast
 
@@ -301,6 +302,9 @@ class TeacherTrainer(WorldModelTrainer):
             if config.motion_prior and self.resume_from is None and self.config.model.checkpoint_path is None:
                 config.motion_tail = config.motion_tail or TAIL
             self._dataset = self._open_dataset(config)
+            if self.config.model.tokenizer_weights is not None and self.resume_from is None:
+                tokenizer = find_tokenizer(self.config.model.tokenizer_weights)
+                warn_of_seen_episodes(tokenizer, self._dataset.dataset, self._dataset.held_out_episodes)
             needed = max(self._dataset.state_dim, self._dataset.action_dim)
             if needed > min(config.max_state_dim, config.max_action_dim):
                 log.info("states and actions of %d dims: the model is made for as many", needed)

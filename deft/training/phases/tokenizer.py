@@ -105,11 +105,11 @@ class TokenizerTrainer:
         self.config = config
         self.folder = Path(config.output_dir)
         self.device = choose_device(config.device)
-        self.fingerprint = source.fingerprint
+        self.fingerprint, self.trained_on = source.fingerprint, source.trained_on
         seed_everything(config.seed)
         self.model = MultiScaleTokenizer(read_f1_config(config.model).tokenizer)
-        if config.init_weights is not None:
-            fill_tokenizer(self.model, find_tokenizer(config.init_weights))
+        if config.init_weights is not None and not config.resume:
+            fill_tokenizer(self.model, find_tokenizer(config.init_weights, "init_weights"))
         self.model.to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -295,6 +295,8 @@ class TokenizerTrainer:
         tensors = {name: value.detach().cpu().half().contiguous() for name, value in self.model.state_dict().items()}
         unfinished = self.folder / f".{WEIGHTS}.{os.getpid()}"
         about = {"updates": self.num_updates, "model": self.config.model, **results}
+        if self.trained_on is not None:
+            about["trained_on"] = self.trained_on
         save_file(tensors, unfinished, {name: json.dumps(value) for name, value in about.items()})
         unfinished.replace(self.folder / WEIGHTS)
 

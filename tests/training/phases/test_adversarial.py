@@ -277,6 +277,13 @@ def test_without_a_teacher_one_line_says_so(tmp_path):
         AdversarialTrainer(game_config(tmp_path, teacher_checkpoint=str(tmp_path / "nothing")))
 
 
+def test_another_tokenizer_is_refused(tmp_path):
+    config = game_config(tmp_path)
+    config.model.tokenizer_weights = "another"
+    with pytest.raises(InputError, match="tokenizer_weights: phase 3"):
+        AdversarialTrainer(config)
+
+
 def test_recorded_video_is_refused(tmp_path):
     config = game_config(tmp_path)
     config.training.dataset = "videos"

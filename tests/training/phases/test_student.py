@@ -116,6 +116,13 @@ def test_a_learning_rate_that_is_given_anew_holds_and_a_damaged_checkpoint_is_pa
     assert other.ppo.optimizer.state_dict()["others"]["learning_rate"] == 7e-3
 
 
+def test_another_tokenizer_is_refused(tmp_path, teacher):
+    config = student_config(tmp_path, num_episodes=2)
+    config.model.tokenizer_weights = "another"
+    with pytest.raises(InputError, match="sees by its teacher's tokenizer"):
+        StudentTrainer(config, teacher)
+
+
 def test_a_world_with_other_actions_is_refused(tmp_path, teacher):
     made = StudentTrainer(student_config(tmp_path, num_episodes=2), teacher)
     mask = made.explorer.action_mask.clone()

@@ -27,7 +27,15 @@ from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.phases import teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
-from deft.training.phases.recorded import DatasetExplorer, find_cameras, last_picture, open_video, split
+from deft.training.phases.recorded import (
+    DatasetExplorer,
+    find_cameras,
+    last_picture,
+    open_video,
+    split,
+    trained_on,
+    warn_of_seen_episodes,
+)
 from deft.training.phases.teacher import TeacherTrainer, train_teacher
 from deft.training.phases.world_model_trainer import copy_accuracy, encode_frames
 
@@ -575,6 +583,32 @@ def test_a_new_model_of_a_recording_takes_its_tokenizer_and_expects_stillness(tm
     config.model.checkpoint_path = "teacher.safetensors"
     with pytest.raises(InputError, match="tokenizer_weights: for new models"):
         TeacherTrainer(config)
+
+
+def test_a_tokenizer_that_saw_what_is_held_out_is_told_of(tmp_path, recording, caplog):
+    dataset = open_video(str(recording), {}, 16)
+    training, held_out = split(dataset.num_episodes, 0.1, 0)
+    for name, episodes, told in (("good", training, 0), ("bad", np.concatenate([training, held_out]), 1)):
+        header = {"trained_on": json.dumps(trained_on(dataset, episodes))}
+        save_file({"weight": torch.zeros(1)}, tmp_path / name, header)
+        caplog.clear()
+        warn_of_seen_episodes(tmp_path / name, dataset, held_out)
+        assert len(caplog.records) == told
+    assert f"trained on episode {held_out[0]}, which is held out" in caplog.text
+    save_file({"weight": torch.zeros(1)}, tmp_path / "other")
+    caplog.clear()
+    warn_of_seen_episodes(tmp_path / "other", dataset, held_out)  # of the tabletop: its file says nothing
+    assert not caplog.records
+
+
+def test_a_run_goes_on_with_the_tokenizer_that_it_has(tmp_path, recording):
+    config = panning_config(tmp_path / "run", dataset=str(recording), num_episodes=2)
+    (tmp_path / "model.json").write_text(json.dumps(to_dict(micro_config())))
+    config.model.config_file = str(tmp_path / "model.json")
+    train_teacher(config)
+    config.run.auto_resume, config.model.tokenizer_weights = True, "another.safetensors"
+    with pytest.raises(InputError, match="tokenizer_weights: this run goes on with"):
+        train_teacher(config)
 
 
 def test_cameras_and_frames_of_a_dataset(recording):

@@ -141,6 +141,7 @@ def test_a_tokenizer_and_a_teacher_keep_the_same_episodes_out(tmp_path, model, r
         training, held_out = split(pictures._dataset.num_episodes, TrainingConfig().holdout, seed)
         assert (pictures._training == training).all()
         assert (pictures._held_out == held_out).all()
+        assert pictures.trained_on["episodes"] == training.tolist()  # which the file's header says
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, model, recording, capsys):
