@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from deft import schema
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.sharded_optimization import are_sharded
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings
@@ -57,7 +56,7 @@ class Auxiliary:
         self._train(False)
 
     def update(self, rows: TensorDictBase, generator: torch.Generator) -> dict[str, Tensor]:
-        """One pass over rows [B] in random minibatches; the loss is that of each before it was trained on."""
+        """One pass over observations [B] in random minibatches; the loss is that of each before it was trained on."""
         self._train(True)
         losses: list[Tensor] = [self._step(part) for part in self._minibatches(rows, generator)]
         self._train(False)
@@ -76,8 +75,7 @@ class Auxiliary:
     def _minibatches(self, rows: TensorDictBase, generator: torch.Generator) -> Iterator[TensorDictBase]:
         device = self.parameters[0].device
         order = torch.randperm(len(rows), generator=generator)
-        observed = rows.select(schema.OBSERVATION)
-        yield from (observed[index].to(device) for index in order.split(self.batch_size))
+        yield from (rows[index].to(device) for index in order.split(self.batch_size))
 
     def _step(self, minibatch: TensorDictBase) -> Tensor:
         self.optimizer.zero_gradients()

@@ -98,12 +98,13 @@ class ReplayCollection(Collection):
     def _run_recorded(self) -> None:
         """Queue the updates that are due; a GPU makes them while this goes on."""
         assert self._captured is not None
+        assert self._captured_warmup is not None
         period, warmup = self.algorithm.period, self.settings.critic_warmup
         while self._due >= period:
             version = self.algorithm.version
             if version >= warmup:
                 count, self._metrics = self._captured.run()
-            elif self._captured_warmup is not None and version + period <= warmup:  # all of them the critics' alone
+            elif version + period <= warmup:  # all of them the critics' alone
                 count, self._metrics = self._captured_warmup.run()
             else:
                 count, self._metrics = 1, self.algorithm.step(self.sample(self.settings.batch_size))

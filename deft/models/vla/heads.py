@@ -66,11 +66,9 @@ class GaussianChunks(Chunks):
     ) -> None:
         super().__init__(chunk_length, action_dim)
         self.imitation = imitation
-        self.out = nn.Linear(width, chunk_length * action_dim)
+        self.out = _small_output(width, chunk_length * action_dim)
         self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
         self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
-        nn.init.normal_(self.out.weight, std=0.01)
-        nn.init.zeros_(self.out.bias)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Weights from before chunks had noise in common go on with next to none."""
@@ -161,9 +159,7 @@ class TokenChunks(Chunks):
     def __init__(self, width: int, chunk_length: int, action_dim: int, num_bins: int) -> None:
         super().__init__(chunk_length, action_dim)
         self.num_bins = num_bins
-        self.out = nn.Linear(width, chunk_length * action_dim * num_bins)
-        nn.init.normal_(self.out.weight, std=0.01)
-        nn.init.zeros_(self.out.bias)
+        self.out = _small_output(width, chunk_length * action_dim * num_bins)
         self.register_buffer("centers", (2 * torch.arange(num_bins) + 1) / num_bins - 1.0, persistent=False)
 
     def _log_probs(self, features: Tensor) -> Tensor:
@@ -180,8 +176,7 @@ class TokenChunks(Chunks):
         if deterministic:
             bins = self._bins((logs.exp() * self.centers).sum(-1))
         else:
-            # argmax of log p + Gumbel noise is a draw from p
-            bins = (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
+            bins = _draw(logs)
         chosen = logs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
         return self.centers[bins], _real(chosen, mask).sum((1, 2)), {}
 
@@ -259,9 +254,7 @@ class SwitchedChunks(Chunks):
         super().__init__(chunk_length, action_dim)
         self.others, self.dims = others, list(dims)
         self.rest = [dim for dim in range(action_dim) if dim not in self.dims]
-        self.out = nn.Linear(width, len(self.dims) * 2 * chunk_length)
-        nn.init.normal_(self.out.weight, std=0.01)
-        nn.init.zeros_(self.out.bias)
+        self.out = _small_output(width, len(self.dims) * 2 * chunk_length)
         opened = [[1.0] * steps + [-1.0] * (chunk_length - steps) for steps in range(chunk_length + 1)]
         closed = [[-1.0] * steps + [1.0] * (chunk_length - steps) for steps in range(1, chunk_length)]
         self.register_buffer("ways", torch.tensor(opened + closed), persistent=False)  # [2K, K]
@@ -272,10 +265,7 @@ class SwitchedChunks(Chunks):
         """The others' draw, and a way for each switch; deterministic: the likeliest."""
         drawn, log_prob, sample = self.others.draw(features, deterministic, self._of_the_rest(mask))
         logs = self._log_probs(features)
-        if deterministic:
-            way = logs.argmax(-1)
-        else:  # argmax of log p + Gumbel noise is a draw from p
-            way = (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
+        way = logs.argmax(-1) if deterministic else _draw(logs)
         action = drawn.new_empty(len(drawn), *self.shape)
         action[..., self.rest] = drawn
         action[..., self.dims] = self.ways[way].transpose(1, 2).to(drawn)
@@ -315,6 +305,19 @@ class SwitchedChunks(Chunks):
 
     def _of_the_rest(self, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else mask[..., self.rest]
+
+
+def _small_output(width: int, size: int) -> nn.Linear:
+    """A last layer that says next to nothing at first."""
+    out = nn.Linear(width, size)
+    nn.init.normal_(out.weight, std=0.01)
+    nn.init.zeros_(out.bias)
+    return out
+
+
+def _draw(logs: Tensor) -> Tensor:
+    """An index of the last dim, drawn by the log-probs in it: the argmax of log p + Gumbel noise."""
+    return (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
 
 
 def _real(values: Tensor, mask: Tensor | None) -> Tensor:
