@@ -93,6 +93,7 @@ class ActorAlgorithm(OfflineAlgorithm):
         if fresh:
             for block in sampler.observations():
                 self.policy.observe({schema.OBSERVATION: block})
+            self.policy.settle()
 
     def schedule(self) -> None:
         """The policy's step size, where the settings let it fall."""

@@ -32,6 +32,10 @@ class RunningNormalizer(nn.Module):
         """Normalise; the identity until something was observed."""
         return torch.addcmul(self.shift, x, self.scale).clamp(-self.clip, self.clip)
 
+    def inverse(self, x: Tensor) -> Tensor:
+        """What `forward` makes x of, where it is not clipped."""
+        return (x - self.shift) / self.scale
+
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Merge a batch [..., *shape] into the statistics (Chan's parallel update)."""

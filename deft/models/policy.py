@@ -68,3 +68,6 @@ class Policy(nn.Module):
 
     def observe(self, td: TensorDictBase) -> None:
         """Take a rollout's observations into the running statistics. Called after the update, never during it."""
+
+    def settle(self) -> None:
+        """What was observed is a whole dataset: a policy that is trained on it may keep its statistics for good."""

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,15 @@ def test_losses_by_hand(loss):
     # −log N(±0.5; 0, 1) = ½ · 0.25 + ½ log 2π
     expected = 0.125 + 0.5 * math.log(2 * math.pi) if loss == "log_prob" else 0.25
     assert float(metrics["bc_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_policy_observes_the_whole_dataset_and_is_told_so(fresh, monkeypatch):
+    algorithm, told = SFT(small_actor()), []
+    monkeypatch.setattr(algorithm.policy, "observe", lambda td: told.append(td["observation"]))
+    monkeypatch.setattr(algorithm.policy, "settle", lambda: told.append("settled"))
+    algorithm.prepare(None, SimpleNamespace(observations=lambda: iter([1, 2])), fresh)
+    assert told == ([1, 2, "settled"] if fresh else [])
 
 
 def test_it_finds_the_mean_of_the_data():

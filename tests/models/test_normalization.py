@@ -24,6 +24,12 @@ def test_far_values_are_clipped_and_a_constant_is_harmless():
     assert normalizer(torch.tensor([[1e6]])).item() == 10.0
 
 
+def test_the_inverse_gives_back_what_was_normalised():
+    normalizer = RunningNormalizer((2,))
+    normalizer.observe(torch.tensor([[1.0, 20.0], [3.0, 60.0]]))  # means 2 and 40, deviations 1 and 20
+    torch.testing.assert_close(normalizer.inverse(torch.tensor([[1.0, -0.5]])), torch.tensor([[3.0, 30.0]]))
+
+
 def test_statistics_are_saved_with_the_module():
     normalizer, other = RunningNormalizer((2,)), RunningNormalizer((2,))
     normalizer.observe(torch.rand(5, 2))

@@ -151,6 +151,11 @@ class VLAPolicy(Policy):
         if callable(getattr(self.model, "observe", None)):
             self.model.observe(td[schema.OBSERVATION])
 
+    def settle(self) -> None:
+        """Likewise (`settle`)."""
+        if callable(getattr(self.model, "settle", None)):
+            self.model.settle()
+
     def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
         """By the model's optional method of that name."""
         observations, batch = self._observations(td)

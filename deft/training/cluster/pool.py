@@ -25,7 +25,7 @@ from deft.training.cluster.inference import InferenceActor, RemotePolicy
 from deft.training.cluster.worker import CollectWorker
 
 log = logging.getLogger(__name__)
-SPARE_ANSWERS = 1.0  # seconds in which a spare worker says that it is there; one that does not is forgotten
+SPARE_ANSWERS = 10.0  # seconds in which a spare worker says that it is there; a busy machine needs a few of them
 SPARES_INTERVAL = 2.0  # seconds between two looks whether there is room for one
 
 

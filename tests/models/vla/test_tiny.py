@@ -211,6 +211,17 @@ def test_the_body_is_normalised_by_what_was_seen_first(monkeypatch):
     assert float(model.proprio.count) == 8
 
 
+def test_a_dataset_settles_the_normalisation_however_small_it_is():
+    model, body = tiny(places_key="places", places_dim=2), torch.randn(4, 4)
+    model.settle()  # nothing was observed, so nothing stays
+    model.observe({"state": body, "places": body[:, :2]})
+    model.settle()
+    before = model.proprio(body), model.places_scale.mean.clone()
+    model.observe({"state": body + 100, "places": body[:, :2] + 100})
+    assert torch.equal(model.proprio(body), before[0])
+    assert torch.equal(model.places_scale.mean, before[1])
+
+
 def test_without_proprioception_and_words():
     model = tiny(proprio_key=None, instruction_key=None)
     assert model(scenes().select("rgb")).shape == (5, 3, 2)
@@ -352,15 +363,33 @@ def test_frozen_eyes_look_once(head):
 
 
 def test_behind_a_bottleneck_cameras_are_seen_through_what_was_found_alone():
-    model = tiny(bottleneck=True)
+    model = tiny(bottleneck=8)
     seen = model.see(scenes())
     cameras = model.cameras[0].out_dim
     other = torch.cat([torch.randn(5, cameras), seen[:, cameras:]], 1)
+    assert not torch.equal(model.think(other), model.think(seen))
     with torch.no_grad():
         for parameter in model.found[-1].parameters():
-            parameter.zero_()  # nothing is found
+            parameter[:8] = 0.0  # what the labels would teach is not found; the other numbers lead nowhere
     torch.testing.assert_close(model.think(other), model.think(seen))
-    assert not torch.equal(tiny().think(other), tiny().think(seen))
+
+
+def test_the_trunk_behind_a_bottleneck_reads_places_in_metres_too():
+    model = tiny(bottleneck=2, places_key="places", places_dim=2)
+    places = torch.tensor([[0.2, -0.01], [0.4, 0.03]])  # means 0.3 and 0.01, deviations 0.1 and 0.02
+    model.observe({"state": torch.randn(2, 4), "places": places})
+    with torch.no_grad():
+        for parameter in model.found[-1].parameters():
+            parameter.zero_()  # it finds everything at the mean: 0.3 m, and 0.01 m
+    read = model.think(model.see(scenes()))[0, :6]
+    fine = [math.tanh(place / metres) for metres in (0.05, 0.015) for place in (0.3, 0.01)]
+    assert read.tolist() == pytest.approx([0.0, 0.0, *fine], abs=1e-4)
+
+
+@pytest.mark.parametrize("bottleneck", [7, 25, True])
+def test_a_bottleneck_lets_the_labelled_numbers_through(bottleneck):
+    with pytest.raises(InputError, match=r"must be 0 \(none\), or 8 \(places_dim\) to 24"):
+        tiny(bottleneck=bottleneck)
 
 
 @pytest.mark.parametrize("name", ["auxiliary_loss", "imitation_loss"])
