@@ -197,6 +197,10 @@ WRONG = [
     ("train ppo --num_envs 0 --seed -1", "--seed: -1 is out of range; must be at least 0 (and 1 more)"),
     ("train ppo --vector thread", "--vector: 'thread' is not allowed; one of 'sync', 'process', 'envpool', 'gpu'"),
     ("train ppo --lr 1e-4 --learning-rate 1e-4", "--learning-rate: the same setting as --lr; give one of them"),
+    (
+        "train ppo --env-kwargs a=1 --seed 1 --env-kwargs b=2",
+        "--env-kwargs: given twice; write all of its values after one",
+    ),
     ("train ppo --use-wandb=true", "--use-wandb: takes no value; write --use-wandb or --no-use-wandb"),
     ("train ppo --env-kwargs size", "--env-kwargs: 'size' is not KEY=VALUE, nor a JSON object"),
     (

@@ -166,7 +166,7 @@ def parse_flags(
 
 
 def _scan(flags: Sequence[Flag], arguments: Sequence[str]) -> dict[str, str]:
-    """How each given flag was written, by path; refuses unknown ones, missing values and two names of one setting."""
+    """How each given flag was written, by path; refuses unknown ones, missing values and what is said twice."""
     known = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
     known |= {f"no_{flag.name}": flag for flag in flags if flag.is_switch}
     written: dict[str, str] = {}
@@ -184,6 +184,8 @@ def _scan(flags: Sequence[Flag], arguments: Sequence[str]) -> dict[str, str]:
             raise InputError(f"{spelled}: takes no value; write {_dashed(flag.name)} or {_dashed(f'no_{flag.name}')}")
         if not flag.is_switch and not equals and following.startswith("--"):
             raise InputError(f"{spelled}: needs a value ({_metavar(flag.annotation)})")
+        if flag.takes_several and written.get(flag.path) == _dashed(name):  # the last of them would count alone
+            raise InputError(f"{spelled}: given twice; write all of its values after one")
         previous = written.setdefault(flag.path, _dashed(name))
         if previous != _dashed(name):
             raise InputError(f"{spelled}: the same setting as {previous}; give one of them")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
 from deft.config.loading import load_config, replace, to_dict
@@ -30,6 +30,7 @@ from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.run_folder import CONFIG_FILE
 
 log = logging.getLogger(__name__)
+AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)
 NOT_USED = "policy: its settings are those of the run that it comes from; the ones given are not used"
 
 
@@ -45,7 +46,7 @@ def take_over(config: RunConfig, policy: Policy | None, resume_from: Path | None
     source = _config_beside(resume_from or Path(config.model_path))
     if source is None:
         return config
-    return _with_actor(_in_its_world(config, source), _actor_section(source, config))
+    return _with_actor(_with_model(_in_its_world(config, source), source), _actor_section(source, config))
 
 
 def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None) -> OfflineRunConfig:
@@ -54,9 +55,11 @@ def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None)
     What the config itself says of the policy holds over that. Any other policy is named by the config alone, whose
     defaults are those of the run that it starts from.
     """
-    if config.model_path is None or resume_from is not None or config.policy.vla_config is not None:
+    if config.model_path is None or resume_from is not None:
         return config
     source = _config_beside(Path(config.model_path))
+    if config.policy.vla_config is not None:
+        return config if source is None else _with_model(config, source)
     actor = source.policy.actor if isinstance(source, RunConfig) else getattr(source, "policy", None)
     if actor is None or actor.vla_config is None:
         return config
@@ -139,6 +142,18 @@ def _in_its_world(config: RunConfig, source: RunConfig | OfflineRunConfig) -> Ru
         return config
     log.info("%s is made as in the run that it starts from: %s", config.env.id, missing)
     return replace(config, **{"env.kwargs": {**missing, **config.env.kwargs}})
+
+
+def _with_model(config: AnyConfig, source: RunConfig | OfflineRunConfig) -> AnyConfig:
+    """The config whose VLA model is built as that of the run it starts from, but for what it says of it itself."""
+    own, theirs = config.policy.vla_config, (getattr(source.policy, "actor", None) or source.policy).vla_config
+    if own is None or theirs is None or own.model_class != theirs.model_class:
+        return config
+    missing = {name: value for name, value in theirs.model_config.items() if name not in own.model_config}
+    if not missing:
+        return config
+    log.info("%s is built as in the run that it starts from: %s", own.model_class, missing)
+    return replace(config, **{"policy.vla_config.model_config": {**missing, **own.model_config}})
 
 
 def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig:

@@ -25,7 +25,7 @@ from deft.models.vla.actor import VLAActor
 from deft.models.vla.loading import save_vla_model
 from deft.training import run
 from deft.training.collect import collect
-from deft.training.handover import take_over_offline
+from deft.training.handover import take_over, take_over_offline
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
 
@@ -380,3 +380,27 @@ def test_a_policy_setting_beside_a_model_path_holds_over_the_model_s(tmp_path):
     assert policy.vla_config is not None
     assert policy.vla_config.model_class == "gpt-vla"
     assert (policy.hidden_dim, policy.num_layers) == (48, 3)
+
+
+@pytest.mark.parametrize("algorithm", ["iql", "ppo"])
+def test_a_model_is_built_as_in_its_run_but_for_what_is_said_of_it(tmp_path, algorithm):
+    def section(name: str, **model_config: Any) -> dict[str, Any]:
+        return {"name": "vla", "vla_config": {"model_class": name, "model_config": model_config}}
+
+    data, first = str(tmp_path / "data-v0"), tmp_path / "first"
+    first.mkdir()
+    source = resolve({"algorithm": "sft", "dataset": data, "policy": section("vla-tiny", width=32, bottleneck=8)})
+    write_config(source, first / "config.yaml")
+    where = {"dataset": data} if algorithm == "iql" else {"env": {"id": "deft/Reach-v0"}}
+
+    def taken(policy: dict[str, Any]) -> Any:
+        config = resolve({"algorithm": algorithm, **where, "model_path": str(first), "policy": policy})
+        found = take_over_offline(config) if algorithm == "iql" else take_over(config, None)
+        return found.policy.vla_config.model_config
+
+    assert taken(section("vla-tiny", width=16, freeze_vision=True)) == {
+        "width": 16,
+        "bottleneck": 8,
+        "freeze_vision": True,
+    }
+    assert taken(section("gpt-vla", hidden_dim=8)) == {"hidden_dim": 8}  # another model has nothing of it
