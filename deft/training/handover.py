@@ -58,9 +58,11 @@ def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None)
     if config.model_path is None or resume_from is not None:
         return config
     source = _config_beside(Path(config.model_path))
+    if source is None:
+        return config
     if config.policy.vla_config is not None:
-        return config if source is None else _with_model(config, source)
-    actor = source.policy.actor if isinstance(source, RunConfig) else getattr(source, "policy", None)
+        return _with_model(config, source)
+    actor = _actor_of(source)
     if actor is None or actor.vla_config is None:
         return config
     default, named = to_dict(ActorConfig()), to_dict(actor)
@@ -118,9 +120,16 @@ def _actor_section(source: RunConfig | OfflineRunConfig, config: RunConfig) -> O
                 "num_seeds 1, or take one out in Python: policy.member(i)"
             )
         return _online(source.policy, algorithm.distribution)
-    if isinstance(source, ReplayRunConfig):
-        return source.policy
-    return source.policy.actor
+    actor = _actor_of(source)
+    assert actor is None or isinstance(actor, OnlineActorConfig)
+    return actor
+
+
+def _actor_of(source: RunConfig | OfflineRunConfig) -> ActorConfig | None:
+    """The section of a run's config that describes its actor, or None where it has a policy of another kind."""
+    if isinstance(source, RunConfig) and not isinstance(source, ReplayRunConfig):
+        return source.policy.actor
+    return source.policy
 
 
 def _section_of(policy: Actor) -> OnlineActorConfig:
@@ -146,7 +155,7 @@ def _in_its_world(config: RunConfig, source: RunConfig | OfflineRunConfig) -> Ru
 
 def _with_model(config: AnyConfig, source: RunConfig | OfflineRunConfig) -> AnyConfig:
     """The config whose VLA model is built as that of the run it starts from, but for what it says of it itself."""
-    own, theirs = config.policy.vla_config, (getattr(source.policy, "actor", None) or source.policy).vla_config
+    own, theirs = config.policy.vla_config, (_actor_of(source) or source.policy).vla_config
     if own is None or theirs is None or own.model_class != theirs.model_class:
         return config
     missing = {name: value for name, value in theirs.model_config.items() if name not in own.model_config}

@@ -404,3 +404,9 @@ def test_a_model_is_built_as_in_its_run_but_for_what_is_said_of_it(tmp_path, alg
         "freeze_vision": True,
     }
     assert taken(section("gpt-vla", hidden_dim=8)) == {"hidden_dim": 8}  # another model has nothing of it
+
+
+def test_a_run_of_sac_leaves_the_settings_of_an_offline_one_alone(tmp_path):
+    write_config(resolve({"algorithm": "sac", "env": {"id": "Pendulum-v1"}}), tmp_path / "config.yaml")
+    config = resolve({"algorithm": "iql", "dataset": "data-v0", "model_path": str(tmp_path)})
+    assert take_over_offline(config) == config
