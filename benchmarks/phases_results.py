@@ -9,7 +9,8 @@ are new, and every update has the learning rate of the game's. Both world models
 scenes of another explorer (scripted pushes and grasps, and random actions, half each; every scene counts the same).
 Then the game is played in a world where half of the scenes have a patch of noise, and it is measured what noise pays
 beside the same scenes without; at last the student, against random actions and against one before training. Did either
-side collapse? Seeds run side by side in processes of their own; a run that was stopped goes on.
+side collapse? Seeds run side by side in processes of their own; a run that was stopped goes on. With
+`--comparison-only` the two world models are compared, and that is all.
 
 What is known of a seed is in RESULTS/seed-N/results.json as soon as it is, with its page report.html; all of it in
 RESULTS/results.json. `--tables` prints what is there. Other flags are settings of `deft train all`.
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--student-minutes", type=float, help="end phase 2 after this long")
     parser.add_argument("--game-minutes", type=float, help="end phase 3 after this long")
     parser.add_argument("--noise-minutes", type=float, help="end the game with noise after this long")
+    parser.add_argument("--comparison-only", action="store_true", help="no noise, and no measures of the student")
     parser.add_argument(
         "--game-settings", type=Path, help="JSON of the section `adversarial`, read when phase 3 begins"
     )
@@ -196,6 +198,8 @@ def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Nam
     policies["random"] = _load(root / "random", where)
     know(held_out=held_out_losses(policies, held_out))
     know(world_models=compare_world_models(policies, config, len(held_out), found=held_out))
+    if arguments.comparison_only:
+        return found
     know(noise_after_game=what_noise_pays(root / "adversarial", arguments.episodes, scenes, device))
     know(noise=_finish(_start(seed, root, "noise", arguments.threads), root, "noise"))
     measured = evaluate_student(root / "student", arguments.episodes, seed=scenes, device=device)
@@ -262,6 +266,8 @@ class TeacherInStep(TeacherTrainer):
 
     def __init__(self, config: PhaseConfig) -> None:
         super().__init__(config)
+        if self.device.type == "cuda" and config.training.precision == "auto":
+            torch.set_float32_matmul_precision("highest")  # as in the game
         self._parent = os.getppid()
 
     @property
@@ -280,6 +286,7 @@ class TeacherInStep(TeacherTrainer):
                 raise RunError("the game beside it has ended without a word")
             time.sleep(0.2)
             self._game = _read_pace(self.run_dir.parent)
+        self._set_learning_rate()  # that of the next update was not known when the last round ended
         return super()._is_over(stop)
 
 
@@ -314,9 +321,10 @@ def go_on_at_random(config: PhaseConfig, root: Path, num_workers: int) -> dict[s
 
 
 def new_episodes(config: PhaseConfig) -> int:
-    """New episodes of an iteration of the game: the explorer's and the random ones."""
+    """New episodes of an iteration that the game trains on: the explorer's, where it does, and the random ones."""
     width, wanted = config.training.num_envs or NUM_ENVS, config.student.explorer.episodes_per_update
-    return -(-wanted // width) * width + config.adversarial.random_episodes
+    found = -(-wanted // width) * width if config.adversarial.random_share < 1.0 else 0
+    return found + config.adversarial.random_episodes
 
 
 def longer_teacher(config: PhaseConfig, folder: Path) -> PhaseConfig:
@@ -324,6 +332,8 @@ def longer_teacher(config: PhaseConfig, folder: Path) -> PhaseConfig:
     longer = _phase(config, "teacher", folder)
     training, game = longer.training, config.adversarial
     longer.model.checkpoint_path = _weights(config.student.teacher_path or "")
+    if (sizes := Path(longer.model.checkpoint_path).parent / MODEL_FILE).is_file():  # a run's own, as the game has it
+        longer.model.config_file = str(sizes)
     training.num_episodes, training.save_every = 10**9, 0
     training.learning_rate, training.motion_warmup = game.wm_lr, 0.0
     training.memory_warmup = training.head_dropout = 0.0  # as in the game

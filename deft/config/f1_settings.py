@@ -225,6 +225,8 @@ class AdversarialSection:
     """The explorer acts with this many times the student's noise; with less it stays nearer to where it starts."""
     explorer_correlation: Fraction | None = None
     """How much of its noise stays from step to step, in place of the student's `noise_correlation`."""
+    explorer_scale: Annotated[Positive, Field(le=1)] = 1.0
+    """The robot does this share of what the explorer says: with less it goes slowly, but wherever it likes."""
     wm_updates: Count = 5
     """Batches of `batch_size` episodes that the world model trains on for each update of the explorer."""
     wm_warmup: NonNegativeInt = 10

@@ -45,7 +45,8 @@ class ExplorerPolicy(Policy):
 
     An action is the end of a denoising chain x_0 … x_S: x_0 is noise, and so, of a fixed deviation, is added to every
     Euler step along the learned velocity. The whole chain is stored (`sample`), so that its log-prob can be computed
-    again exactly. Of the 32 dims only those of `action_mask` are ever other than 0 or counted.
+    again exactly. Of the 32 dims only those of `action_mask` are ever other than 0 or counted. The robot does
+    `action_scale` times what the chain's end says (`executed`): chains, and so log-probs, do not know of it.
 
     An observation is a TensorDict of `image0` (the wrist's img_t), `frame_tokens` (its codes, [B, L]), `state` and, for
     tasks with a goal, `instruction`. A head camera is refused. `memory` is [B, layers, hidden], before the step.
@@ -74,10 +75,12 @@ class ExplorerPolicy(Policy):
         self.deviation: Tensor
         self.initial_deviation: Tensor
         self.noise_correlation: Tensor
+        self.action_scale: Tensor
         self.register_buffer("action_mask", action_mask.bool().clone())
         self.register_buffer("deviation", torch.full((num_steps,), float(action_noise)))
         self.register_buffer("initial_deviation", torch.tensor(float(initial_noise)))
         self.register_buffer("noise_correlation", torch.tensor(float(noise_correlation)))
+        self.register_buffer("action_scale", torch.tensor(1.0))
         self.to(f1.device)
         self.choose_what_learns()
 
@@ -190,8 +193,8 @@ class ExplorerPolicy(Policy):
         return self.value_head(feature).squeeze(-1)
 
     def executed(self, action: Tensor) -> Tensor:
-        """What of actions […, 32] the robot does: clipped, zeros in the padding. It enters the memory."""
-        return self._real(action.clamp(-1.0, 1.0))
+        """What of actions […, 32] the robot does: clipped, scaled, zeros in the padding. It enters the memory."""
+        return self._real(action.clamp(-1.0, 1.0)) * self.action_scale
 
     # -- its parts -----------------------------------------------------------------------------------------------------
 
@@ -317,6 +320,7 @@ def load_explorer(folder: Path, model_file: Path, device: str | torch.device = "
     for name in ("action_mask", "deviation"):
         if name not in extras:
             raise InputError(f"{path} does not fit ExplorerPolicy: key {name} is missing")
+    extras.setdefault("action_scale", torch.tensor(1.0))  # earlier explorers did all that they said
     f1 = load_f1_policy(model_file, device, checkpoint_path=folder).policy
     explorer = ExplorerPolicy(f1, extras["action_mask"], len(extras["deviation"]))
     check_fit(explorer_extras(explorer), extras, path, "ExplorerPolicy")

@@ -84,6 +84,7 @@ class AdversarialTrainer(WorldModelTrainer):
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)
         set_noise(self.explorer, config, where)
+        self.explorer.action_scale.fill_(game.explorer_scale)
         episodes = config.student.explorer.episodes_per_update
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
         self.ppo = ExplorerPPO.of_run(self.explorer, explorer_settings(config), training.seed, self.processes)
@@ -112,7 +113,7 @@ class AdversarialTrainer(WorldModelTrainer):
         self.policy.eval()
         found = self.rollouts.collect(version=self.ppo.version)
         metrics: Metrics = dict(self.reward.pay(self.policy, found))
-        spread, saturated = action_spread(found)
+        spread, saturated = action_spread(found, game.explorer_scale)
         metrics |= {
             "train/reward": found.rollout[schema.NEXT_REWARD].mean(),
             "game/action_spread": spread,
@@ -181,10 +182,13 @@ class AdversarialTrainer(WorldModelTrainer):
         self.policy.train()
         found: list[Metrics] = []
         for _ in range(game.wm_updates):
-            older = self.replay.draw(round(size * game.replay_share), self.generator)
-            older += self.wandered.draw(round(size * game.random_share), self.generator)
-            newer = self.recent.draw(size - len(older), self.generator)
-            batch = side_by_side([*newer, *older], model.n_obs_img_steps, model.obs_img_stride, self.device)
+            wandered = self.wandered.draw_unseen_first(round(size * game.random_share), self.generator)
+            # While there are few random episodes the batch is smaller: the explorer's would not stand for them.
+            room = size - round(size * game.random_share) if wandered else size
+            older = self.replay.draw(min(round(size * game.replay_share), room), self.generator)
+            newer = self.recent.draw(room - len(older), self.generator)
+            episodes = [*newer, *older, *wandered]
+            batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
             found.append({**self.train_chunks(batch), **self.reward.learn(batch)})
             self.shown_episode = batch
         self.policy.eval()
@@ -235,7 +239,8 @@ class AdversarialTrainer(WorldModelTrainer):
         torch.save(weights, place / checkpoint.MODEL)
         torch.save(explorer_extras(self.explorer), place / EXPLORER_FILE)
         stores = {"recent": self.recent, "replay": self.replay, "random": self.wandered}
-        torch.save({name: store.state_dict() for name, store in stores.items()}, folder / BUFFERS_FILE)
+        buffers = {name: store.state_dict() for name, store in stores.items()}
+        torch.save({**buffers, "unseen": self.wandered.num_unseen}, folder / BUFFERS_FILE)
         write_json(to_dict(self.explorer.config), self.run_dir / EXPLORER_FOLDER / MODEL_FILE)
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,6 +272,7 @@ class AdversarialTrainer(WorldModelTrainer):
         self.recent.load_state_dict(buffers["recent"])
         self.replay.load_state_dict(buffers["replay"])
         self.wandered.load_state_dict(buffers.get("random", []))  # earlier runs kept them among the older ones
+        self.wandered.num_unseen = buffers.get("unseen", 0)
 
     def close(self) -> None:
         """Free the worlds."""
@@ -307,9 +313,12 @@ def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path) -> Non
     check_chain(explorer, wanted, where)
 
 
-def action_spread(found: Collected) -> tuple[float, float]:
-    """The deviation of what was done, mean over the real dims, and the share of it that is at the limits."""
-    actions = np.concatenate([episode.action for episode in found.episodes])
+def action_spread(found: Collected, scale: float = 1.0) -> tuple[float, float]:
+    """The deviation of what was done, mean over the real dims, and the share of it that is at the limits.
+
+    Both of the largest action that the explorer may do, `scale`.
+    """
+    actions = np.concatenate([episode.action for episode in found.episodes]) / scale
     real = found.rollout[schema.ACTION_MASK][0, 0].cpu().numpy().astype(bool)
     return float(actions[:, real].std(0).mean()), float((np.abs(actions[:, real]) >= AT_LIMIT).mean())
 

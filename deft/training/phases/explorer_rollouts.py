@@ -32,6 +32,7 @@ from deft.config.f1_settings import ExplorerSettings
 from deft.data.episodes import EpisodeBatch, side_by_side
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, StudentEnv, read_task_config
+from deft.envs.history import executed_action
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, VectorStep, take_rows
@@ -137,8 +138,11 @@ class ExplorerRollouts:
 
     @torch.no_grad()
     def collect(self, act: Callable[[TensorDict], TensorDictBase] | None = None, version: int = 0) -> Collected:
-        """A rollout of new episodes. `act` in the place of the explorer's own method; `version`: which weights act."""
-        rounds = [self._round(act or self.explorer.act, version) for _ in range(self.num_rounds)]
+        """A rollout of new episodes; `version`: which weights act.
+
+        `act` in the place of the explorer's own method: what it says is done in full, whatever `action_scale` is.
+        """
+        rounds = [self._round(act, version) for _ in range(self.num_rounds)]
         width = self.env.num_envs
         places = [(start, column + width * number) for number, one in enumerate(rounds) for start, column in one.places]
         return Collected(
@@ -162,7 +166,7 @@ class ExplorerRollouts:
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def _round(self, act: Callable[[TensorDict], TensorDictBase], version: int) -> Collected:
+    def _round(self, act: Callable[[TensorDict], TensorDictBase] | None, version: int) -> Collected:
         """One episode in every copy (a copy that ends early begins another)."""
         explorer, count = self.explorer, self.env.num_envs
         seen = _copied(self.env.reset(self._seeds()))
@@ -182,9 +186,9 @@ class ExplorerRollouts:
                 },
                 batch_size=[count],
             )
-            acted = act(td)
-            next_memory = acted[schema.NEXT_MEMORY]
-            executed = explorer.executed(acted[schema.ACTION]).cpu()
+            acted = explorer.act(td) if act is None else act(td)
+            next_memory, said = acted[schema.NEXT_MEMORY], acted[schema.ACTION]
+            executed = (explorer.executed(said) if act is None else executed_action(said, explorer.action_mask)).cpu()
             answer = self.env.step(executed.numpy())
             following = _copied(answer.observation)
             true_next = _with_final(following, answer)
@@ -358,7 +362,7 @@ def measure(world_model: F1Policy, found: Collected) -> Measures:
     after = torch.linalg.vector_norm(found.remembered - remembered, dim=-1)
     before = torch.cat([torch.zeros_like(after[:1]), after[:-1]]).masked_fill(starts, 0.0)  # both begin with zeros
     mask = found.rollout[schema.ACTION_MASK]
-    size = found.rollout[schema.ACTION].clamp(-1.0, 1.0).abs()
+    size = found.spread(batch.streams["action"].transpose(0, 1)).abs().to(after.device)
     return Measures(
         divergence_before=before,
         divergence=after,

@@ -19,7 +19,9 @@ from deft import schema
 from deft.data.episode_store import EpisodeStore
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
+from deft.evaluation.explorer import explore
 from deft.models.f1.disagreement import Disagreement
+from deft.models.f1.explorer import load_explorer
 from deft.training import checkpoint
 from deft.training.phases.adversarial import EXPLORER_FOLDER, AdversarialTrainer, action_spread, set_noise
 from deft.training.phases.explorer_rollouts import measure
@@ -177,6 +179,107 @@ def test_the_explorers_noise_may_stay_longer_than_the_students(played, tmp_path)
     assert float(explorer.noise_correlation) == pytest.approx(0.96)
     with pytest.raises(InputError, match=r"noise_correlation: .* learned with 0.96"):
         set_noise(explorer, game_config(tmp_path), folder)
+
+
+def test_few_random_episodes_are_not_replaced_by_the_explorers(played):
+    made, _, _ = played
+    made = copy.copy(made)
+    taken = []
+    made.config = copy.deepcopy(made.config)
+    made.config.adversarial.replay_share, made.config.adversarial.random_share = 0.25, 0.75
+    made.training = dataclasses.replace(made.training, batch_size=8)
+    made.train_chunks = lambda batch: taken.append(batch) or {}
+    made._train_world_model()
+    # Of 8, 6 should be random and there are 3; 2 older ones are as many as are wanted, and leave no room for new ones.
+    assert [len(batch.lengths) for batch in taken] == [5, 5]
+    made.wandered = EpisodeStore(1)  # a game without random episodes: all are the explorer's
+    made._train_world_model()
+    assert [len(batch.lengths) for batch in taken[2:]] == [6, 6]  # 2 older and all 4 new ones
+
+
+# -- a slow explorer -------------------------------------------------------------------------------------------------
+
+
+def test_the_robot_does_a_share_of_what_the_explorer_says(tmp_path):
+    made = make(tmp_path, explorer_scale=0.25, wm_warmup=0, total_iterations=2)
+    said, told, remembered = [], [], []
+    collect, step = made.rollouts.collect, made.rollouts.env.step
+    memory = made.explorer.f1.model.memory
+
+    def watched_collect(**arguments):
+        found = collect(**arguments)
+        said.append(found.rollout[schema.ACTION])
+        return found
+
+    def watched_step(actions):
+        told.append(actions.copy())
+        return step(actions)
+
+    made.rollouts.collect, made.rollouts.env.step = watched_collect, watched_step
+    hook = memory.register_forward_pre_hook(lambda _, inputs: remembered.append(inputs[2].detach().clone()))
+    made.train()
+    hook.remove()
+    wanted = torch.cat([0.25 * one.clamp(-1, 1) for one in said], 1)  # [T, 4]: two rollouts of two episodes
+    assert wanted.abs().max() == 0.25  # some of it is at the limit
+    done = torch.as_tensor(np.stack([episode.action for episode in made.recent.episodes], 1))
+    assert torch.equal(done, wanted)  # what the world model learns from
+    assert torch.equal(torch.as_tensor(np.concatenate(told)), wanted.transpose(0, 1).flatten(0, 1))  # what is executed
+    assert max(float(one.abs().max()) for one in remembered) == 0.25  # what enters the explorer's memory
+    lines = [json.loads(line) for line in (tmp_path / "episode_metrics.jsonl").read_text().splitlines()]
+    assert max(line["ppo/first_ratio_error"] for line in lines) < 1e-4  # the chain is scored as it was drawn
+    spread, limit = action_spread_of(done, 0.25)
+    assert lines[-1]["game/action_spread"] == pytest.approx(spread, rel=1e-4)  # of what it may do
+    assert lines[-1]["game/actions_at_limit"] == pytest.approx(limit)
+    assert limit > 0
+
+
+def action_spread_of(actions: torch.Tensor, scale: float) -> tuple[float, float]:
+    """Of the last rollout's two episodes and two real dims."""
+    last = actions[:, 2:, :2].flatten(0, 1).numpy() / scale
+    return float(last.std(0).mean()), float((np.abs(last) >= 0.99).mean())
+
+
+def test_a_slow_explorer_goes_on_as_slowly_and_is_measured_so(tmp_path):
+    made = make(tmp_path / "whole", explorer_scale=0.25, total_iterations=2)
+    made.train()
+    found = load_explorer(
+        tmp_path / "whole" / "checkpoint-2" / EXPLORER_FOLDER,
+        tmp_path / "whole" / EXPLORER_FOLDER / "f1_config.json",
+    )
+    assert float(found.action_scale) == 0.25
+    resumed = AdversarialTrainer(
+        game_config(
+            tmp_path / "again",
+            explorer_scale=0.25,
+            total_iterations=2,
+            resume=str(tmp_path / "whole" / "checkpoint-1"),
+        )
+    )
+    resumed.train()
+    assert not changed(weights(made.policy), resumed.policy)
+    assert not changed(weights(made.explorer), resumed.explorer)
+    config = game_config(tmp_path)
+    for random, largest in ((False, 0.25), (True, 1.0)):  # random actions are not held back
+        _, collected = explore(found, made.policy, config, 2, random=random)
+        actions = np.concatenate([np.abs(episode.action) for episode in collected.episodes])
+        assert actions.max() <= largest
+        assert actions.max() > 0.7 * largest
+        sizes = measure(made.policy, collected).action_size
+        own = np.stack([np.abs(episode.action[:, :2]).mean(1) for episode in collected.episodes], 1)
+        assert torch.allclose(sizes, torch.as_tensor(own))
+
+
+def test_an_explorer_of_an_earlier_version_does_all_that_it_says(played, tmp_path):
+    _, folder, _ = played
+    place = tmp_path / "explorer"
+    place.mkdir()
+    for name in ("model.pt", "explorer.pt"):
+        (place / name).write_bytes((folder / "checkpoint-3" / EXPLORER_FOLDER / name).read_bytes())
+    extras = torch.load(place / "explorer.pt", weights_only=True)
+    del extras["action_scale"]
+    torch.save(extras, place / "explorer.pt")
+    found = load_explorer(place, folder / EXPLORER_FOLDER / "f1_config.json")
+    assert float(found.action_scale) == 1.0
 
 
 def test_shares_of_more_than_a_batch_are_refused(tmp_path):
@@ -525,6 +628,7 @@ def test_action_spread(collected):
         episode.action = np.zeros_like(episode.action)
         episode.action[::2, 0] = 1.0  # of 6 steps 3: deviation 0.5; the other real dim stays 0
     assert action_spread(other) == (pytest.approx(0.25), pytest.approx(0.25))
+    assert action_spread(other, 0.5)[0] == pytest.approx(0.5)  # of an explorer that may do half as much
 
 
 # -- episodes --------------------------------------------------------------------------------------------------------
@@ -546,9 +650,21 @@ def test_a_store_keeps_the_latest_and_comes_back():
     drawn = store.draw(2, np.random.default_rng(0))
     assert len({one.number for one in drawn}) == 2
     assert len(store.draw(9, np.random.default_rng(0))) == 3
+    assert store.num_unseen == 3  # `draw` does not count
+    assert [one.number for one in store.draw_unseen_first(2, np.random.default_rng(0))] == [2, 3]
+    assert store.num_unseen == 1
     again = EpisodeStore(3)
     again.load_state_dict(store.state_dict())
     for one, other in zip(store.episodes, again.episodes, strict=True):
         assert one.number == other.number
         assert all(np.array_equal(one.streams()[name], other.streams()[name]) for name in one.streams())
         assert other.head is None
+    first, *others = store.draw_unseen_first(3, np.random.default_rng(0))
+    assert first.number == 4
+    assert {one.number for one in others} == {2, 3}
+    store.add([episode(5)])
+    assert store.num_unseen == 1
+    store.add(map(episode, range(6, 11)))  # more than it holds
+    assert store.num_unseen == 3
+    assert len(store.draw_unseen_first(9, np.random.default_rng(0))) == 3
+    assert store.num_unseen == 0
