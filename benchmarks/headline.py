@@ -45,16 +45,16 @@ IQL = ["--batch_size", 128, "--learning_rate", 3e-4, "--reward_scaling", "none",
 IQL += ["--temperature", 5, "--max_weight", 20, "--gamma", 0.99, "--eval_freq", 0, "--save_freq", 5]
 ONLINE = ["--env", "tabletop", "--env-kwargs", "observation=labelled", "--vector", "process", "--keep_checkpoints", 1]
 ONLINE += ["--model", "vla-tiny", "--vla-model-config", "freeze_vision=true"]
-ONLINE += ["--auxiliary_learning_rate", 1e-3, "--max_grad_norm", 1.0]
+ONLINE += ["--auxiliary_learning_rate", 1e-3, "--auxiliary_epochs", 4, "--max_grad_norm", 1.0]
 # One rollout: 32 environments, 64 decisions each, of 4 env steps: 8,192 env steps. The step size keeps each update near
 # a KL of 0.1 over the 16 numbers of a chunk: the deviation is small, and so are the steps that leave the policy whole.
 PPO = ["--num_envs", 32, "--rollout_steps", 64, "--batch_size", 512, "--n_epochs", 4, "--learning_rate", 1e-4]
 PPO += ["--learning_rate_schedule", "adaptive", "--desired_kl", 0.1, "--gamma", 0.99, "--gae_lambda", 0.95]
 PPO += ["--entropy_coef", 0]
-WARM = ["--value_warmup", 6]  # after SFT the value knows nothing; after IQL it does
-GRPO = ["--num_envs", 64, "--group_size", 8, "--max_resamples", 0, "--batch_size", 512, "--n_epochs", 2]
-GRPO += ["--learning_rate", 5e-5, "--kl_coef", 0, "--advantage", "outcome", "--clip_range", 0.2]
-GRPO += ["--clip_range_high", 0.28, "--target_kl", 0.06]
+WARM = ["--value_warmup", 10]  # after SFT the value knows nothing; after IQL it does
+GRPO = ["--num_envs", 64, "--group_size", 8, "--max_resamples", 0, "--batch_size", 512, "--n_epochs", 4]
+GRPO += ["--learning_rate", 1e-4, "--kl_coef", 0, "--advantage", "process", "--gamma", 0.99, "--clip_range", 0.2]
+GRPO += ["--clip_range_high", 0.28, "--target_kl", 0.1]
 POLICIES = ("sft", "ppo", "grpo", "iql", "ppo_iql")
 COLUMNS = ("train", "held-out", "shuffled words")
 STOPPED = 128 + signal.SIGTERM

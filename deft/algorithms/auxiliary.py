@@ -19,14 +19,15 @@ from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.errors import InputError
 from deft.models.policy import Policy
 
-BATCH_SIZE = 64  # small, since each row is seen once
+BATCH_SIZE = 64  # small, since each row is seen but a few times
 
 
 def make_auxiliary(policy: Policy, settings: PPOSettings | GRPOSettings) -> Auxiliary | None:
     """None where the settings ask for none."""
     if not settings.auxiliary_learning_rate:
         return None
-    return Auxiliary(policy, settings.auxiliary_learning_rate, min(settings.batch_size, BATCH_SIZE))
+    batch_size = min(settings.batch_size, BATCH_SIZE)
+    return Auxiliary(policy, settings.auxiliary_learning_rate, batch_size, settings.auxiliary_epochs)
 
 
 def check_resumed(auxiliary: Auxiliary | None, state: dict[str, Any]) -> None:
@@ -46,8 +47,8 @@ class Auxiliary:
     leaves them alone.
     """
 
-    def __init__(self, policy: Policy, learning_rate: float, batch_size: int) -> None:
-        self.policy, self.batch_size = policy, batch_size
+    def __init__(self, policy: Policy, learning_rate: float, batch_size: int, epochs: int = 1) -> None:
+        self.policy, self.batch_size, self.epochs = policy, batch_size, epochs
         self.parameters = list(policy.auxiliary_parameters())
         if are_sharded(self.parameters):
             raise InputError("auxiliary_learning_rate: not with fsdp; train without one of the two")
@@ -56,11 +57,13 @@ class Auxiliary:
         self._train(False)
 
     def update(self, rows: TensorDictBase, generator: torch.Generator) -> dict[str, Tensor]:
-        """One pass over observations [B] in random minibatches; the loss is that of each before it was trained on."""
+        """`epochs` passes over observations [B] in random minibatches; the loss is that of the first, on new rows."""
         self._train(True)
-        losses: list[Tensor] = [self._step(part) for part in self._minibatches(rows, generator)]
+        passes = [
+            torch.stack([self._step(part) for part in self._minibatches(rows, generator)]) for _ in range(self.epochs)
+        ]
         self._train(False)
-        return {"auxiliary_loss": torch.stack(losses).mean()}
+        return {"auxiliary_loss": passes[0].mean()}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's."""

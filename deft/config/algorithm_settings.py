@@ -92,6 +92,8 @@ class PPOSettings(AlgorithmSettings):
     """Updates at the start that train the value alone, for a policy that comes without a good one."""
     auxiliary_learning_rate: NonNegative = 0.0
     """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
+    auxiliary_epochs: Count = 1
+    """Passes over a rollout for that; more teach it to see in fewer env steps."""
     compile: Switch = False
     """Compile the update with torch.compile."""
 
@@ -154,6 +156,8 @@ class GRPOSettings(AlgorithmSettings):
 
     auxiliary_learning_rate: NonNegative = 0.0
     """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
+    auxiliary_epochs: Count = 1
+    """Passes over a rollout for that; more teach it to see in fewer env steps."""
 
     @model_validator(mode="after")
     def _a_group_compares(self) -> GRPOSettings:

@@ -20,7 +20,7 @@ from deft.models.vla.tiny import TinyVLAModel
 SIZES = {"action_dim": 2, "chunk_length": 2, "image_keys": ["rgb"], "image_size": 16, "cell": 4, "width": 16}
 NO_WORDS = {"proprio_key": None, "instruction_key": None}
 SETTINGS = {"batch_size": 8, "n_epochs": 2, "learning_rate": 1e-2, "auxiliary_learning_rate": 1e-2}
-SEES, DOES = ("cameras", "found"), ("trunk", "head", "value_head")
+SEES, DOES = ("names", "cameras", "found"), ("trunk", "head", "value_head")
 WORDS = ("text", "task")  # by which the trunk knows the task: the labels leave them alone
 
 
@@ -95,6 +95,25 @@ def test_ppo_and_grpo_learn_both():
         assert metrics["auxiliary_loss"] > 0
         assert not torch.equal(weights(policy, SEES), sees)
         assert not torch.equal(weights(policy, DOES), does)
+
+
+def test_several_passes_are_as_many_single_ones_and_tell_the_loss_of_the_first():
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    thrice, once = make_policy(), make_policy()
+    rows = make_rollout(once).flatten(0, 1)
+    loss = Auxiliary(thrice, 1e-2, 8, epochs=3).update(rows, generators[0])
+    single = Auxiliary(once, 1e-2, 8)
+    losses = [single.update(rows, generators[1]) for _ in range(3)]
+    assert loss == losses[0]
+    torch.testing.assert_close(weights(thrice, SEES), weights(once, SEES), rtol=0, atol=0)
+
+
+def test_the_setting_reaches_it():
+    for algorithm in (
+        PPO(make_policy(), PPOSettings(**SETTINGS, auxiliary_epochs=3)),
+        GRPO(make_policy(), GRPOSettings(**SETTINGS, auxiliary_epochs=2)),
+    ):
+        assert algorithm.auxiliary.epochs == algorithm.settings.auxiliary_epochs > 1
 
 
 def test_it_resumes_bit_equal():

@@ -50,8 +50,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
     hand position 3, the first two columns of its rotation 6), for each task object 7 (position from the hand,
     quaternion; the named one first, then the one it goes onto), the area from the hand 2, and the task one-hot 5.
     `"images"`: Dict of `state` (the proprioception alone), `head_rgb` and `wrist_rgb` (uint8 [3, h, w]) and
-    `instruction`. `"labelled"`: the same and `places`, where the task's objects and the area are, from the hand: labels
-    of what the pictures show, not for a policy to read. `"both"`: pictures, words and the whole state.
+    `instruction`. `"labelled"`: the same and `places`, where the named object, the one it goes onto and the area are,
+    from the hand, or zeros: labels of what the pictures show, not for a policy to read. `"both"`: pictures, words and
+    the whole state.
 
     **Episode**: ends when the task is done, `info["success"]`, or done with a wrong object. `random_exploration` has no
     goal, no reward and no success. Dense reward, each part in `info["reward_terms"]`: approach and goal (2 and 4 per
@@ -366,10 +367,18 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self._frames_checked = True
         observation["instruction"] = self._goal.instruction
         if self.observation == "labelled":
-            tcp = self.simulation.tcp
-            parts = [*(self.simulation.places[index] - tcp for index in self._by_goal()), self._area_from(tcp)]
-            observation["places"] = np.concatenate(parts, dtype=np.float32, casting="same_kind")
+            observation["places"] = self._labels()
         return observation
+
+    def _labels(self) -> np.ndarray:
+        """Where what the words speak of is from the hand: the named object, the one it goes onto, the area; else zeros.
+
+        A picture does not say which object is the other one where the words do not: a label of it would be a riddle.
+        """
+        tcp, number = self.simulation.tcp, TASKS[self._task_name].min_objects
+        places = np.zeros((self.num_objects, 3))
+        places[:number] = self.simulation.places[self._by_goal()[:number]] - tcp
+        return np.concatenate([places.ravel(), self._area_from(tcp)], dtype=np.float32, casting="same_kind")
 
     def _by_goal(self) -> list[int]:
         """The task's objects: the named one first, then the one it goes onto."""

@@ -36,6 +36,7 @@ VALUE_SCALE = 10.0  # with it the value learns so many times as fast as the poli
 ENOUGH_OBSERVED = 20_000  # observations that the proprioception is normalised by
 PROPRIO_EPSILON = 1e-4  # of a variance: a number that hardly moves in the data is not blown up
 PLACES_WEIGHT = 0.3  # of the error of places in imitation, beside that of actions
+UNTOLD_WEIGHT = 0.1  # of a place that no label tells: it is to be 0, so that it does not wander, and no more than that
 FINE = (0.05, 0.015)  # metres in which the trunk behind a bottleneck reads a place as well: tanh(place / metres)
 
 
@@ -222,7 +223,9 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         self.value_gradient, self.freeze_vision, self.bottleneck = value_gradient, freeze_vision, bottleneck
         self.width, self.places_key, self.places_dim = width, places_key, places_dim
 
+        # What the cameras look for is read apart from which task it is: labels then teach the one and leave the other.
         self.text: Any = WordEncoder()
+        self.names: Any = WordEncoder()
         self.task: Any = nn.Linear(TEXT_DIM, TASK_DIM)
         self.cameras: Any = nn.ModuleList(CameraEncoder(image_size, cell) for _ in self.image_keys)
         inputs = TASK_DIM + len(self.image_keys) * CameraEncoder.out_dim
@@ -326,10 +329,11 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         images = [self._image(observations, key) for key in self.image_keys]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._sees_better()):
             if self.instruction_key is None:
-                text = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
+                text = names = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
             else:
-                text = self.text(self._text(observations, self.instruction_key))
-            parts = [camera(image, text) for camera, image in zip(self.cameras, images, strict=True)]
+                words = self._text(observations, self.instruction_key)
+                text, names = self.text(words), self.names(words)
+            parts = [camera(image, names) for camera, image in zip(self.cameras, images, strict=True)]
             if self.proprio_key is not None:
                 proprio = self._vectors(observations, self.proprio_key, self.proprio_dim, "proprio_dim")
                 parts.append(self.proprio(proprio))
@@ -368,11 +372,16 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         return loss if self.places_key is None else loss + self.auxiliary_loss(observations, features)
 
     def auxiliary_loss(self, observations: TensorDictBase, features: Tensor | None = None) -> Tensor:
-        """How far the places that the labels tell are missed, in deviations of them, times PLACES_WEIGHT: [B]."""
+        """How far the places that the labels tell are missed, in deviations of them, times PLACES_WEIGHT: [B].
+
+        A label of exactly 0 tells of no place: there is no such thing, or the words do not name it.
+        """
         found = self.found(self.see(observations)) if features is None else features
-        labels, count = self.places_scale(self._labels(observations)), self.places_dim
-        missed = functional.smooth_l1_loss(found[:, :count], labels[:, :count], reduction="none", beta=ROUNDING)
-        return PLACES_WEIGHT * missed.mean(1)
+        labels, count = self._labels(observations), self.places_dim
+        weight = torch.where(labels[:, :count] != 0, 1.0, UNTOLD_WEIGHT)
+        wanted = self.places_scale(labels)[:, :count]
+        missed = functional.smooth_l1_loss(found[:, :count], wanted, reduction="none", beta=ROUNDING)
+        return PLACES_WEIGHT * (missed * weight).mean(1)
 
     def auxiliary_parameters(self) -> Iterator[nn.Parameter]:
         """What the places are told by."""
@@ -381,7 +390,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 "auxiliary_learning_rate: vla-tiny learns to see from labels, and the observations have none: "
                 "--env-kwargs observation=labelled"
             )
-        for module in (self.cameras, self.found):  # not the words: the trunk reads by them which task it is
+        for module in (self.names, self.cameras, self.found):  # not `text`: the trunk reads by it which task it is
             yield from module.parameters()
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
@@ -412,7 +421,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
     # -- borders -------------------------------------------------------------------------------------------------------
 
     def _vision(self) -> tuple[nn.Module, ...]:
-        return self.text, self.task, self.cameras
+        return self.text, self.task, self.names, self.cameras
 
     def _sees_better(self) -> bool:
         """Whether anything that it sees by is being trained."""

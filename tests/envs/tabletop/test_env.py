@@ -85,13 +85,16 @@ def test_state_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("gl")
-def test_labels_say_where_things_are_and_the_state_does_not() -> None:
-    env = TabletopEnv("push", num_objects=3, observation="labelled", image_size=32)
+@pytest.mark.parametrize(("task", "named"), [("push", 1), ("place", 2), ("reach", 1)])
+def test_labels_say_where_what_the_words_speak_of_is_and_the_state_does_not(task: str, named: int) -> None:
+    env = TabletopEnv(task, num_objects=3, observation="labelled", image_size=32)
     observation, _ = env.reset(seed=3)
-    whole, _ = TabletopEnv("push", num_objects=3).reset(seed=3)
+    whole, _ = TabletopEnv(task, num_objects=3).reset(seed=3)
     assert observation["state"].tolist() == whole[:24].tolist()
     objects = whole[24:45].reshape(3, 7)[:, :3]  # position, then quaternion
+    objects[named:] = 0  # no word speaks of these
     assert observation["places"].tolist() == [*objects.ravel().tolist(), *whole[45:47].tolist()]
+    assert observation["places"][-2:].any() == (task == "push")
 
 
 def test_dense_reward_is_progress() -> None:

@@ -9,9 +9,10 @@ from tensordict import TensorDict
 
 from deft import schema
 from deft.errors import InputError
+from deft.models.vla.heads import ROUNDING
 from deft.models.vla.loading import load_vla_model
 from deft.models.vla.policy import VLAPolicy
-from deft.models.vla.tiny import HEADS, TinyVLAModel, word_ids
+from deft.models.vla.tiny import HEADS, PLACES_WEIGHT, TinyVLAModel, word_ids
 
 SIZE, LENGTH = 16, 32
 
@@ -321,7 +322,7 @@ def test_places_are_taught_and_never_read():
     model, plain = tiny(places_key="places", places_dim=2), tiny()
     seen = scenes()
     actions = torch.zeros(5, 3, 2)
-    shown = [seen.clone().set("places", torch.full((5, 2), value)) for value in (0.0, 3.0)]
+    shown = [seen.clone().set("places", torch.full((5, 2), value)) for value in (2.0, 3.0)]
     with torch.no_grad():
         for method in (model.get_value, lambda observations: model(observations, deterministic=True)):
             assert torch.equal(method(shown[0]), method(shown[1]))
@@ -392,6 +393,23 @@ def test_a_bottleneck_lets_the_labelled_numbers_through(bottleneck):
         tiny(bottleneck=bottleneck)
 
 
+def test_a_label_of_zero_counts_less():
+    model = tiny(places_key="places", places_dim=2)
+    places = torch.tensor([[0.2, -0.1], [0.4, 0.3]]).repeat(10, 1)  # means 0.3 and 0.1, deviations 0.1 and 0.2
+    model.observe({"state": torch.randn(20, 4), "places": places})
+    with torch.no_grad():
+        for parameter in model.found[-1].parameters():
+            parameter.zero_()  # it finds everything at the mean
+    told = torch.tensor([[0.5, 0.3], [0.5, 0.0], [0.0, 0.0], [0.3, 0.1], [0.2, 0.0]])
+    # In deviations: 2 and 1; 2 and (0.5); (3) and (0.5); 0 and 0; 1 and (0.5). Those in brackets, of zeros, count a
+    # tenth; of all but 0 half of `beta` is taken off, and the mean of the two is the loss
+    half = ROUNDING / 2
+    missed = torch.tensor([2 + 1 - 2 * half, 2 + 0.05, 0.3 + 0.05, 0.0, 1 + 0.05]) / 2
+    missed -= torch.tensor([0.0, 1.1, 0.2, 0.0, 1.1]) * half / 2
+    loss = model.auxiliary_loss(scenes().set("places", told))
+    torch.testing.assert_close(loss, PLACES_WEIGHT * missed, atol=5e-3, rtol=0)  # PROPRIO_EPSILON
+
+
 @pytest.mark.parametrize("name", ["auxiliary_loss", "imitation_loss"])
 def test_labels_teach_the_eyes_and_not_the_trunk(name):
     model = tiny(places_key="places", places_dim=2, imitation="squared")
@@ -402,4 +420,18 @@ def test_labels_teach_the_eyes_and_not_the_trunk(name):
     )
     loss.sum().backward()
     assert model.cameras[0].pixels.weight.grad.abs().sum() > 0
+    assert model.names.words.weight.grad.abs().sum() > 0
     assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in model.trunk.parameters())
+
+
+def test_the_words_that_name_things_are_read_apart_from_the_task():
+    model = tiny(places_key="places", places_dim=2)
+    taught = set(map(id, model.auxiliary_parameters()))
+    assert all(id(p) in taught for p in model.names.parameters())
+    assert not any(id(p) in taught for p in model.text.parameters())
+    seen = model.see(scenes())
+    with torch.no_grad():
+        model.names.out[0].bias += torch.randn(64)
+    # The eight numbers of the task stand last in what is seen; what the cameras look for is all before it
+    assert torch.equal(model.see(scenes())[:, -8:], seen[:, -8:])
+    assert not torch.equal(model.see(scenes())[:, :-8], seen[:, :-8])
