@@ -37,6 +37,7 @@ ENOUGH_OBSERVED = 20_000  # observations that the proprioception is normalised b
 PROPRIO_EPSILON = 1e-4  # of a variance: a number that hardly moves in the data is not blown up
 PLACES_WEIGHT = 0.3  # of the error of places in imitation, beside that of actions
 UNTOLD_WEIGHT = 0.1  # of a place that no label tells: it is to be 0, so that it does not wander, and no more than that
+TOLD_BLUR = 0.004  # metres by which places that the trunk is told in imitation are off: those that it finds are too
 FINE = (0.05, 0.015)  # metres in which the trunk behind a bottleneck reads a place as well: tanh(place / metres)
 
 
@@ -339,10 +340,16 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 parts.append(self.proprio(proprio))
             return torch.cat([*parts, self.task(text)], 1)
 
-    def think(self, seen: Tensor) -> Tensor:
-        """Where things are, what was seen, and what the trunk makes of both: [B, F]."""
+    def think(self, seen: Tensor, told: Tensor | None = None) -> Tensor:
+        """Where things are, what was seen, and what the trunk makes of both: [B, F].
+
+        `told` [B, places_dim]: the places, in metres, that the trunk is to act on in place of those that were found.
+        """
         found, known = self.found(seen), seen
         if self.bottleneck:
+            if told is not None:
+                told = self.places_scale(functional.pad(told, (0, FOUND_DIM - self.places_dim)))[:, : self.places_dim]
+                found = torch.cat([told, found[:, self.places_dim :]], 1)
             places = self.places_scale.inverse(found)[:, : self.places_dim]
             fine = [torch.tanh(places / metres) for metres in FINE]
             known = torch.cat([*fine, seen[:, len(self.cameras) * CameraEncoder.out_dim :]], 1)
@@ -363,12 +370,18 @@ class TinyVLAModel(ScoredInParts, nn.Module):
     ) -> Tensor:
         """What supervised training minimises, [B]: −log π of the steps in `step_mask` [B, K], or a flow's error.
 
-        `features`: those of the observations, where they are known already; the places are then not taught.
+        `features`: those of the observations, where they are known already; the places are then not taught. Behind a
+        bottleneck the trunk learns what to do from the labels themselves, a little blurred: what a few demonstrations
+        teach of acting is then not spoilt by how little they teach of seeing.
         """
         if features is not None:
             return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
-        features = self.features(observations)
-        loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
+        seen = self.see(observations)
+        features = acting = self.think(seen)
+        if self.places_key is not None and self.bottleneck:
+            labels = self._labels(observations)[:, : self.places_dim]
+            acting = self.think(seen, labels + TOLD_BLUR * torch.randn_like(labels))
+        loss = self.head.imitation_loss(self._for_head(acting), self._chunk(actions), step_mask)
         return loss if self.places_key is None else loss + self.auxiliary_loss(observations, features)
 
     def auxiliary_loss(self, observations: TensorDictBase, features: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.nn import functional
 
 from deft import schema
 from deft.errors import InputError
@@ -422,6 +423,28 @@ def test_labels_teach_the_eyes_and_not_the_trunk(name):
     assert model.cameras[0].pixels.weight.grad.abs().sum() > 0
     assert model.names.words.weight.grad.abs().sum() > 0
     assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in model.trunk.parameters())
+
+
+def test_behind_a_bottleneck_the_trunk_is_taught_with_the_labels(monkeypatch):
+    """One who finds everything at the mean still learns to act on where things are."""
+    monkeypatch.setattr("deft.models.vla.tiny.TOLD_BLUR", 0.0)
+    model = tiny(bottleneck=2, places_key="places", places_dim=2, imitation="squared")
+    places = torch.tensor([[0.2, -0.1], [0.4, 0.3], [0.3, 0.1], [0.1, 0.2], [0.5, 0.4]])
+    model.observe({"state": torch.randn(5, 4), "places": places})
+    with torch.no_grad():
+        for parameter in model.found[-1].parameters():
+            parameter.zero_()
+        seen, observations = model.see(scenes()), scenes().set("places", places)
+        told, blind = model.think(seen, places), model.think(seen)
+        # What it reads first: the places in deviations, then in metres, coarse and fine
+        assert blind[:, :2].abs().max() == 0
+        torch.testing.assert_close(told[:, :2], model.places_scale(functional.pad(places, (0, 22)))[:, :2])
+        torch.testing.assert_close(told[:, 2:4], torch.tanh(places / 0.05), atol=1e-4, rtol=0)
+        actions = model.head.mean(model._for_head(told))  # who does this has nothing to learn but the places
+    torch.testing.assert_close(model.imitation_loss(observations, actions), model.auxiliary_loss(observations))
+    assert (
+        model.imitation_loss(observations, model.head.mean(model._for_head(blind))) > model.auxiliary_loss(observations)
+    ).any()
 
 
 def test_the_words_that_name_things_are_read_apart_from_the_task():
