@@ -12,7 +12,17 @@ from pydantic import Field
 
 from deft.config.algorithm_settings import PPOSettings
 from deft.config.settings import LoggingConfig
-from deft.config.validation import Count, Fraction, NonNegative, NonNegativeInt, Positive, Seed, Switch, settings
+from deft.config.validation import (
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    Seed,
+    Share,
+    Switch,
+    settings,
+)
 
 
 @settings
@@ -225,7 +235,7 @@ class AdversarialSection:
     """The explorer acts with this many times the student's noise; with less it stays nearer to where it starts."""
     explorer_correlation: Fraction | None = None
     """How much of its noise stays from step to step, in place of the student's `noise_correlation`."""
-    explorer_scale: Annotated[Positive, Field(le=1)] = 1.0
+    explorer_scale: Share = 1.0
     """The robot does this share of what the explorer says: with less it goes slowly, but wherever it likes."""
     wm_updates: Count = 5
     """Batches of `batch_size` episodes that the world model trains on for each update of the explorer."""

@@ -43,6 +43,7 @@ Number = Annotated[float, Strict(), BeforeValidator(_real)]
 Positive = Annotated[float, Strict(), Field(gt=0), BeforeValidator(_real)]
 NonNegative = Annotated[float, Strict(), Field(ge=0), BeforeValidator(_real)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1), BeforeValidator(_real)]
+Share = Annotated[float, Strict(), Field(gt=0, le=1), BeforeValidator(_real)]
 Switch = Annotated[bool, Strict()]
 
 

@@ -38,7 +38,7 @@ class EpisodeStore:
         return [self.episodes[place] for place in places]
 
     def draw_unseen_first(self, count: int, generator: np.random.Generator) -> list[RobotEpisode]:
-        """As `EpisodeBuffer` draws: what was never drawn so, the oldest of it first, then others at random."""
+        """As `EpisodeBuffer` does: what was never drawn so, the oldest of it first, then others at random."""
         seen = len(self.episodes) - self.num_unseen
         places = list(range(seen, min(seen + count, len(self.episodes))))
         self.num_unseen -= len(places)

@@ -375,7 +375,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
         A picture does not say which object is the other one where the words do not: a label of it would be a riddle.
         """
-        tcp, number = self.simulation.tcp, TASKS[self._task_name].min_objects
+        tcp, number = self.simulation.tcp, TASKS[self._task_name].num_named
         places = np.zeros((self.num_objects, 3))
         places[:number] = self.simulation.places[self._by_goal()[:number]] - tcp
         return np.concatenate([places.ravel(), self._area_from(tcp)], dtype=np.float32, casting="same_kind")

@@ -56,6 +56,7 @@ class Task(ABC):
     name: str
     templates: tuple[str, ...]
     has_area = False
+    num_named = 1  # objects that the words speak of
     min_objects = 1
 
     def draw_goal(
@@ -95,6 +96,7 @@ class RandomExploration(Task):
 
     name = "random_exploration"
     templates = ("explore the table",)
+    num_named = 0
 
     def is_met(self, view: View, index: int, base: int) -> bool:
         """Never."""
@@ -157,7 +159,7 @@ class Place(Task):
 
     name = "place"
     templates = ("put the {object} on the {base}", "place the {object} on top of the {base}")
-    min_objects = 2
+    num_named = min_objects = 2
 
     def is_met(self, view: View, index: int, base: int) -> bool:
         """It rests on the base, and the fingers have let go."""

@@ -147,11 +147,11 @@ class TinyVLAModel(ScoredInParts, nn.Module):
     With `value_gradient` the value's loss trains the trunk too, else its own layers alone.
 
     `places_key` names a stream of labels, `places_dim` numbers that the pictures show: where things are. Supervised
-    training then also teaches the features to tell them. Nothing else reads them: no action and no value depends on
-    them. With a `bottleneck` of n the first n numbers that say where things are, the labelled ones first, are all that
-    the trunk knows of the pictures: what they learn of places later cannot confuse it. It reads the labelled ones as
-    metres too, coarse and fine: what to do 2 cm above a place and 5 mm above it differs, and a number that spans the
-    table says it in its third digit.
+    training then also teaches the features to tell them. When it acts nothing reads them: no action and no value
+    depends on them. With a `bottleneck` of n the first n numbers that say where things are, the labelled ones first,
+    are all that the trunk knows of the pictures: what they learn of places later cannot confuse it. It reads the
+    labelled ones as metres too, coarse and fine: what to do 2 cm above a place and 5 mm above it differs, and a number
+    that spans the table says it in its third digit.
     """
 
     default_chunk_length = 4
@@ -376,13 +376,16 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         """
         if features is not None:
             return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
-        seen = self.see(observations)
-        features = acting = self.think(seen)
+        seen, told = self.see(observations), None
         if self.places_key is not None and self.bottleneck:
-            labels = self._labels(observations)[:, : self.places_dim]
-            acting = self.think(seen, labels + TOLD_BLUR * torch.randn_like(labels))
-        loss = self.head.imitation_loss(self._for_head(acting), self._chunk(actions), step_mask)
-        return loss if self.places_key is None else loss + self.auxiliary_loss(observations, features)
+            told = self._labels(observations)[:, : self.places_dim]
+            told = told + TOLD_BLUR * torch.randn_like(told)
+        features = self.think(seen, told)
+        loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
+        if self.places_key is None:
+            return loss
+        found = self.found(seen) if told is not None else features  # which begin with what was found, or told
+        return loss + self.auxiliary_loss(observations, found)
 
     def auxiliary_loss(self, observations: TensorDictBase, features: Tensor | None = None) -> Tensor:
         """How far the places that the labels tell are missed, in deviations of them, times PLACES_WEIGHT: [B].

@@ -84,7 +84,7 @@ class AdversarialTrainer(WorldModelTrainer):
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)
         set_noise(self.explorer, config, where)
-        self.explorer.action_scale.fill_(game.explorer_scale)
+        set_scale(self.explorer, game.explorer_scale, self.resume_from)
         episodes = config.student.explorer.episodes_per_update
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
         self.ppo = ExplorerPPO.of_run(self.explorer, explorer_settings(config), training.seed, self.processes)
@@ -272,7 +272,7 @@ class AdversarialTrainer(WorldModelTrainer):
         self.recent.load_state_dict(buffers["recent"])
         self.replay.load_state_dict(buffers["replay"])
         self.wandered.load_state_dict(buffers.get("random", []))  # earlier runs kept them among the older ones
-        self.wandered.num_unseen = buffers.get("unseen", 0)
+        self.wandered.num_unseen = min(buffers.get("unseen", 0), len(self.wandered))
 
     def close(self) -> None:
         """Free the worlds."""
@@ -311,6 +311,14 @@ def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path) -> Non
     if config.adversarial.explorer_correlation is not None:  # it changes no action's density
         explorer.noise_correlation.fill_(wanted.noise_correlation)
     check_chain(explorer, wanted, where)
+
+
+def set_scale(explorer: ExplorerPolicy, scale: float, resume_from: Path | None) -> None:
+    """Bound how far it goes a step; a game that goes on keeps the bound that it was played with."""
+    learned = float(explorer.action_scale)
+    if resume_from is not None and not math.isclose(learned, scale, rel_tol=1e-6):
+        raise InputError(f"explorer_scale: {resume_from} learned with {learned:g}, not {scale:g}; resume with the same")
+    explorer.action_scale.fill_(scale)
 
 
 def action_spread(found: Collected, scale: float = 1.0) -> tuple[float, float]:

@@ -85,7 +85,7 @@ def test_state_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("gl")
-@pytest.mark.parametrize(("task", "named"), [("push", 1), ("place", 2), ("reach", 1)])
+@pytest.mark.parametrize(("task", "named"), [("push", 1), ("place", 2), ("random_exploration", 0)])
 def test_labels_say_where_what_the_words_speak_of_is_and_the_state_does_not(task: str, named: int) -> None:
     env = TabletopEnv(task, num_objects=3, observation="labelled", image_size=32)
     observation, _ = env.reset(seed=3)

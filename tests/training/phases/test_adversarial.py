@@ -258,6 +258,10 @@ def test_a_slow_explorer_goes_on_as_slowly_and_is_measured_so(tmp_path):
     resumed.train()
     assert not changed(weights(made.policy), resumed.policy)
     assert not changed(weights(made.explorer), resumed.explorer)
+    with pytest.raises(
+        InputError, match=r"explorer_scale: .*checkpoint-1 learned with 0.25, not 1; resume with the same"
+    ):
+        AdversarialTrainer(game_config(tmp_path / "faster", resume=str(tmp_path / "whole" / "checkpoint-1")))
     config = game_config(tmp_path)
     for random, largest in ((False, 0.25), (True, 1.0)):  # random actions are not held back
         _, collected = explore(found, made.policy, config, 2, random=random)
