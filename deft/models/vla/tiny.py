@@ -340,16 +340,13 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 parts.append(self.proprio(proprio))
             return torch.cat([*parts, self.task(text)], 1)
 
-    def think(self, seen: Tensor, told: Tensor | None = None) -> Tensor:
+    def think(self, seen: Tensor, found: Tensor | None = None) -> Tensor:
         """Where things are, what was seen, and what the trunk makes of both: [B, F].
 
-        `told` [B, places_dim]: the places, in metres, that the trunk is to act on in place of those that were found.
+        `found` [B, FOUND_DIM]: where things are, where that is known already; else it is found.
         """
-        found, known = self.found(seen), seen
+        found, known = self.found(seen) if found is None else found, seen
         if self.bottleneck:
-            if told is not None:
-                told = self.places_scale(functional.pad(told, (0, FOUND_DIM - self.places_dim)))[:, : self.places_dim]
-                found = torch.cat([told, found[:, self.places_dim :]], 1)
             places = self.places_scale.inverse(found)[:, : self.places_dim]
             fine = [torch.tanh(places / metres) for metres in FINE]
             known = torch.cat([*fine, seen[:, len(self.cameras) * CameraEncoder.out_dim :]], 1)
@@ -376,16 +373,13 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         """
         if features is not None:
             return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
-        seen, told = self.see(observations), None
+        seen = self.see(observations)
+        found = acted_on = self.found(seen)
         if self.places_key is not None and self.bottleneck:
-            told = self._labels(observations)[:, : self.places_dim]
-            told = told + TOLD_BLUR * torch.randn_like(told)
-        features = self.think(seen, told)
+            acted_on = self._told(observations, found)
+        features = self.think(seen, acted_on)
         loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
-        if self.places_key is None:
-            return loss
-        found = self.found(seen) if told is not None else features  # which begin with what was found, or told
-        return loss + self.auxiliary_loss(observations, found)
+        return loss if self.places_key is None else loss + self.auxiliary_loss(observations, found)
 
     def auxiliary_loss(self, observations: TensorDictBase, features: Tensor | None = None) -> Tensor:
         """How far the places that the labels tell are missed, in deviations of them, times PLACES_WEIGHT: [B].
@@ -467,6 +461,12 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 f"{self.image_size}×{self.image_size} pixels and 3 channels (image_size)"
             )
         return image
+
+    def _told(self, observations: TensorDictBase, found: Tensor) -> Tensor:
+        """What was found, [B, FOUND_DIM], with the labels, a little blurred, in place of what they tell of."""
+        labels, count = self._labels(observations), self.places_dim
+        blur = functional.pad(TOLD_BLUR * torch.randn_like(labels[:, :count]), (0, FOUND_DIM - count))
+        return torch.cat([self.places_scale(labels + blur)[:, :count], found[:, count:]], 1)
 
     def _labels(self, observations: TensorDictBase | Mapping[str, Tensor]) -> Tensor:
         """The places that are taught, […, FOUND_DIM]: zeros behind them."""

@@ -33,7 +33,7 @@ from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessEx
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
 from deft.training.phases.game import CollapseGuard, GameReward
 from deft.training.phases.held_out import held_out_episodes
-from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, load_teacher
+from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, check_same, load_teacher
 from deft.training.phases.teacher import make_exploration
 from deft.training.phases.world_model_trainer import WorldModelTrainer, encode_frames
 from deft.training.waypoints.files import write_json
@@ -315,9 +315,8 @@ def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path) -> Non
 
 def set_scale(explorer: ExplorerPolicy, scale: float, resume_from: Path | None) -> None:
     """Bound how far it goes a step; a game that goes on keeps the bound that it was played with."""
-    learned = float(explorer.action_scale)
-    if resume_from is not None and not math.isclose(learned, scale, rel_tol=1e-6):
-        raise InputError(f"explorer_scale: {resume_from} learned with {learned:g}, not {scale:g}; resume with the same")
+    if resume_from is not None:
+        check_same("explorer_scale", float(explorer.action_scale), scale, resume_from)
     explorer.action_scale.fill_(scale)
 
 

@@ -244,9 +244,13 @@ def check_chain(explorer: ExplorerPolicy, settings: ExplorerSettings, where: Pat
         "noise_correlation": float(explorer.noise_correlation),
     }
     for name, old in found.items():
-        new = getattr(settings, name)
-        if not math.isclose(old, new, rel_tol=1e-6):
-            raise InputError(f"{name}: {where} learned with {old:g}, not {new:g}; resume with the same")
+        check_same(name, old, getattr(settings, name), where)
+
+
+def check_same(name: str, old: float, new: float, where: Path) -> None:
+    """Refuse a setting that an explorer learned with another value of."""
+    if not math.isclose(old, new, rel_tol=1e-6):
+        raise InputError(f"{name}: {where} learned with {old:g}, not {new:g}; resume with the same")
 
 
 def train_student(config: PhaseConfig) -> dict[str, Any]:

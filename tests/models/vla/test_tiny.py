@@ -435,7 +435,7 @@ def test_behind_a_bottleneck_the_trunk_is_taught_with_the_labels(monkeypatch):
         for parameter in model.found[-1].parameters():
             parameter.zero_()
         seen, observations = model.see(scenes()), scenes().set("places", places)
-        told, blind = model.think(seen, places), model.think(seen)
+        told, blind = model.think(seen, model._told(observations, model.found(seen))), model.think(seen)
         # What it reads first: the places in deviations, then in metres, coarse and fine
         assert blind[:, :2].abs().max() == 0
         torch.testing.assert_close(told[:, :2], model.places_scale(functional.pad(places, (0, 22)))[:, :2])

@@ -127,14 +127,19 @@ def test_older_and_newer_episodes_are_kept_apart(played):
     assert len(made.wandered) == made.num_random == 3
 
 
-def test_a_batch_has_its_shares_of_older_and_random_episodes(played):
-    made, _, _ = played
-    made = copy.copy(made)
+def with_watched_batches(played, random_share: float, batch_size: int) -> tuple[AdversarialTrainer, list]:
+    """A trainer that learns nothing, a quarter of whose batches are older episodes, and the batches that it takes."""
+    made = copy.copy(played[0])
     taken = []
     made.config = copy.deepcopy(made.config)
-    made.config.adversarial.replay_share, made.config.adversarial.random_share = 0.25, 0.5
-    made.training = dataclasses.replace(made.training, batch_size=4)
+    made.config.adversarial.replay_share, made.config.adversarial.random_share = 0.25, random_share
+    made.training = dataclasses.replace(made.training, batch_size=batch_size)
     made.train_chunks = lambda batch: taken.append(batch) or {}
+    return made, taken
+
+
+def test_a_batch_has_its_shares_of_older_and_random_episodes(played):
+    made, taken = with_watched_batches(played, random_share=0.5, batch_size=4)
     stores = {"new": made.recent, "older": made.replay, "random": made.wandered}
     of = {e.wrist.tobytes(): name for name, store in stores.items() for e in store.episodes}
     made._train_world_model()
@@ -182,13 +187,7 @@ def test_the_explorers_noise_may_stay_longer_than_the_students(played, tmp_path)
 
 
 def test_few_random_episodes_are_not_replaced_by_the_explorers(played):
-    made, _, _ = played
-    made = copy.copy(made)
-    taken = []
-    made.config = copy.deepcopy(made.config)
-    made.config.adversarial.replay_share, made.config.adversarial.random_share = 0.25, 0.75
-    made.training = dataclasses.replace(made.training, batch_size=8)
-    made.train_chunks = lambda batch: taken.append(batch) or {}
+    made, taken = with_watched_batches(played, random_share=0.75, batch_size=8)
     made._train_world_model()
     # Of 8, 6 should be random and there are 3; 2 older ones are as many as are wanted, and leave no room for new ones.
     assert [len(batch.lengths) for batch in taken] == [5, 5]
