@@ -20,7 +20,7 @@ from common import print_machine, print_table, read_metrics, run_deft, write_jso
 POINTS = 10
 # What holds the start: critics that have learned from the policy before it moves, a slow policy, and an anchor.
 SAC = ["--num_envs", 8, "--learning_starts", 5_000, "--critic_warmup", 5_000, "--policy_learning_rate", 3e-5]
-SAC += ["--anchor_coef", 0.1, "--anchor_half_life", 15_000]
+SAC += ["--anchor_coef", 0.1, "--anchor_half_life", 15_000, "--anchor_floor", 0.001]
 ONLINE = {
     "sac": SAC,
     "sac+data": SAC,

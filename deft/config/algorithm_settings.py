@@ -304,6 +304,8 @@ class SACSettings(OffPolicySettings):
     """Weight of the policy's KL divergence from the policy that was given, beside values of mean size 1; 0: none."""
     anchor_half_life: Positive | None = None
     """Updates, after `critic_warmup`, in which that weight halves; None: it stays."""
+    anchor_floor: NonNegative = 0.0
+    """The weight at which the halving ends: how far the policy may stray in the end."""
     target_critics: Count | None = None
     """Of how many critics, drawn anew at each update, the target takes the smallest value; None: of all."""
     keep_critics: Switch = True

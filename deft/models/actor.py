@@ -37,6 +37,7 @@ class Encoded(NamedTuple):
     observation: Any
     features: Tensor
     trunk: Tensor | None = None  # [B, F]: what a policy that shares its features with the critics trains them by
+    besides: Tensor | None = None  # [B]: a loss that such a policy has besides what it does
     step_mask: Tensor | None = None  # bool [B, K]: which steps of the chunks to come are real
     output: Tensor | None = None  # of the actor network, where it has been asked already
 

@@ -226,6 +226,16 @@ def test_the_anchors_weight_halves_after_the_warm_up():
     assert float(stays.anchor_weight) == 0.5
 
 
+def test_the_anchors_weight_ends_at_its_floor():
+    algorithm = sac(3, 2, anchor_coef=0.5, anchor_half_life=1, anchor_floor=0.1)
+    weights = []
+    for _ in range(5):
+        algorithm.update(iter([random_batch()]))
+        weights.append(float(algorithm.anchor_weight))
+    # 0.5, then half of it at each update, until the next half would be below 0.1.
+    assert weights == pytest.approx([0.5, 0.25, 0.125, 0.1, 0.1])
+
+
 def test_the_anchored_loss_is_the_formula(monkeypatch):
     algorithm = known(monkeypatch, alpha=0.5, anchor_coef=0.2)
     moved(algorithm, 0.1)

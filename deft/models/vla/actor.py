@@ -66,6 +66,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
             self.value = BatchedMLP(1, self.feature_dim, self.hidden_sizes, 1, dtype=dtype)
         self._has_gaussian = callable(getattr(model, "gaussian", None))
         self._imitates = callable(getattr(model, "imitation_loss", None))
+        self._is_taught = callable(getattr(model, "taught", None))
         self._has_mean = takes_keyword(model.forward, "deterministic")
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
@@ -79,8 +80,8 @@ class VLAActor(VLAPolicy, ContinuousActor):
         streams = _streams(observation)
         if not self.shares_trunk:
             return Encoded(streams, self.encoder(streams).unsqueeze(0))
-        trunk = self.model.features(streams)
-        return Encoded(streams, trunk.detach().unsqueeze(0), trunk)
+        trunk, besides = self.model.taught(streams) if self._is_taught else (self.model.features(streams), None)
+        return Encoded(streams, trunk.detach().unsqueeze(0), trunk, besides)
 
     def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
         """By the model's own loss where it has one: in one pass, and the steps after an episode's end do not count."""
@@ -112,11 +113,10 @@ class VLAActor(VLAPolicy, ContinuousActor):
         return -self._scalar("imitation_loss", "loss", losses, unit.shape[1]).unsqueeze(0)
 
     def besides(self, state: Encoded) -> Tensor | None:
-        """The model's own `auxiliary_loss`, where there are labels for it (`vla-tiny`: of where things are)."""
-        if state.trunk is None or getattr(self.model, "places_key", None) is None:
+        """What the model is `taught` beside the actions, where there are labels (`vla-tiny`: where things are)."""
+        if state.besides is None:
             return None
-        losses = self.model.auxiliary_loss(state.observation, state.trunk)
-        return self._scalar("auxiliary_loss", "loss", losses, len(state.observation)).mean().unsqueeze(0)
+        return self._scalar("taught", "loss", state.besides, len(state.observation)).mean().unsqueeze(0)
 
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
         """Draws as the environment would clip them, with the model's log-density of them before that.

@@ -36,7 +36,8 @@ class VLAModelInterface(Protocol):
       steps of a chunk lie within the episode.
     - `features(observations) -> [B, F]`, `value_of(features) -> [B, 1]`, `value_parameters()` and the attribute
       `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
-      `features`, so that one pass serves all.
+      `features`, so that one pass serves all. With `taught(observations) -> (features, loss [B] or None)` the
+      features that they learn from may know more than those that it acts on (labels), and IQL adds the loss.
     - `observe(observations)`: takes observations into a normalisation of the model's own, between updates;
       `settle()`: they were a dataset's, all of them, and the normalisation may stay as it is.
     - `gathered_layers() -> [nn.Module]`: layers that are called as modules, whose weights FSDP gathers one at a time.

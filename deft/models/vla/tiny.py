@@ -367,26 +367,33 @@ class TinyVLAModel(ScoredInParts, nn.Module):
     ) -> Tensor:
         """What supervised training minimises, [B]: −log π of the steps in `step_mask` [B, K], or a flow's error.
 
-        `features`: those of the observations, where they are known already; the places are then not taught. Behind a
-        bottleneck the trunk learns what to do from the labels themselves, a little blurred: what a few demonstrations
-        teach of acting is then not spoilt by how little they teach of seeing.
+        `features`: those of the observations, where they are known already; the places are then not taught.
         """
-        if features is not None:
-            return self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
-        seen = self.see(observations)
-        found = acted_on = self.found(seen)
-        if self.places_key is not None and self.bottleneck:
-            acted_on = self._told(observations, found)
-        features = self.think(seen, acted_on)
+        besides = None
+        if features is None:
+            features, besides = self.taught(observations)
         loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
-        return loss if self.places_key is None else loss + self.auxiliary_loss(observations, found)
+        return loss if besides is None else loss + besides
 
-    def auxiliary_loss(self, observations: TensorDictBase, features: Tensor | None = None) -> Tensor:
+    def taught(self, observations: TensorDictBase) -> tuple[Tensor, Tensor | None]:
+        """The features that learning from a dataset stands on, [B, F], and where there are labels, their loss [B].
+
+        Behind a bottleneck the trunk learns what to do from the labels themselves, a little blurred: what a dataset
+        teaches of acting is then not spoilt by how little it teaches of seeing.
+        """
+        if self.places_key is None:
+            return self.features(observations), None
+        seen = self.see(observations)
+        found = self.found(seen)
+        features = self.think(seen, self._told(observations, found) if self.bottleneck else found)
+        return features, self.auxiliary_loss(observations, found)
+
+    def auxiliary_loss(self, observations: TensorDictBase, found: Tensor | None = None) -> Tensor:
         """How far the places that the labels tell are missed, in deviations of them, times PLACES_WEIGHT: [B].
 
         A label of exactly 0 tells of no place: there is no such thing, or the words do not name it.
         """
-        found = self.found(self.see(observations)) if features is None else features
+        found = self.found(self.see(observations)) if found is None else found
         labels, count = self._labels(observations), self.places_dim
         weight = torch.where(labels[:, :count] != 0, 1.0, UNTOLD_WEIGHT)
         wanted = self.places_scale(labels)[:, :count]

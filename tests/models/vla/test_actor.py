@@ -390,6 +390,27 @@ def test_critics_on_the_models_trunk_leave_it_to_the_policy():
     assert {"model.head.out.weight", "model.trunk.0.weight", "model.value_head.4.bias"} <= changed
 
 
+def test_offline_learning_is_told_the_labels_and_teaches_them(monkeypatch):
+    """What IQL learns of acting and of values stands on where things are, not on where they are found so far."""
+    monkeypatch.setattr("deft.models.vla.tiny.TOLD_BLUR", 0.0)
+    model = tiny(bottleneck=2, places_key="places", places_dim=2)
+    actor = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL)
+    batch = batch_of_chunks()
+    shown = batch[schema.OBSERVATION]
+    seen, other = (TensorDict({**shown, "places": torch.full((5, 2), value)}, [5]) for value in (0.1, 0.3))
+    state = actor.encode(seen)
+    assert not torch.equal(state.features, actor.encode(other).features)
+    torch.testing.assert_close(actor.besides(state)[0], model.auxiliary_loss(seen).mean())
+    with torch.no_grad():  # what it acts on is what it finds, whatever the labels say
+        assert torch.equal(model.features(seen), model.features(other))
+    # Imitation does the same: every weight of IQL 1, its two losses are the one of SFT
+    batch[schema.OBSERVATION] = batch[schema.NEXT_OBSERVATION] = {**shown, "places": seen["places"]}
+    with torch.no_grad():
+        expected = model.imitation_loss(seen, batch[schema.ACTION], batch[schema.STEP_MASK]).mean()
+    metrics = IQL(actor, IQLSettings(temperature=0.0)).step(batch)
+    torch.testing.assert_close(metrics["policy_loss"] + metrics["auxiliary_loss"], expected)
+
+
 def test_sft_on_chunks_is_the_models_own_loss():
     actor, batch = VLAActor(tiny(), OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     with torch.no_grad():
