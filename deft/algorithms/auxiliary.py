@@ -6,6 +6,7 @@ these where `auxiliary_learning_rate` is given, and train it on what was just co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,12 +57,15 @@ class Auxiliary:
         self.optimizer = FlatAdam(self.parameters, learning_rate)
         self._train(False)
 
-    def update(self, rows: TensorDictBase, generator: torch.Generator) -> dict[str, Tensor]:
-        """`epochs` passes over observations [B] in random minibatches; the loss is that of the first, on new rows."""
+    def update(self, rows: TensorDictBase, generator: torch.Generator, progress: float = 0.0) -> dict[str, Tensor]:
+        """Passes over observations [B] in random minibatches; the loss is that of the first, on new rows.
+
+        `epochs` of them when training begins, one fewer with each equal part of it (`progress`, 0 to 1), and one in the
+        last: the first scenes teach most, and passes cost more time than anything else.
+        """
         self._train(True)
-        passes = [
-            torch.stack([self._step(part) for part in self._minibatches(rows, generator)]) for _ in range(self.epochs)
-        ]
+        count = max(1, math.ceil(self.epochs * (1.0 - progress)))
+        passes = [torch.stack([self._step(part) for part in self._minibatches(rows, generator)]) for _ in range(count)]
         self._train(False)
         return {"auxiliary_loss": passes[0].mean()}
 

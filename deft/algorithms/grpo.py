@@ -81,7 +81,7 @@ class GRPO(Algorithm):
         self.version += 1
         observed = [rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]] for rollout in rounds]
         if self.auxiliary is not None:
-            metrics |= self.auxiliary.update(self._as_many(torch.cat(observed)), self.generator)
+            metrics |= self.auxiliary.update(self._as_many(torch.cat(observed)), self.generator, self.progress)
         with torch.no_grad():
             for part in observed:
                 self.policy.observe(part.to(self.device))

@@ -77,7 +77,8 @@ class PPO(Algorithm):
         if self.version > self.settings.value_warmup:  # before that the policy does not move, and its KL says nothing
             self._adapt_learning_rate(metrics["approx_kl"])
         if self.auxiliary is not None:
-            metrics |= self.auxiliary.update(rollout.select(schema.OBSERVATION).flatten(0, 1), self.generator)
+            rows = rollout.select(schema.OBSERVATION).flatten(0, 1)
+            metrics |= self.auxiliary.update(rows, self.generator, self.progress)
         with torch.no_grad():
             self.policy.observe(rollout)
             if self.processes is not None:

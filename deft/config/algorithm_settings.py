@@ -93,7 +93,7 @@ class PPOSettings(AlgorithmSettings):
     auxiliary_learning_rate: NonNegative = 0.0
     """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
     auxiliary_epochs: Count = 1
-    """Passes over a rollout for that; more teach it to see in fewer env steps."""
+    """Passes over a rollout for that, at first; one fewer with each equal part of the training, and one in the last."""
     compile: Switch = False
     """Compile the update with torch.compile."""
 
@@ -157,7 +157,7 @@ class GRPOSettings(AlgorithmSettings):
     auxiliary_learning_rate: NonNegative = 0.0
     """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
     auxiliary_epochs: Count = 1
-    """Passes over a rollout for that; more teach it to see in fewer env steps."""
+    """Passes over a rollout for that, at first; one fewer with each equal part of the training, and one in the last."""
 
     @model_validator(mode="after")
     def _a_group_compares(self) -> GRPOSettings:

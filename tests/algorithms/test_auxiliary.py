@@ -1,4 +1,5 @@
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -106,6 +107,16 @@ def test_several_passes_are_as_many_single_ones_and_tell_the_loss_of_the_first()
     losses = [single.update(rows, generators[1]) for _ in range(3)]
     assert loss == losses[0]
     torch.testing.assert_close(weights(thrice, SEES), weights(once, SEES), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("progress", "count"), [(0.0, 4), (0.24, 4), (0.25, 3), (0.5, 2), (0.75, 1), (1.0, 1)])
+def test_passes_become_fewer_as_training_goes_on(progress, count):
+    policy = make_policy()
+    auxiliary = Auxiliary(policy, 1e-2, 8, epochs=4)
+    rows, steps = make_rollout(policy).flatten(0, 1), []
+    auxiliary.optimizer.step = lambda: steps.append(None)
+    auxiliary.update(rows, torch.Generator(), progress)
+    assert len(steps) == count * math.ceil(len(rows) / 8)
 
 
 def test_the_setting_reaches_it():
