@@ -31,7 +31,7 @@ def make_auxiliary(policy: Policy, settings: PPOSettings | GRPOSettings) -> Auxi
     return Auxiliary(policy, settings.auxiliary_learning_rate, batch_size, settings.auxiliary_epochs)
 
 
-def check_resumed(auxiliary: Auxiliary | None, state: dict[str, Any]) -> None:
+def check_resumed(auxiliary: object | None, state: dict[str, Any]) -> None:
     """A run goes on as it began: with one of these, or without."""
     if (auxiliary is None) != (state.get("auxiliary") is None):
         was, now = ("0", "above it") if auxiliary is not None else ("above 0", "0")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deft.algorithms.algorithm import Metrics
+from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import IQLSettings
@@ -33,6 +34,36 @@ class IQL(OffPolicy):
 
     def __init__(self, policy: ContinuousActor, settings: IQLSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or IQLSettings(), seed)
+        own = self.settings.auxiliary_learning_rate
+        self.auxiliary_optimizer = self._optimizer(iter(self._taught()), own) if own else None
+
+    def _taught(self) -> list[nn.Parameter]:
+        """What has a step size of its own: the parameters that labels teach."""
+        return list(self.policy.auxiliary_parameters()) if self.settings.auxiliary_learning_rate else []
+
+    def _actor_trains(self) -> Iterator[nn.Parameter]:
+        taught = {id(parameter) for parameter in self._taught()}
+        yield from (parameter for parameter in super()._actor_trains() if id(parameter) not in taught)
+
+    def _actor_learning_rate(self) -> float:
+        own = self.settings.policy_learning_rate
+        return self.settings.learning_rate if own is None else own
+
+    def schedule(self) -> None:
+        """The step size of what labels teach falls as the policy's does."""
+        super().schedule()
+        if self.auxiliary_optimizer is not None:
+            fallen = self.actor_optimizer.learning_rate / self._actor_learning_rate()
+            self.auxiliary_optimizer.learning_rate.copy_(self.settings.auxiliary_learning_rate * fallen)
+
+    def _parts(self) -> dict[str, Any]:
+        own = {} if self.auxiliary_optimizer is None else {"auxiliary": self.auxiliary_optimizer}
+        return {**super()._parts(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; refuses what does not fit."""
+        check_resumed(self.auxiliary_optimizer, state)
+        super().load_state_dict(state)
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from super()._critic_trains()
@@ -54,7 +85,8 @@ class IQL(OffPolicy):
         policy_loss = -(weight * log_prob).mean(-1)
         besides = policy.besides(state)
         total = v_loss + q_loss + (policy_loss if besides is None else policy_loss + besides)
-        descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
+        taught = () if self.auxiliary_optimizer is None else (self.auxiliary_optimizer,)
+        descend(total.sum(), self.critic_optimizer, self.actor_optimizer, *taught)
         critics.move_target(settings.tau)
         return {
             "v_loss": v_loss.detach().mean(),

@@ -209,6 +209,10 @@ class IQLSettings(OffPolicySettings):
     """Where those weights are clipped."""
     reward_scaling: Literal["none", "return_range"] = "return_range"
     """`return_range`: rewards times 1000 / (best − worst return of the dataset), as in the paper for locomotion."""
+    policy_learning_rate: Positive | None = None
+    """The policy's step size; None: that of the critics and V, `learning_rate`."""
+    auxiliary_learning_rate: NonNegative = 0.0
+    """Step size of what the policy learns besides: `vla-tiny` to see, from labels. 0: that of the policy."""
     learning_rate_schedule: Literal["constant", "cosine"] = "cosine"
     """Of the policy: `cosine` goes to 0 at the end of training."""
 

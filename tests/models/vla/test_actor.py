@@ -1,5 +1,6 @@
 """VLAActor: a VLA model as the actor of the off-policy algorithms, and as a policy."""
 
+import copy
 import math
 
 import numpy as np
@@ -409,6 +410,38 @@ def test_offline_learning_is_told_the_labels_and_teaches_them(monkeypatch):
         expected = model.imitation_loss(seen, batch[schema.ACTION], batch[schema.STEP_MASK]).mean()
     metrics = IQL(actor, IQLSettings(temperature=0.0)).step(batch)
     torch.testing.assert_close(metrics["policy_loss"] + metrics["auxiliary_loss"], expected)
+
+
+def test_iql_may_teach_seeing_faster_than_acting():
+    """Three step sizes: of the critics, of the policy, and of what the labels teach."""
+    model = tiny(bottleneck=2, places_key="places", places_dim=2)
+    actor, batch = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
+        batch[key] = {**batch[key], "places": torch.rand(5, 2)}
+    rates = {"learning_rate": 3e-3, "policy_learning_rate": 1e-4, "auxiliary_learning_rate": 1e-2}
+    algorithm = IQL(actor, IQLSettings(**rates, weight_decay=0.0))
+    before = {name: value.clone() for name, value in actor.named_parameters()}
+    algorithm.progress = 0.5
+    algorithm.schedule()
+    algorithm.step(batch)
+    # Adam's first step is its step size wherever there is a gradient; by then both of the policy's have fallen by half
+    for part, rate in (("trunk.0.weight", 5e-5), ("found.5.bias", 5e-3), ("value_head.4.bias", 3e-3)):
+        moved = (actor.get_parameter(f"model.{part}") - before[f"model.{part}"]).abs().max()
+        assert float(moved.detach()) == pytest.approx(rate, rel=0.02)
+    twin = IQL(copy.deepcopy(actor), IQLSettings(**rates, weight_decay=0.0))
+    twin.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    for one in (algorithm, twin):
+        one.progress = 0.6
+        one.schedule()
+        torch.manual_seed(0)
+        one.step(batch)
+    for own, other in zip(actor.parameters(), twin.policy.parameters(), strict=True):
+        assert torch.equal(own, other)
+    without = IQL(copy.deepcopy(actor), IQLSettings())
+    with pytest.raises(InputError, match="auxiliary_learning_rate was 0 in this run"):
+        algorithm.load_state_dict(without.state_dict())
+    with pytest.raises(InputError, match="auxiliary_learning_rate was above 0 in this run"):
+        without.load_state_dict(algorithm.state_dict())
 
 
 def test_sft_on_chunks_is_the_models_own_loss():
