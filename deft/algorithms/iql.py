@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.off_policy import OffPolicy
@@ -27,6 +28,8 @@ class IQL(OffPolicy):
     """With u = min Q̄(s, a) − V(s), where Q̄ are the target critics:
 
     L_V = E |τ − 1(u < 0)| u²,   L_Q = E (r + γ V(s') − Q(s, a))²,   L_π = −E min(exp(β u), 100) log π(a | s).
+
+    The policy's weights may have the dataset's return from there on in place of Q̄ (`advantage`).
     """
 
     name = "iql"
@@ -75,11 +78,14 @@ class IQL(OffPolicy):
         with torch.no_grad():
             target_q = critics.target_values(state.features, action).amin(1)
             backup = torch.addcmul(reward, discount, policy.state_value(next_state.features))
-        advantage = target_q - policy.state_value(state.features)
+        value = policy.state_value(state.features)
+        advantage = target_q - value
         asymmetry = torch.where(advantage.detach() < 0, 1 - settings.expectile, settings.expectile)
         v_loss = (asymmetry * advantage.square()).mean(-1)
         q_loss = (critics(state.features, action) - backup.unsqueeze(1)).square().mean((1, 2))
         advantage = advantage.detach()
+        if settings.advantage == "return":  # G − V(s)
+            advantage = batch[schema.VALUE_TARGET].reshape(reward.shape) - value.detach()
         weight = (settings.temperature * advantage).exp().clamp(max=settings.max_weight)
         log_prob = policy.log_prob(state._replace(features=state.features.detach()), action)
         policy_loss = -(weight * log_prob).mean(-1)
@@ -101,6 +107,8 @@ class IQL(OffPolicy):
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Fit the normalisation, and scale the rewards by the range of the dataset's returns."""
         super().prepare(dataset, sampler, fresh)
+        if self.settings.advantage == "return":
+            sampler.add_returns(self.settings.gamma)
         if self.settings.reward_scaling == "return_range":
             returns = dataset.episode_returns()
             spread = float(returns.max() - returns.min())

@@ -207,6 +207,8 @@ class IQLSettings(OffPolicySettings):
     """β of the weights exp(β · advantage); 0 is behaviour cloning."""
     max_weight: Positive = 100.0
     """Where those weights are clipped."""
+    advantage: Literal["critic", "return"] = "critic"
+    """What those weights compare with V: the critics' value, or what the episode went on to earn, discounted."""
     reward_scaling: Literal["none", "return_range"] = "return_range"
     """`return_range`: rewards times 1000 / (best − worst return of the dataset), as in the paper for locomotion."""
     policy_learning_rate: Positive | None = None

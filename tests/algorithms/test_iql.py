@@ -68,6 +68,19 @@ def test_losses_of_one_update_by_hand(temperature, clipped):
     assert float(metrics["policy_loss"]) == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_return_in_place_of_the_critics_weighs_the_actions_alone():
+    batch = {**BATCH, schema.VALUE_TARGET: torch.tensor([1.5, -3.5])}
+    settings = {"expectile": 0.7, "temperature": 2.0}
+    metrics = known_iql(**settings, advantage="return").update(iter([batch]))
+    # V(s) = (1, −3), so G − V = (0.5, −0.5): weights e and 1/e
+    assert float(metrics["mean_advantage"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(metrics["mean_weight"]) == pytest.approx(math.cosh(1.0))
+    actions = [log_normal(0.5, math.tanh(1.0), 0.5), log_normal(-0.5, math.tanh(-1.0), 0.5)]
+    assert float(metrics["policy_loss"]) == pytest.approx(-(math.e * actions[0] + actions[1] / math.e) / 2)
+    for name in ("v_loss", "q_loss"):  # these go on with the critics
+        assert float(metrics[name]) == pytest.approx(float(known_iql(**settings).update(iter([BATCH]))[name]))
+
+
 def test_weights_follow_a_plain_restatement():
     """Three updates with torch's own AdamW, one optimizer and one backward pass a loss."""
     torch.manual_seed(1)
@@ -143,6 +156,9 @@ def test_the_target_moves_by_tau_after_the_step():
 def test_learns_where_cloning_fails():
     # Three seeds at once, as members of one update.
     settings = IQLSettings(**FAST, reward_scaling="none", temperature=10.0)
+    assert min(learned_actions(IQL(small_actor(2, 1, members=3), settings))) > 0.4
+    # With the dataset's own returns, 1 and 0, in place of the critics' values it must find the same.
+    settings = IQLSettings(**FAST, reward_scaling="none", temperature=10.0, advantage="return")
     assert min(learned_actions(IQL(small_actor(2, 1, members=3), settings))) > 0.4
     # With temperature 0 every weight is 1: behaviour cloning finds the mean, 0.3 · 0.6 − 0.7 · 0.6 = −0.24.
     settings = IQLSettings(**FAST, reward_scaling="none", temperature=0.0)
