@@ -41,8 +41,8 @@ UNLABELLED = ["--env-kwargs", "observation=images"]
 MODEL = ["--model", "vla-tiny", "--vla-model-config", "bottleneck=8", "switch_dims=[-1]"]
 SFT = [*MODEL, "--batch_size", 64, "--learning_rate", 1e-3, "--learning_rate_schedule", "cosine"]
 SFT += ["--weight_decay", 1e-2, "--eval_freq", 0, "--save_freq", 5]
-# Most rows are of failures, aimed at what was seen wrongly: what an episode came to says so, critics that are told where
-# things are hardly do. The policy moves slowly, the eyes quickly.
+# Most rows are of failures, aimed at what was seen wrongly: what an episode came to says so, critics that are told
+# where things are hardly do. The policy moves slowly, the eyes quickly.
 IQL = ["--batch_size", 128, "--learning_rate", 3e-4, "--policy_learning_rate", 1e-4, "--auxiliary_learning_rate", 1e-3]
 IQL += ["--weight_decay", 1e-2, "--reward_scaling", "none", "--expectile", 0.8, "--advantage", "return"]
 IQL += ["--temperature", 5, "--max_weight", 20, "--gamma", 0.99, "--eval_freq", 0, "--save_freq", 5]
