@@ -40,9 +40,6 @@ class CQL(SoftPolicy):
         yield from super()._critic_trains()
         yield self.log_factor
 
-    def _actor_learning_rate(self) -> float:
-        return self.settings.policy_learning_rate
-
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Fit the normalisation; Cal-QL also needs the dataset's returns."""
         super().prepare(dataset, sampler, fresh)

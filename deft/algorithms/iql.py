@@ -16,7 +16,8 @@ from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.off_policy import OffPolicy
-from deft.algorithms.optimization import descend
+from deft.algorithms.optimization import FusedAdam, descend
+from deft.algorithms.sharded_optimization import ShardedFusedAdam
 from deft.config.algorithm_settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.actor import ContinuousActor
@@ -48,16 +49,10 @@ class IQL(OffPolicy):
         taught = {id(parameter) for parameter in self._taught()}
         yield from (parameter for parameter in super()._actor_trains() if id(parameter) not in taught)
 
-    def _actor_learning_rate(self) -> float:
-        own = self.settings.policy_learning_rate
-        return self.settings.learning_rate if own is None else own
-
-    def schedule(self) -> None:
-        """The step size of what labels teach falls as the policy's does."""
-        super().schedule()
-        if self.auxiliary_optimizer is not None:
-            fallen = self.actor_optimizer.learning_rate / self._actor_learning_rate()
-            self.auxiliary_optimizer.learning_rate.copy_(self.settings.auxiliary_learning_rate * fallen)
+    def _policy_optimizers(self) -> list[tuple[FusedAdam | ShardedFusedAdam, float]]:
+        """The policy's, and that of what labels teach: one schedule for both."""
+        own = self.auxiliary_optimizer
+        return super()._policy_optimizers() + ([] if own is None else [(own, self.settings.auxiliary_learning_rate)])
 
     def _parts(self) -> dict[str, Any]:
         own = {} if self.auxiliary_optimizer is None else {"auxiliary": self.auxiliary_optimizer}
@@ -91,8 +86,7 @@ class IQL(OffPolicy):
         policy_loss = -(weight * log_prob).mean(-1)
         besides = policy.besides(state)
         total = v_loss + q_loss + (policy_loss if besides is None else policy_loss + besides)
-        taught = () if self.auxiliary_optimizer is None else (self.auxiliary_optimizer,)
-        descend(total.sum(), self.critic_optimizer, self.actor_optimizer, *taught)
+        descend(total.sum(), self.critic_optimizer, *(optimizer for optimizer, _ in self._policy_optimizers()))
         critics.move_target(settings.tau)
         return {
             "v_loss": v_loss.detach().mean(),

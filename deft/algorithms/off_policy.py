@@ -49,7 +49,13 @@ class ActorAlgorithm(OfflineAlgorithm):
         return self.policy.actor_parameters()
 
     def _actor_learning_rate(self) -> float:
-        return self.settings.learning_rate
+        """The policy's own, where the settings give it one."""
+        own = getattr(self.settings, "policy_learning_rate", None)
+        return self.settings.learning_rate if own is None else own
+
+    def _policy_optimizers(self) -> list[tuple[FusedAdam | ShardedFusedAdam, float]]:
+        """What trains the policy, each with the step size that it begins with."""
+        return [(self.actor_optimizer, self._actor_learning_rate())]
 
     def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> FusedAdam | ShardedFusedAdam:
         return fused_adam(parameters, learning_rate, self.settings.weight_decay)
@@ -99,8 +105,9 @@ class ActorAlgorithm(OfflineAlgorithm):
         """The policy's step size, where the settings let it fall."""
         if getattr(self.settings, "learning_rate_schedule", "constant") == "cosine":
             # α_t = α (1 + cos π t) / 2
-            rate = self._actor_learning_rate() * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
-            self.actor_optimizer.learning_rate.fill_(rate)
+            share = 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
+            for optimizer, rate in self._policy_optimizers():
+                optimizer.learning_rate.fill_(rate * share)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

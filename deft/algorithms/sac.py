@@ -51,10 +51,6 @@ class SAC(SoftPolicy):
             self._critic_loss = torch.compile(self._critic_loss, options=options)  # type: ignore[method-assign]
             self._policy_losses = torch.compile(self._policy_losses, options=options)  # type: ignore[method-assign]
 
-    def _actor_learning_rate(self) -> float:
-        own = self.settings.policy_learning_rate
-        return self.settings.learning_rate if own is None else own
-
     @property
     def target_entropy(self) -> float:
         """What `alpha: auto` holds the entropy of unit actions at."""

@@ -213,26 +213,26 @@ def test_divergence_is_that_of_torch(distribution):
     assert float(drawn.mean().detach()) == pytest.approx(float(expected[0, 0].detach()), rel=0.05)
 
 
-def test_the_anchors_weight_halves_after_the_warm_up():
-    algorithm = sac(3, 2, anchor_coef=0.5, anchor_half_life=2, critic_warmup=2)
+def anchor_weights(updates: int, **settings) -> list[float]:
+    """The anchor's weight at each of so many updates, from 0.5 on."""
+    algorithm = sac(3, 2, anchor_coef=0.5, **settings)
     weights = []
-    for _ in range(7):
+    for _ in range(updates):
         algorithm.update(iter([random_batch()]))
         weights.append(float(algorithm.anchor_weight))
+    return weights
+
+
+def test_the_anchors_weight_halves_after_the_warm_up():
+    weights = anchor_weights(7, anchor_half_life=2, critic_warmup=2)
     # Updates 0 to 2 with the full weight, then half of it at update 4 and a quarter at update 6.
     assert weights == pytest.approx([0.5, 0.5, 0.5, 0.5 / 2**0.5, 0.25, 0.25 / 2**0.5, 0.125])
-    stays = sac(3, 2, anchor_coef=0.5)
-    stays.update(iter([random_batch()] * 3))
-    assert float(stays.anchor_weight) == 0.5
+    assert anchor_weights(3) == [0.5, 0.5, 0.5]
 
 
 def test_the_anchors_weight_ends_at_its_floor():
-    algorithm = sac(3, 2, anchor_coef=0.5, anchor_half_life=1, anchor_floor=0.1)
-    weights = []
-    for _ in range(5):
-        algorithm.update(iter([random_batch()]))
-        weights.append(float(algorithm.anchor_weight))
     # 0.5, then half of it at each update, until the next half would be below 0.1.
+    weights = anchor_weights(5, anchor_half_life=1, anchor_floor=0.1)
     assert weights == pytest.approx([0.5, 0.25, 0.125, 0.1, 0.1])
 
 

@@ -1,19 +1,13 @@
 """The headline's commands are ones that Deft understands, and its bars are judged as they are written."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 from deft import cli
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def headline(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("headline")
+def headline(load_benchmark):
+    return load_benchmark("headline")
 
 
 def parsed(*words):

@@ -1,9 +1,7 @@
 """Phase 1 beside the game: with random data alone, both must train the same world model."""
 
 import copy
-import importlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +12,10 @@ from panning_camera import game_config, panning_config
 from deft.training.phases.exploration import InlineExplorer
 from deft.training.phases.teacher import TeacherTrainer
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("phases_results")
+def benchmark(load_benchmark):
+    return load_benchmark("phases_results")
 
 
 def test_on_random_data_alone_the_game_trains_as_phase_1_does(benchmark, monkeypatch, tmp_path):
