@@ -76,7 +76,8 @@ class GRPO(Algorithm):
             self.optimizer.learning_rate = self.settings.learning_rate * max(0.0, 1.0 - self.progress)
         advantages = [self.advantages(rollout) for rollout in rounds]
         metrics = self._group_metrics(rounds, advantages)
-        steps = self._training_steps(rounds, advantages)
+        waits = self.version < self.settings.auxiliary_warmup
+        steps = None if waits else self._training_steps(rounds, advantages)
         metrics |= self._no_step() if self._largest(0 if steps is None else 1) == 0 else self._train(steps)
         self.version += 1
         observed = [rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]] for rollout in rounds]
@@ -329,7 +330,7 @@ class GRPO(Algorithm):
         return metrics
 
     def _no_step(self) -> Metrics:
-        """The metrics of an iteration in which no group has a spread: there is nothing to learn, and nothing moves."""
+        """The metrics of an iteration in which no group has a spread, or the policy waits: nothing moves."""
         names = ("policy_loss", "loss", "grad_norm", "approx_kl", "clip_fraction", "epochs_stopped_early")
         rate = torch.tensor(self.optimizer.learning_rate)
         return {**{name: torch.tensor(0.0) for name in names}, "learning_rate": rate}

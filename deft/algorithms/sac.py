@@ -80,7 +80,8 @@ class SAC(SoftPolicy):
         return metrics
 
     def schedule(self) -> None:
-        """The anchor's weight; into a tensor, which a recorded update reads."""
+        """The policy's step size and the anchor's weight; into tensors, which a recorded update reads."""
+        super().schedule()
         half_life = self.settings.anchor_half_life
         if self.anchor is not None and half_life is not None:
             # c_t = c · 2^(−t / half-life): how far the policy may stray goes with 1/c, so it grows by equal factors.

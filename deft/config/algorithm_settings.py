@@ -91,7 +91,7 @@ class PPOSettings(AlgorithmSettings):
     value_warmup: NonNegativeInt = 0
     """Updates at the start that train the value alone, for a policy that comes without a good one."""
     auxiliary_learning_rate: NonNegative = 0.0
-    """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
+    """Step size, at first, of what it learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
     auxiliary_epochs: Count = 1
     """Passes over a rollout for that, at first; one fewer with each equal part of the training, and one in the last."""
     compile: Switch = False
@@ -155,14 +155,24 @@ class GRPOSettings(AlgorithmSettings):
     """Adam's epsilon."""
 
     auxiliary_learning_rate: NonNegative = 0.0
-    """Step size of what the policy learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
+    """Step size, at first, of what it learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
     auxiliary_epochs: Count = 1
     """Passes over a rollout for that, at first; one fewer with each equal part of the training, and one in the last."""
+    auxiliary_warmup: NonNegativeInt = 0
+    """Iterations at the start that train that alone: what the policy does waits until it sees."""
 
     @model_validator(mode="after")
     def _a_group_compares(self) -> GRPOSettings:
         if self.group_size < 2:
             raise ValueError(f"group_size {self.group_size}: a group compares at least 2 episodes")
+        return self
+
+    @model_validator(mode="after")
+    def _something_warms_up(self) -> GRPOSettings:
+        if self.auxiliary_warmup and not self.auxiliary_learning_rate:
+            raise ValueError(
+                f"auxiliary_warmup {self.auxiliary_warmup}: nothing learns then; give auxiliary_learning_rate"
+            )
         return self
 
     def copies(self, num_envs: int) -> int:
@@ -304,6 +314,8 @@ class SACSettings(OffPolicySettings):
     """Critic updates for each policy update."""
     policy_learning_rate: Positive | None = None
     """Adam's step size for the policy and the temperature; None: `learning_rate`, which is the critics'."""
+    learning_rate_schedule: Literal["constant", "cosine"] = "constant"
+    """Of the policy and the temperature: `cosine` goes to 0 at the end of training."""
     critic_warmup: NonNegativeInt = 0
     """Updates at the start that train the critics alone."""
     anchor_coef: NonNegative = 0.0

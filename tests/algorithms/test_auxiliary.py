@@ -80,7 +80,7 @@ def test_the_labels_train_what_it_sees_by_and_nothing_else():
 def test_the_reward_trains_what_it_does_and_nothing_else(frozen):
     policy = make_policy(freeze_vision=frozen)
     algorithm = PPO(policy, PPOSettings(**SETTINGS))
-    algorithm.auxiliary.optimizer.learning_rate = 0.0
+    algorithm.auxiliary.learning_rate = 0.0
     sees, does = weights(policy, SEES), weights(policy, DOES)
     algorithm.update(iter([make_rollout(policy)]))
     torch.testing.assert_close(weights(policy, SEES), sees, rtol=0, atol=0)
@@ -96,6 +96,22 @@ def test_ppo_and_grpo_learn_both():
         assert metrics["auxiliary_loss"] > 0
         assert not torch.equal(weights(policy, SEES), sees)
         assert not torch.equal(weights(policy, DOES), does)
+
+
+def test_grpo_may_learn_to_see_first():
+    policy = make_policy()
+    algorithm = GRPO(policy, GRPOSettings(**SETTINGS, kl_coef=0, auxiliary_warmup=1))
+    moved = []
+    for _ in range(2):
+        sees, does = weights(policy, SEES), weights(policy, DOES)
+        algorithm.update(iter([make_rollout(policy)]))
+        moved.append([not torch.equal(weights(policy, SEES), sees), not torch.equal(weights(policy, DOES), does)])
+    assert moved == [[True, False], [True, True]]
+
+
+def test_a_warm_up_in_which_nothing_learns_is_refused():
+    with pytest.raises(ValueError, match="auxiliary_warmup 1: nothing learns then; give auxiliary_learning_rate"):
+        GRPOSettings(auxiliary_warmup=1)
 
 
 def test_several_passes_are_as_many_single_ones_and_tell_the_loss_of_the_first():
@@ -117,6 +133,17 @@ def test_passes_become_fewer_as_training_goes_on(progress, count):
     auxiliary.optimizer.step = lambda: steps.append(None)
     auxiliary.update(rows, torch.Generator(), progress)
     assert len(steps) == count * math.ceil(len(rows) / 8)
+
+
+def test_the_step_size_falls_to_a_tenth():
+    policy = make_policy()
+    auxiliary, rates = Auxiliary(policy, 1e-2, 8), []
+    rows = make_rollout(policy).flatten(0, 1)
+    for progress in (0.0, 0.5, 1.0):
+        auxiliary.update(rows, torch.Generator(), progress)
+        rates.append(auxiliary.optimizer.learning_rate)
+    # 1 − 0.9 t at t = 0, 1/2, 1
+    assert rates == pytest.approx([1e-2, 0.55e-2, 0.1e-2])
 
 
 def test_the_setting_reaches_it():

@@ -236,6 +236,21 @@ def test_the_anchors_weight_ends_at_its_floor():
     assert weights == pytest.approx([0.5, 0.25, 0.125, 0.1, 0.1])
 
 
+def test_the_policys_rate_falls_along_a_cosine_where_asked():
+    rates = {}
+    for schedule in ("constant", "cosine"):
+        algorithm = sac(3, 2, learning_rate=1e-3, policy_learning_rate=2e-3, learning_rate_schedule=schedule)
+        rates[schedule] = []
+        for progress in (0.0, 1 / 3, 0.5, 1.0):
+            algorithm.progress = progress
+            algorithm.update(iter([random_batch()]))
+            rates[schedule].append(float(algorithm.actor_optimizer.learning_rate))
+        assert float(algorithm.critic_optimizer.learning_rate) == pytest.approx(1e-3)
+    # 2e-3 · (1 + cos π t) / 2 at t = 0, 1/3, 1/2, 1
+    assert rates["cosine"] == pytest.approx([2e-3, 1.5e-3, 1e-3, 0.0], abs=1e-9)
+    assert rates["constant"] == pytest.approx([2e-3] * 4)
+
+
 def test_the_anchored_loss_is_the_formula(monkeypatch):
     algorithm = known(monkeypatch, alpha=0.5, anchor_coef=0.2)
     moved(algorithm, 0.1)
