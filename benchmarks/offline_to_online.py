@@ -18,9 +18,11 @@ from typing import Any
 from common import print_machine, print_table, read_metrics, run_deft, write_json
 
 POINTS = 10
-# What holds the start: critics that have learned from the policy before it moves, a slow policy, and an anchor.
-SAC = ["--num_envs", 8, "--learning_starts", 5_000, "--critic_warmup", 5_000, "--policy_learning_rate", 3e-5]
-SAC += ["--anchor_coef", 0.1, "--anchor_half_life", 15_000, "--anchor_floor", 0.001]
+# What holds the start: critics that have learned from the policy before it moves, a slow policy, and an anchor. What
+# holds the end: an anchor that never lets go altogether, and a policy that comes to rest.
+SAC = ["--num_envs", 8, "--learning_starts", 5_000, "--updates_per_step", 0.5, "--critic_warmup", 2_500]
+SAC += ["--policy_learning_rate", 6e-5, "--learning_rate_schedule", "cosine"]
+SAC += ["--anchor_coef", 0.1, "--anchor_half_life", 7_500, "--anchor_floor", 0.001]
 ONLINE = {
     "sac": SAC,
     "sac+data": SAC,

@@ -34,7 +34,7 @@ from deft.errors import RunError
 from deft.training.sinks import open_sinks
 
 METRICS_FILE = "episode_metrics.jsonl"
-WINDOW = 100  # episodes that mean_reward, mean_length and success_rate are taken over
+WINDOW = 100  # episodes, at least, that mean_reward, mean_length and success_rate are taken over
 BAR_INTERVAL = 0.25  # seconds between redraws of the progress bar
 LINE_INTERVAL = 10.0  # seconds between progress lines where there is no bar
 RATE_PERIOD = 30.0  # seconds that the shown rate is measured over
@@ -56,7 +56,7 @@ class RunLogger:
     """Everything that one run says: to its folder, to the console, and to the trackers that the settings ask for.
 
     With `start_step` 0 the metrics of an earlier run in the folder are replaced; with a later one, what was logged
-    after that step is dropped, since it is about to be logged again.
+    after that step is dropped, since it is about to be logged again. Means are over the last `window` episodes.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class RunLogger:
         start_step: int = 0,
         run_config: dict[str, Any] | None = None,
         unit: str = "steps",
+        window: int = WINDOW,
     ) -> None:
         self.run_dir = Path(run_dir)
-        self._window: deque[tuple[float, int, bool | None]] = deque(maxlen=WINDOW)
-        self._terms: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._window: deque[tuple[float, int, bool | None]] = deque(maxlen=window)
+        self._terms: deque[dict[str, float]] = deque(maxlen=window)
         self._closed = False
         with self._writing(), ExitStack() as resources:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -92,22 +93,22 @@ class RunLogger:
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean undiscounted return of the last 100 episodes; None before the first has ended."""
+        """Mean undiscounted return of the last episodes; None before the first has ended."""
         return _mean([episode_return for episode_return, _, _ in self._window])
 
     @property
     def mean_length(self) -> float | None:
-        """Mean length in env steps of the last 100 episodes; None before the first has ended."""
+        """Mean length in env steps of the last episodes; None before the first has ended."""
         return _mean([length for _, length, _ in self._window])
 
     @property
     def success_rate(self) -> float | None:
-        """Share of successes in the last 100 episodes; None where the environment does not report success."""
+        """Share of successes in the last episodes; None where the environment does not report success."""
         return _mean([success for _, _, success in self._window if success is not None])
 
     @property
     def mean_terms(self) -> dict[str, float]:
-        """Means of the episodes' sums of the reward's named terms, over the last 100 that had any."""
+        """Means of the episodes' sums of the reward's named terms, over the last that had any."""
         names = sorted({name for terms in self._terms for name in terms})
         return {name: sum(terms.get(name, 0.0) for terms in self._terms) / len(self._terms) for name in names}
 

@@ -40,7 +40,7 @@ from deft.training.compute import choose_threads, is_small, torch_threads
 from deft.training.curriculum import Curriculum
 from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.intervals import crossed
-from deft.training.logging import RunLogger
+from deft.training.logging import WINDOW, RunLogger
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.replay_collection import ReplayCollection
@@ -360,7 +360,11 @@ class Trainer:
             raise InputError(
                 f"output_dir: {self.run_dir} already holds a run; load() it to go on, or use another folder"
             )
-        run_log = RunLogger(self.run_dir, self.logging_config, total, self.num_timesteps, self._run_config)
+        # Of environments that began together the failures often end last: a mean over the last few would be theirs.
+        window = max(WINDOW, self.env.num_envs)
+        run_log = RunLogger(
+            self.run_dir, self.logging_config, total, self.num_timesteps, self._run_config, window=window
+        )
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)
         return run_log

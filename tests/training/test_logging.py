@@ -88,6 +88,13 @@ def test_lines_of_updates_episodes_and_evaluations(tmp_path: Path) -> None:
     ]
 
 
+def test_a_longer_window_holds_more(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, QUIET, total_timesteps=100, window=128) as run:
+        for number in range(150):
+            run.log_episode(number, FinishedEpisode(float(number), length=1, terms={"part": float(number)}))
+        assert run.mean_reward == run.mean_terms["part"] == 85.5  # mean of 22 … 149
+
+
 def test_window_holds_the_last_100_episodes(tmp_path: Path) -> None:
     with RunLogger(tmp_path, QUIET, total_timesteps=100) as run:
         for number in range(150):

@@ -333,6 +333,15 @@ def test_no_more_steps_than_asked_for(tmp_path):
     assert trainer.num_timesteps == 100
 
 
+def test_means_are_over_as_many_episodes_as_there_are_environments(tmp_path):
+    # 20 environments with episodes of 1 step and 100 of 2, begun together: after 2 steps 20 · 2 + 100 episodes have
+    # ended, and the last 120 of them are 20 of 1 step and 100 of 2. The last 100 alone would all be of 2.
+    envs = [Counting(length=1) for _ in range(20)] + [Counting(length=2) for _ in range(100)]
+    make_trainer(tmp_path, env=envs, buffer_size=2).train(240)
+    lengths = [line["rollout/mean_length"] for line in metrics(tmp_path) if line["type"] == "update"]
+    assert lengths == [pytest.approx((20 * 1 + 100 * 2) / 120)]
+
+
 def test_iterations_count_updates_also_with_chunks(tmp_path):
     # Episodes of 3 steps in chunks of 2: a rollout of 8 chunks is 12 env steps, not 16, and 3 rollouts are 36.
     policy = ActorCritic(Counting().observation_space, spaces.MultiDiscrete([2, 2]), PolicyConfig(chunk_length=2))
