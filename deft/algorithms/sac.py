@@ -86,8 +86,7 @@ class SAC(SoftPolicy):
         if self.anchor is not None and half_life is not None:
             # c_t = c · 2^(−t / half-life): how far the policy may stray goes with 1/c, so it grows by equal factors.
             halvings = max(0, self.version - self.settings.critic_warmup) / half_life
-            first, floor = self.settings.anchor_coef, self.settings.anchor_floor
-            self.anchor_weight.fill_(max(first * 0.5**halvings, min(first, floor)))
+            self.anchor_weight.fill_(max(self.settings.anchor_coef * 0.5**halvings, self.settings.anchor_floor))
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         batch = self._shifted(batch)

@@ -108,6 +108,7 @@ class GRPOSettings(AlgorithmSettings):
         "ppo_epochs": "n_epochs",
         "ppo_clip_range": "clip_range",
         "clip_epsilon": "clip_range",
+        "ppo_entropy_coef": "entropy_coef",
     }
 
     gamma: Fraction = 1.0
@@ -343,6 +344,14 @@ class SACSettings(OffPolicySettings):
     def _subset_fits(self) -> SACSettings:
         if self.target_critics is not None and self.target_critics > self.num_critics:
             raise ValueError(f"target_critics {self.target_critics} is more than num_critics {self.num_critics}")
+        return self
+
+    @model_validator(mode="after")
+    def _an_anchor_lets_go(self) -> SACSettings:
+        if not self.anchor_coef and (self.anchor_half_life is not None or self.anchor_floor):
+            raise ValueError("anchor_half_life, anchor_floor: there is no anchor; give anchor_coef")
+        if self.anchor_floor > self.anchor_coef:
+            raise ValueError(f"anchor_floor {self.anchor_floor:g} is above anchor_coef {self.anchor_coef:g}")
         return self
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import ArgsKwargs
 
-from deft.config.algorithm_settings import ALGORITHM_SETTINGS, GRPOSettings, PPOSettings
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, GRPOSettings, PPOSettings, SACSettings
 from deft.config.flags import run_flags
 from deft.config.loading import resolve, set_path, to_dict
 from deft.config.settings import (
@@ -19,6 +19,7 @@ from deft.config.settings import (
     CurriculumConfig,
     EnvConfig,
     LoggingConfig,
+    OnlineActorConfig,
     PolicyConfig,
     RunConfig,
     TrainerConfig,
@@ -62,17 +63,44 @@ class RLConfig:
     max_grad_norm: Positive | None = PPOSettings.max_grad_norm
     normalize_advantage: Switch = PPOSettings.normalize_advantage
     target_kl: Positive | None = PPOSettings.target_kl
-    learning_rate_schedule: Literal["constant", "linear", "adaptive"] = PPOSettings.learning_rate_schedule
+    learning_rate_schedule: Literal["constant", "linear", "adaptive", "cosine"] = PPOSettings.learning_rate_schedule
     desired_kl: Positive = PPOSettings.desired_kl
     behavior_weight_cap: Positive = PPOSettings.behavior_weight_cap
     sequence_length: Count = PPOSettings.sequence_length
     adam_epsilon: Positive = PPOSettings.adam_epsilon
     compile: Switch = PPOSettings.compile
+    gradient_accumulation: Count = PPOSettings.gradient_accumulation
+    value_warmup: NonNegativeInt = PPOSettings.value_warmup
+    auxiliary_learning_rate: NonNegative = PPOSettings.auxiliary_learning_rate
+    auxiliary_epochs: Count = PPOSettings.auxiliary_epochs
 
     # SAC
-    buffer_size: Count = 1_000_000
-    learning_starts: NonNegativeInt = 10_000
-    tau: Fraction = 0.005
+    buffer_size: Count = SACSettings.buffer_size
+    learning_starts: NonNegativeInt = SACSettings.learning_starts
+    random_steps: NonNegativeInt | None = SACSettings.random_steps
+    tau: Fraction = SACSettings.tau
+    alpha: Literal["auto"] | NonNegative = SACSettings.alpha
+    alpha_start: Positive | None = SACSettings.alpha_start
+    target_entropy: Literal["auto"] | Number = SACSettings.target_entropy
+    train_freq: Count = SACSettings.train_freq
+    updates_per_step: Positive = SACSettings.updates_per_step
+    n_step: Count = SACSettings.n_step
+    num_critics: Count = SACSettings.num_critics
+    target_critics: Count | None = SACSettings.target_critics
+    critic_layer_norm: Switch = SACSettings.critic_layer_norm
+    critic_warmup: NonNegativeInt = SACSettings.critic_warmup
+    keep_critics: Switch = SACSettings.keep_critics
+    policy_delay: Count = SACSettings.policy_delay
+    policy_learning_rate: Positive | None = SACSettings.policy_learning_rate
+    anchor_coef: NonNegative = SACSettings.anchor_coef
+    anchor_half_life: Positive | None = SACSettings.anchor_half_life
+    anchor_floor: NonNegative = SACSettings.anchor_floor
+    prior_data: str | None = SACSettings.prior_data
+    prior_fraction: Fraction = SACSettings.prior_fraction
+    random_shift: NonNegativeInt = SACSettings.random_shift
+    weight_decay: NonNegative = SACSettings.weight_decay
+    precision: Literal["float32", "tf32", "bf16"] = SACSettings.precision
+    capture: Literal["auto", "on", "off"] = SACSettings.capture
 
     # GRPO
     group_size: Count = GRPOSettings.group_size
@@ -84,6 +112,7 @@ class RLConfig:
     clip_range_high: Positive | None = GRPOSettings.clip_range_high
     reference_update_interval: Count | None = GRPOSettings.reference_update_interval
     ratio: Literal["step", "token"] = GRPOSettings.ratio
+    auxiliary_warmup: NonNegativeInt = GRPOSettings.auxiliary_warmup
 
     # Logging
     log_freq: NonNegativeInt = TrainerConfig.log_freq
@@ -125,6 +154,9 @@ class RLConfig:
 
     # Policy
     hidden_sizes: tuple[Count, ...] = PolicyConfig.hidden_sizes
+    hidden_dim: Count = OnlineActorConfig.hidden_dim
+    num_layers: Count = OnlineActorConfig.num_layers
+    distribution: Literal["tanh_gaussian", "gaussian"] = OnlineActorConfig.distribution
     activation: Literal["tanh", "relu", "elu", "gelu", "silu"] = PolicyConfig.activation
     encoder_dim: Count = PolicyConfig.encoder_dim
     memory_hidden: NonNegativeInt = PolicyConfig.memory_hidden

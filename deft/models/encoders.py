@@ -148,6 +148,7 @@ class ObservationEncoder(nn.Module):
 
     def __init__(self, space: gymnasium.Space, image_dim: int = 256, normalize: bool = True) -> None:
         super().__init__()
+        self.space = space
         streams = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
         encoders = {name: _encoder(name, part, image_dim, normalize) for name, part in streams.items()}
         self.streams = nn.ModuleDict(encoders)

@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 def train(config: OfflineRunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_offline_trainer(config)
-    return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0 and trainer.evaluator is not None)
+    evaluates = trainer.settings.eval_freq > 0 and trainer.evaluator is not None
+    return run_trainer(trainer, trainer.train, trainer.evaluate if evaluates else None)
 
 
 def build_offline_trainer(

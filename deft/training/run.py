@@ -28,6 +28,7 @@ from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.models.actor import Actor, ContinuousActor
 from deft.models.actor_critic import ActorCritic
+from deft.models.encoders import ObservationEncoder
 from deft.models.policy import Policy
 from deft.models.vla.actor import make_vla_actor, weights_of_the_other_kind
 from deft.models.vla.get_action import wrap_policy
@@ -50,17 +51,25 @@ EVALUATION_ENVS = 10  # copies that an evaluation plays at once
 def train(config: RunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_trainer(config)
-    return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0)
+    evaluates = trainer.settings.eval_freq > 0
+
+    def evaluate() -> dict[str, Any]:
+        step, results = trainer.last_evaluation
+        return results if step == trainer.num_timesteps else trainer.evaluate()
+
+    return run_trainer(trainer, partial(trainer.train, evaluates_last=evaluates), evaluate if evaluates else None)
 
 
-def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:
+def run_trainer(
+    trainer: Any, train: Callable[[], dict[str, Any]], evaluate: Callable[[], dict[str, Any]] | None
+) -> dict[str, Any]:
     """Train to the end, evaluate and plot, and close the trainer of an online or an offline run."""
     try:
-        summary = trainer.train()
+        summary = train()
         if not trainer.processes.is_first:
             return summary
-        if evaluates:
-            summary |= {f"final_{name}": value for name, value in trainer.evaluate().items()}
+        if evaluate is not None:
+            summary |= {f"final_{name}": value for name, value in evaluate().items()}
         summary["plots"] = [str(path) for path in plot_run(trainer.run_dir)]
     finally:
         trainer.close()
@@ -118,7 +127,7 @@ def build_trainer(
         policy.to("cpu" if shards else device)  # which may not hold all of it
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
-        _check_bounds(policy, vector_env)
+        _check_fits(policy, vector_env, config.algorithm.name)
         acting = sharding.shard_policy(policy, processes, device) if shards else None
         algorithm = kind(policy, config.algorithm.cfg, seed=config.seed + processes.rank)
         if isinstance(algorithm, SAC) and not fresh_policy:
@@ -230,12 +239,22 @@ def _check_action_dim(config: RunConfig, env: VectorEnv) -> None:
         raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
 
 
-def _check_bounds(policy: Policy, env: VectorEnv) -> None:
-    """Refuse an actor that was made for other bounds of the actions than the environment's."""
-    if not isinstance(policy, ContinuousActor) or not isinstance(env.action_space, spaces.Box):
+def _check_fits(policy: Policy, env: VectorEnv, algorithm: str) -> None:
+    """Refuse a policy of another kind than the algorithm trains, or for other observations or actions."""
+    if algorithm == SAC.name and not isinstance(policy, ContinuousActor):
+        raise InputError(
+            f"policy: {algorithm} goes on with an actor of unit actions (iql, cql, td3-bc, sft or sac); "
+            f"{type(policy).__name__} is of another kind"
+        )
+    encoder = getattr(policy, "encoder", None)
+    if isinstance(encoder, ObservationEncoder) and encoder.space.shape != env.observation_space.shape:
+        raise InputError(f"policy: made for observations {encoder.space}, the environment has {env.observation_space}")
+    if not isinstance(policy, ContinuousActor):
         return
     low, high = ((policy.center + sign * policy.width).cpu().numpy() for sign in (-1, 1))
     box = env.action_space
+    if not isinstance(box, spaces.Box) or box.low.size != low.size:
+        raise InputError(f"policy: made for actions of {low.size} numbers, the environment takes {box}")
     if not (np.allclose(low, box.low.reshape(-1)) and np.allclose(high, box.high.reshape(-1))):
         raise InputError(
             f"the policy acts between {low.min():g} and {high.max():g}, the environment takes {box}: make the policy "

@@ -118,6 +118,10 @@ class Trainer:
             algorithm.share(self.processes)
         self.num_timesteps = 0
         self.best_reward = -math.inf
+        self.last_evaluation: tuple[int, dict[str, Any]] = (
+            -1,
+            {},
+        )  # at how many steps, and what the first process found
         name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.run_dir = Path(output_dir) if output_dir is not None else Path("outputs") / name
         self.logging_config = logging_config or LoggingConfig()
@@ -150,10 +154,11 @@ class Trainer:
         """Env steps trained on so far."""
         return self.num_timesteps
 
-    def train(self, total_timesteps: int | None = None) -> dict[str, Any]:
+    def train(self, total_timesteps: int | None = None, evaluates_last: bool = False) -> dict[str, Any]:
         """Train until `total_timesteps` env steps in all, and return a summary.
 
-        Ctrl-C and SIGTERM stop between two steps; the run is saved, and so it is when it fails.
+        Ctrl-C and SIGTERM stop between two steps; the run is saved, and so it is when it fails. `evaluates_last`:
+        evaluate when all steps are done, also between two periodic evaluations, so that the end can be the best.
         """
         total = self._total(total_timesteps)
         self._most_updates = self.settings.iterations if total_timesteps is None else None
@@ -170,8 +175,11 @@ class Trainer:
                 self._loop(total, stop, run_log)
                 self.collection.close()
                 self._record_episodes(run_log)
+                improved = evaluates_last and not self._stops(stop) and self._evaluated_last(run_log)
                 if self._unsaved():
-                    self.save()
+                    self._save_and_prune(improved)
+                elif improved and self.processes.is_first:
+                    checkpoint.mark_best(self.run_dir, self.run_dir / f"checkpoint-{self.num_timesteps}")
             except BaseException as error:
                 self._save_after_failure(error)
                 raise
@@ -440,8 +448,13 @@ class Trainer:
             self._save_and_prune(improved)
         run_log.progress(step)
 
+    def _evaluated_last(self, run_log: RunLogger) -> bool:
+        """Evaluate, unless these weights have been; whether it is the best so far."""
+        return self.last_evaluation[0] != self.num_timesteps and self._evaluated(run_log)
+
     def _evaluated(self, run_log: RunLogger, filming: bool = False) -> bool:
         """Evaluate in the first process, while the others wait; whether it is the best so far."""
+        self.last_evaluation = self.num_timesteps, {}
         improved = self._evaluate_now(run_log, filming) if self.processes.is_first else False
         return bool(self.processes.share(improved))
 
@@ -453,6 +466,7 @@ class Trainer:
         log.info("evaluation at %d steps: mean_reward %.4g ± %.3g", step, results["mean_reward"], results["std_reward"])
         improved = bool(results["mean_reward"] > self.best_reward)
         self.best_reward = max(self.best_reward, results["mean_reward"])
+        self.last_evaluation = step, results
         return improved
 
     def _save_and_prune(self, best: bool) -> None:

@@ -236,6 +236,19 @@ def test_the_anchors_weight_ends_at_its_floor():
     assert weights == pytest.approx([0.5, 0.25, 0.125, 0.1, 0.1])
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"anchor_half_life": 100}, "there is no anchor; give anchor_coef"),
+        ({"anchor_floor": 0.1}, "there is no anchor; give anchor_coef"),
+        ({"anchor_coef": 0.01, "anchor_floor": 0.5}, "anchor_floor 0.5 is above anchor_coef 0.01"),
+    ],
+)
+def test_an_anchor_that_cannot_be_is_refused(given, line):
+    with pytest.raises(ValueError, match=line):
+        SACSettings(**given)
+
+
 def test_the_policys_rate_falls_along_a_cosine_where_asked():
     rates = {}
     for schedule in ("constant", "cosine"):

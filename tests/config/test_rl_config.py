@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, GRPOSettings, PPOSettings
+from deft.config.algorithm_settings import (
+    ALGORITHM_SETTINGS,
+    AlgorithmSettings,
+    GRPOSettings,
+    PPOSettings,
+    SACSettings,
+)
 from deft.config.loading import replace, setting_paths, to_dict, value_at
-from deft.config.rl_config import RLConfig
+from deft.config.rl_config import RLConfig, _paths
 from deft.config.settings import CurriculumConfig, RunConfig
 from deft.config.validation import Count, NonNegativeInt, Positive, setting_names, settings
 from deft.errors import InputError
@@ -62,11 +68,11 @@ OTHER_VALUES = {
     tuple: lambda value: (32,),
     dict: lambda value: {"size": 5},
 }
-OTHER_ALGORITHMS = {
-    *("buffer_size", "learning_starts", "tau"),
-    *("group_size", "groups_per_iteration", "max_resamples", "advantage", "normalize_std", "kl_coef"),
-    *("clip_range_high", "reference_update_interval", "ratio"),
-}  # settings that PPO has not
+REACHABLE = {
+    name: {path: {known for known, at in _paths(name).items() if at == path} for path in _paths(name).values()}
+    for name in ("ppo", "sac", "grpo")
+}
+OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in _paths("ppo")} | {"buffer_size"}
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
 CHOICES = {"device": "cpu", "inference": "actor"}
 
@@ -83,6 +89,22 @@ def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
     paths = [path for path in setting_paths(PPOSettings) if value_at(before, path) != value_at(after, path)]
     assert len(paths) == 1
     assert value_at(after, paths[0]) == (list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "sac", "grpo"])
+def test_every_setting_of_an_algorithm_has_a_flat_name(algorithm: str) -> None:
+    names = set(setting_names(RLConfig))
+    own = {path: known for path, known in REACHABLE[algorithm].items() if path.startswith("algorithm.cfg.")}
+    assert [path for path, known in own.items() if not known & names] == []
+
+
+def test_sac_takes_its_own_settings() -> None:
+    given = {"alpha": 0.2, "n_step": 3, "prior_data": "data", "learning_rate_schedule": "cosine", "anchor_coef": 0.1}
+    config = RLConfig(algorithm="sac", hidden_dim=32, **given).to_run_config()  # type: ignore[arg-type]
+    assert config.algorithm.cfg == SACSettings(**given)
+    assert config.policy.hidden_dim == 32
+    with pytest.raises(InputError, match="learning_rate_schedule: 'cosine' is not allowed"):
+        RLConfig(learning_rate_schedule="cosine").to_run_config()
 
 
 def test_a_curriculum_is_a_section_of_the_environment() -> None:

@@ -307,6 +307,21 @@ def test_a_policy_for_other_bounds_is_refused(tmp_path):
         SACTrainer(TwoStep(), policy=offline.policy, critics="iql", config=settings)
 
 
+def test_a_policy_that_does_not_fit_is_refused_in_one_line(tmp_path):
+    offline = iql(tmp_path)
+    settings = {"output_dir": str(tmp_path / "online"), **QUIET}
+    with pytest.raises(InputError, match=r"^policy: made for observations Box.*, the environment has Box.*\(4,\)"):
+        PPOTrainer(gymnasium.make("CartPole-v1"), policy=offline.policy, config=RLConfig(**settings))
+    discrete = gymnasium.wrappers.TransformAction(TwoStep(), lambda action: action, spaces.Discrete(2))
+    with pytest.raises(InputError, match=r"^policy: made for actions of 1 numbers, the environment takes Discrete"):
+        PPOTrainer(discrete, policy=offline.policy, config=RLConfig(**settings))
+    online = PPOTrainer(TwoStep(), config=RLConfig(**settings, eval_freq=0))
+    online.close()
+    other = RLConfig(algorithm="sac", output_dir=str(tmp_path / "sac"), **QUIET)
+    with pytest.raises(InputError, match=r"^policy: sac goes on with an actor .*; ActorCritic is of another kind$"):
+        SACTrainer(TwoStep(), policy=online.policy, config=other)
+
+
 def test_an_actor_critic_is_no_start_for_sac(tmp_path):
     settings = RLConfig(total_timesteps=64, rollout_steps=32, output_dir=str(tmp_path / "ppo"), eval_freq=0, **QUIET)
     online = PPOTrainer(TWO_STEP, config=settings)

@@ -327,6 +327,25 @@ def test_checkpoints_are_kept_by_number_and_the_best(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-256", "checkpoint-320"]
 
 
+@pytest.mark.parametrize("eval_freq", [10_000, 128])
+def test_the_end_can_be_the_best(tmp_path, eval_freq):
+    trainer = make_trainer(tmp_path, eval_freq=eval_freq, eval_episodes=2, eval_env=gymnasium.make("CartPole-v1"))
+    trainer.train(128, evaluates_last=True)
+    # Once, and no more where a periodic one fell on the last step.
+    assert [line["step"] for line in metrics(tmp_path) if line["type"] == "evaluation"] == [128]
+    assert (tmp_path / "best").resolve().name == "checkpoint-128"
+    assert trainer.last_evaluation[1]["mean_reward"] == trainer.best_reward
+
+
+def test_an_end_that_is_worse_is_not_the_best(tmp_path):
+    trainer = make_trainer(tmp_path, eval_freq=64, eval_episodes=2, eval_env=gymnasium.make("CartPole-v1"))
+    trainer.train(64)
+    trainer.best_reward = 1e9
+    trainer.train(96, evaluates_last=True)
+    assert [line["step"] for line in metrics(tmp_path) if line["type"] == "evaluation"] == [64, 96]
+    assert (tmp_path / "best").resolve().name == "checkpoint-64"
+
+
 def test_no_more_steps_than_asked_for(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.train(100)  # rollouts of 64: 64, then 36
