@@ -83,7 +83,12 @@ def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any]
     try:
         algorithm.adopt(state)
     except InputError as error:
-        raise InputError(f"{folder or 'critics'}: {error}; --no-keep-critics starts them anew") from error
+        settings, sizes = algorithm.settings, ", ".join(map(str, algorithm.policy.hidden_sizes))
+        raise InputError(
+            f"{folder or 'critics'}: its critics are of another shape than num_critics {settings.num_critics}, "
+            f"critic_layer_norm {str(settings.critic_layer_norm).lower()} and hidden layers of {sizes}; "
+            "give what that run had, or --no-keep-critics (keep_critics=False) to start them anew"
+        ) from error
 
 
 def checkpoint_folder(path: Path) -> Path | None:

@@ -209,6 +209,8 @@ class GetActionModel(nn.Module):
             first, second = self._ask(copies), self._ask(copies)
         if not first.requires_grad:
             self._refuse_without_gradient()
+        if not bool(first.isfinite().all()):
+            raise InputError(f"{self.name}.get_action returned actions that are not finite")
         if not torch.allclose(first, second, rtol=SAME_ACTION, atol=SAME_ACTION):
             raise InputError(
                 f"{self.name}.get_action(obs, deterministic=True) gives other actions when it is asked again; it must "
