@@ -20,9 +20,7 @@ from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.errors import InputError
 from deft.models.policy import Policy
 
-BATCH_SIZE = (
-    32  # small, since each row is seen but a few times: two passes teach as much as four of 64, in half the time
-)
+BATCH_SIZE = 32  # small, since each row is seen but a few times: two passes teach what four of 64 do, in half the time
 LAST_RATE = 0.1  # of the first step size, when training ends: what was learned last settles
 
 

@@ -31,6 +31,7 @@ from deft.training.run_folder import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)
+GOES_ON_WITH = "goes on with an actor of unit actions (iql, cql, td3-bc, sft or sac)"
 NOT_USED = "policy: its settings are those of the run that it comes from; the ones given are not used"
 
 
@@ -174,8 +175,7 @@ def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig
     if isinstance(config, ReplayRunConfig):
         if actor is None:
             raise InputError(
-                f"model_path: {config.algorithm.name} goes on with an actor of unit actions (iql, cql, td3-bc, sft or "
-                "sac); the policy of that run is of another kind"
+                f"model_path: {config.algorithm.name} {GOES_ON_WITH}; the policy of that run is of another kind"
             )
         if config.policy not in (OnlineActorConfig(), actor):
             log.warning(NOT_USED)

@@ -37,7 +37,7 @@ from deft.models.vla.policy import VLAPolicy
 from deft.training import checkpoint, sharding
 from deft.training.cluster.building import make_cluster_env
 from deft.training.compute import choose_device
-from deft.training.handover import adopt_critics, checkpoint_folder, take_over
+from deft.training.handover import GOES_ON_WITH, adopt_critics, checkpoint_folder, take_over
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run_folder import open_run_folder, place_run
@@ -51,13 +51,9 @@ EVALUATION_ENVS = 10  # copies that an evaluation plays at once
 def train(config: RunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_trainer(config)
-    evaluates = trainer.settings.eval_freq > 0
-
-    def evaluate() -> dict[str, Any]:
-        step, results = trainer.last_evaluation
-        return results if step == trainer.num_timesteps else trainer.evaluate()
-
-    return run_trainer(trainer, partial(trainer.train, evaluates_last=evaluates), evaluate if evaluates else None)
+    if not trainer.settings.eval_freq:
+        return run_trainer(trainer, trainer.train, None)
+    return run_trainer(trainer, partial(trainer.train, evaluates_last=True), lambda: trainer.last_evaluation)
 
 
 def run_trainer(
@@ -242,10 +238,7 @@ def _check_action_dim(config: RunConfig, env: VectorEnv) -> None:
 def _check_fits(policy: Policy, env: VectorEnv, algorithm: str) -> None:
     """Refuse a policy of another kind than the algorithm trains, or for other observations or actions."""
     if algorithm == SAC.name and not isinstance(policy, ContinuousActor):
-        raise InputError(
-            f"policy: {algorithm} goes on with an actor of unit actions (iql, cql, td3-bc, sft or sac); "
-            f"{type(policy).__name__} is of another kind"
-        )
+        raise InputError(f"policy: {algorithm} {GOES_ON_WITH}; {type(policy).__name__} is of another kind")
     encoder = getattr(policy, "encoder", None)
     if isinstance(encoder, ObservationEncoder) and encoder.space.shape != env.observation_space.shape:
         raise InputError(f"policy: made for observations {encoder.space}, the environment has {env.observation_space}")

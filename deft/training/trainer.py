@@ -118,10 +118,8 @@ class Trainer:
             algorithm.share(self.processes)
         self.num_timesteps = 0
         self.best_reward = -math.inf
-        self.last_evaluation: tuple[int, dict[str, Any]] = (
-            -1,
-            {},
-        )  # at how many steps, and what the first process found
+        self.last_evaluation: dict[str, Any] = {}  # what it found; empty in all processes but the first
+        self._evaluated_at = -1  # steps
         name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.run_dir = Path(output_dir) if output_dir is not None else Path("outputs") / name
         self.logging_config = logging_config or LoggingConfig()
@@ -450,11 +448,11 @@ class Trainer:
 
     def _evaluated_last(self, run_log: RunLogger) -> bool:
         """Evaluate, unless these weights have been; whether it is the best so far."""
-        return self.last_evaluation[0] != self.num_timesteps and self._evaluated(run_log)
+        return self._evaluated_at != self.num_timesteps and self._evaluated(run_log)
 
     def _evaluated(self, run_log: RunLogger, filming: bool = False) -> bool:
         """Evaluate in the first process, while the others wait; whether it is the best so far."""
-        self.last_evaluation = self.num_timesteps, {}
+        self._evaluated_at = self.num_timesteps
         improved = self._evaluate_now(run_log, filming) if self.processes.is_first else False
         return bool(self.processes.share(improved))
 
@@ -466,7 +464,7 @@ class Trainer:
         log.info("evaluation at %d steps: mean_reward %.4g ± %.3g", step, results["mean_reward"], results["std_reward"])
         improved = bool(results["mean_reward"] > self.best_reward)
         self.best_reward = max(self.best_reward, results["mean_reward"])
-        self.last_evaluation = step, results
+        self.last_evaluation = results
         return improved
 
     def _save_and_prune(self, best: bool) -> None:

@@ -334,7 +334,7 @@ def test_the_end_can_be_the_best(tmp_path, eval_freq):
     # Once, and no more where a periodic one fell on the last step.
     assert [line["step"] for line in metrics(tmp_path) if line["type"] == "evaluation"] == [128]
     assert (tmp_path / "best").resolve().name == "checkpoint-128"
-    assert trainer.last_evaluation[1]["mean_reward"] == trainer.best_reward
+    assert trainer.last_evaluation["mean_reward"] == trainer.best_reward
 
 
 def test_an_end_that_is_worse_is_not_the_best(tmp_path):
