@@ -17,10 +17,12 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.optimization import FusedAdam, descend
-from deft.algorithms.sharded_optimization import ShardedFusedAdam
+from deft.algorithms.sharded_optimization import ShardedFusedAdam, are_sharded
 from deft.config.algorithm_settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
-from deft.models.actor import ContinuousActor
+from deft.errors import InputError
+from deft.models.actor import ContinuousActor, Encoded
+from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ class IQL(OffPolicy):
 
     L_V = E |τ − 1(u < 0)| u²,   L_Q = E (r + γ V(s') − Q(s, a))²,   L_π = −E min(exp(β u), 100) log π(a | s).
 
-    The policy's weights may have the dataset's return from there on in place of Q̄ (`advantage`).
+    The policy's weights may have the dataset's return from there on in place of Q̄ (`advantage`). With `sight: start` a
+    copy of the policy stays as it was, and says what was seen when the data were played.
     """
 
     name = "iql"
@@ -38,6 +41,9 @@ class IQL(OffPolicy):
 
     def __init__(self, policy: ContinuousActor, settings: IQLSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or IQLSettings(), seed)
+        if self.settings.sight == "start" and are_sharded(policy.parameters()):
+            raise InputError("sight: 'start' is not for fsdp; train without one of the two")
+        self.start = frozen_copy(policy) if self.settings.sight == "start" else None
         own = self.settings.auxiliary_learning_rate
         self.auxiliary_optimizer = self._optimizer(iter(self._taught()), own) if own else None
 
@@ -55,8 +61,8 @@ class IQL(OffPolicy):
         return super()._policy_optimizers() + ([] if own is None else [(own, self.settings.auxiliary_learning_rate)])
 
     def _parts(self) -> dict[str, Any]:
-        own = {} if self.auxiliary_optimizer is None else {"auxiliary": self.auxiliary_optimizer}
-        return {**super()._parts(), **own}
+        own = {"auxiliary": self.auxiliary_optimizer, "start": self.start}
+        return {**super()._parts(), **{name: part for name, part in own.items() if part is not None}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; refuses what does not fit."""
@@ -66,6 +72,11 @@ class IQL(OffPolicy):
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from super()._critic_trains()
         yield from self.policy.value_parameters()
+
+    def _encode(self, observation: Any) -> Encoded:
+        if self.start is None:
+            return super()._encode(observation)
+        return self.policy.encode(observation, self.start.sight(observation))
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         settings, policy, critics = self.settings, self.policy, self.critics
@@ -100,6 +111,8 @@ class IQL(OffPolicy):
 
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Fit the normalisation, and scale the rewards by the range of the dataset's returns."""
+        if fresh and self.start is not None:
+            raise InputError("sight: 'start' is how the model that a run starts from sees: give one with model_path")
         super().prepare(dataset, sampler, fresh)
         if self.settings.advantage == "return":
             sampler.add_returns(self.settings.gamma)

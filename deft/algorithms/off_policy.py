@@ -173,11 +173,14 @@ class OffPolicy(ActorAlgorithm):
 
     # -- pieces of a step ----------------------------------------------------------------------------------------------
 
+    def _encode(self, observation: Any) -> Encoded:
+        return self.policy.encode(observation)
+
     def _read(self, batch: Mapping[Any, Any]) -> tuple[Encoded, Tensor, Encoded, Tensor, Tensor]:
         """State, unit action and next state; the reward, and γ where the episode goes on after it (else 0)."""
-        state = self.policy.encode(batch[schema.OBSERVATION])._replace(step_mask=batch.get(schema.STEP_MASK))
+        state = self._encode(batch[schema.OBSERVATION])._replace(step_mask=batch.get(schema.STEP_MASK))
         with torch.no_grad():
-            next_state = self.policy.encode(batch[schema.NEXT_OBSERVATION])
+            next_state = self._encode(batch[schema.NEXT_OBSERVATION])
             action = self.policy.to_unit(batch[schema.ACTION])
             reward, discount = batch[schema.NEXT_REWARD], batch.get(schema.DISCOUNT)
             if discount is None:

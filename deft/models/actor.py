@@ -75,9 +75,16 @@ class ContinuousActor(Policy):
         action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
         return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)
 
-    def encode(self, observation: Any) -> Encoded:
-        """The observation's features, differentiable."""
+    def encode(self, observation: Any, sight: Tensor | None = None) -> Encoded:
+        """The observation's features, differentiable; with another's `sight` of it in place of labels."""
         raise TypeError(type(self).__name__)
+
+    def sight(self, observation: Any) -> Tensor:
+        """What it sees of an observation, for the `encode` of another that knows better by now."""
+        raise InputError(
+            f"sight: {type(self).__name__} has none to keep; 'start' is for vla-tiny with a bottleneck, on a dataset "
+            "with labels of places"
+        )
 
     def asked(self, state: Encoded) -> Encoded:
         """The state with what the policy's network says of it, where that serves `sample` and `divergence` both."""
@@ -173,7 +180,7 @@ class Actor(ContinuousActor):
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
 
-    def encode(self, observation: Any) -> Encoded:
+    def encode(self, observation: Any, sight: Tensor | None = None) -> Encoded:
         """Features [members, B, F] of [B, …] (one member) or [members, B, …]."""
         features = self.encoder(observation)
         return Encoded(observation, features if features.ndim == 3 else features.unsqueeze(0))

@@ -75,13 +75,20 @@ class VLAActor(VLAPolicy, ContinuousActor):
         """Actions of the Box, or chunks […, K, A] of them, as unit actions, a chunk in one row […, K · A]."""
         return super().to_unit(action.flatten(-2) if self.chunk_length > 1 else action)
 
-    def encode(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Encoded:
+    def encode(self, observation: Mapping[str, Tensor] | TensorDictBase, sight: Tensor | None = None) -> Encoded:
         """The named streams, and the critics' features of them, [1, B, F]."""
         streams = _streams(observation)
         if not self.shares_trunk:
             return Encoded(streams, self.encoder(streams).unsqueeze(0))
-        trunk, besides = self.model.taught(streams) if self._is_taught else (self.model.features(streams), None)
+        trunk, besides = self.model.taught(streams, sight) if self._is_taught else (self.model.features(streams), None)
         return Encoded(streams, trunk.detach().unsqueeze(0), trunk, besides)
+
+    @torch.no_grad()
+    def sight(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
+        """What the model sees, for a later self that sees better."""
+        if not callable(getattr(self.model, "sight", None)):
+            return super().sight(observation)
+        return self.model.sight(_streams(observation))
 
     def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
         """By the model's own loss where it has one: in one pass, and the steps after an episode's end do not count."""

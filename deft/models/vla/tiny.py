@@ -6,6 +6,7 @@ there. One pass through the trunk gives features [B, F] on which the actions' he
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ FINE = (0.05, 0.015)  # metres in which the trunk behind a bottleneck reads a pl
 
 
 class WordEncoder(nn.Module):
-    """Text as bytes → [B, TEXT_DIM]: words by their hash, each read with its neighbours, gathered by learned queries.
+    """Words → [B, TEXT_DIM]: each by its hash, read with its neighbours, gathered by learned queries.
 
     Neighbours say the role: what follows "on the" is not what follows "put the". Any text can be read; a word that was
     never trained on is a vector that was never trained.
@@ -56,17 +57,15 @@ class WordEncoder(nn.Module):
         self.queries = nn.Parameter(torch.randn(4, TEXT_DIM) / math.sqrt(TEXT_DIM))
         self.out = nn.Sequential(nn.Linear(4 * TEXT_DIM, TEXT_DIM), nn.LayerNorm(TEXT_DIM))
 
-    def forward(self, text: Tensor) -> Tensor:
-        """uint8 [B, L] → [B, TEXT_DIM]; each different text is read once."""
-        different, which = torch.unique(text, dim=0, return_inverse=True)
-        ids = word_ids(different)
+    def forward(self, ids: Tensor) -> Tensor:
+        """Numbers of words, int64 [B, MAX_WORDS] → [B, TEXT_DIM]."""
         present = (ids > 0).unsqueeze(1)
         tokens = ((self.words(ids) + self.position).transpose(1, 2)) * present
         for layer in self.neighbours:
             tokens = (tokens + functional.relu(layer(tokens))) * present
         scores = (self.queries @ tokens).masked_fill(~present, -1e4)
-        gathered = scores.softmax(-1) @ tokens.transpose(1, 2)  # [U, 4, TEXT_DIM]
-        return self.out(gathered.flatten(1))[which]
+        gathered = scores.softmax(-1) @ tokens.transpose(1, 2)  # [B, 4, TEXT_DIM]
+        return self.out(gathered.flatten(1))
 
 
 def word_ids(text: Tensor) -> Tensor:
@@ -118,23 +117,39 @@ class CameraEncoder(nn.Module):
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         """uint8 pictures [B, 3, h, w] and texts [B, TEXT_DIM] → [B, out_dim]."""
-        cells = functional.relu(self.cells(functional.relu(self.pixels(self.cut(image)))))  # [B, cells, C]
+        pixels = functional.linear(self.cut(image), self._by_quarter(self.pixels.weight), self.pixels.bias)
+        cells = functional.relu(self.cells(functional.relu(pixels)))  # [B, cells, C]
         asked = self.words(text).view(len(text), WORD_QUERIES, CHANNELS)
         queries = torch.cat([self.queries.expand(len(text), -1, -1), asked], 1)
         # In this order, and with the queries laid out anew, many times as fast as queries @ cellsᵀ
         matches = (cells @ queries.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()  # [B, Q, cells]
         where = (SHARPNESS * matches).softmax(-1)
         places, looks = where @ self.grid, where @ self.look(cells)  # [B, Q, 2], [B, Q, LOOK_DIM]
-        # max rather than amax: its gradient is one cell, where amax compares all of them
-        return torch.cat([places.flatten(1), matches.max(-1).values, looks.flatten(1)], 1)
+        # amax is several times as fast; but its gradient compares all cells, where that of max is one of them
+        sure = matches.max(-1).values if matches.requires_grad else matches.amax(-1)
+        return torch.cat([places.flatten(1), sure, looks.flatten(1)], 1)
 
     def cut(self, image: Tensor) -> Tensor:
-        """The pixels that each cell sees, scaled to [-1, 1]: [B, cells, 3 (2 cell)²]; black beyond the border."""
-        left = self.cell // 2
-        padded = functional.pad(image, (left, self.cell - left, left, self.cell - left))
-        patches = padded.unfold(2, 2 * self.cell, self.cell).unfold(3, 2 * self.cell, self.cell)
-        cells = patches.permute(0, 2, 3, 1, 4, 5).reshape(len(image), len(self.grid), -1)
-        return torch.sub(cells, 127.5).to(self.pixels.weight.dtype).mul_(1 / 127.5)
+        """The pixels that each cell sees, scaled to [-1, 1]: [B, cells, 3 (2 cell)²]; black beyond the border.
+
+        A patch is four squares of cell² pixels, which it shares with its neighbours: pixels are sorted into squares
+        once, and a patch is put together from four of them. They come square by square, then by channel.
+        """
+        cell, side = self.cell, image.shape[-1] // self.cell + 1
+        left = cell // 2
+        padded = functional.pad(image, (left, cell - left, left, cell - left)).view(-1, 3, side, cell, side, cell)
+        squares = self.pixels.weight.new_empty(len(image), side, side, 3, cell, cell)
+        for channel, row in itertools.product(range(3), range(cell)):  # three times as fast as all of it in one
+            squares[..., channel, row, :] = padded[:, channel, :, row]
+        squares = squares.flatten(3).sub_(127.5).mul_(1 / 127.5)
+        upper, lower = squares[:, :-1], squares[:, 1:]
+        patches = [upper[:, :, :-1], upper[:, :, 1:], lower[:, :, :-1], lower[:, :, 1:]]
+        return torch.cat(patches, -1).flatten(1, 2)
+
+    def _by_quarter(self, weight: Tensor) -> Tensor:
+        """Weights of a patch's pixels, by channel, row and column, in the order of `cut`."""
+        parts = weight.view(-1, 3, 2, self.cell, 2, self.cell)
+        return parts.permute(0, 2, 4, 1, 3, 5).reshape(weight.shape)
 
 
 class TinyVLAModel(ScoredInParts, nn.Module):
@@ -332,8 +347,10 @@ class TinyVLAModel(ScoredInParts, nn.Module):
             if self.instruction_key is None:
                 text = names = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
             else:
-                words = self._text(observations, self.instruction_key)
-                text, names = self.text(words), self.names(words)
+                texts = self._text(observations, self.instruction_key)
+                different, which = torch.unique(texts, dim=0, return_inverse=True)  # each of them is read once
+                words = word_ids(different)
+                text, names = self.text(words)[which], self.names(words)[which]
             parts = [camera(image, names) for camera, image in zip(self.cameras, images, strict=True)]
             if self.proprio_key is not None:
                 proprio = self._vectors(observations, self.proprio_key, self.proprio_dim, "proprio_dim")
@@ -375,18 +392,29 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
         return loss if besides is None else loss + besides
 
-    def taught(self, observations: TensorDictBase) -> tuple[Tensor, Tensor | None]:
+    def taught(self, observations: TensorDictBase, sight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The features that learning from a dataset stands on, [B, F], and where there are labels, their loss [B].
 
         Behind a bottleneck the trunk learns what to do from the labels themselves, a little blurred: what a dataset
-        teaches of acting is then not spoilt by how little it teaches of seeing.
+        teaches of acting is then not spoilt by how little it teaches of seeing. Or from the `sight` [B, FOUND_DIM] of
+        who acted: what it did about a thing that it saw elsewhere says nothing of how to go about the true place.
         """
         if self.places_key is None:
             return self.features(observations), None
         seen = self.see(observations)
         found = self.found(seen)
-        features = self.think(seen, self._told(observations, found) if self.bottleneck else found)
-        return features, self.auxiliary_loss(observations, found)
+        if sight is None:
+            sight = self._told(observations, found) if self.bottleneck else found
+        return self.think(seen, sight), self.auxiliary_loss(observations, found)
+
+    def sight(self, observations: TensorDictBase) -> Tensor:
+        """Where it finds things, [B, FOUND_DIM]: all that the trunk behind a bottleneck knows of the pictures."""
+        if not self.bottleneck or self.places_key is None:
+            raise InputError(
+                "sight: 'start' is for a model with a bottleneck (--vla-model-config bottleneck=8) on a dataset with "
+                "labels of places (--env-kwargs observation=labelled)"
+            )
+        return self.found(self.see(observations))
 
     def auxiliary_loss(self, observations: TensorDictBase, found: Tensor | None = None) -> Tensor:
         """How far the places that the labels tell are missed, in deviations of them, times PLACES_WEIGHT: [B].

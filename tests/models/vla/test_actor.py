@@ -444,6 +444,48 @@ def test_iql_may_teach_seeing_faster_than_acting():
         without.load_state_dict(algorithm.state_dict())
 
 
+def test_iql_clones_what_its_start_did_about_what_that_saw():
+    """Its own episodes teach how to go about what it saw there, however much better it sees by now."""
+    model = tiny(bottleneck=2, places_key="places", places_dim=2)
+    actor, batch = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
+        batch[key] = {**batch[key], "places": torch.rand(5, 2)}
+    algorithm = IQL(actor, IQLSettings(temperature=0.0, sight="start"))  # every weight is 1
+    observations = TensorDict(batch[schema.OBSERVATION], [5])
+    chunks = batch[schema.ACTION], batch[schema.STEP_MASK]
+    with torch.no_grad():
+        expected = model.imitation_loss(observations, *chunks, features=model.features(observations)).mean()
+        model.found[-1].bias += 1.0  # now it sees otherwise
+        otherwise = model.imitation_loss(observations, *chunks, features=model.features(observations)).mean()
+    assert not torch.isclose(otherwise, expected)
+    twin = IQL(copy.deepcopy(actor), algorithm.settings)  # started from these eyes, until it goes on from the other
+    saved = copy.deepcopy(algorithm.state_dict())
+    metrics = algorithm.step(batch)
+    torch.testing.assert_close(metrics["policy_loss"], expected)
+    assert metrics["auxiliary_loss"] > 0  # and the labels teach it to see, as ever
+    twin.load_state_dict(saved)
+    assert torch.equal(twin.step(batch)["policy_loss"], metrics["policy_loss"])
+    assert all(map(torch.equal, actor.parameters(), twin.policy.parameters()))
+    with pytest.raises(InputError, match="the checkpoint has no start"):
+        twin.load_state_dict(IQL(actor, IQLSettings()).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (tiny(places_key="places", places_dim=2), "for a model with a bottleneck"),
+        (tiny(bottleneck=8), "on a dataset with labels of places"),
+        (Known(), "VLAActor has none to keep; 'start' is for vla-tiny"),
+    ],
+)
+def test_who_has_no_sight_of_its_own_is_told_so(model, reason):
+    actor, batch = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    with pytest.raises(InputError, match=reason):
+        IQL(actor, IQLSettings(sight="start")).step(batch)
+    with pytest.raises(InputError, match="give one with model_path"):
+        IQL(actor, IQLSettings(sight="start")).prepare(None, None, fresh=True)
+
+
 def test_sft_on_chunks_is_the_models_own_loss():
     actor, batch = VLAActor(tiny(), OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     with torch.no_grad():

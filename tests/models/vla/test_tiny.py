@@ -13,7 +13,7 @@ from deft.errors import InputError
 from deft.models.vla.heads import ROUNDING
 from deft.models.vla.loading import load_vla_model
 from deft.models.vla.policy import VLAPolicy
-from deft.models.vla.tiny import HEADS, PLACES_WEIGHT, TinyVLAModel, word_ids
+from deft.models.vla.tiny import HEADS, PLACES_WEIGHT, CameraEncoder, TinyVLAModel, word_ids
 
 SIZE, LENGTH = 16, 32
 
@@ -229,18 +229,26 @@ def test_without_proprioception_and_words():
     assert model(scenes().select("rgb")).shape == (5, 3, 2)
 
 
-@pytest.mark.parametrize("cell", [1, 2, 4])
-def test_a_cell_sees_a_patch_twice_as_wide_around_it(cell):
-    camera = tiny(cell=cell).cameras[0]
-    image = torch.randint(0, 256, (2, 3, SIZE, SIZE), dtype=torch.uint8)
-    cells = camera.cut(image).unflatten(1, (SIZE // cell, SIZE // cell))
-    row, column = 1, 2  # its patch begins half a cell above and left of it
-    top, left = row * cell - cell // 2, column * cell - cell // 2
-    patch = image[:, :, top : top + 2 * cell, left : left + 2 * cell].float() / 127.5 - 1
-    torch.testing.assert_close(cells[:, row, column], patch.flatten(1))
-    corner = cells[:, 0, 0].unflatten(1, (3, 2 * cell, 2 * cell))
-    torch.testing.assert_close(corner[:, :, cell // 2, cell // 2], image[:, :, 0, 0].float() / 127.5 - 1)
-    assert bool((corner[:, :, : cell // 2] == -1).all())  # black beyond the border
+@pytest.mark.parametrize(("size", "cell"), [(16, 1), (16, 2), (32, 4), (16, 8), (32, 16)])
+def test_a_cell_sees_a_patch_twice_its_width_around_it(size, cell):
+    """What a convolution would see: kernels of 2 cell pixels, `cell` apart, over a picture with a black border."""
+    torch.manual_seed(0)
+    camera = CameraEncoder(size, cell)
+    image = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8)
+    left = cell // 2
+    border = functional.pad(image / 127.5 - 1, (left, cell - left, left, cell - left), value=-1.0)
+    kernels = camera.pixels.weight.view(-1, 3, 2 * cell, 2 * cell)
+    expected = functional.conv2d(border, kernels, stride=cell).flatten(2).transpose(1, 2)
+    seen = functional.linear(camera.cut(image), camera._by_quarter(camera.pixels.weight))
+    torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_camera_sees_the_same_with_and_without_a_gradient():
+    torch.manual_seed(0)
+    camera, image, names = CameraEncoder(16, 2), scenes()["rgb"], torch.randn(5, 64)
+    with torch.no_grad():
+        without = camera(image, names)
+    assert torch.equal(camera(image, names), without)
 
 
 def test_it_learns_to_look_for_what_is_named():
