@@ -18,6 +18,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 TASKS = ("reach", "pick", "push", "place")
+UNSEEN = {"success_rate": float("nan")}  # of a task that a few episodes did not draw
 NAMES = {"sft": "SFT", "iql": "IQL", "grpo": "GRPO", "ppo": "PPO", "ppo_iql": "PPO from IQL"}
 COLOURS = {"sft": "#9aa0a6", "iql": "#e8a33d", "grpo": "#4a9d6f", "ppo": "#2f6db5", "ppo_iql": "#b5482f"}
 
@@ -29,9 +30,10 @@ def by_task(axes: Any, seeds: list[dict[str, Any]]) -> None:
     for index, name in enumerate(shown):
         place = POLICIES.index(name)
         found = [list(column.values())[place] for column in columns]
-        rows = [[one["success_rate"], *(one["tasks"][task]["success_rate"] for task in TASKS)] for one in found]
-        x, values = np.arange(5) + 0.2 * (index - 1.5), 100 * np.array(rows)
-        axes.bar(x, values.mean(0), 0.18, color=COLOURS[name], label=NAMES[name])
+        rows = [[one, *(one["tasks"].get(task, UNSEEN) for task in TASKS)] for one in found]
+        values = np.array([[100 * cell["success_rate"] for cell in row] for row in rows])
+        x = np.arange(5) + 0.2 * (index - 1.5)
+        axes.bar(x, np.nan_to_num(np.nanmean(values, axis=0)), 0.18, color=COLOURS[name], label=NAMES[name])
         axes.plot(np.tile(x, (len(values), 1)), values, ".", color="black", markersize=3)
     axes.set_xticks(range(5), ["all", *TASKS])
     axes.set(ylabel="success in %", ylim=(0, 105), title=f"new scenes, mean of {len(seeds)} seeds")
@@ -53,7 +55,7 @@ def on_the_way(axes: Any, seeds: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="?", default=Path("outputs/headline/results.json"))
     parser.add_argument("--out", type=Path, default=Path("headline.png"))
     arguments = parser.parse_args()
     seeds = list(json.loads(arguments.results.read_text())["seeds"].values())

@@ -67,6 +67,12 @@ class IQL(OffPolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; refuses what does not fit."""
         check_resumed(self.auxiliary_optimizer, state)
+        was = "start" if "start" in state else "labels"
+        if was != self.settings.sight:
+            raise InputError(
+                f"sight was '{was}' in this run and is '{self.settings.sight}' now: leave it as it was, or start a new "
+                "run with --model_path"
+            )
         super().load_state_dict(state)
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:

@@ -128,7 +128,8 @@ def default_of(cls: type, name: str) -> Any:
 def _description(cls: type, name: str) -> str:
     """The docstring under a setting; pydantic keeps it in the class that defines the setting, not in its children."""
     fields = (getattr(base, "__pydantic_fields__", {}).get(name) for base in cls.__mro__)
-    return next((field.description for field in fields if field is not None and field.description), "")
+    found = next((field.description for field in fields if field is not None and field.description), "")
+    return " ".join(found.split())
 
 
 def _sections(cls: type, algorithm_class: type[AlgorithmSettings], prefix: str = "") -> Iterator[tuple[str, type]]:

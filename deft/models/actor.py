@@ -82,8 +82,8 @@ class ContinuousActor(Policy):
     def sight(self, observation: Any) -> Tensor:
         """What it sees of an observation, for the `encode` of another that knows better by now."""
         raise InputError(
-            f"sight: {type(self).__name__} has none to keep; 'start' is for vla-tiny with a bottleneck, on a dataset "
-            "with labels of places"
+            "sight: 'start' is for vla-tiny with a bottleneck, on a dataset with labels of places; this policy is "
+            "another one"
         )
 
     def asked(self, state: Encoded) -> Encoded:

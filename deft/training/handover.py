@@ -54,11 +54,12 @@ def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None)
     """A run on a dataset that goes on with a VLA model of another run: the model is named there.
 
     What the config itself says of the policy holds over that. Any other policy is named by the config alone, whose
-    defaults are those of the run that it starts from.
+    defaults are those of the run that it starts from. A run that is resumed has taken it over already: its own folder
+    says what.
     """
-    if config.model_path is None or resume_from is not None:
+    if config.model_path is None:
         return config
-    source = _config_beside(Path(config.model_path))
+    source = _config_beside(resume_from or Path(config.model_path))
     if source is None:
         return config
     if config.policy.vla_config is not None:

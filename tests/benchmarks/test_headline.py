@@ -36,7 +36,7 @@ def result(headline, train, held_out=None, shuffled=0.5, ppo=((0, 0.5), (100, 0.
         name: {policy: {"success_rate": rate} for policy, rate in zip(headline.POLICIES, rates, strict=True)}
         for name, rates in zip(headline.COLUMNS, (train, held_out or train, [shuffled] * 5), strict=True)
     }
-    taken = {name: {"seconds": 600} for name in ("ppo", "grpo", "iql", "sft")} | {"compare": {"columns": columns}}
+    taken = {name: {"seconds": 600} for name in headline.POLICIES} | {"compare": {"columns": columns}}
     return {"taken": taken, "curves": {"ppo": ppo, "ppo_iql": ppo_iql}}
 
 
@@ -45,14 +45,16 @@ def test_bars_hold_for_the_mean_over_seeds(headline):
     seeds = {0: result(headline, [0.4, 0.90, 0.82, 0.55, 0.9]), 1: result(headline, [0.6, 0.94, 0.90, 0.67, 0.94])}
     judged = headline.bars(seeds, minutes=60)
     assert all(met for _, _, met in judged)
+    # To 75, 80, 85 and 90 % PPO takes 62.5, 75, 87.5 and 100 steps on the line from 50 to 90 %; from IQL it takes 25,
+    # 33.3, 41.7 and 50 on the one from 60 to 90 % in half as many
     assert [found for _, found, _ in judged] == [
-        "50.0 %", "92.0 %", "86.0 %", "10.0 at most", "+11.0", "0.50", "50.0 %", "+42.0",
+        "50.0 %", "92.0 %", "86.0 %", "10.0 at most", "+11.0", "0.40", "0.44", "0.48", "0.50", "50.0 %", "+42.0",
     ]  # fmt: skip
 
 
 def test_a_bar_that_is_missed_is_said_to_be(headline):
-    # SFT too good already, PPO and GRPO too bad; IQL + 5; held-out + 10; words that do not matter; PPO from IQL never
-    # comes to 95 % of PPO's best, 0.95 · 0.9
+    # SFT too good already, PPO and GRPO too bad; IQL + 5; held-out + 10; words that do not matter; PPO from IQL as slow
+    # as PPO (60, 80 and 100 steps to 75, 80 and 85 %), and never at 90 %
     seeds = {0: result(headline, [0.7, 0.8, 0.8, 0.75, 0.8], shuffled=0.9, ppo_iql=((0, 0.6), (100, 0.85)))}
     judged = {name: met for name, _, met in headline.bars(seeds, minutes=5)}
     assert not any(judged.values())

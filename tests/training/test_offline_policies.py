@@ -382,6 +382,18 @@ def test_a_policy_setting_beside_a_model_path_holds_over_the_model_s(tmp_path):
     assert (policy.hidden_dim, policy.num_layers) == (48, 3)
 
 
+def test_a_run_that_goes_on_by_the_same_command_has_the_model_that_it_took_over(tmp_path):
+    """Also where the run that it started from is gone: `--auto_resume` finds the model in the run's own folder."""
+    model = {"name": "vla", "vla_config": {"model_class": "vla-tiny", "model_config": {"bottleneck": 8}}}
+    run, data = tmp_path / "run", str(tmp_path / "data-v0")
+    (run / "checkpoint-5").mkdir(parents=True)
+    write_config(resolve({"algorithm": "iql", "dataset": data, "policy": model}), run / "config.yaml")
+    config = resolve({"algorithm": "iql", "dataset": data, "model_path": str(tmp_path / "gone")})
+    policy = take_over_offline(config, run / "checkpoint-5").policy
+    assert policy.vla_config is not None
+    assert policy.vla_config.model_config == {"bottleneck": 8}
+
+
 @pytest.mark.parametrize("algorithm", ["iql", "ppo"])
 def test_a_model_is_built_as_in_its_run_but_for_what_is_said_of_it(tmp_path, algorithm):
     def section(name: str, **model_config: Any) -> dict[str, Any]:

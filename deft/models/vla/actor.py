@@ -57,7 +57,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
         super().__init__(model, int(shape[-1]) if shape else None, shape[0] if len(shape) == 2 else 1)
         self.set_box(action_space)
         self.hidden_sizes = (config.hidden_dim,) * config.num_layers
-        self.shares_trunk = all(callable(getattr(model, name, None)) for name in ("features", "value_of"))
+        self.shares_trunk = shares_trunk(model)
         if self.shares_trunk:
             self.feature_dim = int(self.model.feature_dim)
         else:
@@ -80,7 +80,8 @@ class VLAActor(VLAPolicy, ContinuousActor):
         streams = _streams(observation)
         if not self.shares_trunk:
             return Encoded(streams, self.encoder(streams).unsqueeze(0))
-        trunk, besides = self.model.taught(streams, sight) if self._is_taught else (self.model.features(streams), None)
+        known = () if sight is None else (sight,)
+        trunk, besides = self.model.taught(streams, *known) if self._is_taught else (self.model.features(streams), None)
         return Encoded(streams, trunk.detach().unsqueeze(0), trunk, besides)
 
     @torch.no_grad()
@@ -227,6 +228,11 @@ class VLAActor(VLAPolicy, ContinuousActor):
         return logs.sum() if mask is None else (logs * mask).sum(-1)
 
 
+def shares_trunk(model: nn.Module) -> bool:
+    """Whether a model offers its trunk to critics and V: then its value is V."""
+    return all(callable(getattr(model, name, None)) for name in ("features", "value_of"))
+
+
 def make_vla_actor(
     config: ActorConfig,
     observation_space: gymnasium.Space,
@@ -291,11 +297,12 @@ def weights_of_the_other_kind(
             f"{source}: a model trained offline gives actions in [-1, 1], one trained online those of the environment, "
             "and here they differ: train in an environment with actions in [-1, 1] (gymnasium.wrappers.RescaleAction)"
         )
-    logger.warning(
-        "%s: the model is taken over; %s",
-        source,
-        "the critics' encoder and V start anew" if to_actor else "its value is not: offline, V is learned beside it",
-    )
+    if shares_trunk(policy.model):
+        logger.info("%s: the model is taken over, and its value with it", source)
+    elif to_actor:
+        logger.warning("%s: the model is taken over; the critics' encoder and V start anew", source)
+    else:
+        logger.warning("%s: the model is taken over; its value is not: offline, V was learned beside it", source)
     own = policy.state_dict()
     return {name: value for name, value in own.items() if not name.startswith("model.")} | model
 

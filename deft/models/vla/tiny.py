@@ -409,10 +409,14 @@ class TinyVLAModel(ScoredInParts, nn.Module):
 
     def sight(self, observations: TensorDictBase) -> Tensor:
         """Where it finds things, [B, FOUND_DIM]: all that the trunk behind a bottleneck knows of the pictures."""
-        if not self.bottleneck or self.places_key is None:
+        if self.places_key is None:
             raise InputError(
-                "sight: 'start' is for a model with a bottleneck (--vla-model-config bottleneck=8) on a dataset with "
-                "labels of places (--env-kwargs observation=labelled)"
+                "sight: 'start' is in place of labels, and the dataset has none: record it with "
+                "--env-kwargs observation=labelled, or leave sight as it is"
+            )
+        if not self.bottleneck:
+            raise InputError(
+                "sight: 'start' is for a model with a bottleneck: train it with --vla-model-config bottleneck=8"
             )
         return self.found(self.see(observations))
 

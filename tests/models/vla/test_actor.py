@@ -466,16 +466,18 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
     twin.load_state_dict(saved)
     assert torch.equal(twin.step(batch)["policy_loss"], metrics["policy_loss"])
     assert all(map(torch.equal, actor.parameters(), twin.policy.parameters()))
-    with pytest.raises(InputError, match="the checkpoint has no start"):
-        twin.load_state_dict(IQL(actor, IQLSettings()).state_dict())
+    plain = IQL(actor, IQLSettings())
+    for one, other, was, now in ((twin, plain, "labels", "start"), (plain, twin, "start", "labels")):
+        with pytest.raises(InputError, match=f"sight was '{was}' in this run and is '{now}' now"):
+            one.load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (tiny(places_key="places", places_dim=2), "for a model with a bottleneck"),
-        (tiny(bottleneck=8), "on a dataset with labels of places"),
-        (Known(), "VLAActor has none to keep; 'start' is for vla-tiny"),
+        (tiny(places_key="places", places_dim=2), "is for a model with a bottleneck"),
+        (tiny(bottleneck=8), "in place of labels, and the dataset has none"),
+        (Known(), "is for vla-tiny .* this policy is another one"),
     ],
 )
 def test_who_has_no_sight_of_its_own_is_told_so(model, reason):
