@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, print_machine, print_table, read_metrics, worker_environment
+from common import last_checkpoint, machine, print_machine, print_table, read_metrics, worker_environment
 
 # The places of things are recorded as labels: SFT teaches the model to tell them, and what acts online goes on with it,
 # while the reward trains what stands on them. What is compared in the end does without.
@@ -169,7 +169,7 @@ class Bench:
         taken["ppo_iql"] = self.train(seed, "ppo_iql", "ppo", *from_iql, *PPO, *WARM_IQL, *tuned)
         taken |= {name: run.result() for name, run in runs.items()}
         compared = ["--episodes", given.episodes, "--shuffle_instructions", *UNLABELLED, "--device", given.device]
-        last = [max((folder / name).glob("checkpoint-*"), key=number) for name in POLICIES]
+        last = [last_checkpoint(folder / name) for name in POLICIES]
         taken["compare"] = self.step(seed, "compare", "compare", *last, *compared, "--out", folder / "comparison")
         return {"taken": taken, "curves": {name: curve(folder / name) for name in ("ppo", "grpo", "ppo_iql")}}
 
@@ -177,11 +177,6 @@ class Bench:
 def curve(folder: Path) -> list[list[float]]:
     """Env steps and success of a run's evaluations, from the one before its first update on."""
     return [[line["step"], line["success_rate"]] for line in read_metrics(folder, "evaluation")]
-
-
-def number(checkpoint: Path) -> int:
-    """The steps after which it was saved."""
-    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def steps_to(points: Sequence[Sequence[float]], wanted: float) -> float | None:
