@@ -13,7 +13,8 @@ side collapse? Seeds run side by side in processes of their own; a run that was 
 `--comparison-only` the two world models are compared, and that is all.
 
 What is known of a seed is in RESULTS/seed-N/results.json as soon as it is, with its page report.html; all of it in
-RESULTS/results.json. `--tables` prints what is there. Other flags are settings of `deft train all`.
+RESULTS/results.json. `--tables` prints what is there, `--again` measures the world models once more, all in the
+same new scenes. Other flags are settings of `deft train all`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from deft.evaluation.world_model import HORIZON, coded_batches
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
-from deft.training.compute import choose_device
+from deft.training.compute import choose_device, set_precision
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
 from deft.training.phases.exploration import Exploration, ProcessExplorer
@@ -85,6 +86,11 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--job", default="seed", choices=("seed", "random", "noise"), help=argparse.SUPPRESS)
     parser.add_argument("--tables", action="store_true", help="print what is known, and train nothing")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="measure the world models once more, all in the same new scenes",
+    )
     arguments, flags = parser.parse_known_args()
     arguments.teacher = arguments.teacher or str(default_teacher())
     if arguments.worker is not None:
@@ -104,6 +110,9 @@ def main() -> None:
         files = {seed: root / "results.json" for seed, root in roots.items()}
         known = {seed: json.loads(path.read_text()) for seed, path in files.items() if path.is_file()}
         summarize(known, arguments.results)
+        return
+    if arguments.again:
+        measure_again(roots, arguments, flags)
         return
     workers = {seed: _start(seed, root, "seed", arguments.threads) for seed, root in roots.items()}
     found, failed = {}, {}
@@ -232,6 +241,31 @@ def held_out_losses(policies: dict[str, F1Policy], held_out: list[RobotEpisode])
     return found
 
 
+def measure_again(roots: dict[int, Path], arguments: argparse.Namespace, flags: list[str]) -> None:
+    """The world models of all seeds in the same scenes, more of them or others: RESULTS/again.json, and a table."""
+    config, where = seed_config(next(iter(roots)), arguments, flags), choose_device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    teacher = load_teacher(config, where).eval()
+    held_out = held_out_episodes(config, teacher, arguments.episodes, arguments.evaluation_seed)
+    start = held_out_losses({"teacher": teacher}, held_out)
+    found: dict[int, dict[str, Any]] = {}
+    lines, gains = [], []
+    for seed, root in roots.items():
+        policies = {"random": _load(root / "random", where), "game": _load(root / "adversarial", where)}
+        found[seed] = {"held_out": {**start, **held_out_losses(policies, held_out)}}
+        write_json(found, arguments.results / "again.json")
+        gains.append(scene_gains(found[seed]))
+        lines.append([seed, *(f"{found[seed]['held_out'][key]['mean']:.4f}" for key in NAMES), *_gains(gains[-1])])
+    lines.append(["mean", *["–"] * len(NAMES), *_gains(np.mean(gains, 0))])
+    print_table(["seed", *NAMES.values(), "lower by", "scripted scenes", "random scenes"], lines)
+
+
+def _gains(scenes: np.ndarray) -> list[str]:
+    """Mean and standard error over all scenes, the scripted and the random ones, which come first."""
+    half = len(scenes) - len(scenes) // 2
+    return ["{:+.4f} ± {:.4f}".format(*_mean_and_error(part)) for part in (scenes, scenes[half:], scenes[:half])]
+
+
 # -- phase 1, in step with the game ----------------------------------------------------------------------------------
 
 
@@ -266,8 +300,8 @@ class TeacherInStep(TeacherTrainer):
 
     def __init__(self, config: PhaseConfig) -> None:
         super().__init__(config)
-        if self.device.type == "cuda" and config.training.precision == "auto":
-            torch.set_float32_matmul_precision("highest")  # as in the game
+        if config.training.precision == "auto":
+            set_precision(self.device, "float32")  # as in the game
         self._parent = os.getppid()
 
     @property
@@ -412,11 +446,13 @@ def comparison(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def gain(one: dict[str, Any]) -> tuple[float, float]:
-    """By how much the game's world model is better than phase 1's, a scene, and the standard error of that."""
-    pairs = zip(one["held_out"]["random"]["episodes"], one["held_out"]["game"]["episodes"], strict=True)
-    found = np.array([random - game for random, game in pairs])
-    return float(found.mean()), float(found.std(ddof=1) / len(found) ** 0.5)
+def scene_gains(one: dict[str, Any]) -> np.ndarray:
+    """By how much the game's world model is better than phase 1's, in each scene."""
+    return np.subtract(*(one["held_out"][key]["episodes"] for key in ("random", "game")))
+
+
+def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def student_bars(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -438,7 +474,7 @@ def summarize(found: dict[int, dict[str, Any]], folder: Path) -> None:
     for seed, one in found.items():
         line = [seed, *(f"{one['held_out'][key]['mean']:.4f}" for key in NAMES if key in one.get("held_out", {}))]
         if "random" in one.get("held_out", {}):
-            gains.append(gain(one))
+            gains.append(_mean_and_error(scene_gains(one)))
             line += ["{:+.4f} ± {:.4f}".format(*gains[-1]), *(str(one["updates"][key]) for key in ("random", "game"))]
         lines.append([*line, *["–"] * (7 - len(line))])
     print()

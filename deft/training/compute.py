@@ -48,9 +48,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def set_precision(device: torch.device, precision: str) -> None:
-    """Let a GPU's float32 products round their inputs, where `precision` is tf32; else compute them exactly."""
+    """Let a GPU's float32 products and convolutions round their inputs, where `precision` is tf32; else none do."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"  # by default it is on
 
 
 @contextlib.contextmanager

@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from deft.training.compute import set_precision
+
 LARGE_MODEL = 20_000_000  # weights from which a GPU's bfloat16 outweighs the conversions
 _CPU_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86's and ARM's
 
 
 def choose_precision(name: str, device: torch.device, policy: nn.Module | None = None) -> torch.dtype | None:
     """The type for autocast, or None where weights are used as they are; sets how a GPU multiplies float32."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
+    set_precision(device, "float32" if name == "float32" else "tf32")
     if name != "auto":
         return torch.bfloat16 if name == "bfloat16" else None
     if device.type == "cuda":

@@ -99,3 +99,13 @@ def test_phase_1_gets_as_many_new_episodes_as_the_game_trains_on(benchmark, tmp_
     assert benchmark.new_episodes(config) == 8 + 3  # two rounds of four copies
     config.adversarial.random_share = 1.0
     assert benchmark.new_episodes(config) == 3  # the explorer's are not trained on
+
+
+def test_gains_are_of_all_scenes_and_of_each_half(benchmark):
+    """Random scenes come first: there the game is 1 and 0 lower, in the scripted ones 2 and 4.
+
+    All: mean 1.75, deviations −0.75, −1.75, 0.25, 2.25, so √(8.75 / 3 / 4) = 0.8539. A half: the difference over 2.
+    """
+    held_out = {"random": {"episodes": [3.0, 2.0, 5.0, 6.0]}, "game": {"episodes": [2.0, 2.0, 3.0, 2.0]}}
+    scenes = benchmark.scene_gains({"held_out": held_out})
+    assert benchmark._gains(scenes) == ["+1.7500 ± 0.8539", "+3.0000 ± 1.0000", "+0.5000 ± 0.5000"]

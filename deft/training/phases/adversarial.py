@@ -28,6 +28,7 @@ from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
+from deft.training.compute import set_precision
 from deft.training.phases.base import MODEL_FILE, Metrics
 from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
@@ -74,8 +75,8 @@ class AdversarialTrainer(WorldModelTrainer):
             raise InputError("replay_share, random_share: together at most 1; what they leave of a batch is new")
         config.training.learning_rate = config.adversarial.wm_lr
         super().__init__(config, policy)
-        if self.device.type == "cuda" and config.training.precision == "auto":
-            torch.set_float32_matmul_precision("highest")  # for the explorer's ratios, as in phase 2
+        if config.training.precision == "auto":
+            set_precision(self.device, "float32")  # for the explorer's ratios, as in phase 2
         game, training = config.adversarial, config.training
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)

@@ -33,6 +33,7 @@ from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.lora import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
+from deft.training.compute import set_precision
 from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.rewards import Measures, StudentReward
@@ -68,9 +69,9 @@ class StudentTrainer(BaseRLTrainer):
         self.rollouts: ExplorerRollouts
         self._given_teacher = teacher
         super().__init__(config)
-        if self.device.type == "cuda" and config.training.precision == "auto":
+        if config.training.precision == "auto":
             # Ratios of 1 need products that do not depend on the batch's shape beyond float32's own rounding.
-            torch.set_float32_matmul_precision("highest")
+            set_precision(self.device, "float32")
         settings = config.student.explorer
         self.reward = StudentReward(config.student.rewards, self.processes.merge_statistics)
         self.ppo = ExplorerPPO.of_run(self.explorer, settings, config.training.seed, self.processes)
