@@ -450,7 +450,7 @@ class _ProgressDisplay:
         (first_time, first_step), (last_time, last_step) = self._samples[0], self._samples[-1]
         rate = (last_step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
         left = _clock((self._total - step) / rate) if rate > 0 else "-:--:--"
-        parts = [f"{step:,} {self._unit}", f"{rate:,.0f} {self._unit}/s", f"{left} left"]
+        parts = [f"{step:,} {self._unit}", f"{_rate(rate)} {self._unit}/s", f"{left} left"]
         if mean_reward is not None:
             parts.append(f"mean_reward {mean_reward:.4g}")
         parts += [f"{name} {value:.4g}" for name, value in shown.items()]
@@ -485,6 +485,10 @@ def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], N
         finally:
             display.finish(None)
             display.close()
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"  # an episode may take seconds
 
 
 def _clock(seconds: float) -> str:

@@ -310,6 +310,11 @@ def test_progress_lines_off_a_terminal(
     ]
 
 
+@pytest.mark.parametrize(("rate", "shown"), [(1234.6, "1,235"), (9.94, "9.9"), (0.184, "0.18"), (0.0, "0")])
+def test_slow_rates_are_not_rounded_to_none(rate: float, shown: str) -> None:
+    assert run_logging._rate(rate) == shown
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
