@@ -34,7 +34,6 @@ import torch
 from common import machine, print_table, worker_environment
 from student_results import bars
 
-from deft import schema
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import parse_phase
 from deft.data.robot_episode import RobotEpisode
@@ -42,7 +41,7 @@ from deft.errors import RunError
 from deft.evaluation.explorer import compare_world_models, evaluate_student, what_noise_pays
 from deft.evaluation.plots import metric_curve, plot_bars, plot_comparison, read_lines
 from deft.evaluation.report import COMPARISON_FILE, write_report
-from deft.evaluation.world_model import HORIZON, coded_batches
+from deft.evaluation.world_model import coded_batches, episode_losses
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
@@ -218,24 +217,13 @@ def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Nam
     return found
 
 
-@torch.no_grad()
 def held_out_losses(policies: dict[str, F1Policy], held_out: list[RobotEpisode]) -> dict[str, dict[str, Any]]:
     """The cross-entropy of each held-out episode, and the means: of all, of the random and of the scripted half."""
     found: dict[str, dict[str, Any]] = {}
     half = len(held_out) - len(held_out) // 2
     for name, policy in policies.items():
-        losses: list[float] = []
-        for batch in coded_batches(policy, held_out):
-            memory, rows = policy.initial_memory(len(batch.lengths)), torch.zeros(len(batch.lengths))
-            for start in range(0, batch.longest, HORIZON):
-                cut = batch.chunk(start, HORIZON)
-                assert cut is not None
-                steps, going = cut[0], cut[1].to(policy.device)
-                results = policy.forward_with_world_model(steps, memory_state=memory[:, going], by_step=True)
-                memory[:, going] = results[schema.MEMORY_STATE]
-                values = results["wm_losses"].float()
-                rows[cut[1]] += (values * steps.get(schema.STEP_MASK, torch.ones_like(values))).sum(0).cpu()
-            losses += (rows / batch.lengths).tolist()
+        sums, lengths = episode_losses(policy, coded_batches(policy, held_out))
+        losses = (sums / lengths).tolist()
         parts = {"mean": losses, "random": losses[:half], "scripted": losses[half:]}
         found[name] = {part: float(np.mean(values)) for part, values in parts.items()} | {"episodes": losses}
     return found

@@ -142,28 +142,37 @@ def _ablate(
     return found
 
 
-@torch.no_grad()
 def mean_loss(policy: F1Policy, batches: list[EpisodeBatch], together: int = HORIZON) -> float:
-    """The cross-entropy of the next frame's codes, mean over all steps; the memory is carried through each episode."""
+    """The cross-entropy of the next frame's codes, mean over all steps."""
+    sums, lengths = episode_losses(policy, batches, together)
+    return float(sums.sum() / lengths.sum())
+
+
+@torch.no_grad()
+def episode_losses(policy: F1Policy, batches: list[EpisodeBatch], together: int = HORIZON) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of the next frame's codes, summed over each episode, and the episodes' lengths.
+
+    The memory is carried through each episode.
+    """
     was_training = policy.training
     policy.eval()
-    total, count = 0.0, 0
+    sums = []
     for batch in batches:
         memory = policy.initial_memory(len(batch.lengths)) if policy.config.memory_enabled else None
+        losses = torch.zeros(len(batch.lengths), device=policy.device)
         for start in range(0, batch.longest, together):
             cut = batch.chunk(start, together)
             assert cut is not None
             steps, rows = cut[0], cut[1].to(policy.device)
             before = None if memory is None else memory[:, rows]
-            results = policy.forward_with_world_model(steps, memory_state=before)
+            results = policy.forward_with_world_model(steps, memory_state=before, by_step=True)
             if memory is not None:
                 memory[:, rows] = results[schema.MEMORY_STATE]
-            real = steps.get(schema.STEP_MASK)
-            number = steps[schema.STATE].shape[:-1].numel() if real is None else int(real.sum())
-            total += float(results["wm_loss"]) * number
-            count += number
+            by_step, real = results["wm_losses"].float(), steps.get(schema.STEP_MASK)
+            losses[rows] += (by_step if real is None else by_step * real).sum(0)
+        sums.append(losses.cpu())
     policy.train(was_training)
-    return total / count
+    return torch.cat(sums), torch.cat([batch.lengths for batch in batches])
 
 
 @dataclass

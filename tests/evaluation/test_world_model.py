@@ -16,7 +16,9 @@ from deft.config.loading import to_dict
 from deft.data.episodes import side_by_side
 from deft.data.robot_episode import RobotEpisode
 from deft.evaluation.world_model import (
+    episode_losses,
     evaluate_teacher,
+    mean_loss,
     measure,
     open_loop,
     psnr,
@@ -174,6 +176,10 @@ def test_ablations_and_carried_memory(run):
             found = policy(steps, memory_state=policy.initial_memory(1))
         losses.append((len(episode), float(found["wm_loss"])))
     assert results["cross_entropy"] == pytest.approx(sum(n * loss for n, loss in losses) / 19, abs=1e-5)
+    sums, lengths = episode_losses(policy, [batch], together=5)  # in pieces, beside each other
+    assert lengths.tolist() == [12, 7]
+    assert (sums / lengths).tolist() == pytest.approx([loss for _, loss in losses], abs=1e-5)
+    assert mean_loss(policy, [batch]) == pytest.approx(results["cross_entropy"], abs=1e-5)
     changed = [results["ablations"][name]["cross_entropy"] for name in results["ablations"]]
     assert all(abs(value - results["cross_entropy"]) > 1e-6 for value in changed)  # each takes something away
     ahead = open_loop(policy, [batch], 3)
