@@ -6,7 +6,7 @@ them. The section `environment` belongs to the environments: `deft.envs.robot_wo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -15,10 +15,12 @@ from deft.config.settings import LoggingConfig
 from deft.config.validation import (
     Count,
     Fraction,
+    Noise,
     NonNegative,
     NonNegativeInt,
     Positive,
     Seed,
+    Several,
     Share,
     Switch,
     settings,
@@ -197,7 +199,7 @@ class ExplorerSettings(PPOSettings):
     """Deviation of the noise that they begin with."""
     noise_correlation: Fraction = 0.85
     """How much of that noise stays from step to step of an episode: an arm that trembles gets nowhere."""
-    action_noise: Positive = 0.4
+    action_noise: Noise = 0.4
     """Deviation of the noise in each of them."""
     memory_loss_weight: NonNegative = 1.0
     """Of the squared distance to the teacher's memory in the loss: the explorer's memory learns from it."""
@@ -247,7 +249,7 @@ class AdversarialSection:
     """Cross-entropy, in nats a code, below which the next frame counts as foreseen and pays nothing."""
     progress_lag: Count = 5
     """Iterations, at least, that the older world model is old; twice as many at most."""
-    ensemble_size: Annotated[Count, Field(ge=2)] = 5
+    ensemble_size: Several = 5
     """Members of the ensemble whose disagreement is measured."""
     replay_share: Fraction = 0.125
     """Share of each batch of the world model that comes from older episodes of the explorer."""

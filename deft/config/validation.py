@@ -37,10 +37,13 @@ def _real(value: Any) -> Any:
 
 
 Count = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole)]
+Several = Annotated[int, Strict(), Field(ge=2), BeforeValidator(_whole)]
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63), BeforeValidator(_whole)]
 NonNegativeInt = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
 Number = Annotated[float, Strict(), BeforeValidator(_real)]
 Positive = Annotated[float, Strict(), Field(gt=0), BeforeValidator(_real)]
+LEAST_NOISE = 0.01  # of an action: float32 cannot tell ratios of narrower Gaussians within 1e-4
+Noise = Annotated[float, Strict(), Field(ge=LEAST_NOISE), BeforeValidator(_real)]
 NonNegative = Annotated[float, Strict(), Field(ge=0), BeforeValidator(_real)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1), BeforeValidator(_real)]
 Share = Annotated[float, Strict(), Field(gt=0, le=1), BeforeValidator(_real)]

@@ -65,6 +65,8 @@ def save_checkpoint(
                 os.fsync(file.fileno())
         if write_more is not None:
             write_more(temporary)
+            for path in temporary.rglob("*"):  # on the disk before the folder has its name
+                _sync(path)
         if final.exists():  # saved at this step before: step aside, never a moment without either
             aside = run_dir / f"{_TEMPORARY}replaced-{final.name}-{os.getpid()}"
             os.replace(final, aside)
@@ -72,7 +74,7 @@ def save_checkpoint(
             shutil.rmtree(aside, ignore_errors=True)
         else:
             os.replace(temporary, final)
-        _sync_directory(run_dir)
+        _sync(run_dir)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
         reason = "no space left on the disk" if _is_disk_full(error) else " ".join(str(error).split())[:200]
@@ -274,7 +276,7 @@ def _is_disk_full(error: BaseException) -> bool:
     return any(isinstance(cause, OSError) and cause.errno in full for cause in causes) or "No space" in str(error)
 
 
-def _sync_directory(path: Path) -> None:
+def _sync(path: Path) -> None:
     with contextlib.suppress(OSError):  # some file systems cannot sync a directory
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -37,6 +37,7 @@ WORLD_MODEL = (
     "model.memory.to_picture.",
 )
 """The tensors, by prefix, that foresee frames: the teacher's, and never trained here."""
+EXPLORER_SEED = 104729  # added to the seed for a new explorer's weights
 FIRST_VELOCITY = 0.3  # of the velocity that new weights would say
 
 
@@ -276,20 +277,24 @@ def new_explorer(teacher: F1Policy, action_mask: Any, settings: ExplorerSettings
     """An explorer with new weights around a copy of the teacher's world model. In float32: ratios need it."""
     config = read_f1_config(teacher.config)
     config.dtype, config.language_heads = "float32", False  # nothing reads the heads
-    with torch.device(teacher.device):
-        f1 = F1Policy(config)
+    # With the teacher's seed it would draw what the teacher began with, and their memories would hardly differ.
+    with torch.random.fork_rng([teacher.device] if teacher.device.type == "cuda" else []):
+        torch.manual_seed((torch.initial_seed() + EXPLORER_SEED) % 2**63)
+        with torch.device(teacher.device):
+            f1 = F1Policy(config)
+        explorer = ExplorerPolicy(
+            f1,
+            torch.as_tensor(action_mask),
+            settings.denoising_steps,
+            settings.action_noise,
+            settings.initial_noise,
+            settings.noise_correlation,
+        )
     give_world_model(teacher, f1)
     with torch.no_grad():  # at first it does what the noise says: new weights as drawn go the same way in every episode
         for parameter in f1.model.flow.action_out_proj.parameters():
             parameter.mul_(FIRST_VELOCITY)
-    return ExplorerPolicy(
-        f1,
-        torch.as_tensor(action_mask),
-        settings.denoising_steps,
-        settings.action_noise,
-        settings.initial_noise,
-        settings.noise_correlation,
-    )
+    return explorer
 
 
 def give_world_model(teacher: F1Policy, f1: F1Policy) -> None:

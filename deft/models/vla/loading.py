@@ -278,4 +278,4 @@ def _some(names: list[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    return str(error).strip().partition("\n")[0] or "it is empty or cut off"

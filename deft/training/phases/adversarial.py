@@ -19,6 +19,7 @@ import torch
 from deft import schema
 from deft.config.f1_settings import ExplorerSettings, PhaseConfig
 from deft.config.loading import to_dict
+from deft.config.validation import LEAST_NOISE
 from deft.data.augmentation import recoloured
 from deft.data.episode_store import EpisodeStore
 from deft.data.episodes import EpisodeBatch, side_by_side
@@ -29,10 +30,10 @@ from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extr
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import set_precision
-from deft.training.phases.base import MODEL_FILE, Metrics
+from deft.training.phases.base import MODEL_FILE, Metrics, find_start
 from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
-from deft.training.phases.game import CollapseGuard, GameReward
+from deft.training.phases.game import Collapse, CollapseGuard, GameReward
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, check_same, load_teacher
 from deft.training.phases.teacher import make_exploration
@@ -73,19 +74,27 @@ class AdversarialTrainer(WorldModelTrainer):
             config.model.lora = None
         if config.adversarial.replay_share + config.adversarial.random_share > 1.0:
             raise InputError("replay_share, random_share: together at most 1; what they leave of a batch is new")
+        warn_of_idle_settings(config)
         config.training.learning_rate = config.adversarial.wm_lr
+        if config.run.resume is None and explorer is None and config.adversarial.student_checkpoint is not None:
+            find_start("student_checkpoint", config.adversarial.student_checkpoint)  # before anything is opened
         super().__init__(config, policy)
         if config.training.precision == "auto":
             set_precision(self.device, "float32")  # for the explorer's ratios, as in phase 2
         game, training = config.adversarial, config.training
+        if policy is None:
+            game.teacher_checkpoint = self.fixed_start("adversarial", "teacher_checkpoint")
+        if explorer is None:
+            game.student_checkpoint = self.fixed_start("adversarial", "student_checkpoint")
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)
         env, num_steps = open_worlds(exploration, training.num_envs or NUM_ENVS)
         self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)
-        set_noise(self.explorer, config, where)
-        set_scale(self.explorer, game.explorer_scale, self.resume_from)
+        check_eyes(self.policy, self.explorer.f1, where)
+        set_noise(self.explorer, config, where, resumes=self.resume_from is not None)
+        set_scale(self.explorer, game.explorer_scale, where, resumes=self.resume_from is not None)
         episodes = config.student.explorer.episodes_per_update
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
         self.ppo = ExplorerPPO.of_run(self.explorer, explorer_settings(config), training.seed, self.processes)
@@ -135,7 +144,10 @@ class AdversarialTrainer(WorldModelTrainer):
     def _look_for_a_collapse(self, held_out: float, spread: float, saturated: float, paid: float) -> None:
         """Of all processes alike: of each measure the one that is furthest from a collapse."""
         spread, paid = (self.processes.largest(value, self.device) for value in (spread, paid))
-        self.guard.check(held_out, spread, -self.processes.largest(-saturated, self.device), paid)
+        try:
+            self.guard.check(held_out, spread, -self.processes.largest(-saturated, self.device), paid)
+        except Collapse as collapse:  # the iteration is counted, logged and saved first
+            self.ends_with = collapse
 
     @property
     def warms_up(self) -> float:
@@ -182,11 +194,12 @@ class AdversarialTrainer(WorldModelTrainer):
         size = self.training.batch_size
         self.policy.train()
         found: list[Metrics] = []
-        for _ in range(game.wm_updates):
-            wandered = self.wandered.draw_unseen_first(round(size * game.random_share), self.generator)
+        for number in range(self.episode * game.wm_updates, (self.episode + 1) * game.wm_updates):
+            num_random = share_of_batch(number, size * game.random_share)
+            wandered = self.wandered.draw_unseen_first(num_random, self.generator)
             # While there are few random episodes the batch is smaller: the explorer's would not stand for them.
-            room = size - round(size * game.random_share) if wandered else size
-            older = self.replay.draw(min(round(size * game.replay_share), room), self.generator)
+            room = size - num_random if len(self.wandered) else size
+            older = self.replay.draw(min(share_of_batch(number, size * game.replay_share), room), self.generator)
             newer = self.recent.draw(room - len(older), self.generator)
             episodes = [*newer, *older, *wandered]
             batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
@@ -225,7 +238,7 @@ class AdversarialTrainer(WorldModelTrainer):
         if given is None:
             log.warning("student_checkpoint: none was given; phase 3 starts with a new explorer")
             return new_explorer(self.policy, action_mask, explorer_settings(self.config))
-        folder = checkpoint.find_checkpoint(given)
+        folder = find_start("student_checkpoint", given)
         if (folder / EXPLORER_FOLDER).is_dir():  # of another adversarial run
             return load_explorer(folder / EXPLORER_FOLDER, folder.parent / EXPLORER_FOLDER / MODEL_FILE, self.device)
         return load_explorer(folder, folder.parent / MODEL_FILE, self.device)
@@ -295,6 +308,12 @@ def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
     """The student's settings of PPO, with the game's learning rate and noise."""
     settings = copy.deepcopy(config.student.explorer)
     settings.learning_rate = config.adversarial.explorer_lr
+    noise = settings.action_noise * config.adversarial.explorer_noise
+    if noise < LEAST_NOISE:
+        raise InputError(
+            f"explorer_noise: {config.adversarial.explorer_noise:g} of action_noise {settings.action_noise:g} is "
+            f"{noise:g}; it must be at least {LEAST_NOISE:g}, for slower motions use explorer_scale"
+        )
     settings.initial_noise *= config.adversarial.explorer_noise
     settings.action_noise *= config.adversarial.explorer_noise
     if config.adversarial.explorer_correlation is not None:
@@ -302,9 +321,49 @@ def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
     return settings
 
 
-def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path) -> None:
+def warn_of_idle_settings(config: PhaseConfig) -> None:
+    """Say which settings will do nothing in this game."""
+    game = config.adversarial
+    if config.model.checkpoint_path is not None:
+        log.warning("model.checkpoint_path: not for phase 3, whose world model is that of teacher_checkpoint")
+    if game.random_share and not game.random_episodes:
+        log.warning("random_share: without random_episodes there are none; batches are the explorer's episodes alone")
+    if game.wm_warmup >= game.total_iterations:
+        log.warning(
+            "wm_warmup: %d of %d iterations, so the explorer is not trained at all",
+            game.wm_warmup,
+            game.total_iterations,
+        )
+
+
+def share_of_batch(number: int, count: float) -> int:
+    """How many of a kind batch `number` has, of which a batch has `count` on average: whole numbers around it."""
+    return math.floor((number + 1) * count + 1e-9) - math.floor(number * count + 1e-9)
+
+
+def check_eyes(world_model: F1Policy, explorer: F1Policy, where: Path) -> None:
+    """Refuse an explorer that codes frames by another tokenizer, or has a memory of another size."""
+    theirs = world_model.tokenizer.state_dict()
+    own = explorer.tokenizer.state_dict()
+    for name in sorted(own.keys() | theirs.keys()):
+        if name not in own or name not in theirs or not torch.equal(theirs[name].to(own[name].dtype), own[name]):
+            raise InputError(
+                f"student_checkpoint: {where} sees by another tokenizer than the teacher's (tokenizer.{name}); "
+                "give a student of this teacher"
+            )
+    for setting in ("memory_enabled", "memory_hidden"):
+        found, wanted = (getattr(one.config, setting) for one in (explorer, world_model))
+        if found != wanted:
+            raise InputError(
+                f"student_checkpoint: {where} has {setting} {found}, the teacher {wanted}; give a student of its own"
+            )
+
+
+def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path, resumes: bool = False) -> None:
     """Let an explorer that has the student's noise act with the game's; one that has it already is left so."""
     wanted, scale = explorer_settings(config), config.adversarial.explorer_noise
+    if resumes:
+        check_same("explorer_noise", float(explorer.deviation[0]) / config.student.explorer.action_noise, scale, where)
     if not math.isclose(float(explorer.deviation[0]), wanted.action_noise, rel_tol=1e-6):
         check_chain(explorer, config.student.explorer, where)
         explorer.deviation.mul_(scale)
@@ -314,10 +373,13 @@ def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path) -> Non
     check_chain(explorer, wanted, where)
 
 
-def set_scale(explorer: ExplorerPolicy, scale: float, resume_from: Path | None) -> None:
+def set_scale(explorer: ExplorerPolicy, scale: float, where: Path, resumes: bool = False) -> None:
     """Bound how far it goes a step; a game that goes on keeps the bound that it was played with."""
-    if resume_from is not None:
-        check_same("explorer_scale", float(explorer.action_scale), scale, resume_from)
+    before = float(explorer.action_scale)
+    if resumes:
+        check_same("explorer_scale", before, scale, where)
+    elif before not in (1.0, scale) and not math.isclose(before, scale, rel_tol=1e-6):
+        log.warning("explorer_scale: %s was played with %g; this game is with %g", where, before, scale)
     explorer.action_scale.fill_(scale)
 
 

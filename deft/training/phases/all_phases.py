@@ -25,6 +25,7 @@ from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, check_fsdp
+from deft.training.phases.game import Collapse
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import StudentTrainer
 from deft.training.phases.teacher import TeacherTrainer
@@ -55,7 +56,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
     device = processes.device(choose_device(config.training.device))
     processes.open(device)  # before the phases do: they find it open, and leave it so
     done: dict[str, Any] = {} if replaces else dict(processes.share(read_json(root / PROGRESS_FILE) or {}))
-    opened = False
+    opened, collapse = False, None
     try:
         for phase in PHASES:
             settings = phase_settings(config, phase, root)
@@ -67,7 +68,10 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
             if not opened and processes.is_first:  # what is wrong with the settings has been said by now
                 _open(config, root, replaces)
             opened = True
-            summary = trainer.train()
+            try:
+                summary = trainer.train()
+            except Collapse as error:  # what there is of the phase is still worth a report
+                summary, collapse = trainer.summary(), error
             if processes.is_first:
                 done[phase] = {"summary": summary, "best": str(_best(config, phase, root / phase).name)}
                 _evaluate(config, phase, root, str(device))
@@ -81,6 +85,8 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
         if processes.is_first:
             results |= {phase: str(root / phase / checkpoint.BEST) for phase in PHASES}
             results["report"] = str(write_report(root))
+        if collapse is not None:
+            raise collapse
         return results
     finally:
         processes.close()

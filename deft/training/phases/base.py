@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.loading import to_dict
-from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, write_phase_config
+from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, read_phase_config, write_phase_config
 from deft.errors import InputError, RunError
 from deft.models.f1.config import F1Config, read_f1_config
 from deft.models.f1.experts import GatedMLP
@@ -89,6 +89,7 @@ class BaseRLTrainer(ABC):
         self._last_metrics: dict[str, float] = {}
         self._saved_at: int | None = None  # the episode of the last checkpoint that is this run's
         self._started = time.monotonic()
+        self.ends_with: RunError | None = None  # what a round found, after which the run must not go on
 
     # -- what a phase is -----------------------------------------------------------------------------------------------
 
@@ -201,6 +202,8 @@ class BaseRLTrainer(ABC):
             try:
                 while not self._is_over(stop):
                     self._round(run_log)
+                    if self.ends_with is not None:
+                        raise self.ends_with
                 if (self.processes.is_first or self.is_sharded) and self._saved_at != self.episode:
                     self.save()
             except BaseException as error:
@@ -233,7 +236,7 @@ class BaseRLTrainer(ABC):
         self.elapsed = self.processes.share(time.monotonic() - self._started)
         self._set_learning_rate()
         settings, number = self.training, self.episode
-        is_last = self.progress >= 1.0
+        is_last = self.progress >= 1.0 or self.ends_with is not None
         is_logged = crossed(previous, number, settings.log_every) or is_last
         is_saved = crossed(previous, number, settings.save_every)
         if self.is_sharded and is_logged:
@@ -420,9 +423,12 @@ class BaseRLTrainer(ABC):
             with checkpoint.folder_lock(folder):
                 checkpoint.clean_temporary(folder)
         existing = checkpoint.list_checkpoints(folder)
-        if run.resume is not None:
-            resume_from = checkpoint.find_checkpoint(run.resume)
-            if not existing or resume_from.parent.resolve() == folder.resolve():
+        resume_from = None if run.resume is None else checkpoint.find_checkpoint(run.resume)
+        is_own = resume_from is not None and resume_from.parent.resolve() == folder.resolve()
+        if not is_own and (kind := phase_of_file(folder / CONFIG_FILE)) not in (None, self.phase):
+            raise InputError(f"output_dir: {folder} is a folder of `deft train {kind}`; give another --output-dir")
+        if resume_from is not None:
+            if not existing or is_own:
                 return folder, resume_from, False
         elif run.auto_resume:
             found, problems = checkpoint.latest_whole_checkpoint(folder, self.parts)
@@ -433,14 +439,30 @@ class BaseRLTrainer(ABC):
             for problem in problems:
                 log.warning("passed over: %s", problem)
             return folder, found, False
-        if (kind := phase_of_file(folder / CONFIG_FILE)) not in (None, self.phase):
-            raise InputError(f"output_dir: {folder} is a folder of `deft train {kind}`; give another --output-dir")
         if existing and not run.overwrite:
             raise InputError(
                 f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "
                 "--overwrite replaces it, or give another --output-dir"
             )
-        return folder, None if run.resume is None else checkpoint.find_checkpoint(run.resume), bool(existing)
+        return folder, resume_from, bool(existing)
+
+    def fixed_start(self, section: str, setting: str) -> str | None:
+        """The checkpoint that a setting means now, by its own name: a run that it names may go on, and its best change.
+
+        Where this run goes on, it is the one that it began with.
+        """
+        given: str | None = getattr(getattr(self.config, section), setting)
+        if given is None or Path(given).is_file():
+            return given
+        path = Path(given)
+        if not path.is_symlink() and (path / checkpoint.MODEL).is_file():
+            return given
+        run = path.parent if path.is_symlink() else path
+        if self.resume_from is not None and (own := self.resume_from.parent / CONFIG_FILE).is_file():
+            begun: str | None = getattr(getattr(read_phase_config(own), section), setting)
+            if begun is not None and Path(begun).parent.resolve() == run.resolve():
+                return begun
+        return str(run / find_start(setting, given).name)
 
     @contextlib.contextmanager
     def _run_folder(self, total: int) -> Iterator[RunLogger]:
@@ -458,6 +480,14 @@ class BaseRLTrainer(ABC):
                 if self._log_state is not None:
                     run_log.load_state_dict(self._log_state)
                 yield run_log
+
+
+def find_start(setting: str, given: str | Path) -> Path:
+    """The checkpoint that a setting names."""
+    try:
+        return checkpoint.find_checkpoint(given)
+    except InputError as error:
+        raise InputError(f"{setting}: {error}") from None
 
 
 def check_fsdp(config: PhaseConfig, phase: str, can_shard: bool) -> None:

@@ -151,6 +151,10 @@ def _weights(policy: F1Policy) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in policy.state_dict().items()}
 
 
+class Collapse(RunError):
+    """A side of the game has collapsed, or there is nothing left to play for."""
+
+
 class CollapseGuard:
     """Ends the run when one side has shown a collapse for `patience` iterations in a row, and says which and why."""
 
@@ -181,7 +185,7 @@ class CollapseGuard:
         for name, shows in now.items():
             self.counts[name] = self.counts[name] + 1 if shows else 0
             if self.counts[name] >= self.patience:
-                raise RunError(f"{reasons[name]} (for {self.patience} iterations; checkpoints before that are good)")
+                raise Collapse(f"{reasons[name]} (for {self.patience} iterations; checkpoints before that are good)")
 
     def state_dict(self) -> dict[str, Any]:
         """What was counted."""

@@ -34,7 +34,7 @@ from deft.models.f1.lora import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import set_precision
-from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
+from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics, find_start
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.rewards import Measures, StudentReward
 from deft.training.phases.teacher import make_exploration
@@ -117,6 +117,8 @@ class StudentTrainer(BaseRLTrainer):
         if self.config.model.tokenizer_weights is not None:
             raise InputError("tokenizer_weights: the student sees by its teacher's tokenizer; leave it out")
         teacher = self._given_teacher
+        if teacher is None:
+            section.teacher_path = self.fixed_start("student", "teacher_path")
         self.teacher = load_teacher(self.config, self.device) if teacher is None else teacher.to(self.device)
         self.teacher.requires_grad_(False).eval()
         exploration = make_exploration(self.config, self.teacher)
@@ -205,7 +207,7 @@ def load_teacher(config: PhaseConfig, device: torch.device) -> F1Policy:
             raise InputError(f"teacher_path: {path} is of phase student; give weights of `deft train teacher`")
         policy = load_f1_policy(model, device, checkpoint_path=path).policy
     else:
-        folder = checkpoint.find_checkpoint(path)
+        folder = find_start("teacher_path", path)
         run = folder.parent
         phase = phase_of_file(run / CONFIG_FILE)
         if phase == "student":
@@ -214,6 +216,9 @@ def load_teacher(config: PhaseConfig, device: torch.device) -> F1Policy:
         policy = load_f1_policy(own if own.is_file() else model, device, checkpoint_path=folder).policy
     if has_lora(policy):
         merge_lora(policy)
+    for name, tensor in policy.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"teacher_path: {path}: {name} has values that are not finite; give an earlier checkpoint")
     return policy
 
 

@@ -620,7 +620,10 @@ def test_a_run_that_ends_by_the_guard_says_so_and_is_saved(tmp_path):
     made = make(tmp_path, total_iterations=5, reward_floor=1e6, collapse_patience=2)
     with pytest.raises(RunError, match="the game is over"):
         made.train()
-    assert checkpoint.list_checkpoints(tmp_path)
+    # the second unpaid iteration in a row is counted, logged and saved as such
+    assert checkpoint.list_checkpoints(tmp_path)[-1].name == "checkpoint-2"
+    lines = [json.loads(line) for line in (tmp_path / "episode_metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
 
 
 def test_action_spread(collected):

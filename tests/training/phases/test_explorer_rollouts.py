@@ -197,7 +197,7 @@ def test_the_world_model_does_not_change_and_the_memory_learns(explorer, teacher
     rollouts, reward = panning_rollouts(explorer, num_episodes=4), StudentReward(StudentRewards())
     ppo = ExplorerPPO(explorer, ExplorerSettings(**SETTINGS, learning_rate=1e-2))
     distances = []
-    for _ in range(6):
+    for _ in range(10):
         found = rollouts.collect(version=ppo.version)
         measures = measure(teacher, found)
         distances.append(float(measures.divergence.mean()))

@@ -1,0 +1,194 @@
+"""What the phases start from: which checkpoint, whose eyes, which folder; and what a run that goes on may change."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from explorers import explorer_policy, student_config, teacher_policy
+from f1_worlds import micro_config
+from panning_camera import game_config, panning_config
+
+from deft.config.f1_settings import ExplorerSettings
+from deft.config.loading import to_dict
+from deft.config.rl_yaml import read_phase_config
+from deft.errors import InputError
+from deft.models.f1.explorer import new_explorer
+from deft.models.f1.policy import F1Policy
+from deft.training import checkpoint
+from deft.training.phases.adversarial import AdversarialTrainer, check_eyes, set_noise, set_scale, share_of_batch
+from deft.training.phases.student import StudentTrainer, load_teacher, train_student
+from deft.training.phases.teacher import TeacherTrainer
+
+
+def save_teacher(folder, policy, episode):
+    checkpoint.save_checkpoint(folder, episode, policy.state_dict(), {"phase": "teacher"}, {})
+    (folder / "f1_config.json").write_text(json.dumps(to_dict(policy.config)))
+
+
+@pytest.fixture
+def teacher_run(tmp_path):
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    save_teacher(folder, teacher_policy(), 8)
+    return folder
+
+
+# -- which checkpoint ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["run", "best"])
+def test_a_student_keeps_the_teacher_that_it_was_made_with(tmp_path, teacher_run, by):
+    checkpoint.mark_best(teacher_run, teacher_run / "checkpoint-8")
+    given = teacher_run if by == "run" else teacher_run / "best"
+
+    def config(**run):
+        made = student_config(tmp_path / "student", num_episodes=run.pop("num_episodes", 2), **run)
+        made.student.teacher_path = str(given)
+        return made
+
+    train_student(config())
+    written = read_phase_config(tmp_path / "student" / "config.yaml")
+    assert written.student.teacher_path == str(teacher_run / "checkpoint-8")
+    later = teacher_policy()
+    with torch.no_grad():
+        later.model.world_model.output.weight.add_(1.0)
+    save_teacher(teacher_run, later, 16)  # the teacher has gone on meanwhile
+    checkpoint.mark_best(teacher_run, teacher_run / "checkpoint-16")
+    assert train_student(config(num_episodes=4, auto_resume=True))["episodes"] == 4
+    again = config(num_episodes=6, auto_resume=True)
+    again.student.teacher_path = str(teacher_run / "checkpoint-16")  # asked for by name
+    with pytest.raises(InputError, match="not the teacher of"):
+        StudentTrainer(again)
+
+
+def test_a_game_writes_down_where_it_started(tmp_path, teacher_run):
+    config = game_config(tmp_path / "game", total_iterations=1)
+    config.adversarial.teacher_checkpoint = str(teacher_run)
+    AdversarialTrainer(config).train()
+    written = read_phase_config(tmp_path / "game" / "config.yaml")
+    assert written.adversarial.teacher_checkpoint == str(teacher_run / "checkpoint-8")
+    assert written.adversarial.student_checkpoint is None
+
+
+def test_a_start_that_is_not_there_is_named_by_its_setting(tmp_path):
+    config = student_config(tmp_path)
+    config.student.teacher_path = str(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"teacher_path: .*nowhere: there is no such"):
+        load_teacher(config, torch.device("cpu"))
+    config = game_config(tmp_path)
+    config.adversarial.student_checkpoint = str(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"student_checkpoint: .*nowhere: there is no such"):
+        AdversarialTrainer(config, teacher_policy())
+
+
+def test_a_teacher_that_is_not_finite_is_refused(tmp_path, teacher_run):
+    broken = teacher_policy()
+    with torch.no_grad():
+        broken.model.world_model.output.weight[0, 0] = float("nan")
+    save_teacher(teacher_run, broken, 16)
+    config = student_config(tmp_path)
+    config.student.teacher_path = str(teacher_run)
+    with pytest.raises(InputError, match=r"world_model\.output\.weight has values that are not finite"):
+        load_teacher(config, torch.device("cpu"))
+
+
+# -- whose weights, whose eyes ---------------------------------------------------------------------------------------
+
+
+def test_with_the_teachers_seed_an_explorer_still_has_weights_of_its_own():
+    torch.manual_seed(3)
+    teacher = F1Policy(micro_config())
+    torch.manual_seed(3)
+    own = new_explorer(teacher, torch.arange(32) < 2, student_config("x").student.explorer).f1
+    theirs = dict(teacher.named_parameters())
+    drawn = [name for name in theirs if "memory.gru.weight" in name]
+    assert len(drawn) == 4  # two layers
+    assert not any(torch.equal(own.get_parameter(name), theirs[name]) for name in drawn)
+    torch.manual_seed(3)
+    torch.rand(5)  # what was drawn before does not matter, the seed does
+    again = new_explorer(teacher, torch.arange(32) < 2, student_config("x").student.explorer).f1
+    assert all(torch.equal(one, other) for one, other in zip(own.parameters(), again.parameters(), strict=True))
+
+
+def test_an_explorer_that_codes_frames_otherwise_is_refused(tmp_path):
+    teacher = teacher_policy()
+    explorer = explorer_policy(teacher)
+    check_eyes(teacher, explorer.f1, tmp_path)
+    other = copy.deepcopy(teacher)
+    with torch.no_grad():
+        other.tokenizer.quantize.embedding.weight[3] += 0.01
+    with pytest.raises(InputError, match=r"student_checkpoint: .*tokenizer\.quantize\.embedding\.weight"):
+        AdversarialTrainer(game_config(tmp_path), other, explorer)
+    larger = teacher_policy(memory_hidden=8)
+    larger.tokenizer.load_state_dict(teacher.tokenizer.state_dict())
+    with pytest.raises(InputError, match="has memory_hidden 6, the teacher 8"):
+        check_eyes(larger, explorer.f1, tmp_path)
+
+
+# -- which folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [{"auto_resume": True}, {"overwrite": True}, {}])
+def test_a_folder_of_another_phase_is_left_alone(tmp_path, run):
+    (tmp_path / "config.yaml").write_text("phase: all\n")
+    with pytest.raises(InputError, match="is a folder of `deft train all`"):
+        TeacherTrainer(panning_config(tmp_path, **run))
+    assert (tmp_path / "config.yaml").read_text() == "phase: all\n"
+
+
+def test_nor_does_a_run_go_on_into_a_folder_of_another_phase(tmp_path, teacher_run):
+    shutil.copytree(teacher_run, tmp_path / "own")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "config.yaml").write_text("phase: all\n")
+    with pytest.raises(InputError, match="is a folder of `deft train all`"):
+        TeacherTrainer(panning_config(tmp_path / "all", resume=str(tmp_path / "own")))
+
+
+# -- what may change -------------------------------------------------------------------------------------------------
+
+
+def test_a_game_that_goes_on_keeps_its_noise(tmp_path):
+    explorer = explorer_policy()
+    set_noise(explorer, game_config(tmp_path), tmp_path, resumes=True)
+    with pytest.raises(InputError, match=r"explorer_noise: .* learned with 1, not 0.5"):
+        set_noise(explorer, game_config(tmp_path, explorer_noise=0.5), tmp_path, resumes=True)
+    set_noise(explorer, game_config(tmp_path, explorer_noise=0.5), tmp_path)  # of a student's explorer, half
+    with pytest.raises(InputError, match=r"explorer_noise: .* learned with 0.5, not 0.25"):
+        set_noise(explorer, game_config(tmp_path, explorer_noise=0.25), tmp_path, resumes=True)
+
+
+def test_noise_that_float32_cannot_score_is_refused(tmp_path):
+    # 0.4 · 0.02 = 0.008, under 0.01
+    with pytest.raises(
+        InputError, match=r"explorer_noise: 0.02 of action_noise 0.4 is 0.008; it must be at least 0.01"
+    ):
+        set_noise(explorer_policy(), game_config(tmp_path, explorer_noise=0.02), tmp_path)
+    with pytest.raises(InputError, match="action_noise"):
+        ExplorerSettings(action_noise=0.001)
+
+
+def test_another_bound_than_an_explorer_had_is_said(tmp_path, caplog):
+    explorer = explorer_policy()
+    set_scale(explorer, 0.15, tmp_path)  # a student's, which had none
+    assert not caplog.records
+    set_scale(explorer, 1.0, tmp_path)
+    assert "was played with 0.15; this game is with 1" in caplog.text
+    assert float(explorer.action_scale) == 1.0
+
+
+def test_shares_of_a_batch_come_true_over_several():
+    # 0.75 of one: three of four batches have it. An eighth of four: every second batch has one.
+    assert [share_of_batch(number, 0.75) for number in range(4)] == [0, 1, 1, 1]
+    assert [share_of_batch(number, 0.5) for number in range(4)] == [0, 1, 0, 1]
+    assert [share_of_batch(number, 32 * 0.75) for number in range(1000)] == [24] * 1000
+    assert [share_of_batch(number, 10 * 0.7) for number in range(1000)] == [7] * 1000  # 0.7 is not quite 0.7
+
+
+def test_settings_that_do_nothing_in_a_game_are_named(tmp_path, caplog):
+    config = game_config(tmp_path, random_share=0.5, replay_share=0.5, random_episodes=0, wm_warmup=2)
+    config.model.checkpoint_path = "elsewhere"
+    AdversarialTrainer(config, teacher_policy()).close()
+    for part in ("random_share: without random_episodes", "wm_warmup: 2 of 2 iterations", "model.checkpoint_path: not"):
+        assert part in caplog.text
