@@ -76,8 +76,6 @@ class AdversarialTrainer(WorldModelTrainer):
             raise InputError("replay_share, random_share: together at most 1; what they leave of a batch is new")
         warn_of_idle_settings(config)
         config.training.learning_rate = config.adversarial.wm_lr
-        if config.run.resume is None and explorer is None and config.adversarial.student_checkpoint is not None:
-            find_start("student_checkpoint", config.adversarial.student_checkpoint)  # before anything is opened
         super().__init__(config, policy)
         if config.training.precision == "auto":
             set_precision(self.device, "float32")  # for the explorer's ratios, as in phase 2
@@ -86,6 +84,8 @@ class AdversarialTrainer(WorldModelTrainer):
             game.teacher_checkpoint = self.fixed_start("adversarial", "teacher_checkpoint")
         if explorer is None:
             game.student_checkpoint = self.fixed_start("adversarial", "student_checkpoint")
+            if self.resume_from is None and game.student_checkpoint is not None:
+                find_start("student_checkpoint", game.student_checkpoint)  # said before the worlds are opened
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)
         env, num_steps = open_worlds(exploration, training.num_envs or NUM_ENVS)

@@ -452,11 +452,11 @@ class BaseRLTrainer(ABC):
         Where this run goes on, it is the one that it began with.
         """
         given: str | None = getattr(getattr(self.config, section), setting)
-        if given is None or Path(given).is_file():
+        if given is None:
             return given
         path = Path(given)
-        if not path.is_symlink() and (path / checkpoint.MODEL).is_file():
-            return given
+        if not path.is_dir() or (not path.is_symlink() and (path / checkpoint.MODEL).is_file()):
+            return given  # a file, a checkpoint, or not there: a game that goes on does not need it
         run = path.parent if path.is_symlink() else path
         if self.resume_from is not None and (own := self.resume_from.parent / CONFIG_FILE).is_file():
             begun: str | None = getattr(getattr(read_phase_config(own), section), setting)

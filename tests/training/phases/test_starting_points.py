@@ -70,6 +70,11 @@ def test_a_game_writes_down_where_it_started(tmp_path, teacher_run):
     written = read_phase_config(tmp_path / "game" / "config.yaml")
     assert written.adversarial.teacher_checkpoint == str(teacher_run / "checkpoint-8")
     assert written.adversarial.student_checkpoint is None
+    shutil.rmtree(teacher_run)  # what it started from is not needed to go on
+    config = game_config(tmp_path / "game", total_iterations=2, auto_resume=True)
+    config.adversarial.teacher_checkpoint = str(teacher_run)
+    config.adversarial.student_checkpoint = str(tmp_path / "gone")
+    assert AdversarialTrainer(config).train()["iterations"] == 2
 
 
 def test_a_start_that_is_not_there_is_named_by_its_setting(tmp_path):
