@@ -71,7 +71,10 @@ class RobotWorld:
         kwargs, read_state = _plan(name, config, needs_head)
         if render_mode is not None:
             kwargs["render_mode"] = render_mode
-        env = make_env(EnvConfig(id=config.world, kwargs=kwargs | config.world_kwargs))
+        try:
+            env = make_env(EnvConfig(id=config.world, kwargs=kwargs | config.world_kwargs))
+        except InputError as error:
+            raise InputError(str(error).replace("env.id", "environment.world", 1)) from error
         while isinstance(env, gymnasium.wrappers.TimeLimit):
             env = env.env
         self.env = env

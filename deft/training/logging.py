@@ -442,7 +442,8 @@ class _ProgressDisplay:
         text = self._describe(step, now, mean_reward, shown)
         self._drawn_step = step
         if self._bar is None:
-            logger.info("%.0f%% of %s · %s", 100 * step / self._total, f"{self._total:,}", text)
+            done = 100 * min(1.0, step / self._total)  # a last round may go beyond
+            logger.info("%.0f%% of %s · %s", done, f"{self._total:,}", text)
         else:
             self._bar.update(self._task, completed=step, description=text, refresh=True)
 

@@ -382,6 +382,7 @@ def test_state_of_any_world() -> None:
         ({"task_config": {"environment": {}, "training": {"action_dim": 7}}}, "training.action_dim is 7"),
         ({"task_config": {"world": "maniskill", "scene_reset_interval": 50}}, "draws every scene anew"),
         ({"render_mode": "human"}, "render_mode is 'human'"),
+        ({"task_config": {"world": "nothing"}}, "environment.world: there is no environment 'nothing'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments: dict[str, Any], message: str) -> None:

@@ -310,6 +310,13 @@ def test_progress_lines_off_a_terminal(
     ]
 
 
+def test_a_last_round_may_go_beyond_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
+    with RunLogger(tmp_path, settings, total_timesteps=2) as run:
+        run.progress(3)
+    assert "INFO 100% of 2 · 3 steps" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("rate", "shown"), [(1234.6, "1,235"), (9.94, "9.9"), (0.184, "0.18"), (0.0, "0")])
 def test_slow_rates_are_not_rounded_to_none(rate: float, shown: str) -> None:
     assert run_logging._rate(rate) == shown
