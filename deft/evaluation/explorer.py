@@ -35,7 +35,7 @@ from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.adversarial import EXPLORER_FOLDER
-from deft.training.phases.base import MODEL_FILE
+from deft.training.phases.base import MODEL_FILE, moved_with
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.game import GameReward
 from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
@@ -118,6 +118,8 @@ def evaluate_student(
     folder = checkpoint.find_best(path)
     run, where = folder.parent, choose_device(device)
     config = read_phase_config(run / CONFIG_FILE)
+    if config.student.teacher_path is not None:
+        config.student.teacher_path = str(moved_with(run, config.student.teacher_path))
     teacher = load_teacher(config, where).eval()
     explorer = load_explorer(folder, run / MODEL_FILE, where)
     check_world_model(teacher, explorer.f1, folder)
@@ -140,7 +142,7 @@ def evaluate_adversarial(
     folder = checkpoint.find_best(path)
     config, policy, explorer, reward = _load_game(folder, device)
     results, found = _against_random(explorer, policy, config, episodes, seed)
-    results["world_model"] = compare_world_models(_world_models(policy, config), config, episodes, seed)
+    results["world_model"] = compare_world_models(_world_models(policy, config, folder.parent), config, episodes, seed)
     if config.environment.get("world", SCRIPTED_WORLDS[0]) in SCRIPTED_WORLDS:
         results["noise"] = noise_rewards(reward, explorer, policy, config, episodes, seed)
     results |= {name: results["world_model"]["present"][name] for name in WORLD_MODEL_MEASURES}
@@ -208,15 +210,17 @@ def _load_game(folder: Path, device: str) -> tuple[PhaseConfig, F1Policy, Explor
     return config, policy, explorer, reward
 
 
-def _world_models(policy: F1Policy, config: PhaseConfig) -> dict[str, F1Policy]:
+def _world_models(policy: F1Policy, config: PhaseConfig, run: Path) -> dict[str, F1Policy]:
     """The run's, and the one that it started from, where that is still there."""
     found = {"present": policy}
     start = copy.deepcopy(config)
-    start.student.teacher_path = config.adversarial.teacher_checkpoint
+    given = config.adversarial.teacher_checkpoint
+    start.student.teacher_path = None if given is None else str(moved_with(run, given))
     try:
         found["at the start"] = load_teacher(start, policy.device).eval()
     except DeftError as error:
-        log.warning("the world model that the run started from is not measured: %s", error)
+        reason = str(error).replace("teacher_path:", "teacher_checkpoint:")
+        log.warning("the world model that the run started from is not measured: %s", reason)
     return found
 
 

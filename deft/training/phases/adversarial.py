@@ -46,6 +46,7 @@ BUFFERS_FILE = "buffers.pt"
 RECENT_ROLLOUTS = 2  # rollouts that count as new
 HELD_OUT = 8  # episodes on which forgetting would show
 AT_LIMIT = 0.99
+GOLDEN = (5**0.5 - 1) / 2  # its multiples fill the unit evenly
 RANDOM_SEED = 7919  # added to the seed for the random episodes: their scenes are not the explorer's
 
 
@@ -80,10 +81,8 @@ class AdversarialTrainer(WorldModelTrainer):
         if config.training.precision == "auto":
             set_precision(self.device, "float32")  # for the explorer's ratios, as in phase 2
         game, training = config.adversarial, config.training
-        if policy is None:
-            game.teacher_checkpoint = self.fixed_start("adversarial", "teacher_checkpoint")
         if explorer is None:
-            game.student_checkpoint = self.fixed_start("adversarial", "student_checkpoint")
+            game.student_checkpoint = self.fixed_start("adversarial", "student_checkpoint", always=True)
             if self.resume_from is None and game.student_checkpoint is not None:
                 find_start("student_checkpoint", game.student_checkpoint)  # said before the worlds are opened
         rank, count = self.processes.rank, self.processes.count
@@ -195,11 +194,11 @@ class AdversarialTrainer(WorldModelTrainer):
         self.policy.train()
         found: list[Metrics] = []
         for number in range(self.episode * game.wm_updates, (self.episode + 1) * game.wm_updates):
-            num_random = share_of_batch(number, size * game.random_share)
+            num_random, num_older = split_batch(number, size, game.random_share, game.replay_share)
             wandered = self.wandered.draw_unseen_first(num_random, self.generator)
             # While there are few random episodes the batch is smaller: the explorer's would not stand for them.
             room = size - num_random if len(self.wandered) else size
-            older = self.replay.draw(min(share_of_batch(number, size * game.replay_share), room), self.generator)
+            older = self.replay.draw(num_older, self.generator)
             newer = self.recent.draw(room - len(older), self.generator)
             episodes = [*newer, *older, *wandered]
             batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
@@ -219,6 +218,8 @@ class AdversarialTrainer(WorldModelTrainer):
 
     def _load_policy(self) -> F1Policy:
         """The world model: of the run that goes on, or of the teacher."""
+        game = self.config.adversarial
+        game.teacher_checkpoint = self.fixed_start("adversarial", "teacher_checkpoint", always=True)
         if self.resume_from is not None:
             return super()._load_policy()
         config = copy.deepcopy(self.config)
@@ -336,9 +337,19 @@ def warn_of_idle_settings(config: PhaseConfig) -> None:
         )
 
 
-def share_of_batch(number: int, count: float) -> int:
-    """How many of a kind batch `number` has, of which a batch has `count` on average: whole numbers around it."""
-    return math.floor((number + 1) * count + 1e-9) - math.floor(number * count + 1e-9)
+def split_batch(number: int, size: int, random_share: float, replay_share: float) -> tuple[int, int]:
+    """How many random and how many older episodes batch `number` has.
+
+    Where that is no whole number, what is left of a batch goes to one kind or another in turn, by the golden ratio.
+    """
+    wanted = [size * share for share in (random_share, replay_share, 1.0 - random_share - replay_share)]
+    counts = [math.floor(count + 1e-9) for count in wanted]
+    left = size - sum(counts)
+    bounds = np.cumsum([count - whole for count, whole in zip(wanted, counts, strict=True)])
+    for place in range(left):  # spots one apart: no kind is hit twice
+        spot = number * GOLDEN % 1.0 + place
+        counts[min(int(np.searchsorted(bounds, spot, side="right")), 2)] += 1
+    return counts[0], counts[1]
 
 
 def check_eyes(world_model: F1Policy, explorer: F1Policy, where: Path) -> None:

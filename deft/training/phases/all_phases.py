@@ -62,6 +62,8 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
             settings = phase_settings(config, phase, root)
             if phase in done and not _goes_on(settings, phase, done[phase]["summary"], root):
                 log.info("%s is done: %s", phase, done[phase]["best"])
+                if "ended_early" in done[phase]:
+                    log.warning("%s ended early: %s", phase, done[phase]["ended_early"])
                 continue
             settings.run.overwrite, settings.run.auto_resume = replaces, not replaces
             trainer = TRAINERS[phase](settings)
@@ -74,13 +76,18 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
                 summary, collapse = trainer.summary(), error
             if processes.is_first:
                 done[phase] = {"summary": summary, "best": str(_best(config, phase, root / phase).name)}
+                if collapse is not None:
+                    done[phase]["ended_early"] = str(collapse)
                 _evaluate(config, phase, root, str(device))
                 write_json(done, root / PROGRESS_FILE)
                 (root / COMPARISON_FILE).unlink(missing_ok=True)  # of the phase as it was before it went on
                 write_report(root)
             done = processes.share(done)
         if processes.is_first and not (root / COMPARISON_FILE).is_file():
-            write_json(comparison(config, root, str(device)), root / COMPARISON_FILE)
+            compared = comparison(config, root, str(device))
+            if "ended_early" in done["adversarial"]:
+                compared["note"] += f" Phase 3 ended early: {done['adversarial']['ended_early']}."
+            write_json(compared, root / COMPARISON_FILE)
         results: dict[str, Any] = {"run_dir": str(root)}
         if processes.is_first:
             results |= {phase: str(root / phase / checkpoint.BEST) for phase in PHASES}

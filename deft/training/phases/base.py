@@ -256,7 +256,8 @@ class BaseRLTrainer(ABC):
             self.write_video(self.run_dir / "videos" / f"episode_{number}.mp4")
         if is_saved:
             self.save()
-            checkpoint.prune_checkpoints(self.run_dir, settings.keep_checkpoints)
+            if self.ends_with is None:  # else those before are the good ones
+                checkpoint.prune_checkpoints(self.run_dir, settings.keep_checkpoints)
         if settings.max_minutes is not None:
             run_log.expect(max(number, round(number / self.progress)))  # where the clock will end it
         shown = {
@@ -446,23 +447,23 @@ class BaseRLTrainer(ABC):
             )
         return folder, resume_from, bool(existing)
 
-    def fixed_start(self, section: str, setting: str) -> str | None:
+    def fixed_start(self, section: str, setting: str, always: bool = False) -> str | None:
         """The checkpoint that a setting means now, by its own name: a run that it names may go on, and its best change.
 
-        Where this run goes on, it is the one that it began with.
+        Where this run goes on, what it began with: unless another checkpoint is asked for by name, or `always`.
         """
         given: str | None = getattr(getattr(self.config, section), setting)
-        if given is None:
-            return given
-        path = Path(given)
-        if not path.is_dir() or (not path.is_symlink() and (path / checkpoint.MODEL).is_file()):
-            return given  # a file, a checkpoint, or not there: a game that goes on does not need it
-        run = path.parent if path.is_symlink() else path
         if self.resume_from is not None and (own := self.resume_from.parent / CONFIG_FILE).is_file():
             begun: str | None = getattr(getattr(read_phase_config(own), section), setting)
-            if begun is not None and Path(begun).parent.resolve() == run.resolve():
+            begun = None if begun is None else str(moved_with(self.resume_from.parent, begun))
+            is_same = given is None or (begun is not None and names_run_of(given, begun))
+            if always and not is_same and begun != str(Path(given or "").resolve()):
+                log.warning("%s: this run began from %s, which stays so", setting, begun or "what ships with Deft")
+            if always or is_same:
                 return begun
-        return str(run / find_start(setting, given).name)
+        if given is None or not Path(given).exists():
+            return given
+        return str(Path(given).resolve() if Path(given).is_file() else find_start(setting, given).resolve())
 
     @contextlib.contextmanager
     def _run_folder(self, total: int) -> Iterator[RunLogger]:
@@ -487,7 +488,24 @@ def find_start(setting: str, given: str | Path) -> Path:
     try:
         return checkpoint.find_checkpoint(given)
     except InputError as error:
-        raise InputError(f"{setting}: {error}") from None
+        pruned = not Path(given).exists() and checkpoint.list_checkpoints(Path(given).parent)
+        hint = "; its run has kept only the latest (keep_checkpoints)" if pruned else ""
+        raise InputError(f"{setting}: {error}{hint}") from None
+
+
+def names_run_of(given: str, begun: str) -> bool:
+    """Whether a path is a run folder, or a link such as its `best`, and a checkpoint is of that run."""
+    path, run = Path(given), Path(begun).resolve().parent
+    if path.is_symlink() and path.parent.resolve() == run:
+        return True
+    return not (path / checkpoint.MODEL).is_file() and path.resolve() == run
+
+
+def moved_with(run: Path, start: str) -> Path:
+    """Where a run's starting point is now: where it was, or beside the run, where both were moved."""
+    path = Path(start)
+    beside = run.resolve().parent / path.parent.name / path.name
+    return beside if not path.exists() and beside.exists() else path
 
 
 def check_fsdp(config: PhaseConfig, phase: str, can_shard: bool) -> None:

@@ -226,3 +226,4 @@ def test_a_game_that_collapses_is_still_evaluated_and_reported(tmp_path, model_f
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run" / "adversarial")] == ["checkpoint-1"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "The world model, before and after the game" in page
+    assert "Phase 3 ended early: the game is over" in page

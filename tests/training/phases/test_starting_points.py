@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from explorers import explorer_policy, student_config, teacher_policy
@@ -17,7 +18,8 @@ from deft.errors import InputError
 from deft.models.f1.explorer import new_explorer
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
-from deft.training.phases.adversarial import AdversarialTrainer, check_eyes, set_noise, set_scale, share_of_batch
+from deft.training.phases.adversarial import AdversarialTrainer, check_eyes, set_noise, set_scale, split_batch
+from deft.training.phases.base import moved_with
 from deft.training.phases.student import StudentTrainer, load_teacher, train_student
 from deft.training.phases.teacher import TeacherTrainer
 
@@ -88,6 +90,13 @@ def test_a_start_that_is_not_there_is_named_by_its_setting(tmp_path):
         AdversarialTrainer(config, teacher_policy())
 
 
+def test_a_start_that_its_run_has_pruned_is_said(tmp_path, teacher_run):
+    config = student_config(tmp_path)
+    config.student.teacher_path = str(teacher_run / "checkpoint-4")
+    with pytest.raises(InputError, match=r"its run has kept only the latest \(keep_checkpoints\)"):
+        load_teacher(config, torch.device("cpu"))
+
+
 def test_a_teacher_that_is_not_finite_is_refused(tmp_path, teacher_run):
     broken = teacher_policy()
     with torch.no_grad():
@@ -97,6 +106,39 @@ def test_a_teacher_that_is_not_finite_is_refused(tmp_path, teacher_run):
     config.student.teacher_path = str(teacher_run)
     with pytest.raises(InputError, match=r"world_model\.output\.weight has values that are not finite"):
         load_teacher(config, torch.device("cpu"))
+
+
+def test_a_game_that_goes_on_keeps_what_it_began_with(tmp_path, teacher_run):
+    config = game_config(tmp_path / "game", total_iterations=1)
+    config.adversarial.teacher_checkpoint = str(teacher_run)
+    AdversarialTrainer(config).train()
+    save_teacher(teacher_run, teacher_policy(), 16)
+    for number, given in enumerate([None, teacher_run, teacher_run / "checkpoint-16"]):
+        config = game_config(tmp_path / "game", total_iterations=2 + number, auto_resume=True)
+        config.adversarial.teacher_checkpoint = None if given is None else str(given)
+        AdversarialTrainer(config).train()
+        written = read_phase_config(tmp_path / "game" / "config.yaml")
+        assert written.adversarial.teacher_checkpoint == str(teacher_run / "checkpoint-8")
+
+
+def test_links_mean_what_they_point_at(tmp_path, teacher_run, monkeypatch):
+    (tmp_path / "link").symlink_to(teacher_run)
+    (tmp_path / "one").symlink_to(teacher_run / "checkpoint-8")
+    monkeypatch.chdir(tmp_path)  # and a relative path stays right from elsewhere
+    for name in ("link", "one", "teacher", str(tmp_path / "link")):
+        config = student_config(tmp_path / "student", num_episodes=2, overwrite=True)
+        config.student.teacher_path = name
+        made = StudentTrainer(config)
+        made.close()
+        assert made.config.student.teacher_path == str(teacher_run / "checkpoint-8")
+
+
+def test_a_start_that_was_moved_with_the_run_is_found(tmp_path):
+    (tmp_path / "new" / "teacher" / "checkpoint-8").mkdir(parents=True)
+    run, start = tmp_path / "new" / "student", tmp_path / "old" / "teacher" / "checkpoint-8"
+    assert moved_with(run, str(start)) == tmp_path / "new" / "teacher" / "checkpoint-8"
+    start.mkdir(parents=True)
+    assert moved_with(run, str(start)) == start  # where it was comes first
 
 
 # -- whose weights, whose eyes ---------------------------------------------------------------------------------------
@@ -183,12 +225,16 @@ def test_another_bound_than_an_explorer_had_is_said(tmp_path, caplog):
     assert float(explorer.action_scale) == 1.0
 
 
-def test_shares_of_a_batch_come_true_over_several():
-    # 0.75 of one: three of four batches have it. An eighth of four: every second batch has one.
-    assert [share_of_batch(number, 0.75) for number in range(4)] == [0, 1, 1, 1]
-    assert [share_of_batch(number, 0.5) for number in range(4)] == [0, 1, 0, 1]
-    assert [share_of_batch(number, 32 * 0.75) for number in range(1000)] == [24] * 1000
-    assert [share_of_batch(number, 10 * 0.7) for number in range(1000)] == [7] * 1000  # 0.7 is not quite 0.7
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 32])
+@pytest.mark.parametrize("shares", [(0.75, 0.125), (0.5, 0.125), (0.5, 0.5), (0.0, 0.3), (0.7, 0.1)])
+def test_shares_of_a_batch_come_true_over_several(size, shares):
+    found = np.array([split_batch(number, size, *shares) for number in range(800)])
+    assert found.mean(0) / size == pytest.approx(shares, abs=0.005)
+    assert (found.sum(1) <= size).all()
+    whole = [size * share for share in shares]
+    assert (np.abs(found - whole) <= 1 + 1e-6).all()  # never more than one beside it
+    if size == 32 and shares == (0.75, 0.125):
+        assert (found == [24, 4]).all()  # whole numbers are kept
 
 
 def test_settings_that_do_nothing_in_a_game_are_named(tmp_path, caplog):
