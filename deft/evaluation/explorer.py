@@ -35,7 +35,7 @@ from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.phases.adversarial import EXPLORER_FOLDER
-from deft.training.phases.base import MODEL_FILE, moved_with
+from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.game import GameReward
 from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
@@ -118,9 +118,7 @@ def evaluate_student(
     folder = checkpoint.find_best(path)
     run, where = folder.parent, choose_device(device)
     config = read_phase_config(run / CONFIG_FILE)
-    if config.student.teacher_path is not None:
-        config.student.teacher_path = str(moved_with(run, config.student.teacher_path))
-    teacher = load_teacher(config, where).eval()
+    teacher = load_teacher(config, where, run=run).eval()
     explorer = load_explorer(folder, run / MODEL_FILE, where)
     check_world_model(teacher, explorer.f1, folder)
     results, found = _against_random(explorer, teacher, config, episodes, seed)
@@ -213,14 +211,10 @@ def _load_game(folder: Path, device: str) -> tuple[PhaseConfig, F1Policy, Explor
 def _world_models(policy: F1Policy, config: PhaseConfig, run: Path) -> dict[str, F1Policy]:
     """The run's, and the one that it started from, where that is still there."""
     found = {"present": policy}
-    start = copy.deepcopy(config)
-    given = config.adversarial.teacher_checkpoint
-    start.student.teacher_path = None if given is None else str(moved_with(run, given))
     try:
-        found["at the start"] = load_teacher(start, policy.device).eval()
+        found["at the start"] = load_teacher(config, policy.device, "teacher_checkpoint", run).eval()
     except DeftError as error:
-        reason = str(error).replace("teacher_path:", "teacher_checkpoint:")
-        log.warning("the world model that the run started from is not measured: %s", reason)
+        log.warning("the world model that the run started from is not measured: %s", error)
     return found
 
 

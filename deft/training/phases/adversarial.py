@@ -35,7 +35,14 @@ from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessEx
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
 from deft.training.phases.game import Collapse, CollapseGuard, GameReward
 from deft.training.phases.held_out import held_out_episodes
-from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, check_same, load_teacher
+from deft.training.phases.student import (
+    NUM_ENVS,
+    check_chain,
+    check_mask,
+    check_same,
+    first_difference,
+    load_teacher,
+)
 from deft.training.phases.teacher import make_exploration
 from deft.training.phases.world_model_trainer import WorldModelTrainer, encode_frames
 from deft.training.waypoints.files import write_json
@@ -222,13 +229,7 @@ class AdversarialTrainer(WorldModelTrainer):
         game.teacher_checkpoint = self.fixed_start("adversarial", "teacher_checkpoint", always=True)
         if self.resume_from is not None:
             return super()._load_policy()
-        config = copy.deepcopy(self.config)
-        config.student.teacher_path = config.adversarial.teacher_checkpoint
-        try:
-            return load_teacher(config, self.device)
-        except InputError as error:
-            said = str(error).replace("teacher_path:", "teacher_checkpoint:")
-            raise InputError(said.replace("--teacher-path", "--teacher-checkpoint")) from None
+        return load_teacher(self.config, self.device, "teacher_checkpoint")
 
     def _load_explorer(self, action_mask: Any) -> ExplorerPolicy:
         """Of the run that goes on, of the student, or a new one."""
@@ -354,14 +355,12 @@ def split_batch(number: int, size: int, random_share: float, replay_share: float
 
 def check_eyes(world_model: F1Policy, explorer: F1Policy, where: Path) -> None:
     """Refuse an explorer that codes frames by another tokenizer, or has a memory of another size."""
-    theirs = world_model.tokenizer.state_dict()
-    own = explorer.tokenizer.state_dict()
-    for name in sorted(own.keys() | theirs.keys()):
-        if name not in own or name not in theirs or not torch.equal(theirs[name].to(own[name].dtype), own[name]):
-            raise InputError(
-                f"student_checkpoint: {where} sees by another tokenizer than the teacher's (tokenizer.{name}); "
-                "give a student of this teacher"
-            )
+    name = first_difference(explorer.tokenizer.state_dict(), world_model.tokenizer.state_dict())
+    if name is not None:
+        raise InputError(
+            f"student_checkpoint: {where} sees by another tokenizer than the teacher's (tokenizer.{name}); "
+            "give a student of this teacher"
+        )
     for setting in ("memory_enabled", "memory_hidden"):
         found, wanted = (getattr(one.config, setting) for one in (explorer, world_model))
         if found != wanted:
@@ -389,7 +388,7 @@ def set_scale(explorer: ExplorerPolicy, scale: float, where: Path, resumes: bool
     before = float(explorer.action_scale)
     if resumes:
         check_same("explorer_scale", before, scale, where)
-    elif before not in (1.0, scale) and not math.isclose(before, scale, rel_tol=1e-6):
+    elif before != 1.0 and not math.isclose(before, scale, rel_tol=1e-6):
         log.warning("explorer_scale: %s was played with %g; this game is with %g", where, before, scale)
     explorer.action_scale.fill_(scale)
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deft.config.f1_settings import ExplorerSettings, PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file
@@ -34,7 +35,7 @@ from deft.models.f1.lora import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import set_precision
-from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics, find_start
+from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics, find_start, moved_with
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.rewards import Measures, StudentReward
 from deft.training.phases.teacher import make_exploration
@@ -194,40 +195,53 @@ def exploration_metrics(found: Collected, measures: Measures) -> Metrics:
     }
 
 
-def load_teacher(config: PhaseConfig, device: torch.device) -> F1Policy:
-    """The teacher of `student.teacher_path`: a run, a checkpoint of one, a file of weights; else the shipped one."""
-    given, model = config.student.teacher_path, config.model.config_file
+def load_teacher(
+    config: PhaseConfig,
+    device: torch.device,
+    setting: Literal["teacher_path", "teacher_checkpoint"] = "teacher_path",
+    run: Path | None = None,
+) -> F1Policy:
+    """The teacher of phase 2's or 3's setting: a run, a checkpoint of one, a file of weights; else the shipped one.
+
+    `run` is the run that started from it, where there is one: both may have been moved since.
+    """
+    given: str | None = getattr(config.student if setting == "teacher_path" else config.adversarial, setting)
+    model = config.model.config_file
     if given is None and model != "tiny":
-        raise InputError(
-            "teacher_path: whose world model? Give --teacher-path RUN or CHECKPOINT of `deft train teacher`"
-        )
-    path = default_teacher() if given is None else Path(given)
+        flag = setting.replace("_", "-")
+        raise InputError(f"{setting}: whose world model? Give --{flag} RUN or CHECKPOINT of `deft train teacher`")
+    path = default_teacher() if given is None else Path(given) if run is None else moved_with(run, given)
     if path.is_file():
         if phase_of_file(path.parent.parent / CONFIG_FILE) == "student":
-            raise InputError(f"teacher_path: {path} is of phase student; give weights of `deft train teacher`")
+            raise InputError(f"{setting}: {path} is of phase student; give weights of `deft train teacher`")
         policy = load_f1_policy(model, device, checkpoint_path=path).policy
     else:
-        folder = find_start("teacher_path", path)
-        run = folder.parent
-        phase = phase_of_file(run / CONFIG_FILE)
-        if phase == "student":
-            raise InputError(f"teacher_path: {path} is of phase student; give a run of `deft train teacher`")
-        own = run / MODEL_FILE
+        folder = find_start(setting, path)
+        if phase_of_file(folder.parent / CONFIG_FILE) == "student":
+            raise InputError(f"{setting}: {path} is of phase student; give a run of `deft train teacher`")
+        own = folder.parent / MODEL_FILE
         policy = load_f1_policy(own if own.is_file() else model, device, checkpoint_path=folder).policy
     if has_lora(policy):
         merge_lora(policy)
     for name, tensor in policy.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"teacher_path: {path}: {name} has values that are not finite; give an earlier checkpoint")
+            raise InputError(f"{setting}: {path}: {name} has values that are not finite; give an earlier checkpoint")
     return policy
 
 
 def check_world_model(teacher: F1Policy, student: F1Policy, where: Path) -> None:
     """Refuse a teacher whose world model is not the one that the student was made with."""
-    theirs = world_model_weights(teacher)
-    for name, tensor in world_model_weights(student).items():
-        if name not in theirs or not torch.equal(theirs[name].to(tensor.dtype), tensor):
-            raise InputError(f"teacher_path: not the teacher of {where}: {name} differs; give the one it was made with")
+    name = first_difference(world_model_weights(student), world_model_weights(teacher))
+    if name is not None:
+        raise InputError(f"teacher_path: not the teacher of {where}: {name} differs; give the one it was made with")
+
+
+def first_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
+    """The name of a tensor that only one side has, or that is not the same in `own`'s number format; None: all are."""
+    for name in sorted(own.keys() | theirs.keys()):
+        if name not in own or name not in theirs or not torch.equal(theirs[name].to(own[name].dtype), own[name]):
+            return name
+    return None
 
 
 def check_mask(explorer: ExplorerPolicy, action_mask: Any, where: Path) -> None:
