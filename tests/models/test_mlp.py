@@ -76,6 +76,21 @@ def test_bf16_products_keep_float32_outside():
     torch.testing.assert_close(rough, exact, atol=0.02, rtol=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 units: slower, and as close
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_bf16_tells_large_values_apart(layer_norm):
+    torch.manual_seed(0)
+    network = BatchedMLP(1, 3, (16, 16), 1, layer_norm)
+    x = torch.randn(1, 32, 3)
+    exact = network(x).detach()
+    network.dtype = torch.bfloat16
+    with torch.no_grad():
+        network.biases[-1] += 300.0
+    # Values near 300 in bf16 come in steps of 2 (8 bits: 2⁸ to 2⁹ in 128 steps); these spread over less than one.
+    assert exact.max() - exact.min() < 2
+    torch.testing.assert_close(network(x).detach() - 300.0, exact, atol=0.02, rtol=0.05)
+
+
 def test_critics_start_as_their_targets_and_move_them_slowly():
     torch.manual_seed(0)
     critics = Critics(2, 3, 4, 1, (8,))
