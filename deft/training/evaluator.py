@@ -81,14 +81,14 @@ class Evaluator:
             self._pool = None
 
 
-def check_spaces(env: VectorEnv, policy_observation: Any, policy_action: Any, where: str) -> None:
+def check_spaces(env: VectorEnv, policy_observation: Any, policy_action: Any, where: str, advice: str) -> None:
     """Refuse an environment whose observations or actions are not the dataset's."""
     for kind, theirs, own in (
         ("observation", env.observation_space, policy_observation),
         ("action", env.action_space, policy_action),
     ):
         if _shape(theirs) != _shape(own):
-            raise InputError(f"{where}: its {kind}s are {theirs}, the dataset's {own}; evaluate with another --env")
+            raise InputError(f"{where}: the environment's {kind}s are {theirs}, the dataset's {own}; {advice}")
 
 
 def _shape(space: Any) -> Any:

@@ -86,6 +86,8 @@ class OfflineTrainer:
         self.threads = choose_threads(threads, cores=self.processes.cores)
         self.num_updates = 0
         self.best_reward = -math.inf
+        self.last_evaluation: dict[str, Any] = {}  # what it found; empty in all processes but the first
+        self._evaluated_at = -1  # updates
         self.evaluator = evaluator if self.processes.is_first else None
         self._evaluated_elsewhere = evaluator is not None and not self.processes.is_first
         self._score = score or (lambda _: None)
@@ -117,7 +119,7 @@ class OfflineTrainer:
         return self.policy if self._whole is None else self._whole.policy
 
     @property
-    def _is_evaluated(self) -> bool:
+    def is_evaluated(self) -> bool:
         """Whether the run is evaluated, by this process or by the first."""
         return self.evaluator is not None or self._evaluated_elsewhere
 
@@ -132,10 +134,11 @@ class OfflineTrainer:
         """Whole epochs trained."""
         return self.num_updates // self.updates_per_epoch
 
-    def train(self, num_epochs: int | None = None) -> dict[str, Any]:
+    def train(self, num_epochs: int | None = None, evaluates_last: bool = False) -> dict[str, Any]:
         """Train to `num_epochs` epochs in all, and return a summary.
 
-        Ctrl-C and SIGTERM stop between two updates; the run is saved, and so it is when it fails.
+        Ctrl-C and SIGTERM stop between two updates; the run is saved, and so it is when it fails. `evaluates_last`:
+        evaluate when all updates are done, also between two periodic evaluations, so that the end can be the best.
         """
         epochs = self.settings.num_epochs if num_epochs is None else num_epochs
         total = OfflineTrainerConfig(num_epochs=epochs).num_epochs * self.updates_per_epoch
@@ -151,6 +154,8 @@ class OfflineTrainer:
             try:
                 self._start(total)
                 self._loop(total, stop, run_log)
+                if evaluates_last and self._evaluated_at != self.num_updates and not self._stops(stop):
+                    self._evaluate_together(run_log)
                 self._take_evaluations(run_log, wait=True)
                 self._save_once()
                 if self._whole is not None:  # for an evaluation at the end
@@ -201,15 +206,8 @@ class OfflineTrainer:
                     f"{bad[0]} is no longer finite at update {step}: lower learning_rate, or look at the dataset's "
                     "rewards; the checkpoints already saved are good"
                 )
-        if self._is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
-            if self.processes.count > 1:
-                self._save_once()  # all together: what comes out of the evaluation only the first process knows
-            if self._whole is not None:
-                self._whole.take()
-            if self.evaluator is not None:
-                self._evaluate_now(run_log)
-            if self._whole is not None:
-                self._whole.free()
+        if self.is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
+            self._evaluate_together(run_log)
         if crossed(previous, step, settings.save_freq * epoch):
             self._save_once()
             self._prune()
@@ -234,6 +232,18 @@ class OfflineTrainer:
             summary["video"] = str(film_episodes(members_of(self.acting)[0], self._video_env(), video, 1, self.seed))
         return summary
 
+    def _evaluate_together(self, run_log: RunLogger) -> None:
+        """Evaluate in the first process; the others take part in what it needs of them."""
+        self._evaluated_at = self.num_updates
+        if self.processes.count > 1:
+            self._save_once()  # all together: what comes out of the evaluation only the first process knows
+        if self._whole is not None:
+            self._whole.take()
+        if self.evaluator is not None:
+            self._evaluate_now(run_log)
+        if self._whole is not None:
+            self._whole.free()
+
     def _evaluate_now(self, run_log: RunLogger) -> None:
         assert self.evaluator is not None
         for step, results in self.evaluator.start(
@@ -253,7 +263,7 @@ class OfflineTrainer:
                 self._prune()
 
     def _record_evaluation(self, step: int, results: list[dict[str, Any]], run_log: RunLogger) -> None:
-        merged = merge_results(results, self._score)
+        self.last_evaluation = merged = merge_results(results, self._score)
         run_log.log_evaluation(step, merged)
         score = merged.get("normalized_score")
         log.info(
@@ -396,7 +406,7 @@ class OfflineTrainer:
     def _start(self, total: int) -> None:
         if self.num_updates >= total:
             log.warning("nothing to do: the run has %d of %d updates", self.num_updates, total)
-        if not self._is_evaluated and self.settings.eval_freq:
+        if not self.is_evaluated and self.settings.eval_freq:
             log.warning("not evaluated: the dataset names no environment that has its spaces; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:
             self.evaluator.env()  # what keeps it from being made is better known before training than after

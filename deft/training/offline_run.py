@@ -40,8 +40,9 @@ log = logging.getLogger(__name__)
 def train(config: OfflineRunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_offline_trainer(config)
-    evaluates = trainer.settings.eval_freq > 0 and trainer.evaluator is not None
-    return run_trainer(trainer, trainer.train, trainer.evaluate if evaluates else None)
+    if not trainer.settings.eval_freq or not trainer.is_evaluated:
+        return run_trainer(trainer, trainer.train, None)
+    return run_trainer(trainer, partial(trainer.train, evaluates_last=True), lambda: trainer.last_evaluation)
 
 
 def build_offline_trainer(
@@ -167,7 +168,8 @@ def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> 
     """The action space of the evaluation environment, which must have the dataset's observations and actions."""
     env = make()
     try:
-        check_spaces(env, dataset.observation_space, dataset.action_space, f"env {name}")
+        advice = "evaluate with another --env"
+        check_spaces(env, dataset.observation_space, dataset.action_space, f"env {name}", advice)
         return env.action_space
     finally:
         env.close()

@@ -180,7 +180,8 @@ def _read_prior(settings: SACSettings, collector: Collector, generator: torch.Ge
     """The dataset that batches are mixed with, in memory."""
     assert settings.prior_data is not None
     dataset = load_dataset(settings.prior_data)
-    check_spaces(collector.env, dataset.observation_space, dataset.action_space, f"prior_data {settings.prior_data}")
+    where, advice = f"prior_data {settings.prior_data}", "give data of the environment that is trained in"
+    check_spaces(collector.env, dataset.observation_space, dataset.action_space, where, advice)
     size = len(dataset)
     if not size:
         raise InputError(f"prior_data: {settings.prior_data} has no transitions")

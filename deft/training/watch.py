@@ -12,21 +12,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Range:
-    """Where a metric is expected to lie, and the advice for when it does not."""
+    """Where a metric is expected to lie, and the advice for when it does not; `below`: where that is another one."""
 
     low: float
     high: float
     advice: str
+    below: str | None = None
 
 
 OVERESTIMATION = (
     "if Q-values are high and the score is poor: more num_critics, a larger cql_alpha (cql), a smaller expectile (iql)"
 )
 INSTABILITY = "if it spikes or the score crashes: a smaller learning_rate"
+SMALL_LOSS = "no harm in itself: small rewards make small losses"
 OFFLINE_RANGES = {
-    "v_loss": Range(0.01, 1.0, INSTABILITY),
-    "q_loss": Range(0.01, 1.0, f"rewards of another scale change it; {OVERESTIMATION}"),
-    "policy_loss": Range(-10.0, 10.0, INSTABILITY),
+    "v_loss": Range(0.01, 1.0, INSTABILITY, SMALL_LOSS),
+    "q_loss": Range(0.01, 1.0, f"rewards of another scale change it; {OVERESTIMATION}", SMALL_LOSS),
+    "policy_loss": Range(-10.0, 10.0, f"that of cql is about −Q, of the rewards' scale; {INSTABILITY}"),
     "mean_advantage": Range(-5.0, 5.0, f"it should centre around 0; {OVERESTIMATION}"),
 }
 
@@ -49,9 +51,10 @@ class RangeWatch:
                 self._outside.discard(name)
             elif name not in self._outside:
                 self._outside.add(name)
+                is_below = value < expected.low and expected.below is not None
                 warnings.append(
                     f"{name} is {value:.4g} at update {step}, outside {expected.low:g} to {expected.high:g}: "
-                    f"{expected.advice}"
+                    f"{expected.below if is_below else expected.advice}"
                 )
         for warning in warnings:
             log.warning("%s", warning)

@@ -68,10 +68,10 @@ def test_evaluating_leaves_the_random_state_of_the_run():
 
 def test_an_environment_of_other_spaces_is_refused():
     env = make_env()
-    check_spaces(env, box(2), box(1), "env TwoStep")
-    with pytest.raises(InputError, match=r"env TwoStep: its observations are .* the dataset's"):
-        check_spaces(env, box(3), box(1), "env TwoStep")
-    with pytest.raises(InputError, match=r"its actions are .* evaluate with another --env"):
-        check_spaces(env, box(2), box(2), "env TwoStep")
+    check_spaces(env, box(2), box(1), "env TwoStep", "take another")
+    with pytest.raises(InputError, match=r"env TwoStep: the environment's observations are .* the dataset's"):
+        check_spaces(env, box(3), box(1), "env TwoStep", "take another")
+    with pytest.raises(InputError, match=r"the environment's actions are .*; take another"):
+        check_spaces(env, box(2), box(2), "env TwoStep", "take another")
     with pytest.raises(InputError, match="actions"):
-        check_spaces(wrap([Counting()]), box(2), box(1), "env Counting")
+        check_spaces(wrap([Counting()]), box(2), box(1), "env Counting", "take another")

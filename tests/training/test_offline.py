@@ -256,6 +256,27 @@ def test_the_best_and_the_last_are_kept(tmp_path):
     trainer.close()
 
 
+@pytest.mark.parametrize(("eval_freq", "steps"), [(2, [26, 39]), (3, [39])])
+def test_the_end_can_be_the_best(tmp_path, eval_freq, steps):
+    trainer = make_trainer(tmp_path, env=ENV, num_epochs=3, eval_freq=eval_freq)
+    scripted(trainer, [0.2, 0.9][-len(steps) :])
+    trainer.train(evaluates_last=True)
+    # Between two periodic evaluations too, and no second one where a periodic one falls on the last update.
+    assert [line["step"] for line in lines(tmp_path, "evaluation")] == steps
+    assert (tmp_path / "best").resolve().name == "checkpoint-39"
+    assert trainer.last_evaluation["normalized_score"] == pytest.approx(90.0)
+    trainer.close()
+
+
+def test_the_end_can_be_the_best_where_evaluations_run_beside(tmp_path):
+    trainer = make_trainer(tmp_path, env=ENV, num_epochs=3, eval_freq=2)
+    trainer.evaluator = Late([0.2, 0.9])  # type: ignore[assignment]
+    assert trainer.train(evaluates_last=True)["best_reward"] == 0.9
+    assert (tmp_path / "best").resolve().name == "checkpoint-39"
+    assert trainer.last_evaluation["mean_reward"] == 0.9
+    trainer.close()
+
+
 def test_evaluation_comes_every_so_many_epochs_and_does_not_change_what_is_learned(tmp_path):
     evaluated = make_trainer(tmp_path / "a", "cql", env=ENV, num_epochs=5, eval_freq=2, eval_episodes=3)
     evaluated.train()

@@ -5,7 +5,7 @@ import pytest
 
 from deft.training.watch import OFFLINE_RANGES, Range, RangeWatch
 
-WATCHED = {"q_loss": Range(0.01, 1.0, "a smaller learning_rate")}
+WATCHED = {"q_loss": Range(0.01, 1.0, "a smaller learning_rate", "no harm")}
 
 
 def test_speaks_once_and_again_only_after_recovery(caplog):
@@ -16,7 +16,7 @@ def test_speaks_once_and_again_only_after_recovery(caplog):
     assert told == [False, True, False, False, False, True, False]
     assert caplog.messages == [
         "q_loss is 3 at update 1, outside 0.01 to 1: a smaller learning_rate",
-        "q_loss is 0.005 at update 5, outside 0.01 to 1: a smaller learning_rate",
+        "q_loss is 0.005 at update 5, outside 0.01 to 1: no harm",
     ]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
@@ -24,6 +24,10 @@ def test_speaks_once_and_again_only_after_recovery(caplog):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_outside_every_range(value):
     assert len(RangeWatch({"x": Range(-math.inf, math.inf, "stop")}).check(1, {"x": value})) == 1
+
+
+def test_without_an_advice_of_its_own_what_is_below_has_that_for_what_is_above():
+    assert RangeWatch({"x": Range(-1, 1, "stop")}).check(1, {"x": -2.0})[0].endswith(": stop")
 
 
 def test_metrics_are_watched_apart_and_those_without_a_range_are_left_alone():
