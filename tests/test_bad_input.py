@@ -197,6 +197,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut(copied("empty-state") / "checkpoint-64" / checkpoint.TRAINING_STATE, 0.0)
     (copied("no-state") / "checkpoint-64" / checkpoint.TRAINING_STATE).unlink()
     (copied("no-config") / "config.yaml").unlink()
+    for path in checkpoint.list_checkpoints(place / "no-config"):  # which hold the settings too
+        (path / checkpoint.TRAINING_STATE).unlink()
     for path in checkpoint.list_checkpoints(copied("all-damaged")):
         (path / checkpoint.MODEL).write_bytes(b"PK\x03\x04 junk")
 

@@ -47,7 +47,8 @@ class CQL(SoftPolicy):
             sampler.add_returns(self.settings.gamma)
 
     def schedule(self) -> None:
-        """Whether the policy clones the data or follows the critics."""
+        """The policy's step size, and whether it clones the data or follows the critics."""
+        super().schedule()
         self._is_cloning.fill_(self.version < self.settings.policy_warmup)
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:

@@ -134,7 +134,8 @@ class ActorAlgorithm(OfflineAlgorithm):
                 parts[name].load_state_dict(state[name])
             except RuntimeError as error:
                 raise InputError(
-                    f"{name} of the checkpoint does not fit: {' '.join(str(error).split())[:200]}"
+                    f"{name} of the checkpoint does not fit: go on with the sizes it was trained with (num_critics, "
+                    "critic_layer_norm, hidden_dim, num_layers, num_seeds)"
                 ) from error
 
 

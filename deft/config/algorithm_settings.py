@@ -239,6 +239,8 @@ class CQLSettings(OffPolicySettings):
 
     policy_learning_rate: Positive = 1e-4
     """Adam's step size for the policy and the temperature; `learning_rate` is the critics'."""
+    learning_rate_schedule: Literal["constant", "cosine"] = "constant"
+    """Of the policy: `cosine` goes to 0 at the end of training."""
     cql_alpha: NonNegative = 5.0
     """Weight of the conservative penalty."""
     cql_samples: Count = 10
@@ -374,7 +376,7 @@ class DTSettings(OfflineSettings):
     """Attention heads of a layer."""
     embed_dim: Count = 128
     """Width of the transformer."""
-    dropout: Fraction = 0.1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """On embeddings, attention and residual branches, while training."""
     weight_decay: NonNegative = 1e-4
     """Decoupled weight decay (AdamW)."""

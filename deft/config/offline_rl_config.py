@@ -99,7 +99,7 @@ class OfflineRLConfig:
             is_default = value == getattr(OfflineRLConfig, name) and name not in self.given
             if name in paths and not (is_default and paths[name].startswith("algorithm.cfg.")):
                 set_path(mapping, paths[name], value)
-            elif name not in paths and not is_default:
+            elif name not in paths and value != getattr(OfflineRLConfig, name):
                 raise InputError(f"{name}: {shown(value)} is given, but {algorithm} has no such setting; leave it out")
         for name, value in own.items():
             path = paths.get(name, "")

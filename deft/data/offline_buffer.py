@@ -24,6 +24,8 @@ class OfflineReplayBuffer:
         self.obs_dim, self.action_dim, self.seed = obs_dim, action_dim, seed
         self._dataset: Dataset | None = None
         self._sampler: ReplayBuffer | StreamingBuffer | None = None
+        self.source: str | Path | None = None
+        """The name or path that it was loaded by, where it was and with no options."""
 
     def load_dataset(self, dataset: Mapping[str, Any] | Dataset | str | Path, **options: Any) -> OfflineReplayBuffer:
         """Take a dataset: D4RL's arrays (`env.get_dataset()`), a `Dataset`, or what `load_dataset` finds."""
@@ -38,6 +40,7 @@ class OfflineReplayBuffer:
             if size is not None and size != wanted:
                 raise InputError(f"{what}: {wanted} was given, the dataset {found.name} has {size}")
         self._dataset, self._sampler = found, None
+        self.source = dataset if isinstance(dataset, str | Path) and not options else None
         return self
 
     @property

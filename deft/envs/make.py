@@ -75,6 +75,9 @@ _PACKAGES = dict.fromkeys(
         "u-turn",
     ),
     _HIGHWAY,
+) | dict.fromkeys(
+    ("AdroitHandDoor", "AdroitHandHammer", "AdroitHandPen", "AdroitHandRelocate"),
+    ("gymnasium_robotics", "gymnasium-robotics"),
 )
 
 

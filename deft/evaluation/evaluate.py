@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deft.config.loading import load_config, replace
+from deft.config.loading import load_config, replace, resolve
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
 from deft.envs.make import SHORT_NAMES, make_env, make_vector_env, wrap
@@ -176,6 +176,9 @@ def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     config_file = folder.parent / CONFIG_FILE
     if not config_file.is_file() and (folder.parent / "config.json").is_file():
         raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against the policy it stands on")
-    if not config_file.is_file():
+    if config_file.is_file():
+        return folder, load_config(config_file)
+    state = checkpoint.load_training_state(folder) if (folder / checkpoint.TRAINING_STATE).is_file() else {}
+    if not state.get("config"):
         raise InputError(f"{path}: {config_file} is missing, so the policy cannot be rebuilt; evaluate it from Python")
-    return folder, load_config(config_file)
+    return folder, resolve(state["config"])  # saved alone, by `trainer.save(path)`

@@ -258,7 +258,10 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Pa
     if shapes:
         problems.append(_few(sorted(shapes)))
     if problems:
-        raise InputError(f"{source}: does not fit this policy: {'; '.join(problems)}")
+        advice = (
+            "it is of another algorithm, of other observations or actions, or of other sizes (hidden_dim, num_layers)"
+        )
+        raise InputError(f"{source}: does not fit this policy; {advice}: {'; '.join(problems)}")
     if sharding.is_sharded(module):
         sharding.load_whole_weights(module, weights)
     else:

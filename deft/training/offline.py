@@ -359,9 +359,11 @@ class OfflineTrainer:
         if state["algorithm_name"] != self.algorithm.name:
             raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
         if state["transitions"] != self.num_transitions or state["fingerprint"] != self._fingerprint:
+            count = state["transitions"]
+            differs = f"this one has {self.num_transitions}" if count != self.num_transitions else "this one has others"
             raise InputError(
-                f"{folder}: trained on another dataset ({state['transitions']} transitions; this one has "
-                f"{self.num_transitions}): resume with the same, or start from its weights with --model-path"
+                f"{folder}: trained on another dataset ({count} transitions; {differs}): resume with the same, or "
+                "start from its weights with --model-path"
             )
         checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
         self.algorithm.load_state_dict(state["algorithm"])
@@ -407,7 +409,7 @@ class OfflineTrainer:
         if self.num_updates >= total:
             log.warning("nothing to do: the run has %d of %d updates", self.num_updates, total)
         if not self.is_evaluated and self.settings.eval_freq:
-            log.warning("not evaluated: the dataset names no environment that has its spaces; give one with --env")
+            log.warning("not evaluated: no environment is known for the dataset; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:
             self.evaluator.env()  # what keeps it from being made is better known before training than after
         if self._random_state is not None:

@@ -18,6 +18,7 @@ from deft.data.datasets.dataset import Dataset
 from deft.data.offline_buffer import OfflineReplayBuffer
 from deft.errors import InputError
 from deft.models.policy import Policy
+from deft.training import checkpoint
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_policy, build_offline_trainer
 from deft.training.random_state import seed_everything
@@ -75,6 +76,7 @@ class OfflineRLTrainer:
         self._source: Path | None = None
         self._trainer: OfflineTrainer | None = None
         self._loaded_from: Path | None = None
+        self._loaded_step = 0
 
     @property
     def algorithm(self) -> OfflineAlgorithm:
@@ -89,7 +91,7 @@ class OfflineRLTrainer:
     @property
     def global_step(self) -> int:
         """Gradient updates so far."""
-        return 0 if self._trainer is None else self._trainer.num_updates
+        return self._loaded_step if self._trainer is None else self._trainer.num_updates
 
     @property
     def run_dir(self) -> Path:
@@ -116,8 +118,9 @@ class OfflineRLTrainer:
                 f"train: this {type(self).__name__} trains on {self._dataset.name}; make another one for "
                 f"{dataset.name}, from its weights with policy= or model_path"
             )
-        if source is not None:
-            self.config = replace(self.config, **{"dataset.path": str(buffer)})  # for who resumes from the command line
+        name = buffer.source if isinstance(buffer, OfflineReplayBuffer) else buffer
+        if isinstance(name, str | Path):
+            self.config = replace(self.config, **{"dataset.path": str(name)})  # for who resumes from the command line
         trainer = build_offline_trainer(self.config, dataset, self._policy, self._env, self._spaces)
         if self._loaded_from is not None:
             trainer.load(self._loaded_from)
@@ -145,6 +148,7 @@ class OfflineRLTrainer:
         if self._trainer is None:
             load_policy_weights(self._policy, path)
             self._loaded_from = Path(path)
+            self._loaded_step = checkpoint.load_training_state(checkpoint.find_checkpoint(path))["num_updates"]
         else:
             self._trainer.load(path)
 

@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+import torch
 
 from deft.config.loading import replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.dataset import Dataset, normalized_score
-from deft.envs.make import make_another, make_env, make_vector_env, wrap
+from deft.envs.make import check_id, make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.normalization import has_seen_data
@@ -73,6 +74,9 @@ def build_offline_trainer(
         assert config.dataset.path is not None
         dataset = load_dataset(config.dataset.path, download=config.dataset.download, **config.dataset.options)
     env_config = None if eval_env is not None else evaluation_env(config, dataset)
+    if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
+        log.warning("the dataset's environment is not there, so nothing is evaluated: %s", missing)
+        env_config = None
     config = _told(config, dataset, env_config)
     assert config.output_dir is not None
     evaluator, video_env = None, None
@@ -86,7 +90,9 @@ def build_offline_trainer(
         count = min(config.trainer.eval_episodes, EVALUATION_ENVS)
         make_all = partial(make, num_envs=count, chunk_length=config.policy.chunk_length)
         evaluator = Evaluator(make_all, config.seed + EVALUATION_SEED, beside=device.type == "cuda")
-        action_space = _checked_env(partial(make, num_envs=1), dataset, env_config.id if env_config else str(eval_env))
+        name = env_config.id if env_config else str(eval_env)
+        action_space = _checked_env(partial(make, num_envs=1), dataset, name)
+        _warn_of_actions_outside(dataset, action_space, name)
     if spaces is not None:
         _check_policy_spaces(spaces, dataset.observation_space, action_space)
     if policy is None:
@@ -162,6 +168,31 @@ def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | No
         return None
     kwargs = config.env.kwargs or (dataset.env_kwargs if config.env.id is None else {})
     return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps)
+
+
+def _missing(config: EnvConfig) -> str | None:
+    """Why there is no such environment on this machine; None where there is."""
+    try:
+        check_id(config)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _warn_of_actions_outside(dataset: Dataset, space: gymnasium.Space, name: str) -> None:
+    """Say so where the data was recorded on another scale than the environment's, or before clipping."""
+    if dataset.table is None or not isinstance(space, gymnasium.spaces.Box):
+        return
+    actions = dataset.table.action[dataset.table.transition_rows()]
+    low, high = (torch.as_tensor(bound.reshape(-1), dtype=actions.dtype) for bound in (space.low, space.high))
+    margin = 1e-3 * (high - low)
+    outside = ((actions < low - margin) | (actions > high + margin)).any(-1).float().mean().item()
+    if outside:
+        log.warning(
+            "%.2g %% of the dataset's actions lie outside those of env %s, which no policy reaches: they go from %.3g "
+            "to %.3g; are they on its scale?",
+            100 * outside, name, actions.min().item(), actions.max().item(),
+        )  # fmt: skip
 
 
 def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> gymnasium.Space:

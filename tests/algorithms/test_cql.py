@@ -279,6 +279,20 @@ def test_learns_where_cloning_fails():
     assert min(learned_actions(CQL(small_actor(2, 1, "tanh_gaussian", members=3), settings))) > 0.4
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_the_policys_rate_falls_along_a_cosine_where_asked(schedule):
+    policy = small_actor(distribution="tanh_gaussian")
+    algorithm = CQL(policy, CQLSettings(policy_learning_rate=2e-4, learning_rate_schedule=schedule, policy_warmup=1))
+    rates = []
+    for algorithm.progress in (0.0, 1 / 3, 1.0):
+        algorithm.schedule()
+        rates.append(float(algorithm.actor_optimizer.learning_rate))
+    # 2e-4 · (1 + cos π t) / 2 at t = 0, 1/3, 1; the critics' stays, and the warm-up is as it was.
+    assert rates == pytest.approx([2e-4, 1.5e-4, 0.0] if schedule == "cosine" else [2e-4] * 3, abs=1e-9)
+    assert float(algorithm.critic_optimizer.learning_rate) == pytest.approx(3e-4)
+    assert bool(algorithm._is_cloning)
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 units: slower, and as close
 def test_bf16_is_close_to_float32():
     results = {}

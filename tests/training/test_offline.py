@@ -363,8 +363,31 @@ def test_a_run_without_an_environment_trains_and_says_what_evaluate_needs(tmp_pa
     assert not (tmp_path / "best").exists()
 
 
+def test_a_dataset_whose_environment_is_not_installed_trains_without_it(tmp_path, caplog):
+    dataset = two_step_dataset()
+    dataset.env_id = "AdroitHandDoor-v99"
+    trainer = make_trainer(tmp_path, dataset=dataset, eval_freq=1)
+    assert trainer.evaluator is None
+    assert any("AdroitHandDoor-v99" in message and "nothing is evaluated" in message for message in caplog.messages)
+    assert trainer.train()["updates"] == 39
+    with pytest.raises(InputError, match="AdroitHandDoor-v99"):  # asked for, it must be there
+        make_trainer(tmp_path / "asked", dataset=dataset, env="AdroitHandDoor-v99")
+
+
+@pytest.mark.parametrize(("scale", "share"), [(1.0, None), (3.0, "50 %")])
+def test_actions_that_the_environment_does_not_have_are_told(tmp_path, caplog, scale, share):
+    dataset = two_step_dataset()
+    assert dataset.table is not None
+    # The first of an episode's two actions at `scale`, the other at 0; the environment's end at ±1.
+    actions = dataset.table.action.view(200, 3)
+    actions[:, 0], actions[:, 1] = scale, 0.0
+    make_trainer(tmp_path, dataset=dataset, env=ENV).close()
+    told = [message for message in caplog.messages if "outside those of env" in message]
+    assert told == [] if share is None else [message.startswith(share) for message in told] == [True]
+
+
 def test_an_environment_that_does_not_fit_or_is_not_there_is_told_before_training(tmp_path):
-    with pytest.raises(InputError, match=r"env CartPole-v1: its observations"):
+    with pytest.raises(InputError, match=r"env CartPole-v1: the environment's observations"):
         make_trainer(tmp_path, env="CartPole-v1")
     with pytest.raises(InputError, match="deft-test/Twostep"):
         make_trainer(tmp_path, env="deft-test/Twostep-v0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
@@ -188,6 +189,24 @@ def test_a_path_given_again_is_the_same_dataset(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "run" / "checkpoint-16").is_dir()
 
 
+def test_what_a_buffer_was_loaded_from_and_a_checkpoint_saved_alone_serve_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.hdf5"
+    with h5py.File(path, "w") as file:
+        for name, values in columns().items():
+            file[name] = values
+    trainer = make(IQLTrainer, tmp_path / "run", env=ENV)
+    trainer.train(OfflineReplayBuffer(2, 1).load_dataset(path))
+    alone = trainer.save(tmp_path / "kept" / "policy")
+    trainer.close()
+    assert main(["train", "--resume", str(tmp_path / "run"), "--num-epochs", "2"]) == 0
+    assert (tmp_path / "run" / "checkpoint-8").is_dir()
+    capsys.readouterr()
+    assert main(["evaluate", str(alone), "--episodes", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["episodes"] == 3
+
+
 def test_another_dataset_needs_another_trainer(tmp_path: Path) -> None:
     trainer, dataset = make(TD3BCTrainer, tmp_path), two_step_dataset()
     trainer.train(dataset)
@@ -208,6 +227,7 @@ def test_saved_and_loaded_it_goes_on_as_if_it_had_not_stopped(trainer_class: Any
     assert saved == tmp_path / "kept" / "halfway"
     second = make(trainer_class, tmp_path / "second", seed=5)
     second.load(saved)
+    assert second.global_step == 4
     assert_same(weights(first), weights(second))  # at once, for whoever wants to act
     assert second.train(dataset, num_epochs=2)["updates"] == 8
     assert_same(weights(whole), weights(second))
@@ -255,6 +275,13 @@ def test_settings_may_be_given_in_their_order(tmp_path: Path) -> None:
     assert (cfg.alpha, cfg.noise_clip, cfg.policy_delay, cfg.policy_noise) == (1.0, 0.3, 3, 0.1)
     cfg = DecisionTransformerTrainer(2, 1, config(tmp_path), 5, 2, 2, 16).config.algorithm.cfg
     assert (cfg.context_length, cfg.n_layer, cfg.n_head, cfg.embed_dim) == (5, 2, 2, 16)
+
+
+def test_a_default_that_an_algorithm_has_no_use_for_may_be_given_to_it() -> None:
+    # As the document's whole block is: `tau` means nothing to a transformer, and another value is refused.
+    assert DecisionTransformerTrainer(2, 1, OfflineRLConfig(tau=0.005, num_critics=2)).config.algorithm.name == "dt"
+    with pytest.raises(InputError, match=r"tau: 0\.1 is given, but dt has no such setting"):
+        DecisionTransformerTrainer(2, 1, OfflineRLConfig(tau=0.1))
 
 
 def test_without_a_config_the_algorithm_has_its_own_defaults() -> None:

@@ -43,6 +43,12 @@ def load_dataset(name_or_path: str | Path, download: bool = False, **options: An
     if unknown := sorted(options.keys() - set(allowed)):
         known = ", ".join(allowed) or "none"
         raise InputError(f"{path} has no loading option {', '.join(unknown)}; its format has: {known}")
+    switches = [
+        name for name in options if inspect.signature(loader.load).parameters[name].annotation in (bool, "bool")
+    ]
+    for switch in switches:
+        if not isinstance(options[switch], bool):
+            raise InputError(f"{switch}: {options[switch]!r} is not true or false")
     dataset: Dataset = loader.load(path, name, **options)
     return dataset
 

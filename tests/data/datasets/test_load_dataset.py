@@ -139,6 +139,14 @@ def test_unknown_options_are_refused_with_those_that_there_are(own_folders: Path
         load_dataset(path, split="train")
 
 
+def test_a_switch_is_true_or_false(own_folders: Path) -> None:
+    folder = own_folders / "arm"
+    (folder / "meta").mkdir(parents=True)
+    (folder / "meta" / "info.json").write_text("{}")  # LeRobot's, of which nothing else is read first
+    with pytest.raises(InputError, match=r"^skip_missing: 'maybe' is not true or false$"):
+        load_dataset(folder, skip_missing="maybe")
+
+
 def test_formats_are_modules_with_the_two_functions() -> None:
     for name in front.FORMATS:
         module = front._format(name)
