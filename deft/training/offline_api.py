@@ -148,7 +148,9 @@ class OfflineRLTrainer:
         if self._trainer is None:
             load_policy_weights(self._policy, path)
             self._loaded_from = Path(path)
-            self._loaded_step = checkpoint.load_training_state(checkpoint.find_checkpoint(path))["num_updates"]
+            if self._loaded_from.is_dir():  # else weights alone, to act with
+                state = checkpoint.load_training_state(checkpoint.find_checkpoint(path))
+                self._loaded_step = state.get("num_updates", 0)
         else:
             self._trainer.load(path)
 

@@ -189,6 +189,16 @@ def test_a_path_given_again_is_the_same_dataset(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "run" / "checkpoint-16").is_dir()
 
 
+def test_weights_alone_are_loaded_to_act_with(tmp_path: Path) -> None:
+    trainer = make(IQLTrainer, tmp_path / "run")
+    trainer.train(two_step_dataset())
+    torch.save(trainer.policy.state_dict(), tmp_path / "weights.pt")
+    other = make(IQLTrainer, tmp_path / "other", seed=5)
+    other.load(tmp_path / "weights.pt")
+    assert_same(weights(trainer), weights(other))
+    assert other.global_step == 0
+
+
 def test_what_a_buffer_was_loaded_from_and_a_checkpoint_saved_alone_serve_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
