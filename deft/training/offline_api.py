@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -254,4 +255,6 @@ def _given(**settings: Any) -> dict[str, Any]:
 def _box(name: str, dim: int | None, bound: float) -> spaces.Box:
     if dim is None:
         raise InputError(f"{name}: missing; give the sizes, or observation_space and action_space")
+    if not isinstance(dim, Integral) or dim < 1:
+        raise InputError(f"{name}: {dim!r} is not a size; give a whole number, or observation_space and action_space")
     return spaces.Box(-bound, bound, (dim,), np.float32)

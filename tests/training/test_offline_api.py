@@ -308,6 +308,8 @@ def test_without_a_config_the_algorithm_has_its_own_defaults() -> None:
         (lambda: IQLTrainer(2, 1, OfflineRLConfig(), num_epochs=5), "num_epochs: is a setting of OfflineRLConfig"),
         (lambda: IQLTrainer(action_dim=1), "obs_dim: missing"),
         (lambda: IQLTrainer(obs_dim=2), "action_dim: missing"),
+        (lambda: IQLTrainer("11", 3), "obs_dim: '11' is not a size"),
+        (lambda: IQLTrainer(11, 0), "action_dim: 0 is not a size"),
         (lambda: CQLTrainer(2, 1, OfflineRLConfig().to_run_config("iql")), "CQLTrainer trains with 'cql'"),
         (lambda: DecisionTransformerTrainer(2, 1, OfflineRLConfig(num_seeds=3)), "num_seeds: dt trains one"),
         (lambda: TD3BCTrainer(2, action_space=spaces.Discrete(3)), "bounded Box"),
