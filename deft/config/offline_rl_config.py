@@ -96,10 +96,11 @@ class OfflineRLConfig:
         mapping: dict[str, Any] = {"algorithm": {"name": algorithm}}
         for name in setting_names(OfflineRLConfig):
             value = getattr(self, name)
-            is_default = value == getattr(OfflineRLConfig, name) and name not in self.given
-            if name in paths and not (is_default and paths[name].startswith("algorithm.cfg.")):
-                set_path(mapping, paths[name], value)
-            elif name not in paths and value != getattr(OfflineRLConfig, name):
+            is_default = value == getattr(OfflineRLConfig, name)
+            if name in paths:
+                if name in self.given or not (is_default and paths[name].startswith("algorithm.cfg.")):
+                    set_path(mapping, paths[name], value)
+            elif not is_default:
                 raise InputError(f"{name}: {shown(value)} is given, but {algorithm} has no such setting; leave it out")
         for name, value in own.items():
             path = paths.get(name, "")

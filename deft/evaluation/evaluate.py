@@ -174,10 +174,10 @@ def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     """The best or latest checkpoint of a run folder, or the checkpoint given, and the settings of its run."""
     folder = checkpoint.find_best(path)
     config_file = folder.parent / CONFIG_FILE
-    if not config_file.is_file() and (folder.parent / "config.json").is_file():
-        raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against the policy it stands on")
     if config_file.is_file():
         return folder, load_config(config_file)
+    if (folder.parent / "config.json").is_file():
+        raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against the policy it stands on")
     state = checkpoint.load_training_state(folder) if (folder / checkpoint.TRAINING_STATE).is_file() else {}
     if not state.get("config"):
         raise InputError(f"{path}: {config_file} is missing, so the policy cannot be rebuilt; evaluate it from Python")

@@ -409,7 +409,7 @@ class OfflineTrainer:
         if self.num_updates >= total:
             log.warning("nothing to do: the run has %d of %d updates", self.num_updates, total)
         if not self.is_evaluated and self.settings.eval_freq:
-            log.warning("not evaluated: no environment is known for the dataset; give one with --env")
+            log.warning("not evaluated: there is no environment to do it in; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:
             self.evaluator.env()  # what keeps it from being made is better known before training than after
         if self._random_state is not None:

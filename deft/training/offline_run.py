@@ -41,9 +41,7 @@ log = logging.getLogger(__name__)
 def train(config: OfflineRunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_offline_trainer(config)
-    if not trainer.settings.eval_freq or not trainer.is_evaluated:
-        return run_trainer(trainer, trainer.train, None)
-    return run_trainer(trainer, partial(trainer.train, evaluates_last=True), lambda: trainer.last_evaluation)
+    return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0 and trainer.is_evaluated)
 
 
 def build_offline_trainer(

@@ -51,21 +51,17 @@ EVALUATION_ENVS = 10  # copies that an evaluation plays at once
 def train(config: RunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_trainer(config)
-    if not trainer.settings.eval_freq:
-        return run_trainer(trainer, trainer.train, None)
-    return run_trainer(trainer, partial(trainer.train, evaluates_last=True), lambda: trainer.last_evaluation)
+    return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0)
 
 
-def run_trainer(
-    trainer: Any, train: Callable[[], dict[str, Any]], evaluate: Callable[[], dict[str, Any]] | None
-) -> dict[str, Any]:
+def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:
     """Train to the end, evaluate and plot, and close the trainer of an online or an offline run."""
     try:
-        summary = train()
+        summary: dict[str, Any] = trainer.train(evaluates_last=evaluates)
         if not trainer.processes.is_first:
             return summary
-        if evaluate is not None:
-            summary |= {f"final_{name}": value for name, value in evaluate().items()}
+        if evaluates:
+            summary |= {f"final_{name}": value for name, value in trainer.last_evaluation.items()}
         summary["plots"] = [str(path) for path in plot_run(trainer.run_dir)]
     finally:
         trainer.close()

@@ -39,16 +39,14 @@ def load_dataset(name_or_path: str | Path, download: bool = False, **options: An
     """
     path, name = find_dataset(name_or_path, download)
     loader = _loader_for(path)
-    allowed = [*inspect.signature(loader.load).parameters][2:]
+    parameters = inspect.signature(loader.load).parameters
+    allowed = [*parameters][2:]
     if unknown := sorted(options.keys() - set(allowed)):
         known = ", ".join(allowed) or "none"
         raise InputError(f"{path} has no loading option {', '.join(unknown)}; its format has: {known}")
-    switches = [
-        name for name in options if inspect.signature(loader.load).parameters[name].annotation in (bool, "bool")
-    ]
-    for switch in switches:
-        if not isinstance(options[switch], bool):
-            raise InputError(f"{switch}: {options[switch]!r} is not true or false")
+    for option, value in options.items():
+        if parameters[option].annotation in (bool, "bool") and not isinstance(value, bool):
+            raise InputError(f"{option}: {value!r} is not true or false")
     dataset: Dataset = loader.load(path, name, **options)
     return dataset
 
