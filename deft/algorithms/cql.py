@@ -60,8 +60,10 @@ class CQL(SoftPolicy):
         chosen, log_prob = samples[0], sample_log_probs[0]
         with torch.no_grad():
             alpha = self.log_alpha.exp().unsqueeze(-1)
+            next_state = policy.asked(next_state)
             next_samples, next_log_probs = policy.sample(next_state, settings.cql_samples + 1)
-            backup = self._backup(next_state, next_samples[0], next_log_probs[0], alpha, reward, discount)
+            following = policy.mean(next_state) if settings.backup_action == "likeliest" else next_samples[0]
+            backup = self._backup(next_state, following, next_log_probs[0], alpha, reward, discount)
         actions, log_densities = self._penalised(
             samples[1:], sample_log_probs[1:], next_samples[1:], next_log_probs[1:]
         )

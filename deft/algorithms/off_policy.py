@@ -204,8 +204,9 @@ class SoftPolicy(OffPolicy):
 
     @property
     def target_entropy(self) -> float:
-        """The entropy that a learned temperature holds: minus the action dims."""
-        return -float(self.policy.action_dim)
+        """What `alpha: auto` holds the entropy of unit actions at."""
+        wanted = self.settings.target_entropy
+        return -float(self.policy.action_dim) if wanted == "auto" else float(wanted)
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:
         yield from self.policy.actor_parameters()

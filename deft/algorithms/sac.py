@@ -51,12 +51,6 @@ class SAC(SoftPolicy):
             self._critic_loss = torch.compile(self._critic_loss, options=options)  # type: ignore[method-assign]
             self._policy_losses = torch.compile(self._policy_losses, options=options)  # type: ignore[method-assign]
 
-    @property
-    def target_entropy(self) -> float:
-        """What `alpha: auto` holds the entropy of unit actions at."""
-        wanted = self.settings.target_entropy
-        return super().target_entropy if wanted == "auto" else float(wanted)
-
     def start_from_a_policy(self) -> None:
         """Begin with a low temperature: a new policy's would pay a learned one for forgetting what it knows."""
         self._start_alpha(LEARNED_ALPHA)

@@ -258,9 +258,13 @@ class CQLSettings(OffPolicySettings):
     cal_ql: Switch = False
     """Bound the values of the policy's actions from below by the dataset's returns (Cal-QL), for offline to online."""
     alpha: Literal["auto"] | NonNegative = "auto"
-    """Entropy temperature: learned towards an entropy of minus the action dims, or fixed."""
+    """Entropy temperature: learned towards `target_entropy`, or fixed."""
+    target_entropy: Literal["auto"] | Number = "auto"
+    """Entropy of the policy's unit actions that `alpha: auto` holds; `auto`: minus the action dims."""
     backup_entropy: Switch = False
     """Whether the target counts the policy's entropy."""
+    backup_action: Literal["sample", "likeliest"] = "sample"
+    """Whose value the target is: of the policy as it is trained, or of its likeliest action, which is evaluated."""
 
 
 @settings

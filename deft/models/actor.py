@@ -191,7 +191,7 @@ class Actor(ContinuousActor):
 
     def mean(self, state: Encoded) -> Tensor:
         """tanh of the mean, whichever the distribution."""
-        return self._mean_and_log_std(state.features)[0].tanh()
+        return self._mean_and_log_std(state.features, state.output)[0].tanh()
 
     def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
         """Log-density of stored unit actions."""

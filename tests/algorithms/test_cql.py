@@ -132,6 +132,14 @@ def test_min_q_weight_goes_from_the_largest_to_the_smallest_target(known, weight
     assert float(metrics["q_loss"]) == pytest.approx(td_loss(1 + 0.9 * value), rel=1e-5)
 
 
+def test_the_target_is_of_the_likeliest_action_where_asked(known, monkeypatch):
+    algorithm = known(backup_action="likeliest")
+    monkeypatch.setattr(algorithm.policy, "mean", lambda state: torch.full((1, 2, 1), -0.2))
+    metrics = algorithm.update(iter([BATCH]))
+    # Q̄(s', −0.2) = (2 − 0.2, 2) in the first row.
+    assert float(metrics["q_loss"]) == pytest.approx(td_loss(1 + 0.9 * 1.8), rel=1e-5)
+
+
 def test_the_entropy_enters_the_target_where_it_is_asked_for(known):
     # − α log π(0.4 | s') = 1.1
     metrics = known(backup_entropy=True).update(iter([BATCH]))
@@ -233,6 +241,14 @@ def test_the_temperature_holds_the_entropy_at_minus_the_action_dims(known, monke
     # One action dim: the entropy is to be −1. At log π = 2 it is −2, too little; at 0.5 it is −0.5, too much.
     algorithm = known()
     monkeypatch.setattr(FixedSampling, "here", ((0.1, log_density), (0.2, -0.7)))
+    algorithm.update(iter([BATCH]))
+    assert (float(algorithm.log_alpha.detach()) > 0) == grows
+
+
+@pytest.mark.parametrize(("target", "grows"), [("auto", False), (2.0, True)])
+def test_the_temperature_holds_the_entropy_that_is_asked_for(known, target, grows):
+    # FixedSampling's log π is −0.3, an entropy of 0.3: above −1, the action dims, and below 2.
+    algorithm = known(target_entropy=target)
     algorithm.update(iter([BATCH]))
     assert (float(algorithm.log_alpha.detach()) > 0) == grows
 
