@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deft.config.loading import load_config, replace, resolve
+from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
 from deft.envs.make import SHORT_NAMES, make_env, make_vector_env, wrap
@@ -23,6 +23,7 @@ from deft.evaluation.video import write_video
 from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
+from deft.training.handover import saved_config
 from deft.training.offline import members_of
 from deft.training.offline_run import build_offline_policy
 from deft.training.random_state import seed_everything
@@ -178,7 +179,7 @@ def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
         return folder, load_config(config_file)
     if (folder.parent / "config.json").is_file():
         raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against the policy it stands on")
-    state = checkpoint.load_training_state(folder) if (folder / checkpoint.TRAINING_STATE).is_file() else {}
-    if not state.get("config"):
+    config = saved_config(folder)
+    if config is None:
         raise InputError(f"{path}: {config_file} is missing, so the policy cannot be rebuilt; evaluate it from Python")
-    return folder, resolve(state["config"])  # saved alone, by `trainer.save(path)`
+    return folder, config

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
-from deft.config.loading import load_config, replace, to_dict
+from deft.config.loading import load_config, replace, resolve, to_dict
 from deft.config.settings import (
     ActorConfig,
     OfflineRunConfig,
@@ -109,7 +109,13 @@ def _config_beside(path: Path) -> RunConfig | OfflineRunConfig | None:
     for folder in (path, path.parent, path.parent.parent):
         if (folder / CONFIG_FILE).is_file():
             return load_config(folder / CONFIG_FILE)
-    return None
+    return saved_config(path if path.is_dir() else path.parent)
+
+
+def saved_config(folder: Path) -> RunConfig | OfflineRunConfig | None:
+    """The settings inside a checkpoint that was saved alone, by `trainer.save(path)`; None where there are none."""
+    state = checkpoint.load_training_state(folder) if (folder / checkpoint.TRAINING_STATE).is_file() else {}
+    return resolve(state["config"]) if state.get("config") else None
 
 
 def _actor_section(source: RunConfig | OfflineRunConfig, config: RunConfig) -> OnlineActorConfig | None:

@@ -245,6 +245,17 @@ def test_from_run_to_run_on_the_command_line(tmp_path, capsys):
     assert load_config(out / "config.yaml").policy.actor.distribution == "tanh_gaussian"
 
 
+@pytest.mark.parametrize("name", ["", "model.pt"])
+def test_goes_on_with_a_checkpoint_that_was_saved_alone(tmp_path, name):
+    """The settings are inside it: a network of width 16, where the default is 256."""
+    offline = iql(tmp_path)
+    source = offline.save(tmp_path / "elsewhere" / "saved")
+    trainer = build_trainer(config(tmp_path, "online", env=TWO_STEP, policy={}, model_path=str(source / name)))
+    assert trainer.policy.hidden_sizes == (16, 16)
+    assert_equal(offline.policy.state_dict(), trainer.policy.state_dict())
+    trainer.close()
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "sac"])
 def test_a_run_from_another_resumes_by_the_same_command(tmp_path, algorithm):
     """Also when the run that it started from is gone."""
