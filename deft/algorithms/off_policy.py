@@ -198,9 +198,18 @@ class SoftPolicy(OffPolicy):
     settings: Any
 
     def __init__(self, policy: ContinuousActor, settings: Any, seed: int = 0) -> None:
-        start = 1.0 if settings.alpha == "auto" else max(float(settings.alpha), 1e-8)
-        self.log_alpha = nn.Parameter(torch.full((policy.num_members,), math.log(start), device=policy.center.device))
+        self.log_alpha = nn.Parameter(torch.zeros(policy.num_members, device=policy.center.device))
+        self._fix_alpha(settings)
         super().__init__(policy, settings, seed)
+
+    def _fix_alpha(self, settings: Any) -> None:
+        if settings.alpha != "auto":
+            self.log_alpha.data.fill_(math.log(max(float(settings.alpha), 1e-8)))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; a fixed temperature is a setting: a resumed run may have another."""
+        super().load_state_dict(state)
+        self._fix_alpha(self.settings)
 
     @property
     def target_entropy(self) -> float:

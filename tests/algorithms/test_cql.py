@@ -261,6 +261,16 @@ def test_a_fixed_temperature_stays_also_with_weight_decay(known):
     assert float(algorithm.log_alpha.detach().exp()) == pytest.approx(0.2)
 
 
+def test_a_resumed_run_may_have_another_fixed_temperature_and_goes_on_with_a_learned_one(known):
+    for before, after, value in ((0.2, 0.5, 0.5), ("auto", "auto", math.exp(0.7))):
+        algorithm = known(alpha=before)
+        if before == "auto":
+            algorithm.log_alpha.data.fill_(0.7)
+        resumed = known(alpha=after)
+        resumed.load_state_dict(algorithm.state_dict())
+        assert float(resumed.log_alpha.detach().exp()) == pytest.approx(value)
+
+
 def test_the_policy_does_not_train_the_critics():
     """Its loss is through the critics, to its own parameters alone."""
     algorithm = CQL(small_actor(3, 2, "tanh_gaussian"), CQLSettings(cql_alpha=0.0, gamma=0.0))
