@@ -22,7 +22,7 @@ class CQL(SoftPolicy):
     """L_Q = TD error² + α_c · ( log Σ_i exp(Q(s, a_i) − log p_i) − Q(s, a) ), over critics.
 
     The a_i are `cql_samples` each of uniform actions (p = 0.5^A), actions of π(s) and actions of π(s'), with their
-    densities p_i. L_π = E [α log π(a' | s) − min Q(s, a')], with α learned so that the entropy is −A.
+    densities p_i. L_π = E [α log π(a' | s) − min Q(s, a')], with α learned so that the entropy is `target_entropy`.
     """
 
     name = "cql"
