@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,7 +173,7 @@ def run_command(arguments: list[str]) -> tuple[int, str]:
 
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dataset of the name in the examples: Hopper's shapes, three episodes of noise."""
+    """A folder with datasets of the names in the examples: Hopper's shapes, three episodes of noise."""
     place, generator = tmp_path_factory.mktemp("datasets"), np.random.default_rng(0)
     with h5py.File(place / "hopper-medium-v2.hdf5", "w") as file:
         file["observations"] = generator.normal(size=(90, 11)).astype(np.float32)
@@ -180,6 +181,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file["rewards"] = generator.normal(size=90).astype(np.float32)
         file["terminals"] = np.arange(90) % 30 == 29
         file["timeouts"] = np.zeros(90, bool)
+    shutil.copy(place / "hopper-medium-v2.hdf5", place / "hopper-medium-expert-v2.hdf5")
     return place
 
 
