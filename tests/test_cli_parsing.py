@@ -220,7 +220,7 @@ WRONG = [
         "--alpha: 'hot' is not allowed; one of 'auto'; and 'hot' is not a number",
     ),
     ("train dt --n-head 3", "algorithm.cfg: embed_dim 128 does not divide into n_head 3"),
-    ("train td3-bc --expectile 0.7", "--expectile: unknown flag; see --help"),
+    ("train td3-bc --expectile 0.7", "--expectile: unknown flag; it is a setting of iql"),
     ("evaluate", "evaluate: give one run folder or checkpoint; got none"),
     ("evaluate a b", "evaluate: give one run folder or checkpoint; got a b"),
     ("evaluate a --episodes 0", "--episodes: 0 is out of range; must be at least 1"),

@@ -320,8 +320,8 @@ class GRPO(Algorithm):
         if not bool(torch.isfinite(metrics["loss"] + metrics["grad_norm"])):
             raise RunError(
                 f"the loss became {float(metrics['loss'])} (gradient norm {float(metrics['grad_norm'])}) in update "
-                f"{self.version}: lower learning_rate, or look at the rewards and observations; the checkpoints "
-                "already saved are good"
+                f"{self.version}: lower learning_rate, or look at the rewards and observations; any checkpoint "
+                "saved before is good"
             )
         metrics["approx_kl"] = approximate_kl(last)
         metrics["clip_fraction"] = torch.cat([loss["is_clipped"] for loss in last]).float().mean()

@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deft import schema
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
@@ -207,9 +208,18 @@ class SoftPolicy(OffPolicy):
             self.log_alpha.data.fill_(math.log(max(float(settings.alpha), 1e-8)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; a fixed temperature is a setting: a resumed run may have another."""
-        super().load_state_dict(state)
+        """The inverse of `state_dict`; the temperature is a setting: a resumed run may fix another, or learn it."""
+        super().load_state_dict({**state, "actor_optimizer": self._fitted(state["actor_optimizer"])})
         self._fix_alpha(self.settings)
+
+    def _fitted(self, moments: dict[str, Any]) -> dict[str, Any]:
+        """Adam's memory of the policy, which ends with α's where α was learned: cut off, or begun anew."""
+        if not isinstance(self.actor_optimizer, FusedAdam):
+            return moments
+        missing = sum(parameter.numel() for parameter in self.actor_optimizer.parameters) - moments["first"].numel()
+        if abs(missing) != self.log_alpha.numel():
+            return moments
+        return {name: functional.pad(part, (0, missing)) if part.ndim else part for name, part in moments.items()}
 
     @property
     def target_entropy(self) -> float:

@@ -359,8 +359,8 @@ class PPO(Algorithm):
         if not bool(torch.isfinite(metrics["loss"] + metrics["grad_norm"])):
             raise RunError(
                 f"the loss became {float(metrics['loss'])} (gradient norm {float(metrics['grad_norm'])}) in update "
-                f"{self.version}: lower learning_rate, or look at the rewards and observations; the checkpoints "
-                "already saved are good"
+                f"{self.version}: lower learning_rate, or look at the rewards and observations; any checkpoint "
+                "saved before is good"
             )
         log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in last])
         target, value = rollout[schema.VALUE_TARGET], rollout[schema.VALUE]

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -166,6 +166,15 @@ def parse_flags(
     return ParsedFlags(values, written, words)
 
 
+def _advice(spelled: str, name: str, known: Iterable[str]) -> str:
+    """What to do about an unknown flag: whose it is, else the nearest one here."""
+    owners = [algorithm for algorithm, owner in ALGORITHM_SETTINGS.items() if name in setting_names(owner)]
+    if owners:
+        return f"it is a setting of {', '.join(owners)}"
+    near = suggestion(spelled, (_dashed(other) for other in known))
+    return near if near.startswith("did you") else "see --help"
+
+
 def _scan(flags: Sequence[Flag], arguments: Sequence[str]) -> dict[str, str]:
     """How each given flag was written, by path; refuses unknown ones, missing values and what is said twice."""
     known = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
@@ -177,8 +186,7 @@ def _scan(flags: Sequence[Flag], arguments: Sequence[str]) -> dict[str, str]:
         spelled, equals, _ = argument.partition("=")
         name = spelled[2:].replace("-", "_") if spelled.startswith("--") else spelled
         if name not in known:
-            near = suggestion(spelled, (_dashed(other) for other in known))
-            raise InputError(f"{spelled}: unknown flag; {near if near.startswith('did you') else 'see --help'}")
+            raise InputError(f"{spelled}: unknown flag; {_advice(spelled, name, known)}")
         flag = known[name]
         following = arguments[index + 1] if index + 1 < len(arguments) else "--"
         if flag.is_switch and equals:

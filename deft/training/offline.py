@@ -204,7 +204,7 @@ class OfflineTrainer:
             if bad:
                 raise RunError(
                     f"{bad[0]} is no longer finite at update {step}: lower learning_rate, or look at the dataset's "
-                    "rewards; the checkpoints already saved are good"
+                    "rewards; any checkpoint saved before is good"
                 )
         if self.is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
             self._evaluate_together(run_log)
@@ -301,7 +301,7 @@ class OfflineTrainer:
         if not finite:
             raise RunError(
                 f"the networks are no longer finite after {self.num_updates} updates, so nothing was saved: lower "
-                "learning_rate, or look at the dataset's rewards; the checkpoints already saved are good"
+                "learning_rate, or look at the dataset's rewards; any checkpoint saved before is good"
             )
         shared_out = self._whole is not None  # all processes give their part
         weights = sharding.whole_weights(self.policy) if shared_out else self.policy.state_dict()
@@ -371,8 +371,12 @@ class OfflineTrainer:
         self._load_sampler(folder, state)
         self.num_updates = state["num_updates"]
         # An evaluation beside the training may have come back after the checkpoint was written.
-        returns = [line["mean_reward"] for line in logged_evaluations(folder.parent, self.num_updates)]
-        self.best_reward = max([state["best_reward"], *returns])
+        evaluations = logged_evaluations(folder.parent, self.num_updates)
+        self.best_reward = max([state["best_reward"], *(line["mean_reward"] for line in evaluations)])
+        if evaluations and evaluations[-1]["step"] == self.num_updates:
+            self._evaluated_at = self.num_updates
+            own = ("type", "step", "time")  # of the line
+            self.last_evaluation = {name: value for name, value in evaluations[-1].items() if name not in own}
         if state["updates_per_epoch"] != self.updates_per_epoch:
             log.warning(
                 "an epoch is now %d updates, not %d: num_epochs counts all %d that were made so far in these",

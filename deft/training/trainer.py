@@ -249,7 +249,7 @@ class Trainer:
         if not self._weights_are_finite():
             raise RunError(
                 f"the policy's weights are no longer finite after {self.num_timesteps} steps, so nothing was saved: "
-                "lower learning_rate; the checkpoints already saved are good"
+                "lower learning_rate; any checkpoint saved before is good"
             )
         with self.collection.paused():
             collector = self.collection.state_dict()

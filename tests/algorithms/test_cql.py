@@ -271,6 +271,26 @@ def test_a_resumed_run_may_have_another_fixed_temperature_and_goes_on_with_a_lea
         assert float(resumed.log_alpha.detach().exp()) == pytest.approx(value)
 
 
+@pytest.mark.parametrize(("before", "after"), [("auto", 0.5), (0.5, "auto")])
+def test_a_resumed_run_may_fix_a_learned_temperature_or_learn_a_fixed_one(known, before, after):
+    algorithm = known(alpha=before)
+    algorithm.update(iter([BATCH]))
+    alpha = float(algorithm.log_alpha.detach().exp())
+    resumed = known(alpha=after)
+    resumed.load_state_dict(algorithm.state_dict())
+    assert float(resumed.log_alpha.detach().exp()) == pytest.approx(alpha if after == "auto" else 0.5)
+    # Adam's memory of the network is that of the run; where α begins to be learned, there is none of α.
+    saved, own = algorithm.actor_optimizer.state_dict(), resumed.actor_optimizer.state_dict()
+    shared = min(saved["first"].numel(), own["first"].numel())
+    for name in ("first", "second"):
+        assert torch.equal(own[name][:shared], saved[name][:shared])
+        assert not own[name][shared:].any()
+    assert own["count"] == saved["count"] == 1
+    start = float(resumed.log_alpha.detach())
+    resumed.update(iter([BATCH]))
+    assert (float(resumed.log_alpha.detach()) != start) == (after == "auto")
+
+
 def test_the_policy_does_not_train_the_critics():
     """Its loss is through the critics, to its own parameters alone."""
     algorithm = CQL(small_actor(3, 2, "tanh_gaussian"), CQLSettings(cql_alpha=0.0, gamma=0.0))

@@ -341,6 +341,18 @@ def test_a_resumed_run_knows_the_best_that_came_back_late(tmp_path):
     assert (tmp_path / "best").resolve().name == "checkpoint-26"
 
 
+def test_a_finished_run_that_is_resumed_is_not_evaluated_again(tmp_path):
+    trainer = make_trainer(tmp_path, env=ENV, num_epochs=3, eval_freq=2)
+    trainer.train(evaluates_last=True)
+    trainer.close()
+    before = lines(tmp_path)
+    resumed = make_trainer(tmp_path, env=ENV, num_epochs=3, eval_freq=2, run={"auto_resume": True})
+    resumed.train(evaluates_last=True)
+    assert lines(tmp_path) == before
+    assert resumed.last_evaluation == trainer.last_evaluation != {}
+    resumed.close()
+
+
 def test_several_seeds_are_evaluated_each(tmp_path):
     trainer = make_trainer(tmp_path, env=ENV, num_seeds=3, num_epochs=1, eval_freq=1, eval_episodes=2)
     trainer.train()

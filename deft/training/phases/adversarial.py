@@ -302,7 +302,7 @@ class AdversarialTrainer(WorldModelTrainer):
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self.explorer.parameters()):
             raise RunError(
                 f"the explorer's weights are no longer finite after {self.episode} iterations, so nothing was saved: "
-                "lower explorer_lr; the checkpoints already saved are good"
+                "lower explorer_lr; any checkpoint saved before is good"
             )
 
 

@@ -374,7 +374,7 @@ class BaseRLTrainer(ABC):
         if not sharding.are_finite(self.policy, self.processes, self.device):
             raise RunError(
                 f"the policy's weights are no longer finite after {self.episode} episodes, so nothing was saved: "
-                "lower learning_rate; the checkpoints already saved are good"
+                "lower learning_rate; any checkpoint saved before is good"
             )
 
     def _save_after_failure(self, error: BaseException) -> None:
