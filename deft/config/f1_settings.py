@@ -18,6 +18,7 @@ from deft.config.validation import (
     Noise,
     NonNegative,
     NonNegativeInt,
+    Place,
     Positive,
     Seed,
     Several,
@@ -287,7 +288,7 @@ class AllSection:
 class RunSection:
     """How this process came to the run; not kept with it."""
 
-    resume: str | None = None
+    resume: Place | None = None
     """Go on from this checkpoint, or from the latest of this run folder."""
     auto_resume: Switch = False
     """Go on from the latest whole checkpoint in `output_dir`, where there is one."""

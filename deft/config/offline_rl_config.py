@@ -19,6 +19,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    Place,
     Positive,
     Seed,
     Switch,
@@ -78,8 +79,8 @@ class OfflineRLConfig:
     seed: Seed = OfflineRunConfig.seed
     device: str = OfflineRunConfig.device
     threads: Count | None = OfflineRunConfig.threads
-    model_path: str | None = OfflineRunConfig.model_path
-    resume: str | None = OfflineRunConfig.resume
+    model_path: Place | None = OfflineRunConfig.model_path
+    resume: Place | None = OfflineRunConfig.resume
     auto_resume: Switch = OfflineRunConfig.auto_resume
     overwrite: Switch = OfflineRunConfig.overwrite
 

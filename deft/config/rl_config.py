@@ -30,6 +30,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    Place,
     Positive,
     Seed,
     Switch,
@@ -170,8 +171,8 @@ class RLConfig:
     seed: Seed = RunConfig.seed
     device: str = RunConfig.device
     threads: Count | None = RunConfig.threads
-    model_path: str | None = RunConfig.model_path
-    resume: str | None = RunConfig.resume
+    model_path: Place | None = RunConfig.model_path
+    resume: Place | None = RunConfig.resume
     auto_resume: Switch = RunConfig.auto_resume
     overwrite: Switch = RunConfig.overwrite
 

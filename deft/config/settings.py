@@ -18,6 +18,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    Place,
     Positive,
     Seed,
     Switch,
@@ -93,7 +94,7 @@ class VLAConfig:
 
     model_class: str
     """A dotted class path, or the name of an entry point of the group `deft.vla_models`."""
-    model_path: str | None = None
+    model_path: Place | None = None
     """Weights: `.safetensors`, `.pth` or `.pt` (tensors only). None: new weights from the seed."""
     model_config: dict[str, Any] = Field(default_factory=dict)
     """Passed to the model's constructor."""
@@ -302,9 +303,9 @@ class RunSettings:
     """Torch's threads; by default what the machine has left beside workers and collector."""
     fsdp: Switch = False
     """Share out weights, gradients and moments among the processes (FSDP), for large models; ppo and sft."""
-    model_path: str | None = None
+    model_path: Place | None = None
     """Start from the weights of this run, checkpoint or weights file."""
-    resume: str | None = None
+    resume: Place | None = None
     """Go on from this checkpoint (or the latest of this run folder)."""
     auto_resume: Switch = False
     """Go on from the latest checkpoint in `output_dir`, if there is one."""

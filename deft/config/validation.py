@@ -48,6 +48,7 @@ NonNegative = Annotated[float, Strict(), Field(ge=0), BeforeValidator(_real)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1), BeforeValidator(_real)]
 Share = Annotated[float, Strict(), Field(gt=0, le=1), BeforeValidator(_real)]
 Switch = Annotated[bool, Strict()]
+Place = Annotated[str, Field(min_length=1)]  # '' would be the working folder
 
 
 @dataclass_transform(field_specifiers=(Field,))
@@ -199,6 +200,8 @@ def _reason(problem: Mapping[str, Any]) -> str:
         return f"{value} is not {_KINDS[kind]}"
     if kind == "literal_error":
         return f"{value} is not allowed; one of {problem['ctx']['expected'].replace(' or ', ', ')}"
+    if kind == "string_too_short":
+        return "'' is empty"
     if kind == "missing":
         return "missing; it must be given"
     if kind == "value_error":
