@@ -512,7 +512,7 @@ def _peek(flags: Sequence[str], name: str) -> str | None:
 def _config_of_run(path: Path) -> Path | None:
     """The settings of the run that a run folder, or a checkpoint in one, belongs to."""
     places = (path / "config.yaml", path.parent / "config.yaml")
-    return next((place for place in places if place.is_file()), None)
+    return next((place for place in places if os.path.isfile(place)), None)  # unlike Path, not an error of a long name
 
 
 def _report(results: Mapping[str, Any], as_json: bool) -> int:

@@ -365,6 +365,8 @@ REFUSED = [
     ("train iql --expectile 1.5", "--expectile", "1.5", "less than 1"),
     ("train iql --expectile 0", "--expectile", "0", "more than 0"),
     ("train iql --cql-alpha 1", "--cql-alpha", "unknown flag"),
+    ("train iql --dataset " + "a" * 300, "was not found"),
+    ("evaluate " + "a" * 300, "no such checkpoint"),
     ("train iql --resume=", "--resume", "'' is empty"),  # of a shell variable that is not set: not a new run
     ("train iql --model-path=", "--model-path", "'' is empty"),
     ("train iql --total-timesteps 100", "--total-timesteps", "unknown flag"),

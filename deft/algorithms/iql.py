@@ -6,6 +6,7 @@ Never asks a critic about an action that is not in the data.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ class IQL(OffPolicy):
         if self.settings.sight == "start" and are_sharded(policy.parameters()):
             raise InputError("sight: 'start' is not for fsdp; train without one of the two")
         self.start = frozen_copy(policy) if self.settings.sight == "start" else None
+        self._reward_scale: float | None = None  # of the dataset, once it is known
         own = self.settings.auxiliary_learning_rate
         self.auxiliary_optimizer = self._optimizer(iter(self._taught()), own) if own else None
 
@@ -72,6 +74,12 @@ class IQL(OffPolicy):
             raise InputError(
                 f"sight was '{was}' in this run and is '{self.settings.sight}' now: leave it as it was, or start a new "
                 "run with --model_path"
+            )
+        scale = float(self.policy.reward_scale)  # of the weights, which are loaded before
+        if self._reward_scale is not None and not math.isclose(scale, self._reward_scale, rel_tol=1e-4):
+            raise InputError(
+                f"reward_scaling: this run's rewards were multiplied by {scale:g}, and would be by "
+                f"{self._reward_scale:g} now: leave it as it was, or start a new run with --model_path"
             )
         super().load_state_dict(state)
 
@@ -132,3 +140,4 @@ class IQL(OffPolicy):
                 log.warning(
                     "reward_scaling: every episode has the return %.4g, so rewards stay as they are", returns[0]
                 )
+        self._reward_scale = float(self.policy.reward_scale)

@@ -169,6 +169,11 @@ class OffPolicy(ActorAlgorithm):
     def _parts(self) -> dict[str, Any]:
         return {"critics": self.critics, **super()._parts(), "critic_optimizer": self.critic_optimizer}
 
+    def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
+        """Fit the normalisation. The critics learn from rewards as they are, whatever the policy's former ones did."""
+        super().prepare(dataset, sampler, fresh)
+        self.policy.reward_scale.fill_(1.0)
+
     def adopt(self, state: dict[str, Any]) -> None:
         """Take the critics out of the state of another off-policy algorithm."""
         self._load_parts(state, ("critics",))

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
@@ -21,6 +23,7 @@ from deft.evaluation.rollouts import evaluate_policy, film_episodes, merge_resul
 from deft.evaluation.success import success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy
+from deft.models.unit_actions import UnitActions
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.handover import saved_config
@@ -74,6 +77,9 @@ def evaluate_run(
     finally:
         vector_env.close()
     references = config.dataset.reference_returns if isinstance(config, OfflineRunConfig) else None
+    if references is not None and config.env.id is not None and env_config != env_of_run(config, None, {}):
+        logger.info("no normalised score: the reference returns are of %s as the run has it", config.env.id)
+        references = None
     results = merge_results(all_results, partial(normalized_score, reference_returns=references))
     results |= success_tables(played)
     results["checkpoint"] = str(folder)
@@ -153,6 +159,12 @@ def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorE
         policy = build_policy(config, env, weights_follow=True)
     weights = checkpoint.load_part(folder, checkpoint.MODEL)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
+    if isinstance(policy, UnitActions) and not np.allclose(policy.bounds, policy.bounds_of(env.action_space)):
+        low, high = policy.bounds
+        logger.warning(
+            "the policy was trained for actions between %g and %g, the environment takes %s: what lies outside is for "
+            "the environment to clip", low.min(), high.max(), env.action_space,
+        )  # fmt: skip
     policy.to(choose_device(device))
     return policy
 

@@ -72,7 +72,7 @@ def evaluate_policy(
 ) -> dict[str, Any]:
     """`play_episodes`, summed up; the episodes themselves are added to `played`.
 
-    A policy with several target returns plays for each; the first one's results lead.
+    A policy with several target returns plays for each; the first one's results lead, and its episodes are kept.
     """
     if not isinstance(policy, DecisionTransformerPolicy):
         episodes = play_episodes(policy, env, num_episodes, seed)
@@ -80,10 +80,13 @@ def evaluate_policy(
             played += episodes
         return summarize(episodes)
     targets = policy.target_returns
-    summaries = []
+    summaries: list[dict[str, Any]] = []
     for target in targets:
         policy.target_return.fill_(target)
-        summaries.append(summarize(play_episodes(policy, env, num_episodes, seed)))
+        episodes = play_episodes(policy, env, num_episodes, seed)
+        if played is not None and not summaries:
+            played += episodes
+        summaries.append(summarize(episodes))
     policy.target_return.fill_(targets[0])
     results = {"target_return": targets[0], **summaries[0]}
     for target, summary in zip(targets[1:], summaries[1:], strict=True):

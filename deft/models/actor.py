@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium
-import numpy as np
 import torch
-from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,7 +22,7 @@ from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
 from deft.models.encoders import ObservationEncoder, VectorEncoder
 from deft.models.mlp import BatchedMLP
-from deft.models.policy import Policy
+from deft.models.unit_actions import UnitActions
 
 LOG_STD_RANGE = (-20.0, 2.0)
 LARGEST_UNIT = 1.0 - 1e-6  # nearest to ±1 that a stored action is taken for, where tanh is inverted
@@ -42,38 +40,19 @@ class Encoded(NamedTuple):
     output: Tensor | None = None  # of the actor network, where it has been asked already
 
 
-class ContinuousActor(Policy):
+class ContinuousActor(UnitActions):
     """What the off-policy algorithms ask of a policy: unit actions that can be differentiated, and their log-probs."""
 
     num_members: int = 1
     feature_dim: int
     hidden_sizes: tuple[int, ...]
-    action_dim: int
-    center: Tensor
-    width: Tensor
     reward_scale: Tensor
     """What the rewards were multiplied by that its value, and critics, have learned from."""
 
     def set_box(self, space: gymnasium.Space) -> None:
-        """Keep the Box's centre and half width; called once by the constructors."""
-        if not isinstance(space, spaces.Box) or not np.all(np.isfinite(space.low) & np.isfinite(space.high)):
-            raise InputError(f"off-policy algorithms act in a bounded Box; the actions here are {space}")
-        low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
-        self.action_shape = tuple(space.shape)
-        self.action_dim = len(low)
-        self.register_buffer("center", torch.as_tensor((low + high) / 2, dtype=torch.float32))
-        self.register_buffer("width", torch.as_tensor(np.maximum((high - low) / 2, 1e-6), dtype=torch.float32))
+        """Keep the Box, and the scale of the rewards beside it."""
+        super().set_box(space)
         self.register_buffer("reward_scale", torch.ones(()))
-        self.is_unit = bool(np.all(low == -1) and np.all(high == 1))
-
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Actions of the Box as unit actions […, A]."""
-        return action if self.is_unit else (action - self.center) / self.width
-
-    def from_unit(self, unit: Tensor) -> Tensor:
-        """Unit actions as actions of the Box."""
-        action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
-        return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)
 
     def encode(self, observation: Any, sight: Tensor | None = None) -> Encoded:
         """The observation's features, differentiable; with another's `sight` of it in place of labels."""
@@ -251,7 +230,9 @@ class Actor(ContinuousActor):
             return self
         alone = Actor(*self._made_with, num_members=1, dtype=self.actor.dtype).to(self.center.device)
         alone.encoder.load_state_dict(self.encoder.state_dict())
-        alone.reward_scale.copy_(self.reward_scale)
+        for name in ("center", "width", "reward_scale"):
+            alone.get_buffer(name).copy_(self.get_buffer(name))
+        alone.is_unit = self.is_unit
         stacked = {**dict(self.actor.named_parameters("actor")), **dict(self.value.named_parameters("value"))}
         if self.distribution == "gaussian":
             stacked["log_std"] = self.log_std

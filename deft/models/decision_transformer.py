@@ -11,17 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium
-import numpy as np
 import torch
-from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
 from deft.config.algorithm_settings import DTSettings
-from deft.errors import InputError
 from deft.models.encoders import ObservationEncoder, VectorEncoder
-from deft.models.policy import Policy
+from deft.models.unit_actions import UnitActions
 
 INITIAL_STD = 0.02
 NORMALIZER_EPSILON = 1e-6  # a dim that never moves in the data is not blown up
@@ -123,7 +120,7 @@ class _ReluMLP(torch.autograd.Function):
         return tuple(part.float() for part in parts)
 
 
-class DecisionTransformerPolicy(Policy):
+class DecisionTransformerPolicy(UnitActions):
     """a_t = tanh(head(h_t)), h_t the output at o_t of a causal transformer over (R̂, o, a) of the last steps.
 
     R̂ is the return still wanted, in units of `return_scale`; every token carries the embedding of its timestep in the
@@ -141,8 +138,6 @@ class DecisionTransformerPolicy(Policy):
     return_scale: Tensor
     target_return: Tensor
     last_timestep: Tensor
-    center: Tensor
-    width: Tensor
     causal: Tensor
 
     def __init__(
@@ -159,7 +154,7 @@ class DecisionTransformerPolicy(Policy):
         self.dim, self.num_heads = dim, settings.n_head
         self.context_length, self.context_slide = settings.context_length, settings.context_slide
         self._given_targets = settings.target_return
-        self._set_box(action_space)
+        self.set_box(action_space)
         self.encoder = ObservationEncoder(observation_space, encoder_dim, normalize_observation)
         for encoder in self.encoder.streams.values():
             if isinstance(encoder, VectorEncoder) and encoder.normalizer is not None:
@@ -236,7 +231,7 @@ class DecisionTransformerPolicy(Policy):
     def to_unit(self, action: Tensor) -> Tensor:
         """Actions of the Box, scaled to [−1, 1] and flat: […, A]."""
         flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
-        return flat if self.is_unit else (flat - self.center) / self.width
+        return super().to_unit(flat)
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
@@ -294,7 +289,7 @@ class DecisionTransformerPolicy(Policy):
         memory["action"].copy_(unit)
         count += 1
         timestep += 1
-        td.set(schema.ACTION, self._from_unit(unit))
+        td.set(schema.ACTION, self.from_unit(unit))
         td.set(schema.NEXT_MEMORY, memory)
         return td
 
@@ -352,18 +347,8 @@ class DecisionTransformerPolicy(Policy):
     def _head(self, x: Tensor) -> Tensor:
         return _product(self.final_norm(x), self.head_weight, self.head_bias).float().tanh()
 
-    def _set_box(self, space: gymnasium.Space) -> None:
-        if not isinstance(space, spaces.Box) or not np.all(np.isfinite(space.low) & np.isfinite(space.high)):
-            raise InputError(f"the Decision Transformer acts in a bounded Box; the actions here are {space}")
-        low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
-        self.action_shape, self.action_dim = tuple(space.shape), len(low)
-        self.is_unit = bool(np.all(low == -1) and np.all(high == 1))
-        self.register_buffer("center", torch.as_tensor((low + high) / 2, dtype=torch.float32))
-        self.register_buffer("width", torch.as_tensor(np.maximum((high - low) / 2, 1e-6), dtype=torch.float32))
-
-    def _from_unit(self, unit: Tensor) -> Tensor:
-        action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
-        return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)
+    def _kind(self) -> str:
+        return "the Decision Transformer acts"
 
 
 def _normal(*shape: int) -> nn.Parameter:

@@ -15,6 +15,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from deft.errors import InputError
+from deft.models.unit_actions import watch_scale
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -47,6 +48,7 @@ class GaussianHead(ActionHead):
     log_std: Tensor
     center: Tensor
     width: Tensor
+    is_unit: bool
 
     def __init__(self, space: spaces.Box, log_std_init: float) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class GaussianHead(ActionHead):
             width = np.where(bounded, (high - low) / 2, 1.0)
         self.register_buffer("center", torch.as_tensor(center, dtype=torch.float32))
         self.register_buffer("width", torch.as_tensor(width, dtype=torch.float32))
-        self.unit = bool(np.all(center == 0) and np.all(width == 1))
+        watch_scale(self)
         self.log_std = nn.Parameter(torch.full((self.num_outputs,), float(log_std_init)))
 
     def _shape(self, flat: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class GaussianHead(ActionHead):
 
     def _log_prob_of_noise(self, noise: Tensor, dims: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-prob of μ + σ·noise, and the entropy Σ (½ + ½ log 2π + log σ + log w); both over the real dims."""
-        log_scale = self.log_std if self.unit else self.log_std + self.width.log()
+        log_scale = self.log_std if self.is_unit else self.log_std + self.width.log()
         if dims is None:
             total = log_scale.sum() + self.num_outputs * HALF_LOG_2PI
             squares = torch.linalg.vecdot(noise, noise)
@@ -87,21 +89,21 @@ class GaussianHead(ActionHead):
         log_prob, _ = self._log_prob_of_noise(noise, dims)
         if dims is not None:
             unit = unit * dims
-        return self._shape(unit if self.unit else torch.addcmul(self.center, unit, self.width)), log_prob
+        return self._shape(unit if self.is_unit else torch.addcmul(self.center, unit, self.width)), log_prob
 
     def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-prob of `action`, and the entropy."""
         flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
-        unit = flat if self.unit else (flat - self.center) / self.width
+        unit = flat if self.is_unit else (flat - self.center) / self.width
         log_prob, entropy = self._log_prob_of_noise((unit - output) * torch.exp(-self.log_std), self._dims(mask))
         return log_prob, entropy.expand_as(log_prob)
 
     def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
         """One token for each step of a chunk, one in all without chunks."""
         flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
-        unit = flat if self.unit else (flat - self.center) / self.width
+        unit = flat if self.is_unit else (flat - self.center) / self.width
         noise, dims = (unit - output) * torch.exp(-self.log_std), self._dims(mask)
-        log_scale = self.log_std if self.unit else self.log_std + self.width.log()
+        log_scale = self.log_std if self.is_unit else self.log_std + self.width.log()
         log_probs = -0.5 * noise.square() - log_scale - HALF_LOG_2PI
         num_tokens = 1 if len(self.action_shape) == 1 else self.action_shape[0]
         return (log_probs if dims is None else log_probs * dims).unflatten(-1, (num_tokens, -1)).sum(-1)

@@ -49,8 +49,8 @@ class SmallActor:
             self._log_std, self._center, self._width = (
                 tensor.detach().numpy() for tensor in (head.log_std, head.center, head.width)
             )
-            self._log_width = 0.0 if head.unit else float(np.log(self._width).sum())
-            self._unit, self._shape = head.unit, head.action_shape
+            self._log_width = 0.0 if head.is_unit else float(np.log(self._width).sum())
+            self._unit, self._shape = head.is_unit, head.action_shape
             self._sample = self._sample_gaussian
         else:
             self._sample = self._sample_categorical

@@ -174,10 +174,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that a path means: itself, or the latest of a run folder."""
     path = Path(path)
+    if not os.path.exists(path):  # also of a name too long for one
+        raise InputError(f"{path}: there is no such checkpoint or run folder")
     if (path / MODEL).is_file():
         return path.resolve()
-    if not path.exists():
-        raise InputError(f"{path}: there is no such checkpoint or run folder")
     if path.is_file():
         raise InputError(f"{path}: a checkpoint is a folder with {MODEL} in it; give that folder")
     checkpoints = list_checkpoints(path)
@@ -189,7 +189,7 @@ def find_checkpoint(path: str | Path) -> Path:
 def find_best(path: str | Path) -> Path:
     """The checkpoint that a path means: itself, or of a run folder the best, where one is marked, else the latest."""
     best = Path(path) / BEST
-    return find_checkpoint(best if best.exists() else path)
+    return find_checkpoint(best if os.path.exists(best) else path)
 
 
 def latest_whole_checkpoint(run_dir: Path, parts: Iterable[str] = ()) -> tuple[Path | None, list[str]]:
@@ -259,7 +259,8 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Pa
         problems.append(_few(sorted(shapes)))
     if problems:
         advice = (
-            "it is of another algorithm, of other observations or actions, or of other sizes (hidden_dim, num_layers)"
+            "it is of another algorithm, of other observations or actions, or of other sizes (hidden_dim, num_layers, "
+            "num_seeds)"
         )
         raise InputError(f"{source}: does not fit this policy; {advice}: {'; '.join(problems)}")
     if sharding.is_sharded(module):

@@ -28,6 +28,7 @@ from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import Policy
 from deft.training.logging import show_progress
+from deft.training.offline import members_of
 from deft.training.random_state import seed_everything
 from deft.training.signals import StopSignal
 
@@ -246,7 +247,7 @@ def _actor(
         # The policy is built for spaces with its chunks; they are played here step by step, so that each is recorded.
         built_for = make_vector_env(env_config, chunk_length=run_config.policy.chunk_length, num_envs=1)
         try:
-            policy = load_policy(folder, run_config, built_for, config.device)
+            policy = members_of(load_policy(folder, run_config, built_for, config.device))[0]
         finally:
             built_for.close()
         actor = _PolicyActor(policy, env, config.deterministic)

@@ -72,6 +72,16 @@ def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None)
     return replace(config, policy={**{name: named[name] for name in default if name in named}, **said})
 
 
+def check_heads(config: OfflineRunConfig, start: str | Path | None) -> None:
+    """Refuse a transformer with other heads than its weights were trained with, which no weight's shape shows."""
+    source = None if start is None or config.algorithm.name != "dt" else _config_beside(Path(start))
+    if source is None or source.algorithm.name != "dt":
+        return
+    was, now = (to_dict(one.algorithm.cfg)["n_head"] for one in (source, config))
+    if was != now:
+        raise InputError(f"n_head: {now}, and the weights of {start} were trained with {was}; give --n_head {was}")
+
+
 def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] | None = None) -> None:
     """Give SAC the critics that its policy was trained with: of the state given, or of the run at `path`."""
     folder = None if path is None else checkpoint_folder(Path(path))

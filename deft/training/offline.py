@@ -28,6 +28,7 @@ from deft.training.compute import choose_threads, is_small, set_precision, torch
 from deft.training.evaluator import Evaluator
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger, logged_evaluations
+from deft.training.precision import warn_of_emulation
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.signals import StopSignal
@@ -106,6 +107,7 @@ class OfflineTrainer:
         self._saved_step: int | None = None
         self._total = 0
         set_precision(device, algorithm.settings.precision)
+        warn_of_emulation(device, algorithm.settings.precision)
         can_capture = device.type == "cuda" and algorithm.capturable and sampler.capturable
         can_capture &= self.processes.count == 1  # what processes say to each other is not recorded
         if self.settings.capture == "on" and not can_capture:
@@ -198,7 +200,6 @@ class OfflineTrainer:
         if crossed(previous, step, settings.log_freq) or step == self._total:
             values = {name: float(value) for name, value in metrics.items()}
             run_log.log_metrics(step, {"epoch": step / epoch, **values})
-            self._watch.check(step, values)
             self._last_metrics = values
             bad = [name for name, value in values.items() if not math.isfinite(value)]
             if bad:
@@ -206,6 +207,7 @@ class OfflineTrainer:
                     f"{bad[0]} is no longer finite at update {step}: lower learning_rate, or look at the dataset's "
                     "rewards; any checkpoint saved before is good"
                 )
+            self._watch.check(step, values)
         if self.is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
             self._evaluate_together(run_log)
         if crossed(previous, step, settings.save_freq * epoch):
@@ -372,7 +374,8 @@ class OfflineTrainer:
         self.num_updates = state["num_updates"]
         # An evaluation beside the training may have come back after the checkpoint was written.
         evaluations = logged_evaluations(folder.parent, self.num_updates)
-        self.best_reward = max([state["best_reward"], *(line["mean_reward"] for line in evaluations)])
+        if folder.parent.resolve() == self.run_dir.resolve():  # another folder has its own best
+            self.best_reward = max([state["best_reward"], *(line["mean_reward"] for line in evaluations)])
         if evaluations and evaluations[-1]["step"] == self.num_updates:
             self._evaluated_at = self.num_updates
             own = ("type", "step", "time")  # of the line
@@ -452,7 +455,9 @@ class OfflineTrainer:
         try:
             folder = self.save(alone=True)
         except Exception as second:
-            log.error("after %s the run could not be saved either: %s", type(error).__name__, second)
+            # Two of a kind say the same: that the networks are no longer finite, or that the disk is full.
+            level = logging.DEBUG if isinstance(error, RunError) and isinstance(second, RunError) else logging.ERROR
+            log.log(level, "after %s the run could not be saved either: %s", type(error).__name__, second)
         else:
             log.warning("saved %s after the failure", folder)
 

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from deft.algorithms.off_policy import ActorAlgorithm
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.loading import replace, resolve
 from deft.config.offline_rl_config import OfflineRLConfig
@@ -18,9 +19,11 @@ from deft.data.datasets import find_dataset, load_dataset
 from deft.data.datasets.dataset import Dataset
 from deft.data.offline_buffer import OfflineReplayBuffer
 from deft.errors import InputError
+from deft.models.actor import Actor
 from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.offline import OfflineTrainer
+from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.offline_run import build_offline_policy, build_offline_trainer
 from deft.training.random_state import seed_everything
 from deft.training.run import load_policy_weights
@@ -72,6 +75,8 @@ class OfflineRLTrainer:
                 action_space or _box("action_dim", action_dim, 1.0),
             )
             policy = build_offline_policy(self.config, *self._spaces)
+        else:
+            _check_kind(policy, self.algorithm_name)
         self._policy = policy
         self._dataset: Dataset | None = None
         self._source: Path | None = None
@@ -133,6 +138,8 @@ class OfflineRLTrainer:
             return buffer.dataset
         if isinstance(buffer, Dataset):
             return buffer
+        if not isinstance(buffer, str | Path):
+            raise InputError(f"train: a dataset, a buffer, a name or a path is trained on, not {type(buffer).__name__}")
         settings = self.config.dataset
         return load_dataset(buffer, download=settings.download, **settings.options)
 
@@ -250,6 +257,18 @@ class DecisionTransformerTrainer(OfflineRLTrainer):
 def _given(**settings: Any) -> dict[str, Any]:
     """The settings that are not None: the config, or the algorithm's defaults, say the others."""
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _check_kind(policy: Any, algorithm: str) -> None:
+    """Refuse a policy whose distribution is not the algorithm's: a run of it could not be rebuilt from its settings."""
+    kind = OFFLINE_ALGORITHMS[algorithm]
+    if not isinstance(policy, Actor) or not issubclass(kind, ActorAlgorithm):
+        return
+    if policy.distribution != kind.distribution:
+        raise InputError(
+            f"policy: {algorithm} trains a {kind.distribution} policy, this one is {policy.distribution}; those of "
+            "iql, td3-bc and sft are alike, and those of cql and sac"
+        )
 
 
 def _box(name: str, dim: int | None, bound: float) -> spaces.Box:

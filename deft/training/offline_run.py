@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 
 from deft.config.loading import replace, to_dict
@@ -22,10 +23,11 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
+from deft.models.unit_actions import UnitActions
 from deft.training import sharding
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_spaces
-from deft.training.handover import take_over_offline
+from deft.training.handover import check_heads, take_over_offline
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.processes import Processes
@@ -66,6 +68,7 @@ def build_offline_trainer(
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
     config = take_over_offline(config, resume_from)
+    check_heads(config, resume_from or config.model_path)
     seed_everything(config.seed)
     check_extras(config.logging)
     if dataset is None:
@@ -75,7 +78,7 @@ def build_offline_trainer(
     if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
         log.warning("the dataset's environment is not there, so nothing is evaluated: %s", missing)
         env_config = None
-    config = _told(config, dataset, env_config)
+    config = _told(config, dataset, env_config, eval_env)
     assert config.output_dir is not None
     evaluator, video_env = None, None
     action_space = dataset.action_space
@@ -99,6 +102,8 @@ def build_offline_trainer(
     policy.to("cpu" if shards else device)  # which may not hold all of it
     starts_from = config.model_path if resume_from is None else None  # a run that goes on has its own weights
     whole = starts_from is not None and load_policy_weights(policy, starts_from)
+    fits = partial(_check_scale, policy, None if make is None else action_space, dataset)
+    fits()
     acts = processes.is_first and evaluator is not None
     acting = sharding.shard_policy(policy, processes, device, acts) if shards else None
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
@@ -125,6 +130,7 @@ def build_offline_trainer(
     )
     if resume_from is not None:
         trainer.load(resume_from)
+        fits()
     return trainer
 
 
@@ -145,14 +151,17 @@ def build_offline_policy(
     )
 
 
-def _told(config: OfflineRunConfig, dataset: Dataset, env: EnvConfig | None) -> OfflineRunConfig:
+def _told(
+    config: OfflineRunConfig, dataset: Dataset, env: EnvConfig | None, eval_env: gymnasium.Env | None = None
+) -> OfflineRunConfig:
     """The config with what the dataset says of itself, so that the run can be evaluated without the dataset."""
     told: dict[str, Any] = {}
     if env is not None:
         told |= {"env.id": env.id, "env.kwargs": env.kwargs}
     own = evaluation_env(replace(config, **{"env.id": None, "env.kwargs": {}}), dataset)
     if config.dataset.reference_returns is None and dataset.reference_returns is not None:
-        if own is None or env in (None, own):
+        another = eval_env is not None and eval_env.spec is not None and own is not None and eval_env.spec.id != own.id
+        if own is None or (env in (None, own) and not another):
             told["dataset.reference_returns"] = dataset.reference_returns
         else:
             log.info("no normalised score: the reference returns are of %s as the dataset has it", dataset.env_id)
@@ -197,11 +206,27 @@ def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> 
     """The action space of the evaluation environment, which must have the dataset's observations and actions."""
     env = make()
     try:
-        advice = "evaluate with another --env"
+        advice = "give the --env of this dataset, or the dataset of this environment"
         check_spaces(env, dataset.observation_space, dataset.action_space, f"env {name}", advice)
         return env.action_space
     finally:
         env.close()
+
+
+def _check_scale(policy: Policy, env_space: gymnasium.Space | None, dataset: Dataset) -> None:
+    """Refuse weights that act on another scale than the environment, or than the data where there is none."""
+    if not isinstance(policy, UnitActions):
+        return
+    if env_space is not None:
+        policy.check_box(env_space)
+        return
+    (low, high), (lowest, highest) = policy.bounds, policy.bounds_of(dataset.action_space)
+    margin = 1e-3 * (high - low)
+    if np.any(lowest < low - margin) or np.any(highest > high + margin):
+        raise InputError(
+            f"the policy acts between {low.min():g} and {high.max():g}, and the dataset's actions are "
+            f"{dataset.action_space}: it cannot reach them all; start a new policy on this dataset"
+        )
 
 
 def _copies(env: gymnasium.Env, num_envs: int, chunk_length: int = 1) -> VectorEnv:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from deft.training.compute import set_precision
 
+log = logging.getLogger(__name__)
 LARGE_MODEL = 20_000_000  # weights from which a GPU's bfloat16 outweighs the conversions
 _CPU_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86's and ARM's
 
@@ -42,6 +44,12 @@ def cpu_has_bfloat16(info: str | None = None) -> bool:
             return False
     lines = [line for line in info.lower().splitlines() if line.startswith(("flags", "features"))]
     return bool(lines) and bool(set(_CPU_FLAGS) & set(lines[0].split()))
+
+
+def warn_of_emulation(device: torch.device, precision: str) -> None:
+    """Say so where `bf16` is asked of a CPU that has no units for it."""
+    if device.type == "cpu" and precision == "bf16" and not cpu_has_bfloat16():
+        log.warning("precision: this CPU has no units for bf16, which is emulated, many times slower; use float32")
 
 
 def bfloat16_is_quicker(size: int = 512, repeats: int = 5) -> bool:

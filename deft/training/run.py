@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
-from gymnasium import spaces
 
 from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.grpo import GRPO
@@ -238,17 +236,8 @@ def _check_fits(policy: Policy, env: VectorEnv, algorithm: str) -> None:
     encoder = getattr(policy, "encoder", None)
     if isinstance(encoder, ObservationEncoder) and encoder.space.shape != env.observation_space.shape:
         raise InputError(f"policy: made for observations {encoder.space}, the environment has {env.observation_space}")
-    if not isinstance(policy, ContinuousActor):
-        return
-    low, high = ((policy.center + sign * policy.width).cpu().numpy() for sign in (-1, 1))
-    box = env.action_space
-    if not isinstance(box, spaces.Box) or box.low.size != low.size:
-        raise InputError(f"policy: made for actions of {low.size} numbers, the environment takes {box}")
-    if not (np.allclose(low, box.low.reshape(-1)) and np.allclose(high, box.high.reshape(-1))):
-        raise InputError(
-            f"the policy acts between {low.min():g} and {high.max():g}, the environment takes {box}: make the policy "
-            "for that action_space, or rescale the environment's actions (gymnasium.wrappers.RescaleAction)"
-        )
+    if isinstance(policy, ContinuousActor):
+        policy.check_box(env.action_space)
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:

@@ -280,7 +280,8 @@ class Trainer:
         checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
         self.algorithm.load_state_dict(state["algorithm"])
         self.num_timesteps = state["num_timesteps"]
-        self.best_reward = state["best_reward"]
+        if folder.parent.resolve() == self.run_dir.resolve():  # another folder has its own best
+            self.best_reward = state["best_reward"]
         reason = self.env.state_obstacle() or "it was not saved: a failure, or a collector beside training"
         if _env_settings(state.get("config")) != _env_settings(self._run_config):
             saved, reason = {**saved, **UNKNOWN_COLLECTOR}, "the environment's settings changed"

@@ -186,6 +186,18 @@ def test_a_trained_policy_plays_as_in_evaluation(run, tmp_path):
     assert sampled["mean_reward"] != results["mean_reward"]
 
 
+def test_of_several_seeds_the_first_plays(tmp_path):
+    record(tmp_path, env="Pendulum-v1", policy="random", steps=100)
+    train = (
+        f"train td3-bc --dataset {tmp_path}/recorded-v0 --num-epochs 1 --num-seeds 2 --batch-size 50 --hidden-dim 8 "
+        f"--eval-freq 0 --output-dir {tmp_path}/run --no-tensorboard --console-level CRITICAL --device cpu"
+    )
+    assert main(train.split()) == 0
+    played, _ = record(tmp_path, "played-v0", policy=f"{tmp_path}/run", episodes=1, num_envs=1, deterministic=True)
+    evaluated = evaluate_run(tmp_path / "run", episodes=1)
+    assert played["mean_reward"] == pytest.approx(evaluated["mean_rewards"][0], rel=1e-4)
+
+
 def test_ctrl_c_keeps_the_whole_episodes(tmp_path):
     """Episodes of 2, 9 and 2 steps; the signal comes in the fifteenth step, the second of the fourth episode."""
     settings = {"env": "deft-test/Uneven-v0", "policy": "random", "steps": 1000, "env_kwargs": {"signal_at": 15}}

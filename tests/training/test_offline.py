@@ -14,6 +14,7 @@ from offline_worlds import first_action, two_step_dataset
 
 from deft.cli import main
 from deft.config.loading import resolve
+from deft.data.datasets.dataset import box
 from deft.errors import InputError, RunError
 from deft.training import checkpoint
 from deft.training.offline import OfflineTrainer
@@ -21,7 +22,12 @@ from deft.training.offline_run import build_offline_trainer
 
 ENV = "deft-test/TwoStep-v0"
 ALGORITHMS = ["iql", "cql", "td3-bc"]
-SETTINGS: dict[str, dict[str, Any]] = {"iql": {"reward_scaling": "none"}, "cql": {"cql_samples": 2}, "td3-bc": {}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "iql": {"reward_scaling": "none"},
+    "cql": {"cql_samples": 2},
+    "td3-bc": {},
+    "dt": {"embed_dim": 8, "n_layer": 1, "context_length": 2},
+}
 QUIET = {"console_level": "CRITICAL", "tensorboard": False, "progress_bar": False}
 
 
@@ -351,6 +357,70 @@ def test_a_finished_run_that_is_resumed_is_not_evaluated_again(tmp_path):
     assert lines(tmp_path) == before
     assert resumed.last_evaluation == trainer.last_evaluation != {}
     resumed.close()
+
+
+def test_a_run_that_diverges_ends_with_one_line(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, cfg={"learning_rate": 1e30})
+    with pytest.raises(RunError, match="is no longer finite at update"):
+        trainer.train()
+    assert not [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert not any("nan" in record.message for record in caplog.records)  # no advice on its range besides
+    assert not checkpoint.list_checkpoints(tmp_path)
+
+
+def test_a_run_resumed_in_another_folder_has_a_best_of_its_own(tmp_path):
+    first = make_trainer(tmp_path / "a", env=ENV, num_epochs=2, eval_freq=1)
+    scripted(first, [0.9, 0.8])
+    first.train()
+    first.close()
+    second = make_trainer(tmp_path / "b", env=ENV, num_epochs=3, eval_freq=1, run={"resume": str(tmp_path / "a")})
+    scripted(second, [0.5])
+    assert second.train()["best_reward"] == 0.5
+    assert (tmp_path / "b" / "best").resolve() == (tmp_path / "b" / "checkpoint-39").resolve()
+    second.close()
+
+
+def wide_dataset(factor: float) -> Any:
+    """Without an environment, so that the Box is that of the recorded actions."""
+    dataset = two_step_dataset()
+    dataset.table.action.mul_(factor)  # type: ignore[union-attr]
+    dataset.action_space = box(1, -factor, factor)
+    return dataset
+
+
+@pytest.mark.parametrize("algorithm", ["td3-bc", "dt"])
+def test_weights_are_not_trained_on_actions_that_they_cannot_reach(tmp_path, algorithm):
+    make_trainer(tmp_path / "a", algorithm, num_epochs=1).train()
+    start = {"model_path": str(tmp_path / "a")}
+    make_trainer(tmp_path / "b", algorithm, wide_dataset(0.5), run=start)
+    with pytest.raises(InputError, match=r"acts between -1 and 1, and the dataset's actions are Box.*cannot reach"):
+        make_trainer(tmp_path / "c", algorithm, wide_dataset(2.0), run=start)
+    # Nor resumed where the environment takes others than they were trained for.
+    make_trainer(tmp_path / "d", algorithm, wide_dataset(2.0), num_epochs=1).train()
+    with pytest.raises(InputError, match="acts between -2 and 2, the environment takes Box"):
+        make_trainer(tmp_path / "d", algorithm, wide_dataset(2.0), env=ENV, run={"resume": str(tmp_path / "d")})
+
+
+def test_the_scale_of_rewards_is_that_of_the_critics_and_cannot_change_in_a_run(tmp_path):
+    # The episodes return 0 or 1, so that IQL multiplies by 1000 / (1 − 0).
+    first = make_trainer(tmp_path / "a", num_epochs=1, cfg={"reward_scaling": "return_range"})
+    first.train()
+    assert float(first.policy.reward_scale) == 1000.0
+    start = {"model_path": str(tmp_path / "a")}
+    for name, algorithm, cfg in (("b", "td3-bc", {}), ("c", "iql", {"reward_scaling": "none"})):
+        assert float(make_trainer(tmp_path / name, algorithm, cfg=cfg, run=start).policy.reward_scale) == 1.0
+    with pytest.raises(InputError, match=r"reward_scaling: this run's rewards were multiplied by 1000.* by 1 now"):
+        make_trainer(tmp_path / "a", cfg={"reward_scaling": "none"}, run={"resume": str(tmp_path / "a")})
+    resumed = make_trainer(tmp_path / "a", cfg={"reward_scaling": "return_range"}, run={"resume": str(tmp_path / "a")})
+    assert float(resumed.policy.reward_scale) == 1000.0
+
+
+@pytest.mark.parametrize("way", ["model_path", "resume"])
+def test_a_transformer_keeps_its_heads(tmp_path, way):
+    make_trainer(tmp_path / "a", "dt", num_epochs=1, cfg={"n_head": 2}).train()
+    with pytest.raises(InputError, match=r"n_head: 1, and the weights of .* were trained with 2; give --n_head 2"):
+        make_trainer(tmp_path / "b", "dt", cfg={"n_head": 1}, run={way: str(tmp_path / "a")})
+    make_trainer(tmp_path / "b", "dt", cfg={"n_head": 2}, run={way: str(tmp_path / "a")})
 
 
 def test_several_seeds_are_evaluated_each(tmp_path):

@@ -31,7 +31,10 @@ from deft import (
 from deft.cli import main
 from deft.config.algorithm_settings import DTSettings
 from deft.data.datasets.dataset import box
+from deft.envs.make import wrap
 from deft.errors import InputError
+from deft.evaluation.evaluate import evaluate_run
+from deft.evaluation.rollouts import evaluate_policy
 
 TRAINERS: list[Any] = [IQLTrainer, CQLTrainer, TD3BCTrainer, DecisionTransformerTrainer]
 ENV = "deft-test/TwoStep-v0"
@@ -347,6 +350,44 @@ def test_a_policy_that_was_trained_keeps_its_normalisation(tmp_path: Path) -> No
     second = TD3BCTrainer(config=config(tmp_path / "second"), policy=first.policy)
     second.prepare(two_step_dataset(10))
     assert_same(before, weights(second))
+
+
+def test_a_policy_of_another_distribution_is_refused(tmp_path: Path) -> None:
+    gaussian, squashed = make(IQLTrainer, tmp_path / "a").policy, make(CQLTrainer, tmp_path / "b").policy
+    TD3BCTrainer(config=config(tmp_path / "c"), policy=gaussian)
+    for trainer, policy in ((CQLTrainer, gaussian), (TD3BCTrainer, squashed)):
+        with pytest.raises(InputError, match=r"trains a .*gaussian policy, this one is"):
+            trainer(config=config(tmp_path / "c"), policy=policy)
+
+
+@pytest.mark.parametrize(("env", "has_score"), [("deft-test/TwoStep-v0", True), ("deft-test/Other-v0", False)])
+def test_a_score_is_of_the_datasets_own_environment(env: str, has_score: bool, tmp_path: Path) -> None:
+    gymnasium.register("deft-test/Other-v0", entry_point="offline_worlds:TwoStep")
+    try:
+        trainer = make(TD3BCTrainer, tmp_path / "a", env=gymnasium.make(env))
+        trainer.train(two_step_dataset(env_id=ENV))
+        assert ("normalized_score" in trainer.evaluate(2)) == has_score
+        # And likewise from the command line, in the environment given there.
+        own = make(TD3BCTrainer, tmp_path / "b")
+        own.train(two_step_dataset(env_id=ENV))
+        assert ("normalized_score" in evaluate_run(tmp_path / "b", episodes=2, env=env)) == has_score
+    finally:
+        del gymnasium.registry["deft-test/Other-v0"]
+
+
+def test_the_episodes_of_a_transformer_are_kept_too(tmp_path: Path) -> None:
+    settings = own(DecisionTransformerTrainer) | {"target_return": [1.0, 0.5]}
+    trainer = DecisionTransformerTrainer(2, 1, config(tmp_path), **settings)
+    trainer.train(two_step_dataset())
+    played: list[Any] = []
+    results = evaluate_policy(trainer.policy, wrap([TwoStep()]), 3, played=played)
+    assert len(played) == 3  # of the target that leads
+    assert np.mean([episode.episode_return for episode in played]) == results["mean_reward"]
+
+
+def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a name or a path is trained on, not dict"):
+        make(TD3BCTrainer, tmp_path).train({"observations": np.zeros((4, 2))})
 
 
 def test_offline_and_then_online(tmp_path: Path) -> None:

@@ -66,9 +66,10 @@ def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path
     if not text.strip():
         raise InputError("a dataset needs a name or a path; none was given")
     given = Path(text).expanduser()
-    if not given.exists() and given.with_name(f"{given.name}-v0").is_dir():  # as `deft collect --out` names it
+    # os.path, unlike Path, says False of a name too long for one.
+    if not os.path.exists(given) and os.path.isdir(f"{given}-v0"):  # as `deft collect --out` names it
         given = given.with_name(f"{given.name}-v0")
-    if given.exists():
+    if os.path.exists(given):
         return given, given.resolve().name if given.is_dir() else given.stem
     folders = dataset_folders()
     if not given.is_absolute():
@@ -77,7 +78,7 @@ def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path
         spellings = [text, f"{text}.hdf5", f"{stem.replace('-', '_')}{dash}{version}.hdf5"]
         for folder in folders:
             for spelling in spellings:
-                if (folder / spelling).exists():
+                if os.path.exists(folder / spelling):
                     return folder / spelling, text.removesuffix(".hdf5")
     failure = ""
     if download and re.fullmatch(MINARI_ID, text):
@@ -103,7 +104,7 @@ def _not_found(text: str, folders: list[Path], failure: str) -> str:
         advice = "LeRobot datasets: `hf download NAME --repo-type dataset --local-dir FOLDER`"
     return (
         f"dataset {text} was not found: no such path, nor in {looked} (DEFT_DATASETS adds folders){failure}; {advice}, "
-        "or record one of your own with `deft collect`"
+        "or record one of your own with `deft collect`; of one that has moved, give the new place"
     )
 
 

@@ -44,7 +44,7 @@ class NpzDataset(Dataset):
     def __init__(self, files: list[Path], name: str) -> None:
         self._files = files
         self._key, shape, dtype = self._observation_header(files[0])
-        self._stored_shape = shape
+        self._stored_shape, self._stored_type = shape, dtype
         # Dreamer's images have their channels last, DrQ's first.
         self._channels_last = len(shape) == 3 and shape[-1] in (1, 3, 4) and shape[0] not in (1, 3, 4)
         row = (shape[-1], *shape[:-1]) if self._channels_last else shape
@@ -63,6 +63,9 @@ class NpzDataset(Dataset):
         file, length = self._files[index], int(self.lengths[index])
         with _opened(file) as arrays:
             observation = self._array(arrays, file, self._key, (length + 1, *self._stored_shape))
+            if (observation.dtype == np.uint8) != (self._stored_type == np.uint8):
+                wrong = f"is {observation.dtype}; in {self._files[0].name} it is {self._stored_type}"
+                raise damaged(file, "its episode", self._key, wrong)
             reward = self._array(arrays, file, "reward", (length + 1,))[1:].astype(np.float32)
             ended = "is_terminal" if "is_terminal" in arrays else "discount"
             flags = self._array(arrays, file, ended, (length + 1,))[1:]

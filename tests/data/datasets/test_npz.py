@@ -90,6 +90,7 @@ def test_dreamers_names_and_channel_order(tmp_path: Path) -> None:
             {"observation": np.zeros((5, 9, 8, 7), np.uint8)},
             r"observation: has shape \(5, 9, 8, 7\), not \(5, 9, 8, 6\)",
         ),
+        ({"observation": np.zeros((5, 9, 8, 6), np.float32)}, "observation: is float32; in a.npz it is uint8"),
     ],
 )
 def test_damaged_episodes_are_named_when_read(tmp_path: Path, change: dict, message: str) -> None:

@@ -1,0 +1,58 @@
+"""The Box is saved with a policy: weights act on the scale that they were trained for, wherever they are loaded."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+
+from deft import schema
+from deft.errors import InputError
+from deft.models.actor import Actor
+from deft.models.decision_transformer import DecisionTransformerPolicy
+from deft.models.distributions import GaussianHead
+
+OBSERVATIONS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+UNIT, WIDE = spaces.Box(-1, 1, (2,), np.float32), spaces.Box(-3, 3, (2,), np.float32)
+
+
+def first_action(policy) -> torch.Tensor:
+    td = TensorDict({schema.OBSERVATION: torch.ones(1, 3), schema.PREVIOUS_REWARD: torch.zeros(1)}, [1])
+    if policy.recurrent:
+        td.set(schema.MEMORY, policy.initial_memory(1))
+    return policy.act(td, deterministic=True)[schema.ACTION]
+
+
+@pytest.mark.parametrize("kind", [Actor, DecisionTransformerPolicy])
+@pytest.mark.parametrize(("trained", "rebuilt"), [(WIDE, UNIT), (UNIT, WIDE)])
+def test_loaded_weights_act_as_they_were_trained(kind, trained, rebuilt):
+    policy, other = kind(OBSERVATIONS, trained), kind(OBSERVATIONS, rebuilt)
+    other.load_state_dict(policy.state_dict())
+    assert other.is_unit == (trained is UNIT)
+    assert torch.equal(first_action(other), first_action(policy))
+
+
+def test_a_member_taken_out_has_the_box_that_was_loaded():
+    policy, other = (Actor(OBSERVATIONS, space, num_members=2) for space in (WIDE, UNIT))
+    other.load_state_dict(policy.state_dict())
+    assert torch.equal(first_action(other.member(1)), first_action(policy.member(1)))
+
+
+def test_an_online_policys_gaussian_too():
+    head, other = GaussianHead(WIDE, 0.0), GaussianHead(UNIT, 0.0)
+    other.load_state_dict(head.state_dict())
+    output = torch.tensor([[0.5, -0.25]])
+    actions = [one.sample(output, None, deterministic=True)[0].tolist() for one in (head, other)]
+    assert actions == [[[1.5, -0.75]]] * 2  # three times as much
+
+
+def test_another_box_is_refused_and_a_chunk_is_several_of_its_actions():
+    policy = Actor(OBSERVATIONS, WIDE)
+    policy.check_box(WIDE)
+    with pytest.raises(InputError, match="acts between -3 and 3, the environment takes Box"):
+        policy.check_box(UNIT)
+    with pytest.raises(InputError, match="made for actions of 2 numbers"):
+        policy.check_box(spaces.Box(-3, 3, (1,), np.float32))
+    chunks = Actor(OBSERVATIONS, spaces.Box(-3, 3, (2, 2), np.float32))
+    chunks.chunk_length = 2
+    chunks.check_box(WIDE)
