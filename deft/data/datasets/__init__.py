@@ -27,6 +27,7 @@ FORMATS = {
     "d4rl": "D4RL hdf5",
     "npz": "folder of npz episodes",
 }
+MOST_LOOKED_AT = 20  # of what lies in a folder that is no dataset itself
 MINARI_ID = r"[\w-]+(/[\w-]+)+-v\d+"
 D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
 
@@ -115,10 +116,17 @@ def _format(module_name: str) -> ModuleType:
 
 def _loader_for(path: Path) -> ModuleType:
     """The module of the first format that recognises what the path holds."""
-    for module_name in FORMATS:
-        module = _format(module_name)
-        if module.matches(path):
-            return module
+    module = _matching(path)
+    if module is not None:
+        return module
     if is_hdf5(path) or path.suffix in (".hdf5", ".h5"):
         open_hdf5(path).close()  # says what is wrong with a file that cannot be opened
-    raise InputError(f"{path} is none of the formats that Deft reads: {', '.join(FORMATS.values())}")
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    datasets = [place.name for place in inside[:MOST_LOOKED_AT] if _matching(place) is not None]
+    found = f"; a folder of datasets: give one of them ({', '.join(datasets[:5])})" if datasets else ""
+    raise InputError(f"{path} is none of the formats that Deft reads: {', '.join(FORMATS.values())}{found}")
+
+
+def _matching(path: Path) -> ModuleType | None:
+    modules = map(_format, FORMATS)
+    return next((module for module in modules if module.matches(path)), None)

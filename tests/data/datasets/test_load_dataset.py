@@ -114,6 +114,15 @@ def test_minari_ids_are_fetched_where_that_is_asked_for(own_folders: Path, monke
     assert load_dataset("mujoco/hopper/medium-v0", download=True).name == "mujoco/hopper/medium-v0"
 
 
+def test_a_folder_of_datasets_names_them(own_folders: Path) -> None:
+    (own_folders / "several").mkdir()
+    (own_folders / "several" / "notes.txt").write_text("no data")
+    for name in ("b", "a"):
+        write(own_folders / "several" / f"{name}.hdf5")
+    with pytest.raises(InputError, match=r"a folder of datasets: give one of them \(a\.hdf5, b\.hdf5\)"):
+        load_dataset(own_folders / "several")
+
+
 def test_what_is_no_dataset_is_refused(own_folders: Path) -> None:
     (own_folders / "folder").mkdir()
     (own_folders / "text.txt").write_text("no data")
