@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
@@ -75,13 +75,16 @@ class IQL(OffPolicy):
                 f"sight was '{was}' in this run and is '{self.settings.sight}' now: leave it as it was, or start a new "
                 "run with --model_path"
             )
-        scale = float(self.policy.reward_scale)  # of the weights, which are loaded before
+        super().load_state_dict(state)
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Refuse those of a run whose rewards were scaled otherwise: its critics go on too."""
+        scale = float(weights["reward_scale"])
         if self._reward_scale is not None and not math.isclose(scale, self._reward_scale, rel_tol=1e-4):
             raise InputError(
                 f"reward_scaling: this run's rewards were multiplied by {scale:g}, and would be by "
                 f"{self._reward_scale:g} now: leave it as it was, or start a new run with --model_path"
             )
-        super().load_state_dict(state)
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from super()._critic_trains()

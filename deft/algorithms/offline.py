@@ -51,6 +51,9 @@ class OfflineAlgorithm(Algorithm):
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Set up the sampler, and, where training is `fresh`, fit the policy's normalisation to the dataset."""
 
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Refuse the weights of a run that cannot go on with these settings; before anything of it is loaded."""
+
     def resumed(self) -> None:
         """Put settings that may change at a resume over what a checkpoint has brought; called after it is loaded."""
 

@@ -44,6 +44,7 @@ class SAC(SoftPolicy):
         self._start_alpha(1.0)
         self.period = self.settings.policy_delay
         self._policy_metrics: Metrics = {}
+        self._former_scale = float(policy.reward_scale)  # of the rewards that the policy's critics learned from
         self.anchor = frozen_copy(policy) if self.settings.anchor_coef else None
         self.anchor_weight = torch.full((), self.settings.anchor_coef, device=policy.center.device)
         if self.settings.compile:  # draws as in eager mode, so that both learn the same
@@ -52,12 +53,18 @@ class SAC(SoftPolicy):
             self._policy_losses = torch.compile(self._policy_losses, options=options)  # type: ignore[method-assign]
 
     def start_from_a_policy(self) -> None:
-        """Begin with a low temperature: a new policy's would pay a learned one for forgetting what it knows."""
+        """Begin with a low temperature: a new policy's would pay a learned one for forgetting what it knows.
+
+        New critics learn from rewards as they are; those that are adopted, from rewards as they were.
+        """
         self._start_alpha(LEARNED_ALPHA)
+        self._former_scale = float(self.policy.reward_scale)
+        self.policy.reward_scale.fill_(1.0)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Take the critics, and a temperature where there is one, out of the state of another off-policy algorithm."""
         super().adopt(state)
+        self.policy.reward_scale.fill_(self._former_scale)
         self._start_alpha(float(state["scalars"]["0"].exp()) if "scalars" in state else LEARNED_ALPHA)
 
     def _start_alpha(self, default: float) -> None:

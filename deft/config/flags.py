@@ -11,7 +11,7 @@ import io
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -166,10 +166,10 @@ def parse_flags(
     return ParsedFlags(values, written, words)
 
 
-def _advice(spelled: str, name: str, known: Iterable[str]) -> str:
-    """What to do about an unknown flag: whose it is, else the nearest one here."""
+def _advice(spelled: str, name: str, known: Mapping[str, Flag]) -> str:
+    """What to do about an unknown flag: in training whose it is, else the nearest one here."""
     owners = [algorithm for algorithm, owner in ALGORITHM_SETTINGS.items() if name in setting_names(owner)]
-    if owners:
+    if owners and any(flag.path.startswith("algorithm.") for flag in known.values()):
         return f"it is a setting of {', '.join(owners)}"
     near = suggestion(spelled, (_dashed(other) for other in known))
     return near if near.startswith("did you") else "see --help"

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
@@ -77,8 +75,8 @@ def evaluate_run(
     finally:
         vector_env.close()
     references = config.dataset.reference_returns if isinstance(config, OfflineRunConfig) else None
-    if references is not None and config.env.id is not None and env_config != env_of_run(config, None, {}):
-        logger.info("no normalised score: the reference returns are of %s as the run has it", config.env.id)
+    if references is not None and config.env.id is not None and not _is_same_world(env_config, config.env):
+        logger.warning("no normalised score: the reference returns are of %s as the run has it", config.env.id)
         references = None
     results = merge_results(all_results, partial(normalized_score, reference_returns=references))
     results |= success_tables(played)
@@ -91,6 +89,12 @@ def evaluate_run(
         outcomes = film_outcomes(policies[0], env_config, config.policy.chunk_length, played[:episodes], videos, seed)
         results["videos"] = [str(file) for file in outcomes]
     return results
+
+
+def _is_same_world(env: EnvConfig, own: Any) -> bool:
+    """Whether an environment is the run's own, however it is spelled."""
+    theirs, ours = (SHORT_NAMES.get(name, name) for name in (env.id.rpartition(":")[2], own.id.rpartition(":")[2]))
+    return theirs == ours and {"split": "train", **env.kwargs} == {"split": "train", **own.kwargs}
 
 
 def world_kwargs(
@@ -159,12 +163,8 @@ def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorE
         policy = build_policy(config, env, weights_follow=True)
     weights = checkpoint.load_part(folder, checkpoint.MODEL)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
-    if isinstance(policy, UnitActions) and not np.allclose(policy.bounds, policy.bounds_of(env.action_space)):
-        low, high = policy.bounds
-        logger.warning(
-            "the policy was trained for actions between %g and %g, the environment takes %s: what lies outside is for "
-            "the environment to clip", low.min(), high.max(), env.action_space,
-        )  # fmt: skip
+    if isinstance(policy, UnitActions) and (found := policy.misfit(env.action_space)):
+        logger.warning("%s: what lies outside is clipped", found[0])
     policy.to(choose_device(device))
     return policy
 

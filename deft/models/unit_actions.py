@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -22,6 +23,10 @@ def watch_scale(module: nn.Module) -> None:
 
 def _see_scale(module: Any, _: Any = None) -> None:
     module.is_unit = bool((module.center == 0).all() and (module.width == 1).all())
+
+
+def _bounds(center: Tensor, width: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    return (center - width).cpu().numpy(), (center + width).cpu().numpy()
 
 
 class UnitActions(Policy):
@@ -49,8 +54,7 @@ class UnitActions(Policy):
     @property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """The smallest and the largest actions of the Box, of all steps of a chunk."""
-        center, width = self.center.cpu().numpy(), self.width.cpu().numpy()
-        return center - width, center + width
+        return _bounds(self.center, self.width)
 
     def bounds_of(self, space: gymnasium.Space) -> tuple[np.ndarray, np.ndarray]:
         """Those of another Box, of single actions or of chunks; refuses one of other sizes."""
@@ -58,6 +62,23 @@ class UnitActions(Policy):
         if not isinstance(space, spaces.Box) or space.low.size not in (size, size / self.chunk_length):
             raise InputError(f"policy: made for actions of {size} numbers, the environment takes {space}")
         return np.resize(space.low, size), np.resize(space.high, size)
+
+    def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
+        """Where a Box differs most from the policy's own, or from that of weights for it, and how far it reaches.
+
+        That is in units of the policy's: at more than 1 there are actions that the policy cannot take. None where it
+        is the same.
+        """
+        low, high = self.bounds if weights is None else _bounds(weights["center"], weights["width"])
+        lowest, highest = self.bounds_of(space)
+        if np.allclose([low, high], [lowest, highest]):
+            return None
+        width = (high - low) / 2
+        differences = np.maximum(np.abs(low - lowest), np.abs(high - highest)) / width
+        reach = np.maximum(np.abs(lowest - low - width), np.abs(highest - low - width)) / width
+        dim = int(reach.argmax() if reach.max() > 1 else differences.argmax())
+        words = f"the policy acts between {low[dim]:g} and {high[dim]:g} in action dim {dim}"
+        return f"{words}, where actions here go from {lowest[dim]:g} to {highest[dim]:g}", float(reach.max())
 
     def check_box(self, space: gymnasium.Space) -> None:
         """Refuse an environment that takes other actions: the policy would act on another scale."""

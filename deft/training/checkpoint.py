@@ -243,6 +243,15 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> None:
     """Load weights into a module, strict about keys and shapes, naming what does not fit."""
+    check_weights(module, weights, source)
+    if sharding.is_sharded(module):
+        sharding.load_whole_weights(module, weights)
+    else:
+        module.load_state_dict(weights)
+
+
+def check_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> None:
+    """Refuse weights that do not fit a module, naming what does not."""
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise InputError(f"{source}: expected a state dict of tensors, found {type(weights).__name__}")
     own = module.state_dict()
@@ -263,10 +272,6 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Pa
             "num_seeds)"
         )
         raise InputError(f"{source}: does not fit this policy; {advice}: {'; '.join(problems)}")
-    if sharding.is_sharded(module):
-        sharding.load_whole_weights(module, weights)
-    else:
-        module.load_state_dict(weights)
 
 
 def _few(names: list[str], count: int = 3) -> str:

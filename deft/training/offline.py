@@ -6,6 +6,7 @@ Made by `deft.training.offline_run` from a config, and by `IQLTrainer` and its s
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import time
@@ -68,6 +69,7 @@ class OfflineTrainer:
         on_start: Callable[[], None] | None = None,
         processes: Processes | None = None,
         acting: sharding.WholeCopy | None = None,
+        check_weights: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
         **settings: Any,
     ) -> None:
         self.settings = OfflineTrainerConfig(**settings)
@@ -94,7 +96,7 @@ class OfflineTrainer:
         self._score = score or (lambda _: None)
         self._fingerprint = fingerprint
         self._video_env = video_env
-        self._run_config, self._on_start = run_config, on_start
+        self._run_config, self._on_start, self._check_weights = run_config, on_start, check_weights
         self._loaded = False
         self._log: RunLogger | None = None
         self._log_state: dict[str, Any] | None = None
@@ -367,16 +369,23 @@ class OfflineTrainer:
                 f"{folder}: trained on another dataset ({count} transitions; {differs}): resume with the same, or "
                 "start from its weights with --model-path"
             )
-        checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
+        weights = checkpoint.load_part(folder, checkpoint.MODEL)
+        checkpoint.check_weights(self.policy, weights, folder / checkpoint.MODEL)
+        if self._check_weights is not None:
+            self._check_weights(weights)
+        self.algorithm.check_weights(weights)
+        checkpoint.load_weights(self.policy, weights, folder / checkpoint.MODEL)
         self.algorithm.load_state_dict(state["algorithm"])
         self.algorithm.resumed()
         self._load_sampler(folder, state)
         self.num_updates = state["num_updates"]
         # An evaluation beside the training may have come back after the checkpoint was written.
         evaluations = logged_evaluations(folder.parent, self.num_updates)
-        if folder.parent.resolve() == self.run_dir.resolve():  # another folder has its own best
+        is_own = folder.parent.resolve() == self.run_dir.resolve()  # another folder has its own best
+        if is_own:
             self.best_reward = max([state["best_reward"], *(line["mean_reward"] for line in evaluations)])
-        if evaluations and evaluations[-1]["step"] == self.num_updates:
+        is_same = _evaluates(state.get("config")) == _evaluates(self._run_config)
+        if is_own and is_same and evaluations and evaluations[-1]["step"] == self.num_updates:
             self._evaluated_at = self.num_updates
             own = ("type", "step", "time")  # of the line
             self.last_evaluation = {name: value for name, value in evaluations[-1].items() if name not in own}
@@ -433,7 +442,7 @@ class OfflineTrainer:
         if not self.processes.is_first:
             return SilentLogger()  # type: ignore[return-value]
         checkpoint.clean_temporary(self.run_dir)
-        if self._on_start is not None and self.num_updates < total:
+        if self._on_start is not None and (self.num_updates < total or not checkpoint.list_checkpoints(self.run_dir)):
             self._on_start()
         if self.num_updates == 0 and not self._loaded and checkpoint.list_checkpoints(self.run_dir):
             raise InputError(
@@ -474,6 +483,13 @@ class OfflineTrainer:
         if best is not None and (score := self._score(best)) is not None:
             summary["best_normalized_score"] = score
         return summary
+
+
+def _evaluates(config: Mapping[str, Any] | None) -> Any:
+    """What an evaluation's results depend on, of a run's settings."""
+    config = config or {}
+    settings = [config.get("env"), config.get("dataset", {}).get("reference_returns")]
+    return json.dumps([*settings, config.get("trainer", {}).get("eval_episodes")], default=str)
 
 
 def members_of(policy: Policy) -> list[Policy]:

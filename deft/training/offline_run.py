@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import gymnasium
-import numpy as np
 import torch
 
 from deft.config.loading import replace, to_dict
@@ -38,6 +37,7 @@ from deft.training.sinks import check_extras
 from deft.training.trainer import EVALUATION_SEED
 
 log = logging.getLogger(__name__)
+FARTHEST_REACH = 1.5  # of actions, in units of the range of weights that are trained on
 
 
 def train(config: OfflineRunConfig) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def build_offline_trainer(
     policy.to("cpu" if shards else device)  # which may not hold all of it
     starts_from = config.model_path if resume_from is None else None  # a run that goes on has its own weights
     whole = starts_from is not None and load_policy_weights(policy, starts_from)
-    fits = partial(_check_scale, policy, None if make is None else action_space, dataset)
-    fits()
+    if starts_from is not None:
+        _check_scale(policy, action_space)
     acts = processes.is_first and evaluator is not None
     acting = sharding.shard_policy(policy, processes, device, acts) if shards else None
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
@@ -126,11 +126,11 @@ def build_offline_trainer(
         on_start=partial(open_run_folder, config, replaces),
         processes=processes,
         acting=acting,
+        check_weights=partial(_check_scale, policy, action_space),
         **to_dict(config.trainer),
     )
     if resume_from is not None:
         trainer.load(resume_from)
-        fits()
     return trainer
 
 
@@ -159,13 +159,22 @@ def _told(
     if env is not None:
         told |= {"env.id": env.id, "env.kwargs": env.kwargs}
     own = evaluation_env(replace(config, **{"env.id": None, "env.kwargs": {}}), dataset)
-    if config.dataset.reference_returns is None and dataset.reference_returns is not None:
-        another = eval_env is not None and eval_env.spec is not None and own is not None and eval_env.spec.id != own.id
-        if own is None or (env in (None, own) and not another):
-            told["dataset.reference_returns"] = dataset.reference_returns
-        else:
-            log.info("no normalised score: the reference returns are of %s as the dataset has it", dataset.env_id)
+    references = dataset.reference_returns
+    if references is not None and config.dataset.reference_returns in (None, references):  # not given, or told before
+        is_own = own is None or (env in (None, own) if eval_env is None else _is_made_as(eval_env, own))
+        told["dataset.reference_returns"] = references if is_own else None
+        if not is_own:
+            log.warning("no normalised score: the reference returns are of %s as the dataset has it", dataset.env_id)
     return replace(config, **told)
+
+
+def _is_made_as(env: gymnasium.Env, config: EnvConfig) -> bool:
+    """Whether an environment that a user made is the one of a config; True where it does not say how it was made."""
+    if env.spec is None or config.id not in gymnasium.registry:
+        return env.spec is None
+    own = {**gymnasium.spec(config.id).kwargs, **config.kwargs}
+    given = {name: value for name, value in env.spec.kwargs.items() if name != "render_mode"}
+    return env.spec.id == config.id and given == own
 
 
 def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | None:
@@ -213,20 +222,15 @@ def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> 
         env.close()
 
 
-def _check_scale(policy: Policy, env_space: gymnasium.Space | None, dataset: Dataset) -> None:
-    """Refuse weights that act on another scale than the environment, or than the data where there is none."""
-    if not isinstance(policy, UnitActions):
+def _check_scale(policy: Policy, space: gymnasium.Space, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Refuse weights that act on another scale than a new policy would here; say so where they nearly do."""
+    found = policy.misfit(space, weights) if isinstance(policy, UnitActions) else None
+    if found is None:
         return
-    if env_space is not None:
-        policy.check_box(env_space)
-        return
-    (low, high), (lowest, highest) = policy.bounds, policy.bounds_of(dataset.action_space)
-    margin = 1e-3 * (high - low)
-    if np.any(lowest < low - margin) or np.any(highest > high + margin):
-        raise InputError(
-            f"the policy acts between {low.min():g} and {high.max():g}, and the dataset's actions are "
-            f"{dataset.action_space}: it cannot reach them all; start a new policy on this dataset"
-        )
+    words, reach = found
+    if reach > FARTHEST_REACH:
+        raise InputError(f"{words}: it was trained on another scale; start a new policy")
+    log.warning("%s: it keeps its own range", words)
 
 
 def _copies(env: gymnasium.Env, num_envs: int, chunk_length: int = 1) -> VectorEnv:

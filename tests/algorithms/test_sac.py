@@ -143,6 +143,17 @@ def test_compiled_updates_are_the_eager_ones():
         torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_rewards_are_scaled_for_critics_that_learned_from_scaled_ones_alone():
+    for adopts, scale in ((True, 20.0), (False, 1.0)):
+        algorithm = sac(3, 2)
+        algorithm.policy.reward_scale.fill_(20.0)
+        algorithm = SAC(algorithm.policy, algorithm.settings)
+        algorithm.start_from_a_policy()
+        if adopts:
+            algorithm.adopt(sac(3, 2).state_dict())
+        assert float(algorithm.policy.reward_scale) == scale
+
+
 def test_critics_and_temperature_are_adopted():
     torch.manual_seed(0)
     offline = CQL(small_actor(3, 2, "tanh_gaussian"), CQLSettings(cql_samples=2))

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 import os
@@ -357,6 +358,16 @@ def test_a_finished_run_that_is_resumed_is_not_evaluated_again(tmp_path):
     assert lines(tmp_path) == before
     assert resumed.last_evaluation == trainer.last_evaluation != {}
     resumed.close()
+    # But where it is asked for otherwise, or elsewhere, it is.
+    again = make_trainer(tmp_path, env=ENV, num_epochs=3, eval_freq=2, eval_episodes=3, run={"auto_resume": True})
+    again.train(evaluates_last=True)
+    assert again.last_evaluation["episodes"] == 3
+    again.close()
+    moved = make_trainer(tmp_path / "b", env=ENV, num_epochs=3, eval_freq=2, run={"resume": str(tmp_path)})
+    summary = moved.train(evaluates_last=True)
+    assert summary["best_reward"] == moved.last_evaluation["mean_reward"] == trainer.last_evaluation["mean_reward"]
+    assert (tmp_path / "b" / "config.yaml").exists()
+    moved.close()
 
 
 def test_a_run_that_diverges_ends_with_one_line(tmp_path, caplog):
@@ -389,16 +400,30 @@ def wide_dataset(factor: float) -> Any:
 
 
 @pytest.mark.parametrize("algorithm", ["td3-bc", "dt"])
-def test_weights_are_not_trained_on_actions_that_they_cannot_reach(tmp_path, algorithm):
+def test_weights_keep_their_range_and_are_not_trained_far_outside_it(tmp_path, algorithm, caplog):
     make_trainer(tmp_path / "a", algorithm, num_epochs=1).train()
     start = {"model_path": str(tmp_path / "a")}
-    make_trainer(tmp_path / "b", algorithm, wide_dataset(0.5), run=start)
-    with pytest.raises(InputError, match=r"acts between -1 and 1, and the dataset's actions are Box.*cannot reach"):
+    for factor in (0.5, 1.2):  # another recording of the same robot
+        caplog.clear()
+        trainer = make_trainer(tmp_path / "b", algorithm, wide_dataset(factor), run=start)
+        assert trainer.policy.bounds == (-1.0, 1.0)  # type: ignore[comparison-overlap]
+        assert f"between -1 and 1 in action dim 0, where actions here go from -{factor} to {factor}" in caplog.text
+    with pytest.raises(InputError, match="go from -2 to 2: it was trained on another scale"):
         make_trainer(tmp_path / "c", algorithm, wide_dataset(2.0), run=start)
-    # Nor resumed where the environment takes others than they were trained for.
+    # One that is resumed in an environment keeps its range too: there it is evaluated, and clipped.
     make_trainer(tmp_path / "d", algorithm, wide_dataset(2.0), num_epochs=1).train()
-    with pytest.raises(InputError, match="acts between -2 and 2, the environment takes Box"):
-        make_trainer(tmp_path / "d", algorithm, wide_dataset(2.0), env=ENV, run={"resume": str(tmp_path / "d")})
+    resumed = make_trainer(tmp_path / "d", algorithm, wide_dataset(2.0), env=ENV, run={"resume": str(tmp_path / "d")})
+    assert resumed.policy.bounds == (-2.0, 2.0)  # type: ignore[comparison-overlap]
+    resumed.close()
+
+
+def test_weights_that_are_refused_change_nothing(tmp_path):
+    make_trainer(tmp_path / "a", num_epochs=1, cfg={"reward_scaling": "return_range"}).train()
+    trainer = make_trainer(tmp_path / "b")
+    before = copy.deepcopy(everything(trainer))
+    with pytest.raises(InputError, match="reward_scaling"):
+        trainer.load(tmp_path / "a")
+    assert all(torch.equal(value, before[name]) for name, value in everything(trainer).items())
 
 
 def test_the_scale_of_rewards_is_that_of_the_critics_and_cannot_change_in_a_run(tmp_path):

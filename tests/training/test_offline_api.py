@@ -371,6 +371,11 @@ def test_a_score_is_of_the_datasets_own_environment(env: str, has_score: bool, t
         own = make(TD3BCTrainer, tmp_path / "b")
         own.train(two_step_dataset(env_id=ENV))
         assert ("normalized_score" in evaluate_run(tmp_path / "b", episodes=2, env=env)) == has_score
+        assert "normalized_score" in evaluate_run(tmp_path / "b", episodes=2, env=f"offline_worlds:{ENV}")
+        # And in a resumed run.
+        resumed = make(TD3BCTrainer, tmp_path / "b", env=env, num_epochs=2, resume=str(tmp_path / "b"))
+        resumed.train(two_step_dataset(env_id=ENV))
+        assert ("normalized_score" in resumed.evaluate(2)) == has_score
     finally:
         del gymnasium.registry["deft-test/Other-v0"]
 
