@@ -45,13 +45,14 @@ from deft.evaluation.world_model import coded_batches, episode_losses
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
-from deft.training.compute import choose_device, set_precision
+from deft.training.compute import choose_device
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
 from deft.training.phases.exploration import Exploration, ProcessExplorer
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import NUM_ENVS, StudentTrainer, load_teacher
 from deft.training.phases.teacher import TeacherTrainer
+from deft.training.precision import set_precision
 from deft.training.signals import StopSignal
 from deft.training.waypoints.files import write_json
 

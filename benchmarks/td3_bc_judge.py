@@ -27,10 +27,8 @@ def make_columns(dataset: VectorDataset) -> tuple[tuple[np.ndarray, ...], np.nda
     table, rows = dataset.table, dataset.table.transition_rows()
     observation, following = table.observation[rows].numpy(), table.observation[rows + 1].numpy()
     mean, deviation = observation.mean(0), observation.std(0) + 1e-3
-    scalars = (column[rows].float().numpy()[:, None] for column in (table.reward, table.terminated))
-    reward, terminal = scalars
-    normal = ((values - mean) / deviation for values in (observation, following))
-    observation, following = normal
+    observation, following = ((values - mean) / deviation for values in (observation, following))
+    reward, terminal = (column[rows].float().numpy()[:, None] for column in (table.reward, table.terminated))
     return (observation, table.action[rows].numpy(), reward, following, terminal), mean, deviation
 
 

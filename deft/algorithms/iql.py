@@ -45,7 +45,6 @@ class IQL(OffPolicy):
         if self.settings.sight == "start" and are_sharded(policy.parameters()):
             raise InputError("sight: 'start' is not for fsdp; train without one of the two")
         self.start = frozen_copy(policy) if self.settings.sight == "start" else None
-        self._reward_scale: float | None = None  # of the dataset, once it is known
         own = self.settings.auxiliary_learning_rate
         self.auxiliary_optimizer = self._optimizer(iter(self._taught()), own) if own else None
 
@@ -79,11 +78,11 @@ class IQL(OffPolicy):
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Refuse those of a run whose rewards were scaled otherwise: its critics go on too."""
-        scale = float(weights["reward_scale"])
-        if self._reward_scale is not None and not math.isclose(scale, self._reward_scale, rel_tol=1e-4):
+        was, now = float(weights["reward_scale"]), float(self.policy.reward_scale)  # which `prepare` has set
+        if not math.isclose(was, now, rel_tol=1e-4):
             raise InputError(
-                f"reward_scaling: this run's rewards were multiplied by {scale:g}, and would be by "
-                f"{self._reward_scale:g} now: leave it as it was, or start a new run with --model_path"
+                f"reward_scaling: this run's rewards were multiplied by {was:g}, and would be by {now:g} now: leave it "
+                "as it was, or start a new run with --model_path"
             )
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
@@ -143,4 +142,3 @@ class IQL(OffPolicy):
                 log.warning(
                     "reward_scaling: every episode has the return %.4g, so rewards stay as they are", returns[0]
                 )
-        self._reward_scale = float(self.policy.reward_scale)

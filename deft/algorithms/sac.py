@@ -58,7 +58,6 @@ class SAC(SoftPolicy):
         New critics learn from rewards as they are; those that are adopted, from rewards as they were.
         """
         self._start_alpha(LEARNED_ALPHA)
-        self._former_scale = float(self.policy.reward_scale)
         self.policy.reward_scale.fill_(1.0)
 
     def adopt(self, state: dict[str, Any]) -> None:

@@ -133,6 +133,7 @@ class DecisionTransformerPolicy(UnitActions):
     steps that were dropped. So the action is always that of a plain forward pass over the window.
     """
 
+    ACTS = "the Decision Transformer acts"
     recurrent = True
     needs_reward = True
     return_scale: Tensor
@@ -346,9 +347,6 @@ class DecisionTransformerPolicy(UnitActions):
 
     def _head(self, x: Tensor) -> Tensor:
         return _product(self.final_norm(x), self.head_weight, self.head_bias).float().tanh()
-
-    def _kind(self) -> str:
-        return "the Decision Transformer acts"
 
 
 def _normal(*shape: int) -> nn.Parameter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -32,6 +32,7 @@ def _bounds(center: Tensor, width: Tensor) -> tuple[np.ndarray, np.ndarray]:
 class UnitActions(Policy):
     """A policy that acts in a bounded Box."""
 
+    ACTS: ClassVar[str] = "off-policy algorithms act"
     action_shape: tuple[int, ...]
     action_dim: int
     center: Tensor
@@ -41,15 +42,12 @@ class UnitActions(Policy):
     def set_box(self, space: gymnasium.Space) -> None:
         """Keep the Box's centre and half width; called once by the constructors."""
         if not isinstance(space, spaces.Box) or not np.all(np.isfinite(space.low) & np.isfinite(space.high)):
-            raise InputError(f"{self._kind()} in a bounded Box; the actions here are {space}")
+            raise InputError(f"{self.ACTS} in a bounded Box; the actions here are {space}")
         low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
         self.action_shape, self.action_dim = tuple(space.shape), len(low)
         self.register_buffer("center", torch.as_tensor((low + high) / 2, dtype=torch.float32))
         self.register_buffer("width", torch.as_tensor(np.maximum((high - low) / 2, 1e-6), dtype=torch.float32))
         watch_scale(self)
-
-    def _kind(self) -> str:
-        return "off-policy algorithms act"
 
     @property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +80,7 @@ class UnitActions(Policy):
 
     def check_box(self, space: gymnasium.Space) -> None:
         """Refuse an environment that takes other actions: the policy would act on another scale."""
-        if not np.allclose(self.bounds, self.bounds_of(space)):
+        if self.misfit(space) is not None:
             low, high = self.bounds
             raise InputError(
                 f"the policy acts between {low.min():g} and {high.max():g}, the environment takes {space}: make the "

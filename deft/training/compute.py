@@ -47,13 +47,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def set_precision(device: torch.device, precision: str) -> None:
-    """Let a GPU's float32 products and convolutions round their inputs, where `precision` is tf32; else none do."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"  # by default it is on
-
-
 @contextlib.contextmanager
 def torch_threads(count: int, small_matrices: bool = False) -> Iterator[None]:
     """Run with `count` threads, and put the old number back.

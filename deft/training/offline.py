@@ -25,11 +25,11 @@ from deft.evaluation.rollouts import film_episodes, merge_results
 from deft.models.policy import Policy
 from deft.training import checkpoint, sharding
 from deft.training.capture import CapturedUpdate, Sampler
-from deft.training.compute import choose_threads, is_small, set_precision, torch_threads
+from deft.training.compute import choose_threads, is_small, torch_threads
 from deft.training.evaluator import Evaluator
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger, logged_evaluations
-from deft.training.precision import warn_of_emulation
+from deft.training.precision import set_precision
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.signals import StopSignal
@@ -109,7 +109,6 @@ class OfflineTrainer:
         self._saved_step: int | None = None
         self._total = 0
         set_precision(device, algorithm.settings.precision)
-        warn_of_emulation(device, algorithm.settings.precision)
         can_capture = device.type == "cuda" and algorithm.capturable and sampler.capturable
         can_capture &= self.processes.count == 1  # what processes say to each other is not recorded
         if self.settings.capture == "on" and not can_capture:

@@ -10,11 +10,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deft.training.compute import set_precision
-
 log = logging.getLogger(__name__)
 LARGE_MODEL = 20_000_000  # weights from which a GPU's bfloat16 outweighs the conversions
 _CPU_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86's and ARM's
+
+
+def set_precision(device: torch.device, precision: str) -> None:
+    """Let a GPU's float32 products and convolutions round their inputs, where `precision` is tf32; else none do.
+
+    Says so where bf16 is asked of a CPU that has no units for it.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"  # by default it is on
+    elif precision == "bf16" and not cpu_has_bfloat16():
+        log.warning("precision: this CPU has no units for bf16, which is emulated, many times slower; use float32")
 
 
 def choose_precision(name: str, device: torch.device, policy: nn.Module | None = None) -> torch.dtype | None:
@@ -44,12 +54,6 @@ def cpu_has_bfloat16(info: str | None = None) -> bool:
             return False
     lines = [line for line in info.lower().splitlines() if line.startswith(("flags", "features"))]
     return bool(lines) and bool(set(_CPU_FLAGS) & set(lines[0].split()))
-
-
-def warn_of_emulation(device: torch.device, precision: str) -> None:
-    """Say so where `bf16` is asked of a CPU that has no units for it."""
-    if device.type == "cpu" and precision == "bf16" and not cpu_has_bfloat16():
-        log.warning("precision: this CPU has no units for bf16, which is emulated, many times slower; use float32")
 
 
 def bfloat16_is_quicker(size: int = 512, repeats: int = 5) -> bool:

@@ -22,8 +22,8 @@ from deft.models.normalization import has_seen_data
 from deft.training.capture import CapturedUpdate
 from deft.training.collection import Collection
 from deft.training.collector import Collector
-from deft.training.compute import set_precision
 from deft.training.evaluator import check_spaces
+from deft.training.precision import set_precision
 
 
 class ReplayCollection(Collection):

@@ -9,7 +9,7 @@ from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
-from deft.training.compute import choose_device, choose_threads, is_small, set_precision, torch_threads
+from deft.training.compute import choose_device, choose_threads, is_small, torch_threads
 from deft.training.trainer import Trainer
 
 
@@ -77,14 +77,3 @@ def test_devices_that_are_not_there_are_named(monkeypatch):
         choose_device("cuda:1")
     with pytest.raises(InputError, match="'gpu' cannot be used"):
         choose_device("gpu")
-
-
-@pytest.mark.parametrize(("precision", "matmul", "rounds"), [("tf32", "high", True), ("float32", "highest", False)])
-def test_precision_holds_for_convolutions_too(precision, matmul, rounds):
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        set_precision(torch.device("cuda"), precision)
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, rounds)
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]

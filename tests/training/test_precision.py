@@ -1,9 +1,10 @@
 """Which number format is chosen."""
 
+import pytest
 import torch
 
 from deft.training import precision
-from deft.training.precision import autocast, choose_precision, cpu_has_bfloat16
+from deft.training.precision import autocast, choose_precision, cpu_has_bfloat16, set_precision
 
 ARM = "processor\t: 0\nFeatures\t: fp asimd evtstrm {}\nCPU part\t: 0xd0c\n"
 
@@ -28,3 +29,23 @@ def test_autocast_is_where_it_is_asked_for():
         assert (product @ product).dtype is torch.bfloat16
     with autocast(torch.device("cpu"), None):
         assert (product @ product).dtype is torch.float32
+
+
+@pytest.mark.parametrize(("precision", "matmul", "rounds"), [("tf32", "high", True), ("float32", "highest", False)])
+def test_precision_holds_for_convolutions_too(precision, matmul, rounds):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_precision(torch.device("cuda"), precision)
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, rounds)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "has_units", "is_told"), [("bf16", False, True), ("bf16", True, False), ("float32", False, False)]
+)
+def test_bf16_that_a_cpu_emulates_is_told(monkeypatch, caplog, name, has_units, is_told):
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_units)
+    set_precision(torch.device("cpu"), name)
+    assert ("no units for bf16" in caplog.text) == is_told
