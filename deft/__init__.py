@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from deft.models.f1.batch import BatchBuilder, MemoryStateManager
     from deft.models.f1.loading import load_f1_policy
     from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer, setup_scheduler
+    from deft.models.f1.teacher import TeacherPolicy
     from deft.models.vla.interface import VLAModelInterface
     from deft.models.vla.loading import load_vla_model
     from deft.models.vla.policy import VLAPolicy
@@ -60,6 +61,7 @@ _MODULES = {
     "setup_optimizer": "deft.models.f1.optimization",
     "set_policy_requires_grad": "deft.models.f1.optimization",
     "load_f1_policy": "deft.models.f1.loading",
+    "TeacherPolicy": "deft.models.f1.teacher",
     "CQL": "deft.algorithms.cql",
     "DecisionTransformer": "deft.algorithms.decision_transformer",
     "IQL": "deft.algorithms.iql",
@@ -149,6 +151,7 @@ __all__ = [
     "StudentTrainer",
     "TD3BCTrainer",
     "TeacherEnv",
+    "TeacherPolicy",
     "TeacherTrainer",
     "ToyWaypointEnv",
     "Trainer",

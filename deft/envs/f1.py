@@ -26,11 +26,11 @@ PHASES = ("teacher", "student")
 STATE_LIMIT = 2.0  # states are from -1 to 1 within the robot's limits
 
 
-class TeacherPolicy(Protocol):
-    """What `teacher_policy` must offer for its reward to be the environment's."""
+class StepReward(Protocol):
+    """What `teacher_policy` must offer, itself or as what its `as_teacher(phase)` returns."""
 
     def reset(self) -> None:
-        """An episode begins: memory is zeros."""
+        """Start an episode: memory is zeros."""
 
     def reward(self, inputs: dict[str, np.ndarray], target: np.ndarray) -> Mapping[str, float]:
         """Named parts of the reward for (s_t, a_t, s_{t+1}), from a prediction's inputs and target.
@@ -50,8 +50,9 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     **Action**: Box(-1, 1, (32,)): left arm 0 to 7 (a Panda has 0 to 6), left gripper 8, right arm 9 to 16, right
     gripper 17, padding 18 to 31. `action_mask` says which are real; the others do nothing and enter no history.
 
-    **Reward**: the world's (0 in `random_exploration`), or that of `teacher_policy`. **Episode**: ends as the world
-    says (terminated); after `max_steps` it is truncated.
+    **Reward**: the simulator's (0 in `random_exploration`), or that of `teacher_policy`: with an `F1Policy`, the
+    accuracy of its prediction of img_{t+1} in the teacher's phase, the cross-entropy of it in the student's.
+    **Episode**: ends as the simulator says (terminated); after `max_steps` it is truncated.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012 (Gymnasium's own declaration)
@@ -60,7 +61,7 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self,
         task_config: Mapping[str, Any] | None = None,
         phase: Literal["teacher", "student"] = "teacher",
-        teacher_policy: TeacherPolicy | None = None,
+        teacher_policy: Any = None,
         history_length: int | None = None,
         max_steps: int | None = None,
         device: str = "cpu",
@@ -70,8 +71,9 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     ) -> None:
         """`task_config` holds the settings of `TaskConfig`, or a whole config with a section `environment` of them.
 
-        The other arguments come before it: `history_length` is its `n_obs_img_steps`. `device` is where
-        `teacher_policy` runs; the worlds themselves are simulated on the CPU.
+        The other arguments come before it: `history_length` is its `n_obs_img_steps`. `teacher_policy` is an
+        `F1Policy` (with the memory of this environment alone) or a `StepReward`; `device` is where it runs. The
+        simulators themselves run on the CPU.
         """
         if phase not in PHASES:
             raise InputError(f"phase is {phase!r}; choose {' or '.join(PHASES)}")
@@ -87,7 +89,7 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.config = config
         self.phase = phase
         self.device = device
-        self.teacher_policy = _on_device(teacher_policy, device)
+        self.teacher_policy = _step_reward(teacher_policy, phase, device)
         self.history_length = config.n_obs_img_steps
         self.max_steps = config.max_steps
         self.render_mode = render_mode
@@ -245,5 +247,16 @@ def read_task_config(task_config: Mapping[str, Any] | None, given: Mapping[str, 
     return checked(TaskConfig, {**values, **given}, written={**names, **{name: name for name in given}})
 
 
-def _on_device(policy: Any, device: str) -> Any:
+def _step_reward(policy: Any, phase: str, device: str) -> StepReward | None:
+    """The reward that a `teacher_policy` stands for, on its device."""
+    if policy is None:
+        return None
+    if hasattr(policy, "as_teacher"):
+        policy = policy.as_teacher(phase)
+    missing = [name for name in ("reset", "reward") if not callable(getattr(policy, name, None))]
+    if missing:
+        raise InputError(
+            f"teacher_policy: {type(policy).__name__} has no {' and no '.join(missing)}(); give the policy of "
+            "deft.load_f1_policy, or an object with reset() and reward(inputs, target)"
+        )
     return policy.to(device) if hasattr(policy, "to") else policy

@@ -23,6 +23,7 @@ from deft.models.f1.memory import Memory
 from deft.models.f1.motion import MotionPrior
 from deft.models.f1.naming import OWN_PREFIXES, REPEATED, from_paligemma, is_published, published_name
 from deft.models.f1.policy import F1Policy
+from deft.models.f1.teacher import TeacherPolicy
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.models.vla.loading import check_fit, read_weights
 
@@ -38,6 +39,10 @@ class LoadedPolicy(NamedTuple):
     policy: F1Policy
     config: F1Config
     full_config: dict[str, Any]  # the config file as it stands, or the preset's settings
+
+    def as_teacher(self, phase: str = "teacher") -> TeacherPolicy:
+        """The policy as the reward of one F1 environment."""
+        return self.policy.as_teacher(phase)
 
 
 def load_f1_policy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from deft.models.f1.config import F1Config
 from deft.models.f1.language import LanguageTokenizer, instruction_texts, make_language_tokenizer
 from deft.models.f1.model import Condition, Context, F1Model, Foresight, Prefix
 from deft.models.f1.vq import MultiScaleTokenizer
+
+if TYPE_CHECKING:
+    from deft.models.f1.teacher import TeacherPolicy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -85,6 +88,12 @@ class F1Policy(nn.Module):
         if self._language is None:
             self._language = make_language_tokenizer(self.config)
         return self._language
+
+    def as_teacher(self, phase: str = "teacher") -> TeacherPolicy:
+        """This world model as the reward of one F1 environment, with a memory of its own."""
+        from deft.models.f1.teacher import TeacherPolicy
+
+        return TeacherPolicy(self, phase)
 
     def initial_memory(self, batch_size: int) -> Tensor:
         """Zeros (layers, batch, hidden): the memory at an episode's first frame."""
