@@ -7,6 +7,15 @@ and have no density; with a little noise each step is a Gaussian, and the chain'
 
 The first x is drawn from N(0, 1) whatever the weights: it cancels in every ratio and is left out. Whoever acts stores
 the chain under `schema.SAMPLE` (it is what was random) and scores it again: `pi0`, `vla-tiny` and the F1 explorer do.
+
+Dims outside a `mask` are not executed, yet the velocity of the executed dims may depend on them. They get no noise:
+given the weights they are a function of x_0 and of the executed dims before them, and scoring computes them again,
+
+    x_{k+1} = μ_k + mask · σ_k ε_k,    μ_k = x_k − v(x_k, t_k) / S,    log p = Σ_k Σ_{mask} log N(x_{k+1}; μ_k, σ_k),
+
+which is the exact log-prob of the executed dims of the chain. With noise of their own in every step, a sum over the
+executed dims alone would be no log-prob of anything: ∇ log p of the omitted dims correlates with the actions that they
+led to, and the policy gradient would be biased.
 """
 
 from __future__ import annotations
@@ -32,7 +41,8 @@ def draw_chain(
     """The chain [B, S + 1, K, A] from `noise` [B, K, A], whose last entry is the action, and its log-probs [B, S].
 
     `deviation` [S], or [S, K, A], is σ of each step, and its length the number of steps. Deterministic: no noise in the
-    steps, which is the model's own sampling. `mask` as in `chain_log_prob`, which gives the same log-probs again.
+    steps, which is the model's own sampling. `mask` as in `chain_log_prob`, which gives the same log-probs again; there
+    is no noise outside of it.
     """
     num_steps = len(deviation)
     chain, log_probs = [noise.float()], []
@@ -40,7 +50,7 @@ def draw_chain(
         mean = moved = _mean(velocity, chain[-1], step, num_steps)
         if not deterministic:
             drawn = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            moved = mean + deviation[step] * drawn
+            moved = _where(mask, mean + deviation[step] * drawn, mean)
         chain.append(moved)
         log_probs.append(step_log_prob(moved, mean, deviation[step], mask))
     return torch.stack(chain, 1), torch.stack(log_probs, 1)
@@ -53,23 +63,20 @@ def sample_chain(
     deterministic: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The chain alone, [B, S + 1, K, A]: see `draw_chain`."""
+    """The chain alone, [B, S + 1, K, A], without a mask: see `draw_chain`."""
     return draw_chain(velocity, noise, deviation, deterministic, generator=generator)[0]
 
 
-def chain_log_prob(
-    velocity: Velocity, chain: Tensor, deviation: Tensor, mask: Tensor | None = None, steps: Tensor | None = None
-) -> Tensor:
+def chain_log_prob(velocity: Velocity, chain: Tensor, deviation: Tensor, mask: Tensor | None = None) -> Tensor:
     """Log-prob of each step of a chain, [B, S], over the dims where `mask` (bool, broadcast to [B, K, A]) is True.
 
-    Their sum is the chain's. `steps` (whole numbers, S' of them) scores these steps alone: a pass of the model each.
+    Their sum is the chain's. One pass of the model a step.
     """
-    num_steps = len(deviation)
-    chosen = range(num_steps) if steps is None else [int(step) for step in steps]
-    log_probs = []
-    for step in chosen:
-        mean = _mean(velocity, chain[:, step], step, num_steps)
-        log_probs.append(step_log_prob(chain[:, step + 1], mean, deviation[step], mask))
+    x, log_probs = chain[:, 0], []
+    for step in range(len(deviation)):
+        mean, following = _mean(velocity, x, step, len(deviation)), chain[:, step + 1]
+        log_probs.append(step_log_prob(following, mean, deviation[step], mask))
+        x = _where(mask, following, mean)
     return torch.stack(log_probs, 1)
 
 
@@ -100,6 +107,10 @@ def _mean(velocity: Velocity, x: Tensor, step: int, num_steps: int) -> Tensor:
     """x_k − v(x_k, t_k) / S, in float32 whatever the model computes in."""
     time = x.new_full((x.shape[0],), 1.0 - step / num_steps)
     return x - velocity(x, time).float() / num_steps
+
+
+def _where(mask: Tensor | None, inside: Tensor, outside: Tensor) -> Tensor:
+    return inside if mask is None else torch.where(mask, inside, outside)
 
 
 def _sum_real(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from deft.errors import InputError
 from deft.models.normalization import RewardNormalizer
 
+MODE, SAMPLE, SAMPLED_NOISE = "mode", "sample", "sampled noise"  # see `Policy.action_selection`
+
 
 class Policy(nn.Module):
     """An actor with a value estimate.
@@ -41,6 +43,14 @@ class Policy(nn.Module):
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Add `action`, `sample_log_prob` and `value` (and the next memory) to `td` and return it."""
         raise TypeError(f"{type(self).__name__} does not define act")
+
+    def action_selection(self, deterministic: bool) -> str:
+        """How `act` selects actions, for the results of an evaluation.
+
+        `mode`: the most likely action. `sample`: drawn as in training. `sampled noise`: a flow's, denoised without more
+        noise from a start that is drawn.
+        """
+        return MODE if deterministic else SAMPLE
 
     def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
         """A loss that a policy has besides its reward, [B], for observations alone (`deft.algorithms.auxiliary`)."""

@@ -23,7 +23,7 @@ from deft.models.f1.model import Context
 from deft.models.f1.policy import F1Policy
 from deft.models.flow_chain import chain_entropy, sample_chain, step_log_prob
 from deft.models.normalization import RewardNormalizer
-from deft.models.policy import Policy
+from deft.models.policy import SAMPLE, SAMPLED_NOISE, Policy
 from deft.models.vla.loading import check_fit, read_weights
 
 EXPLORER_FILE = "explorer.pt"  # beside model.pt in a checkpoint: what an F1 policy does not have
@@ -133,14 +133,14 @@ class ExplorerPolicy(Policy):
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Add the action [B, 32], its chain (`sample`), log-prob and value, and the memory after the step.
 
-        The chain begins with the `noise` in `sample` (of `draw_noise`), else with new noise. Deterministic: with zeros,
-        and without noise on the way.
+        The chain begins with the `noise` in `sample` (of `draw_noise`), else with new noise. Deterministic: without
+        noise on the way.
         """
         seen, memory = self._observation(td), self._memory(td)
         context = self.f1.look(seen)
         noise = td.get((schema.SAMPLE, schema.NOISE), None)
-        if noise is None or deterministic:
-            noise = self.draw_noise(len(memory)) * (0.0 if deterministic else 1.0)
+        if noise is None:
+            noise = self.draw_noise(len(memory))
         means, features = [], []
 
         def velocity(x: Tensor, time: Tensor) -> Tensor:
@@ -163,6 +163,10 @@ class ExplorerPolicy(Policy):
         _, after = self._step_memory(frame[None], seen[schema.STATE][None], action[None], memory.transpose(0, 1))
         td.set(schema.NEXT_MEMORY, after.transpose(0, 1).contiguous())
         return td
+
+    def action_selection(self, deterministic: bool) -> str:
+        """A flow draws the noise that it starts from in any case."""
+        return SAMPLED_NOISE if deterministic else SAMPLE
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
         """`log_prob`, `entropy` and `value` of stored chains [T, B], the memory run through the T steps.

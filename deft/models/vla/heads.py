@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from deft import schema
 from deft.models.distributions import HALF_LOG_2PI
-from deft.models.flow_chain import chain_entropy, chain_log_prob, flow_matching_error, sample_chain
+from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, flow_matching_error
 
 TIME_FREQUENCIES = 8
 LOG_STD_RANGE = (-4.0, 1.0)
@@ -171,12 +171,9 @@ class TokenChunks(Chunks):
     def draw(
         self, features: Tensor, deterministic: bool, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Draw bins; deterministic: the centre nearest the mean, since neighbouring bins are neighbouring actions."""
+        """Draw bins; deterministic: the likeliest of each dim. The mean of two modes is an action nobody showed."""
         logs = self._log_probs(features)
-        if deterministic:
-            bins = self._bins((logs.exp() * self.centers).sum(-1))
-        else:
-            bins = _draw(logs)
+        bins = logs.argmax(-1) if deterministic else _draw(logs)
         chosen = logs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
         return self.centers[bins], _real(chosen, mask).sum((1, 2)), {}
 
@@ -220,12 +217,14 @@ class FlowChunks(Chunks):
     def draw(
         self, features: Tensor, deterministic: bool, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The end of a chain; deterministic: of the one from the middle of the noise, without any."""
-        noise = torch.zeros if deterministic else torch.randn
-        start = noise(len(features), *self.shape, dtype=features.dtype, device=features.device)
+        """The end of a chain from drawn noise; deterministic: without more noise in its steps.
+
+        The chain from noise 0 ends between the modes of the actions, at an action that nobody showed.
+        """
+        start = torch.randn(len(features), *self.shape, dtype=features.dtype, device=features.device)
         velocity, deviation = self._velocity(features), self.deviation
-        chain = sample_chain(velocity, start, deviation, deterministic)
-        return chain[:, -1], chain_log_prob(velocity, chain, deviation, mask).sum(1), {schema.CHAIN: chain}
+        chain, log_probs = draw_chain(velocity, start, deviation, deterministic, mask)
+        return chain[:, -1], log_probs.sum(1), {schema.CHAIN: chain}
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
         """Log-probs of each step of the denoising, [B, S]."""

@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft import schema
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
 from deft.models.vla.pretrained import PretrainedVLA, ValueHead, masked_sum, stream, texts_of
@@ -29,10 +30,10 @@ class LeRobotVLA(PretrainedVLA):
     """LeRobot's own processors normalise what goes in and what comes out; pictures go in as floats in [0, 1].
 
     `cameras` says which of Deft's streams is which of the policy's (`{head_rgb: observation.images.top}`); without it
-    they are taken in order. A flow policy starts from noise 0, so that the same observation gives the same mean. PPO
-    and GRPO need a policy whose chunk has a gradient (ACT, SmolVLA); one that samples without (π0) is refused when it
-    trains, and may be evaluated: π0 trains as `pi0`. The value has layers of its own, on small pictures, the
-    proprioception and the mean: LeRobot's policies do not say where their trunk ends.
+    they are taken in order. A flow policy starts from drawn noise, which is stored with the action: given that noise,
+    the same observation has the same mean. PPO and GRPO need a policy whose chunk has a gradient (ACT, SmolVLA); one
+    that samples without (π0) cannot be trained here, only evaluated: π0 trains as `pi0`. The value has layers of its
+    own, on small images, the proprioception and the mean: LeRobot's policies do not say where their trunk ends.
     """
 
     def __init__(
@@ -76,34 +77,41 @@ class LeRobotVLA(PretrainedVLA):
         # LeRobot's decorator switches gradients off; what it stands on is called instead.
         self._predict = inspect.unwrap(type(self.backbone).predict_action_chunk)
         takes_noise = inspect.signature(self._predict).parameters
-        self._starts_from_noise = hasattr(config, "max_action_dim") and (
+        self.starts_from_noise = hasattr(config, "max_action_dim") and (
             "noise" in takes_noise or any(p.kind is p.VAR_KEYWORD for p in takes_noise.values())
         )
         self._checked = False
+
+    @property
+    def keeps_sample(self) -> bool:  # type: ignore[override]
+        """Whether `act` also gives what was random beside the action: the noise that a flow started from."""
+        return self.starts_from_noise
 
     # The interface of a VLA model ------------------------------------------------------------------------------------
 
     def get_value(self, observations: TensorDictBase) -> Tensor:
         """Value of each observation: [B, 1]."""
         with torch.no_grad():
-            mean = self._mean(observations)
+            mean = self._mean(observations, self._noise(observations))
         return self._value(observations, mean)
 
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Actions, their log-prob [B], and the value [B, 1]."""
-        mean = self._mean(observations)
+    ) -> tuple[Any, ...]:
+        """Actions, their log-prob [B], the value [B, 1], and the noise that a flow started from."""
+        noise = self._noise(observations)
+        mean = self._mean(observations, noise)
         if not self._checked:
             self._checked = True
-            if not torch.equal(mean, self._mean(observations)):
+            if not torch.equal(mean, self._mean(observations, noise)):
                 raise InputError(
                     f"LeRobot's {self.config.type} gives another chunk for the same observation: its noise cannot be "
                     "set, and a drawn action has no log-prob"
                 )
         drawn = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
         log_prob = masked_sum(self._log_probs(mean, drawn), self.real(action_mask))
-        return self.shaped(drawn, action_mask), log_prob, self._value(observations, mean)
+        outputs = (self.shaped(drawn, action_mask), log_prob, self._value(observations, mean))
+        return outputs if noise is None else (*outputs, {schema.NOISE: noise})
 
     def evaluate_actions(
         self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
@@ -113,10 +121,20 @@ class LeRobotVLA(PretrainedVLA):
         return log_prob, entropy
 
     def evaluate(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1]."""
-        mean, mask = self._mean(observations), self.real(action_mask)
+        """Log-prob [B], entropy [B] and value [B, 1]; of a flow given the noise in `sample`, which it started from."""
+        if self.starts_from_noise and sample is None:
+            raise InputError(
+                f"LeRobot's {self.config.type} scores an action given the noise that it started from, and none is "
+                "stored with it: train it with ppo, grpo or sft"
+            )
+        noise = sample[schema.NOISE] if self.starts_from_noise and sample is not None else None
+        mean, mask = self._mean(observations, noise), self.real(action_mask)
         if torch.is_grad_enabled() and not mean.requires_grad:
             raise InputError(
                 f"LeRobot's {self.config.type} gives no gradient through its chunk of actions: evaluate it, or train "
@@ -128,7 +146,7 @@ class LeRobotVLA(PretrainedVLA):
 
     def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
         """The squared error of the chunk, a mean over its numbers: [B]."""
-        error = (self._mean(observations) - self.chunk(actions)).square()
+        error = (self._mean(observations, self._noise(observations)) - self.chunk(actions)).square()
         return masked_sum(error, self.real(None, step_mask)) / (self.chunk_length * self.action_dim)
 
     # How it is computed ----------------------------------------------------------------------------------------------
@@ -161,15 +179,19 @@ class LeRobotVLA(PretrainedVLA):
         batch[TASK] = [""] * size if rows is None else texts_of(rows)
         return batch
 
-    def _mean(self, observations: TensorDictBase) -> Tensor:
+    def _noise(self, observations: TensorDictBase) -> Tensor | None:
+        """What a flow policy starts from, drawn; None where it needs none."""
+        if not self.starts_from_noise:
+            return None
+        size = (observations.batch_size[0], self.config.chunk_size, self.config.max_action_dim)
+        return torch.randn(size, device=self.log_std.device)
+
+    def _mean(self, observations: TensorDictBase, noise: Tensor | None) -> Tensor:
         """The first K actions of the policy's chunk, in the environment's units, [B, K, A]."""
         device = self.log_std.device
         batch = self._before(self._batch(observations))
         batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        keywords: dict[str, Any] = {}
-        if self._starts_from_noise:
-            size = (observations.batch_size[0], self.config.chunk_size, self.config.max_action_dim)
-            keywords["noise"] = torch.zeros(size, device=device)
+        keywords: dict[str, Any] = {} if noise is None else {"noise": noise}
         if callable(getattr(self.backbone, "reset", None)):
             self.backbone.reset()  # its queues hold the last observation
         chunk = self._predict(self.backbone, batch, **keywords)

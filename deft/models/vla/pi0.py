@@ -41,11 +41,12 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
     """Cameras, words and proprioception in; the first K of the model's chunk of actions and a value out.
 
     Images and words run through the vision-language model once; its keys and values serve every step of the denoising.
-    `flow_noise` is σ of each step when it acts to learn (0: none, as in evaluation), learned where `learn_noise`. The
-    chain covers the model's whole chunk and all of its 32 dims; its log-prob counts the dims that are executed.
+    `flow_noise` is σ of each step when it acts to learn (evaluation has none), learned where `learn_noise`. The chain
+    covers the model's whole chunk and all of its 32 dims; only the executed dims get this noise and have a log-prob.
     """
 
     keeps_sample = True
+    starts_from_noise = True
 
     def __init__(
         self,
@@ -119,12 +120,11 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Actions, log-prob of the chain [B], value [B, 1], and the chain. Deterministic: from noise 0, without σ."""
+        """Actions, log-prob of the chain [B], value [B, 1], and the chain. Deterministic: no noise but the start's."""
         prefix, state = self._read(observations)
         velocity = self._velocity(prefix, state)
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
-        noise = torch.zeros(shape, device=state.device) if deterministic else torch.randn(shape, device=state.device)
-        executed = self._executed(action_mask, state.device)
+        noise, executed = torch.randn(shape, device=state.device), self._executed(action_mask, state.device)
         chain, log_probs = draw_chain(velocity, noise, self.deviation, deterministic, executed)
         value = self.value_head(prefix[2])
         return self._actions(chain[:, -1], action_mask), log_probs.sum(1), value, {schema.CHAIN: chain}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.errors import InputError
 from deft.models.normalization import RewardNormalizer
-from deft.models.policy import Policy
+from deft.models.policy import MODE, SAMPLE, SAMPLED_NOISE, Policy
 from deft.models.vla.interface import missing_methods
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,12 @@ class VLAPolicy(Policy):
         td.set(schema.LOG_PROB, self._scalar("act" if self._acts else "evaluate_actions", "log_prob", log_prob, batch))
         td.set(schema.VALUE, self._value("act" if self._acts else "get_value", value, batch))
         return td
+
+    def action_selection(self, deterministic: bool) -> str:
+        """A model without the keyword `deterministic` samples; a flow draws the noise that it starts from."""
+        if not deterministic or not self._takes_deterministic:
+            return SAMPLE
+        return SAMPLED_NOISE if getattr(self.model, "starts_from_noise", False) else MODE
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
         """`log_prob`, `entropy` and `value` of stored actions, each [B] and differentiable."""

@@ -287,6 +287,11 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         """Whether `act` also gives what was random beside the action, or seen, and `evaluate` asks for it."""
         return self.head_name == "flow" or self.freeze_vision
 
+    @property
+    def starts_from_noise(self) -> bool:
+        """Whether its deterministic actions are denoised from drawn noise: those of a flow."""
+        return self.head_name == "flow"
+
     # -- the interface of a VLA model ----------------------------------------------------------------------------------
 
     def forward(

@@ -104,9 +104,11 @@ def test_an_action_beyond_its_bounds_is_scored_as_it_was_drawn(explorer):
     assert explorer.executed(torch.tensor([[3.0, -0.5] + [1.0] * 30])).tolist() == [[1.0, -0.5] + [0.0] * 30]
 
 
-def test_deterministic_actions_have_no_noise(explorer):
-    first, second = (explorer.act(acting_input(explorer, 2), deterministic=True) for _ in range(2))
-    assert torch.equal(first[schema.ACTION], second[schema.ACTION])
+def test_deterministic_actions_have_no_noise_but_their_start(explorer):
+    td = acting_input(explorer, 2).set(schema.SAMPLE, {schema.NOISE: explorer.draw_noise(2)})
+    first, second = (explorer.act(td.clone(), deterministic=True)[schema.ACTION] for _ in range(2))
+    assert torch.equal(first, second)
+    assert explorer.action_selection(deterministic=True) == "sampled noise"
     drawn = [explorer.act(acting_input(explorer, 2))[schema.ACTION] for _ in range(2)]
     assert not torch.equal(*drawn)
 

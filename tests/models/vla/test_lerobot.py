@@ -54,6 +54,15 @@ class Sampling(ACT):
         return torch.randn(len(batch["task"]), 5, 3)
 
 
+class Flow(ACT):
+    """A flow: its chunk depends on the noise that it starts from."""
+
+    @torch.no_grad()
+    def predict_action_chunk(self, batch: dict[str, Any], noise: Tensor | None = None) -> Tensor:
+        assert noise is not None
+        return super().predict_action_chunk.__wrapped__(self, batch) + noise[..., :3]
+
+
 @pytest.fixture
 def lerobot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The package's modules, and a folder of a policy."""
@@ -67,7 +76,7 @@ def lerobot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     )
     configs, factory = types.ModuleType("lerobot.configs.policies"), types.ModuleType("lerobot.policies.factory")
     configs.PreTrainedConfig = SimpleNamespace(from_pretrained=lambda folder, **keywords: config)  # type: ignore[attr-defined]
-    factory.get_policy_class = {"act": ACT, "sampling": Sampling}.get  # type: ignore[attr-defined]
+    factory.get_policy_class = {"act": ACT, "sampling": Sampling, "flow": Flow}.get  # type: ignore[attr-defined]
     factory.make_pre_post_processors = lambda config, **keywords: (  # type: ignore[attr-defined]
         lambda batch: batch | {"observation.state": batch["observation.state"] / SCALE},
         lambda action: action * SCALE,
@@ -127,6 +136,24 @@ def test_a_policy_that_draws_is_refused(lerobot: Path, monkeypatch: pytest.Monke
         model.act(seen())
     with pytest.raises(InputError, match="gives no gradient through its chunk"):
         model.evaluate(seen(), torch.zeros(2, 2, 3))
+
+
+def test_a_flow_starts_from_noise_that_is_drawn_and_stored(lerobot: Path) -> None:
+    config = sys.modules["lerobot.configs.policies"].PreTrainedConfig.from_pretrained("")  # type: ignore[attr-defined]
+    config.type, config.chunk_size, config.max_action_dim = "flow", 5, 4
+    model: Any = load_vla_model(lerobot, "lerobot", SETTINGS)
+    policy, td = VLAPolicy(model), TensorDict({schema.OBSERVATION: seen()}, [2])
+    with torch.no_grad():
+        first, second = (policy.act(td.clone(), deterministic=True) for _ in range(2))
+        noises = [one[schema.SAMPLE, schema.NOISE][:, :2, :3] for one in (first, second)]
+        # The stand-in adds its noise, times the scale of the processor, to a mean that is always the same.
+        difference = first[schema.ACTION] - second[schema.ACTION]
+        torch.testing.assert_close(difference, SCALE * (noises[0] - noises[1]))
+        assert policy.action_selection(deterministic=True) == "sampled noise"
+        policy.act(td)
+    torch.testing.assert_close(policy.evaluate_actions(td)["log_prob"], td[schema.LOG_PROB])
+    with pytest.raises(InputError, match="scores an action given the noise that it started from"):
+        model.evaluate_actions(seen(), td[schema.ACTION])
 
 
 def test_what_does_not_fit_is_said(lerobot: Path, tmp_path: Path) -> None:

@@ -84,11 +84,21 @@ def test_the_words_are_read(model: Any) -> None:
 
 
 def test_the_likeliest_action_is_always_the_same(model: Any) -> None:
+    """A flow's is denoised from drawn noise: the same from the same noise."""
     policy = VLAPolicy(model)
     td = TensorDict({schema.OBSERVATION: observations()}, [3])
-    with torch.no_grad():
-        first, second = (policy.act(td.clone(), deterministic=True)[schema.ACTION] for _ in range(2))
-    assert torch.equal(first, second)
+
+    def act() -> torch.Tensor:
+        with torch.no_grad():
+            return policy.act(td.clone(), deterministic=True)[schema.ACTION]
+
+    torch.manual_seed(0)
+    first, second = act(), act()
+    torch.manual_seed(0)
+    assert torch.equal(act(), first)
+    is_flow = policy.model_name == "Pi0VLA"
+    assert torch.equal(first, second) == (not is_flow)
+    assert policy.action_selection(deterministic=True) == ("sampled noise" if is_flow else "mode")
 
 
 def test_padded_dims_enter_nothing(model: Any) -> None:
@@ -176,6 +186,23 @@ def test_pi0_matches_the_flow_loss_of_transformers(pi0: Pi0VLA) -> None:
         prefix, state = pi0._read(seen)
         found = flow_matching_error(pi0._velocity(prefix, state), actions, noise, time)
     torch.testing.assert_close(found.mean(), expected, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_of_pi0_reaches_the_dims_that_are_not_executed(pi0: Pi0VLA) -> None:
+    """The executed dims of a step read all dims of the step before: their velocity is part of the log-prob."""
+    policy, td = acted(copy.deepcopy(pi0))
+    chain = td[schema.SAMPLE, schema.CHAIN]
+    policy.evaluate_actions(td)["log_prob"].sum().backward()
+    layer = policy.model.backbone.action_out_proj
+    assert layer.weight.shape[0] == 6  # of which the first 3 are executed
+    assert bool((layer.weight.grad.abs().sum(1) > 0).all())
+    # They have no noise: a chain from the same start whose executed dims are the same has the same other dims.
+    again = policy.model.evaluate_tokens(td[schema.OBSERVATION], td[schema.ACTION], None, {schema.CHAIN: chain})[0]
+    other = chain.clone()
+    other[:, 1:, :, 3:] = 5.0
+    other[:, 1:, 2:] = 5.0
+    changed = policy.model.evaluate_tokens(td[schema.OBSERVATION], td[schema.ACTION], None, {schema.CHAIN: other})[0]
+    torch.testing.assert_close(changed, again)
 
 
 def test_pi0_with_checkpointing_has_the_same_gradient(pi0: Pi0VLA) -> None:

@@ -74,8 +74,15 @@ def test_what_acts_is_what_is_scored(head, chunk_length):
     torch.testing.assert_close(scored["value"], td[schema.VALUE])
     policy.reports_tokens = True
     torch.testing.assert_close(policy.evaluate_actions(td)["token_log_prob"].sum(1), scored["log_prob"])
-    most_likely = [policy.act(td.select(schema.OBSERVATION), deterministic=True)[schema.ACTION] for _ in range(2)]
+    most_likely = []
+    for _ in range(2):
+        torch.manual_seed(0)  # a flow draws its start
+        most_likely.append(policy.act(td.select(schema.OBSERVATION), deterministic=True)[schema.ACTION])
     assert torch.equal(*most_likely)
+    again = policy.act(td.select(schema.OBSERVATION), deterministic=True)[schema.ACTION]
+    assert torch.equal(again, most_likely[0]) == (head != "flow")
+    assert policy.action_selection(True) == ("sampled noise" if head == "flow" else "mode")
+    assert policy.action_selection(False) == "sample"
 
 
 def test_a_gaussian_has_torchs_density():
