@@ -143,6 +143,9 @@ class ActorAlgorithm(OfflineAlgorithm):
 class OffPolicy(ActorAlgorithm):
     """A policy, critics, an optimizer for each, and the step that a subclass defines.
 
+    The critics' loss trains the encoder that they share with the policy (`encoder_parameters`). The policy's loss is
+    computed from detached features, so it does not reach the encoder, as in SAC from pixels (DrQ).
+
     Losses are written for several members at once ([members, …], a sum over members at the end): their networks share
     no parameter, so each gets the gradient that it would get alone.
     """

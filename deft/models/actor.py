@@ -147,8 +147,7 @@ class Actor(ContinuousActor):
         self.num_members, self.distribution = num_members, distribution
         self.encoder = make_encoder(observation_space, config)
         self.feature_dim = self.encoder.dim
-        self.trains_encoder = any(True for _ in self.encoder.parameters())
-        if num_members > 1 and self.trains_encoder:
+        if num_members > 1 and any(True for _ in self.encoder.parameters()):
             raise InputError("num_seeds: several seeds at once need vector observations; here an encoder is learned")
         self.hidden_sizes = (config.hidden_dim,) * config.num_layers
         outputs = self.action_dim * (2 if distribution == "tanh_gaussian" else 1)
@@ -297,8 +296,11 @@ class Actor(ContinuousActor):
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
     def _output(self, features: Tensor) -> Tensor:
-        """What the actor network says: the mean, and beside it the log deviation of a `tanh_gaussian`."""
-        return self.actor(features.detach() if self.trains_encoder else features)  # the critics train the encoder
+        """Output of the actor network: the mean, followed by the log deviation of a `tanh_gaussian`.
+
+        The gradient reaches the encoder. An algorithm whose critics train the encoder passes detached features.
+        """
+        return self.actor(features)
 
     def _place(self, mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unit actions at the given noise, their log-densities, and the actions before any squashing."""

@@ -120,14 +120,18 @@ def test_the_normalisation_is_saved_and_applied_when_acting():
     assert features[:, 2].abs().max() < 1.0  # a dim that never moves is not blown up
 
 
-def test_pixels_share_an_encoder_that_the_actor_does_not_train():
+def test_actor_and_value_share_an_encoder_of_pixels_and_both_train_it():
     space = spaces.Box(0, 255, (9, 64, 64), np.uint8)
     policy = Actor(space, ACTION, ActorConfig(hidden_dim=8, encoder_dim=16))
     state = policy.encode(torch.randint(0, 255, (2, 9, 64, 64), dtype=torch.uint8))
-    policy.log_prob(state, torch.zeros(1, 2, 2)).sum().backward()
+    # An algorithm whose critics train the encoder detaches the features itself.
+    detached = state._replace(features=state.features.detach())
+    policy.log_prob(detached, torch.zeros(1, 2, 2)).sum().backward()
     assert all(parameter.grad is None for parameter in policy.encoder.parameters())
-    policy.state_value(state.features).sum().backward()
-    assert all(parameter.grad is not None for parameter in policy.encoder.parameters())
+    for loss in (policy.log_prob(state, torch.zeros(1, 2, 2)), policy.state_value(state.features)):
+        policy.zero_grad()
+        loss.sum().backward(retain_graph=True)
+        assert all(bool(parameter.grad.any()) for parameter in policy.encoder.parameters())
     with pytest.raises(InputError, match="num_seeds"):
         Actor(space, ACTION, num_members=2)
 

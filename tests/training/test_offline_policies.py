@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "iql": {},
     "cql": {"cql_samples": 2},
     "td3-bc": {},
+    "sft": {},
     "dt": {"embed_dim": 16, "n_layer": 1, "n_head": 1, "context_length": 4, "warmup_steps": 0},
 }
 SMALL = {"hidden_dim": 16, "encoder_dim": 16}
@@ -97,7 +98,7 @@ def assert_trains(trainer: OfflineTrainer, *parts: str) -> None:
     assert any(name.endswith("loss") for name in line)
 
 
-# -- all four on what there is -----------------------------------------------------------------------------------------
+# -- every algorithm on images and instructions ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", SETTINGS)
@@ -114,13 +115,16 @@ def test_language(tmp_path, reach, algorithm):
     if algorithm == "dt":
         assert_trains(make_trainer(tmp_path, algorithm, reach, SMALL), "query_key_value", *streams)
         return
-    trainer = make_trainer(tmp_path, algorithm, reach, vla())
+    # The built-in actor on camera and words: its own encoder learns.
+    assert_trains(make_trainer(tmp_path / "actor", algorithm, reach, SMALL), "actor", *streams)
+    trainer = make_trainer(tmp_path / "vla", algorithm, reach, vla())
     assert isinstance(trainer.policy, VLAActor)
     model = trainer.policy.model
     # What the dataset says of itself need not be configured.
     assert (model.action_dim, model.image_size, model.proprio_dim) == (2, 16, 8)
     assert trainer.policy.encoder.streams["proprio"].normalizer.count == 90
-    assert_trains(trainer, "model.byte_embedding", "model.vision", "model.proprio_projection", *streams)
+    critics = [] if algorithm == "sft" else streams  # SFT has none, whose encoder this is
+    assert_trains(trainer, "model.byte_embedding", "model.vision", "model.proprio_projection", *critics)
 
 
 @pytest.mark.parametrize("algorithm", SETTINGS)
@@ -129,13 +133,14 @@ def test_a_real_robots_videos_and_tasks(tmp_path, algorithm):
     options = {"skip_missing": True, "image_size": 32, "episodes": [0]}
     policy = SMALL if algorithm == "dt" else vla()
     trainer = make_trainer(tmp_path, algorithm, folder, policy, dataset={"options": options})
-    assert_trains(trainer, "query_key_value" if algorithm == "dt" else "model.byte_embedding", "convolutions")
+    images = "model.vision" if algorithm == "sft" else "convolutions"
+    assert_trains(trainer, "query_key_value" if algorithm == "dt" else "model.byte_embedding", images)
 
 
 # -- frozen, resumed, started from elsewhere ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc"])
+@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc", "sft"])
 def test_what_is_frozen_stays_as_it_is_also_with_weight_decay(tmp_path, reach, algorithm):
     cfg = {"weight_decay": 0.1}
     trainer = make_trainer(tmp_path, algorithm, reach, vla(freeze_vision_encoder=True), cfg=cfg)
