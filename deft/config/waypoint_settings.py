@@ -219,7 +219,7 @@ class CompareConfig:
     episodes: Count = 200
     """Held-out episodes, the same for both."""
     seed: Seed = 1_000_000
-    """Episode i starts from seed + i; training and its evaluations use smaller ones."""
+    """Episode i starts from seed + i; training and its evaluations use seeds from 2^24 on."""
     out: str | None = None
     """Where the figures (`comparison.json`) and the picture are written; by default the PPO run's folder."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -24,6 +24,7 @@ from deft.models.policy import Policy
 from deft.training.collection import Collection
 from deft.training.collector import Collector
 from deft.training.random_state import get_random_state, set_random_state
+from deft.training.seeds import TRAINING_SEEDS
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +108,6 @@ class GroupCollector(Collector):
             Episode(int(index), float(returns[index]), int(lengths[index]), success, {})
             for index in np.flatnonzero(alive)
         )
-        if alive.any():
-            log.debug("%d episodes were cut after %d steps (rollout_steps)", alive.sum(), max_steps)
         self.num_lost_episodes += int(lost.sum())
         self.step_counts.append(int(lengths.sum()))
         self.played = 0
@@ -200,6 +199,7 @@ class GroupCollection(Collection):
         self.groups_per_iteration = wanted
         self.max_rounds = wanted // self.groups_at_once + settings.max_resamples
         self.max_steps = max_steps
+        self._has_warned = False
 
     @property
     def pending(self) -> int:
@@ -221,14 +221,29 @@ class GroupCollection(Collection):
         num_found = 0
         self.buffer.clear()
         for _ in range(self.max_rounds):
-            round_seeds = seeds.integers(2**31, size=self.groups_at_once).tolist()
+            round_seeds = seeds.integers(TRAINING_SEEDS.start, TRAINING_SEEDS.stop, self.groups_at_once).tolist()
             if not self.collector.play(self.buffer, round_seeds, self.max_steps, stop):
                 self._undo(before, num_episodes)
                 return False
+            self._warn_of_cut_episodes(self.buffer.rounds[-1])
             num_found += self.algorithm.groups_with_spread(self.buffer.rounds[-1])
             if num_found >= self.groups_per_iteration:
                 break
         return True
+
+    def _warn_of_cut_episodes(self, rollout: TensorDict) -> None:
+        """Warn once a run of episodes that are longer than a rollout: they are scored by the rewards up to the cut."""
+        ended = rollout[schema.NEXT_TERMINATED][-1] | rollout[schema.NEXT_TRUNCATED][-1]
+        num_cut = int((rollout[schema.STEP_MASK][-1] & ~ended).sum())
+        if num_cut and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d of %d episodes had not ended after rollout_steps %d: they are cut there and compared by the "
+                "rewards up to it; set --rollout-steps to the longest episode's length",
+                num_cut,
+                rollout.batch_size[1],
+                self.max_steps,
+            )
 
     def _undo(self, random_state: dict[str, Any], num_episodes: int) -> None:
         """As before an iteration that was not finished: a resumed run plays it again from its beginning."""

@@ -32,6 +32,7 @@ from deft.training.logging import RunLogger, logged_evaluations
 from deft.training.precision import set_precision
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
+from deft.training.seeds import process_seed
 from deft.training.signals import StopSignal
 from deft.training.watch import OFFLINE_RANGES, RangeWatch
 
@@ -85,7 +86,7 @@ class OfflineTrainer:
         if self.processes.count > 1:
             algorithm.share(self.processes)
             sampler.shard(self.processes.rank, self.processes.count)
-            sampler.generator.manual_seed(seed + self.processes.rank)
+            sampler.generator.manual_seed(process_seed(seed, self.processes.rank))
         self.threads = choose_threads(threads, cores=self.processes.cores)
         self.num_updates = 0
         self.best_reward = -math.inf
@@ -405,7 +406,7 @@ class OfflineTrainer:
             if self.processes.is_first:
                 now = self.processes.count
                 log.warning("the run had %d processes, now %d: it goes on with other batches", saved, now)
-            seed = self.seed + state["num_updates"] + self.processes.rank
+            seed = process_seed(self.seed + state["num_updates"], self.processes.rank)
             self.sampler.generator.manual_seed(seed)
             seed_everything(seed)
             return
@@ -431,7 +432,7 @@ class OfflineTrainer:
             set_random_state(self._random_state)
             self._random_state = None
         elif self.num_updates == 0:
-            seed_everything(self.seed + self.processes.rank)
+            seed_everything(process_seed(self.seed, self.processes.rank))
         self.processes.equalize(self.policy)
         for part in vars(self.algorithm).values():
             if isinstance(part, torch.nn.Module) and part is not self.policy:

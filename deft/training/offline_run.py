@@ -33,8 +33,8 @@ from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer
 from deft.training.run_folder import open_run_folder, place_run
+from deft.training.seeds import EVALUATION_SEED
 from deft.training.sinks import check_extras
-from deft.training.trainer import EVALUATION_SEED
 
 log = logging.getLogger(__name__)
 FARTHEST_REACH = 1.5  # of actions, in units of the range of weights that are trained on

@@ -39,6 +39,7 @@ from deft.training.handover import GOES_ON_WITH, adopt_critics, checkpoint_folde
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run_folder import open_run_folder, place_run
+from deft.training.seeds import process_seed
 from deft.training.sinks import check_extras
 from deft.training.trainer import Trainer
 
@@ -119,7 +120,7 @@ def build_trainer(
             load_policy_weights(policy, config.model_path)
         _check_fits(policy, vector_env, config.algorithm.name)
         acting = sharding.shard_policy(policy, processes, device) if shards else None
-        algorithm = kind(policy, config.algorithm.cfg, seed=config.seed + processes.rank)
+        algorithm = kind(policy, config.algorithm.cfg, seed=process_seed(config.seed, processes.rank))
         if isinstance(algorithm, SAC) and not fresh_policy:
             algorithm.start_from_a_policy()
         if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):

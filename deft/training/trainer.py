@@ -44,10 +44,10 @@ from deft.training.logging import WINDOW, RunLogger
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.replay_collection import ReplayCollection
+from deft.training.seeds import EVALUATION_SEED, process_seed, training_seed
 from deft.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
-EVALUATION_SEED = 10_000  # evaluations play the episodes from the run's seed plus this
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
 # What `Trainer.load` reads of a checkpoint's training state.
 STATE_KEYS = (
@@ -113,7 +113,8 @@ class Trainer:
         self.device = next(iter(policy.parameters())).device
         self.processes = processes or Processes()
         self.processes.open(self.device)
-        self._env_seed = seed + self.processes.rank * self.env.num_envs  # no two environments of a run start alike
+        # No two environments of a run start alike, nor do those of two runs with other seeds.
+        self._env_seed = training_seed(seed) + self.processes.rank * self.env.num_envs
         if self.processes.count > 1:
             algorithm.share(self.processes)
         self.num_timesteps = 0
@@ -293,7 +294,7 @@ class Trainer:
         self._log_state = state["log"]
         self._random_state = state["random"]
         if self._random_state is None:  # of a process that the saved run did not have
-            seed_everything(self.seed + self.processes.rank + self.algorithm.version)
+            seed_everything(process_seed(self.seed + self.algorithm.version, self.processes.rank))
         self._loaded = True
         self._take_weights()
 
@@ -392,7 +393,8 @@ class Trainer:
             set_random_state(self._random_state)
             self._random_state = None
         elif self.algorithm.version == 0:
-            seed_everything(self.seed + self.processes.rank)  # whatever the process drew before does not matter
+            # Whatever the process drew before does not matter.
+            seed_everything(process_seed(self.seed, self.processes.rank))
         self.processes.equalize(self.policy)
         for part in vars(self.algorithm).values():
             if isinstance(part, torch.nn.Module) and part is not self.policy:

@@ -157,6 +157,18 @@ def test_episodes_are_cut_at_the_longest_rollout():
     assert [(episode.length, episode.episode_return, episode.success) for episode in episodes] == [(7, 7.0, None)] * 3
 
 
+def test_episodes_that_are_cut_are_warned_of_once(caplog):
+    collection = make_collection(SerialVectorEnv([Counting(length=8) for _ in range(3)]), max_steps=7)
+    for _ in range(2):
+        play(collection)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "3 of 3 episodes had not ended after rollout_steps 7" in warnings[0]
+    caplog.clear()
+    play(make_collection(SerialVectorEnv([Counting(length=7) for _ in range(3)]), max_steps=7))  # ends with the rollout
+    assert not caplog.records
+
+
 def test_where_seeds_do_not_repeat_the_state_is_copied():
     # `Counting` shows how often it was reset: after a round members that ended earlier have been reset more often.
     envs = [Counting(length=length) for length in (2, 4, 9)]

@@ -32,6 +32,7 @@ from deft.training.collection import UNKNOWN_COLLECTOR
 from deft.training.collector import Collector, StepBuffer
 from deft.training.group_collection import GroupBuffer, GroupCollector
 from deft.training.random_state import get_random_state, set_random_state
+from deft.training.seeds import training_seed
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL = 0.2  # seconds between looks at the stop signal while waiting
@@ -55,7 +56,7 @@ class _Exact(Collector):
             state = None  # the environments cannot say where they stand
         seed = self.seed + slot.first
         if state is None and slot.incarnation > 0:  # other episodes than those that its predecessor began with
-            seed = int(np.random.default_rng([self.seed, slot.first, slot.incarnation]).integers(2**31))
+            seed = training_seed(self.seed, slot.first, slot.incarnation)
         weights = self.pool.weights(self.version)
         return Order(self.pool.number(), self.version, weights, state=state, seed=seed, **details)
 

@@ -38,6 +38,7 @@ from deft.training.precision import choose_precision
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.run_folder import remove_run
+from deft.training.seeds import process_seed
 from deft.training.signals import StopSignal
 from deft.training.waypoints.files import write_json
 
@@ -193,7 +194,7 @@ class BaseRLTrainer(ABC):
                 set_random_state(self._random_state)
                 self._random_state = None
             else:
-                seed_everything(self.training.seed + self.processes.rank)
+                seed_everything(process_seed(self.training.seed, self.processes.rank))
             if self.episode >= total:
                 log.warning("nothing to do: the run has %d of %d %s", self.episode, total, self.unit)
             elif self.progress >= 1.0:

@@ -43,6 +43,7 @@ from deft.models.f1.policy import F1Policy
 from deft.training.phases.exploration import Exploration
 from deft.training.phases.rewards import Measures
 from deft.training.processes import Processes
+from deft.training.seeds import process_seed
 
 STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass
 Observation = dict[str, np.ndarray]
@@ -445,7 +446,7 @@ class ExplorerPPO(PPO):
         if processes.count == 1:
             return cls(policy, settings, seed)
         device = policy.device
-        average, seed = processes.average_gradients, seed + processes.rank
+        average, seed = processes.average_gradients, process_seed(seed, processes.rank)
         return cls(policy, settings, seed, average, lambda value: processes.largest(value, device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -33,7 +33,8 @@ from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.logging import RunLogger
 from deft.training.random_state import seed_everything
-from deft.training.trainer import EVALUATION_SEED, Trainer
+from deft.training.seeds import EVALUATION_SEED, training_seed
+from deft.training.trainer import Trainer
 from deft.training.waypoints.files import (
     CONFIG,
     EVAL_METRICS,
@@ -51,7 +52,7 @@ from deft.training.waypoints.safety import SafetyCheck
 # Settings that a run may go on with: of the supervised policy the weights are compared
 LENGTHS = ("num_iterations", "eval_interval", "save_interval")
 MAY_CHANGE = {"out_dir", "sft_checkpoint", "resume", "overwrite", "device", "threads", *LENGTHS}
-SAFETY_SEED = 500_000  # the safety set's episodes start from the run's seed plus this
+SAFETY_SEED = EVALUATION_SEED + 2**20  # the safety set's episodes start from the run's seed plus this
 
 
 class WaypointTrainer(Trainer):
@@ -136,7 +137,8 @@ class WaypointTrainer(Trainer):
                 played.disturbed = False
                 collector = self.collection.collector
                 collector.load_state_dict({"env": None, "started": True})
-                collector.seed = self.seed + self.algorithm.version  # other episodes than at the last start
+                # Other episodes than at the last start.
+                collector.seed = training_seed(self.seed, self.algorithm.version)
 
     def write_policy(self, name: str) -> Path:
         """The policy as one file, and the metrics so far."""

@@ -10,9 +10,10 @@ from deft.config.waypoint_settings import CompareConfig, PPOConfig
 from deft.errors import InputError
 from deft.evaluation.waypoints import HeldOut
 from deft.models.waypoint import PPOPolicy
+from deft.training.seeds import EVALUATION_SEED
 from deft.training.waypoints.compare import compare_policies
 from deft.training.waypoints.files import load_ppo, load_sft, same_sft
-from deft.training.waypoints.ppo import build_waypoint_trainer, train_ppo
+from deft.training.waypoints.ppo import SAFETY_SEED, build_waypoint_trainer, train_ppo
 from deft.training.waypoints.safety import SafetyCheck
 
 
@@ -77,7 +78,7 @@ def test_the_first_evaluation_is_the_supervised_policy(sft, tmp_path, toy, quiet
     train_ppo(config(sft, tmp_path, toy, num_iterations=1), quiet)
     first = json.loads((tmp_path / "eval_metrics.json").read_text())[0]
     model, _ = load_sft(sft)
-    held_out = HeldOut(["toy"], "medium", 8, 10_000, toy)
+    held_out = HeldOut(["toy"], "medium", 8, EVALUATION_SEED, toy)
     assert held_out.evaluate(PPOPolicy(model))["ade"] == pytest.approx(first["ade"], rel=1e-5)
 
 
@@ -182,12 +183,12 @@ def test_safety_never_deploys_what_is_worse_than_supervised(sft, tmp_path, toy, 
     wild = {"lr": 0.3, "num_iterations": 8, "safety": True, "safety_episodes": 16, "num_envs": 16}
     train_ppo(config(sft, tmp_path, toy, **wild, rollout_steps=16), quiet)
     lines = json.loads((tmp_path / "train_metrics.json").read_text())
-    baseline = HeldOut(["toy"], "medium", 16, 500_000, toy).evaluate(PPOPolicy(load_sft(sft)[0]))["ade"]
+    baseline = HeldOut(["toy"], "medium", 16, SAFETY_SEED, toy).evaluate(PPOPolicy(load_sft(sft)[0]))["ade"]
     assert all(line["safety/ade"] <= baseline * (1 + 1e-6) for line in lines)
     refused = [line for line in lines if line["rolled_back"]]
     assert refused
     assert all(line["safety/candidate_ade"] > baseline for line in refused)
-    final = HeldOut(["toy"], "medium", 16, 500_000, toy).evaluate(load_ppo(tmp_path)[0])["ade"]
+    final = HeldOut(["toy"], "medium", 16, SAFETY_SEED, toy).evaluate(load_ppo(tmp_path)[0])["ade"]
     assert final == pytest.approx(lines[-1]["safety/ade"], rel=1e-5)
     assert (tmp_path / "plots" / "safety.png").exists()
 
