@@ -21,7 +21,7 @@ from deft.evaluation.rollouts import evaluate_policy, film_episodes, merge_resul
 from deft.evaluation.success import success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy
-from deft.models.unit_actions import UnitActions
+from deft.models.unit_actions import ActionScale
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.handover import saved_config
@@ -163,8 +163,8 @@ def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorE
         policy = build_policy(config, env, weights_follow=True)
     weights = checkpoint.load_part(folder, checkpoint.MODEL)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
-    if isinstance(policy, UnitActions) and (found := policy.misfit(env.action_space)):
-        logger.warning("%s: what lies outside is clipped", found[0])
+    if isinstance(policy, ActionScale):
+        policy.check_box(env.action_space)
     policy.to(choose_device(device))
     return policy
 

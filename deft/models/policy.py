@@ -5,7 +5,7 @@ Collectors call `act`, algorithms call `evaluate_actions` and `get_value`; both 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -39,6 +39,10 @@ class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.reward_normalizer = None
+
+    def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of this policy with what checkpoints of earlier versions lack; called before they are loaded."""
+        return dict(weights)
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Add `action`, `sample_log_prob` and `value` (and the next memory) to `td` and return it."""

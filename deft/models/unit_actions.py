@@ -1,7 +1,12 @@
-"""Actions in [-1, 1] inside a policy ("unit actions"), in a bounded Box outside; the Box is saved with the policy."""
+"""The action scale of a policy: actions in [-1, 1] inside ("unit actions"), those of the environment outside.
+
+The scale is part of the policy: its buffers are saved with the weights, and wherever those are loaded they act in the
+same units. `VLAPolicy` and the actors of the off-policy algorithms build on it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,6 +18,9 @@ from torch import Tensor, nn
 
 from deft.errors import InputError
 from deft.models.policy import Policy
+
+log = logging.getLogger(__name__)
+NEGLIGIBLE = 1e-3  # of a half range: an action that is clipped by less is not worth a warning
 
 
 def watch_scale(module: nn.Module) -> None:
@@ -29,15 +37,69 @@ def _bounds(center: Tensor, width: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return (center - width).cpu().numpy(), (center + width).cpu().numpy()
 
 
-class UnitActions(Policy):
-    """A policy that acts in a bounded Box."""
+class ActionScale(Policy):
+    """action = center + width · unit, in each dim; `center` and `width` are buffers, [A] or [K · A] for chunks of K."""
 
-    ACTS: ClassVar[str] = "off-policy algorithms act"
     action_shape: tuple[int, ...]
-    action_dim: int
     center: Tensor
     width: Tensor
     is_unit: bool
+
+    def set_scale(self, center: Tensor, width: Tensor) -> None:
+        """Set the scale, of as many numbers as an action has."""
+        self.register_buffer("center", center)
+        self.register_buffer("width", width)
+        if "is_unit" in self.__dict__:
+            _see_scale(self)
+        else:
+            watch_scale(self)
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The actions that -1 and 1 stand for, of all steps of a chunk."""
+        return _bounds(self.center, self.width)
+
+    def bounds_of(self, space: gymnasium.Space) -> tuple[np.ndarray, np.ndarray]:
+        """Those of another Box, of single actions or of chunks; raises an error for one of other sizes."""
+        size = self.center.numel()
+        if not isinstance(space, spaces.Box) or space.low.size not in (size, size / self.chunk_length):
+            raise InputError(f"policy: made for actions of {size} numbers, the environment takes {space}")
+        return np.resize(space.low, size), np.resize(space.high, size)
+
+    def check_box(self, space: gymnasium.Space) -> None:
+        """Raise an error where the policy's range and the environment's do not overlap; warn where it is clipped."""
+        (low, high), (lowest, highest) = self.bounds, self.bounds_of(space)
+        beyond = np.maximum(lowest - low, high - highest) / (high - low)  # in ranges of the policy
+        dim = int(beyond.argmax())
+        ranges = (
+            f"action dim {dim}: the policy acts between {low[dim]:g} and {high[dim]:g}, the environment takes "
+            f"{lowest[dim]:g} to {highest[dim]:g}"
+        )
+        if beyond[dim] > 1:
+            raise InputError(
+                f"{ranges}, and executes none of that: rescale the environment's actions "
+                "(gymnasium.wrappers.RescaleAction), or train the policy on data of this robot"
+            )
+        if beyond[dim] > NEGLIGIBLE:
+            log.warning("%s: what lies outside is clipped", ranges)
+        elif not np.allclose([low, high], [lowest, highest]):
+            log.info("the policy keeps its own action range, which lies within the environment's %s", space)
+
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Actions […, A] in the environment's units as unit actions."""
+        return action if self.is_unit else (action - self.center) / self.width
+
+    def from_unit(self, unit: Tensor) -> Tensor:
+        """Unit actions […, A] as actions in the environment's units."""
+        action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
+        return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)
+
+
+class UnitActions(ActionScale):
+    """A policy that acts in a bounded Box."""
+
+    ACTS: ClassVar[str] = "off-policy algorithms act"
+    action_dim: int
 
     def set_box(self, space: gymnasium.Space) -> None:
         """Keep the Box's centre and half width; called once by the constructors."""
@@ -45,21 +107,8 @@ class UnitActions(Policy):
             raise InputError(f"{self.ACTS} in a bounded Box; the actions here are {space}")
         low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
         self.action_shape, self.action_dim = tuple(space.shape), len(low)
-        self.register_buffer("center", torch.as_tensor((low + high) / 2, dtype=torch.float32))
-        self.register_buffer("width", torch.as_tensor(np.maximum((high - low) / 2, 1e-6), dtype=torch.float32))
-        watch_scale(self)
-
-    @property
-    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The smallest and the largest actions of the Box, of all steps of a chunk."""
-        return _bounds(self.center, self.width)
-
-    def bounds_of(self, space: gymnasium.Space) -> tuple[np.ndarray, np.ndarray]:
-        """Those of another Box, of single actions or of chunks; refuses one of other sizes."""
-        size = self.action_dim
-        if not isinstance(space, spaces.Box) or space.low.size not in (size, size / self.chunk_length):
-            raise InputError(f"policy: made for actions of {size} numbers, the environment takes {space}")
-        return np.resize(space.low, size), np.resize(space.high, size)
+        center, width = (low + high) / 2, np.maximum((high - low) / 2, 1e-6)
+        self.set_scale(*(torch.as_tensor(part, dtype=torch.float32) for part in (center, width)))
 
     def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
         """Where a Box differs most from the policy's own, or from that of weights for it, and how far it reaches.
@@ -77,21 +126,3 @@ class UnitActions(Policy):
         dim = int(reach.argmax() if reach.max() > 1 else differences.argmax())
         words = f"the policy acts between {low[dim]:g} and {high[dim]:g} in action dim {dim}"
         return f"{words}, where actions here go from {lowest[dim]:g} to {highest[dim]:g}", float(reach.max())
-
-    def check_box(self, space: gymnasium.Space) -> None:
-        """Refuse an environment that takes other actions: the policy would act on another scale."""
-        if self.misfit(space) is not None:
-            low, high = self.bounds
-            raise InputError(
-                f"the policy acts between {low.min():g} and {high.max():g}, the environment takes {space}: make the "
-                "policy for that action_space, or rescale the environment's actions (gymnasium.wrappers.RescaleAction)"
-            )
-
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Actions of the Box as unit actions […, A]."""
-        return action if self.is_unit else (action - self.center) / self.width
-
-    def from_unit(self, unit: Tensor) -> Tensor:
-        """Unit actions as actions of the Box."""
-        action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
-        return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)

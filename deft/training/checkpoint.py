@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from deft.errors import InputError, RunError
+from deft.models.policy import Policy
 from deft.training import sharding
 
 FORMAT = "deft-checkpoint-1"
@@ -243,17 +244,19 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> None:
     """Load weights into a module, strict about keys and shapes, naming what does not fit."""
-    check_weights(module, weights, source)
+    weights = check_weights(module, weights, source)
     if sharding.is_sharded(module):
         sharding.load_whole_weights(module, weights)
     else:
         module.load_state_dict(weights)
 
 
-def check_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> None:
-    """Refuse weights that do not fit a module, naming what does not."""
+def check_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+    """The weights, with what an earlier version did not save yet; an error names what does not fit the module."""
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise InputError(f"{source}: expected a state dict of tensors, found {type(weights).__name__}")
+    if isinstance(module, Policy):
+        weights = module.complete_weights(weights)
     own = module.state_dict()
     problems = []
     for label, names in (("missing", own.keys() - weights.keys()), ("unexpected", weights.keys() - own.keys())):
@@ -272,6 +275,7 @@ def check_weights(module: nn.Module, weights: dict[str, Tensor], source: str | P
             "num_seeds)"
         )
         raise InputError(f"{source}: does not fit this policy; {advice}: {'; '.join(problems)}")
+    return weights
 
 
 def _few(names: list[str], count: int = 3) -> str:

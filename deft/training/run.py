@@ -28,7 +28,8 @@ from deft.models.actor import Actor, ContinuousActor
 from deft.models.actor_critic import ActorCritic
 from deft.models.encoders import ObservationEncoder
 from deft.models.policy import Policy
-from deft.models.vla.actor import make_vla_actor, weights_of_the_other_kind
+from deft.models.unit_actions import ActionScale
+from deft.models.vla.actor import convert_weights, make_vla_actor
 from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
@@ -216,7 +217,7 @@ def load_policy_weights(policy: Policy, path: str | Path) -> bool:
     weights = checkpoint.load_tensors(source)
     adapted = None
     if isinstance(policy, VLAPolicy) and isinstance(weights, dict):
-        adapted = weights_of_the_other_kind(policy, weights, source)
+        adapted = convert_weights(policy, weights, source)
     checkpoint.load_weights(policy, weights if adapted is None else adapted, source)
     return adapted is None
 
@@ -237,7 +238,7 @@ def _check_fits(policy: Policy, env: VectorEnv, algorithm: str) -> None:
     encoder = getattr(policy, "encoder", None)
     if isinstance(encoder, ObservationEncoder) and encoder.space.shape != env.observation_space.shape:
         raise InputError(f"policy: made for observations {encoder.space}, the environment has {env.observation_space}")
-    if isinstance(policy, ContinuousActor):
+    if isinstance(policy, ActionScale):
         policy.check_box(env.action_space)
 
 

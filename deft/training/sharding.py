@@ -90,6 +90,9 @@ class WholeCopy:
                 own.data = gathered
         for statistic, latest in zip(self.policy.buffers(), self.learner.buffers(), strict=True):
             statistic.copy_(latest)
+        for module, learned in zip(self.policy.modules(), self.learner.modules(), strict=True):
+            if hasattr(learned, "is_unit"):  # which follows from the buffers `center` and `width`
+                module.is_unit = learned.is_unit
 
     def free(self) -> None:
         """Give back the memory of the weights."""

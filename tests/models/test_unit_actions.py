@@ -46,13 +46,23 @@ def test_an_online_policys_gaussian_too():
     assert actions == [[[1.5, -0.75]]] * 2  # three times as much
 
 
-def test_another_box_is_refused_and_a_chunk_is_several_of_its_actions():
+def test_a_policy_acts_in_another_box_as_far_as_the_two_overlap(caplog):
     policy = Actor(OBSERVATIONS, WIDE)
     policy.check_box(WIDE)
-    with pytest.raises(InputError, match="acts between -3 and 3, the environment takes Box"):
-        policy.check_box(UNIT)
+    assert not caplog.messages
+    policy.check_box(UNIT)
+    assert "action dim 0: the policy acts between -3 and 3, the environment takes -1 to 1: what lies" in caplog.text
+    with caplog.at_level("INFO"):
+        policy.check_box(spaces.Box(-9, 9, (2,), np.float32))
+    assert "keeps its own action range" in caplog.messages[-1]
+    with pytest.raises(InputError, match="dim 1: the policy acts between -3 and 3, the environment takes 4 to 5, and"):
+        policy.check_box(spaces.Box(np.array([-3, 4], np.float32), np.array([3, 5], np.float32)))
     with pytest.raises(InputError, match="made for actions of 2 numbers"):
         policy.check_box(spaces.Box(-3, 3, (1,), np.float32))
+
+
+def test_a_chunk_is_several_actions_of_a_box(caplog):
     chunks = Actor(OBSERVATIONS, spaces.Box(-3, 3, (2, 2), np.float32))
     chunks.chunk_length = 2
     chunks.check_box(WIDE)
+    assert not caplog.messages

@@ -262,13 +262,13 @@ def test_from_a_run_with_ppo_and_back_to_it(tmp_path, reach, capsys, monkeypatch
     world += ["--batch-size", 8, "--eval-freq", 0, "--threads", 1, "--device", "cpu", "--json"]
     deft(capsys, "train", "ppo", *world, "--output-dir", "online")
     deft(capsys, "train", "iql", "--dataset", reach, *COMMAND, "--model-path", "online", "--output-dir", "offline")
-    assert any("V start anew" in message for message in caplog.messages)
+    assert any("V and the encoder of the critics start" in message for message in caplog.messages)
     saved = torch.load(tmp_path / "offline" / "checkpoint-2" / "model.pt", weights_only=True)
     assert float(saved["encoder.streams.proprio.normalizer.count"]) == 90  # new, so it was fitted to the dataset
     deft(capsys, "train", "ppo", *world, "--model-path", "offline", "--output-dir", "again")
     # An offline run's policy as a whole, with its V and its normalisation
     deft(capsys, "train", "td3-bc", "--dataset", reach, *COMMAND, "--model-path", "offline", "--output-dir", "second")
-    assert sum("model is taken over" in message for message in caplog.messages) == 2
+    assert sum("the model is loaded" in message for message in caplog.messages) == 2
     saved = torch.load(tmp_path / "second" / "checkpoint-2" / "model.pt", weights_only=True)
     assert float(saved["encoder.streams.proprio.normalizer.count"]) == 90
 

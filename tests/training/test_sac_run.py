@@ -311,12 +311,18 @@ def test_the_anchor_is_the_policy_as_it_came_also_after_a_resume(tmp_path):
     resumed.close()
 
 
-def test_a_policy_for_other_bounds_is_refused(tmp_path):
+def test_a_policy_keeps_its_action_range_in_an_environment_with_a_wider_one(tmp_path):
     offline = iql(tmp_path)  # acts in [-1, 1]
     settings = RLConfig(algorithm="sac", output_dir=str(tmp_path / "online"), **QUIET)
     wide = gymnasium.wrappers.RescaleAction(TwoStep(), -2.0, 2.0)
-    with pytest.raises(InputError, match="the policy acts between -1 and 1, the environment takes Box"):
-        SACTrainer(wide, policy=offline.policy, config=settings)
+    trainer = SACTrainer(wide, policy=offline.policy, config=settings)
+    assert trainer.policy.bounds[1].tolist() == [1.0]
+    trainer.close()
+    apart = gymnasium.wrappers.RescaleAction(TwoStep(), 2.0, 3.0)
+    with pytest.raises(
+        InputError, match="the policy acts between -1 and 1, the environment takes 2 to 3, and executes"
+    ):
+        SACTrainer(apart, policy=offline.policy, config=settings)
     with pytest.raises(InputError, match="critics: give the trainer that trained the policy, not str"):
         SACTrainer(TwoStep(), policy=offline.policy, critics="iql", config=settings)
 

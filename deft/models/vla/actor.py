@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 class VLAActor(VLAPolicy, ContinuousActor):
     """The model gives unit actions: [-1, 1] in each dim is the range of the action Box, in training and in acting.
 
+    Weights bring the Box that they were trained with (`ActionScale`).
+
     The critics and V stand on an `ObservationEncoder` over all streams, which their losses train: in a shared trunk
     those losses, which go with the scale of the rewards, would drown the policy's gradient. So `get_value` here is that
     V, which IQL trains, and the model's own `get_value` stays as it was. A model that offers its trunk (`features`,
@@ -70,10 +72,6 @@ class VLAActor(VLAPolicy, ContinuousActor):
         self._has_mean = takes_keyword(model.forward, "deterministic")
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
-
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Actions of the Box, or chunks […, K, A] of them, as unit actions, a chunk in one row […, K · A]."""
-        return super().to_unit(action.flatten(-2) if self.chunk_length > 1 else action)
 
     def encode(self, observation: Mapping[str, Tensor] | TensorDictBase, sight: Tensor | None = None) -> Encoded:
         """The named streams, and the critics' features of them, [1, B, F]."""
@@ -172,20 +170,15 @@ class VLAActor(VLAPolicy, ContinuousActor):
     # -- for the collector and the trainer -----------------------------------------------------------------------------
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
-        """The model's unit actions as actions of the Box, before the environment's clipping, with V beside them."""
+        """As every VLA policy, with V in place of the model's own value."""
         super().act(td, deterministic)
-        td.set(schema.LOG_PROB, td[schema.LOG_PROB] - self._log_widths(td))
-        td.set(schema.ACTION, self.from_unit(td[schema.ACTION].flatten(1)))
         if not self.shares_trunk:
             td.set(schema.VALUE, self.get_value(td))
         return td
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
-        """`log_prob`, `entropy` and `value` of stored actions of the Box."""
-        unit = td.copy().set(schema.ACTION, self._as_chunks(self.to_unit(td[schema.ACTION])))
-        scored, log_widths = super().evaluate_actions(unit), self._log_widths(td)
-        scored["log_prob"] = scored["log_prob"] - log_widths
-        scored["entropy"] = scored["entropy"] + log_widths
+        """Likewise."""
+        scored = super().evaluate_actions(td)
         if not self.shares_trunk:
             scored["value"] = self.get_value(td)
         return scored
@@ -197,6 +190,10 @@ class VLAActor(VLAPolicy, ContinuousActor):
         observations, _ = self._observations(td)
         return self.state_value(self.encoder(observations).unsqueeze(0))[0]
 
+    def check_box(self, space: gymnasium.Space) -> None:
+        """Against the Box that the actor was trained in, also where that is [-1, 1]."""
+        ContinuousActor.check_box(self, space)
+
     def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
         """Take observations into the normalisation of the critics' vectors, and into that of a model that has one."""
         if not self.shares_trunk:
@@ -204,10 +201,6 @@ class VLAActor(VLAPolicy, ContinuousActor):
         super().observe(td)
 
     # -- the border to the model ---------------------------------------------------------------------------------------
-
-    def _as_chunks(self, unit: Tensor) -> Tensor:
-        """Unit actions [B, K · A] as the model has them: [B, K, A], or [B, A] without chunks."""
-        return unit.unflatten(-1, (self.chunk_length, -1)) if self.chunk_length > 1 else unit
 
     def _score(self, observations: TensorDictBase, unit: Tensor) -> Tensor:
         chunks = self._as_chunks(unit) if unit.ndim == 2 else unit
@@ -220,12 +213,6 @@ class VLAActor(VLAPolicy, ContinuousActor):
                 f"VLA model {self.model_name} gives no gradient through {what}, which cql and td3-bc need: "
                 "let it give one, or train with iql"
             )
-
-    def _log_widths(self, td: TensorDictBase) -> Tensor:
-        """Σ log(half width) over the real dims: from a density of unit actions to one of the Box's."""
-        mask = td.get(schema.ACTION_MASK, None)
-        logs = self.width.log().view(self.chunk_length, -1).sum(0)
-        return logs.sum() if mask is None else (logs * mask).sum(-1)
 
 
 def shares_trunk(model: nn.Module) -> bool:
@@ -279,32 +266,27 @@ class _IntoBox(torch.autograd.Function):
         return gradients[0].masked_fill(outwards, 0.0)
 
 
-def weights_of_the_other_kind(
-    policy: VLAPolicy, weights: Mapping[str, Tensor], source: str | Path
-) -> dict[str, Tensor] | None:
-    """For a `VLAActor`, those of a `VLAPolicy` around the same model, and the other way round; else None.
+def convert_weights(policy: VLAPolicy, weights: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor] | None:
+    """For a `VLAActor`, the weights of a `VLAPolicy` around the same model, and the other way round; else None.
 
-    The model's are taken over, the rest stays as it is. That is right where both mean the same by an action.
+    The model's weights and its action scale are those of the source, so that it acts as before; the rest (V, encoder,
+    normalisation of rewards) stays the policy's own.
     """
-    to_actor, from_actor = isinstance(policy, VLAActor), "center" in weights and "width" in weights
+    to_actor, from_actor = isinstance(policy, VLAActor), "reward_scale" in weights
     model = {name: value for name, value in weights.items() if name.startswith("model.")}
     if to_actor == from_actor or not model:
         return None
-    box = policy.state_dict() if to_actor else weights
-    center, width = box["center"], box["width"]
-    if bool((center != 0).any() or (width != 1).any()):
-        raise InputError(
-            f"{source}: a model trained offline gives actions in [-1, 1], one trained online those of the environment, "
-            "and here they differ: train in an environment with actions in [-1, 1] (gymnasium.wrappers.RescaleAction)"
-        )
     if shares_trunk(policy.model):
-        logger.info("%s: the model is taken over, and its value with it", source)
+        logger.info("%s: the model is loaded with its value", source)
     elif to_actor:
-        logger.warning("%s: the model is taken over; the critics' encoder and V start anew", source)
+        logger.warning("%s: the model is loaded; V and the encoder of the critics start from new weights", source)
     else:
-        logger.warning("%s: the model is taken over; its value is not: offline, V was learned beside it", source)
-    own = policy.state_dict()
-    return {name: value for name, value in own.items() if not name.startswith("model.")} | model
+        logger.warning(
+            "%s: the model is loaded; its value starts from new weights: offline, V is not part of it", source
+        )
+    loaded = policy.complete_weights({name: weights[name] for name in ("center", "width") if name in weights})
+    own = {name: value for name, value in policy.state_dict().items() if not name.startswith("model.")}
+    return own | loaded | model
 
 
 def into_box(unit: Tensor) -> Tensor:

@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+import gymnasium
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
 from deft.errors import InputError
 from deft.models.normalization import RewardNormalizer
-from deft.models.policy import MODE, SAMPLE, SAMPLED_NOISE, Policy
+from deft.models.policy import MODE, SAMPLE, SAMPLED_NOISE
+from deft.models.unit_actions import ActionScale
 from deft.models.vla.interface import missing_methods
 
 logger = logging.getLogger(__name__)
 
 
-class VLAPolicy(Policy):
+class VLAPolicy(ActionScale):
     """A VLA model as a `Policy`; every shape that the model gives is checked here.
+
+    A new policy has the action scale 1: the model gives actions in the environment's units. Weights bring the scale
+    that they were trained with, so that a model trained on the unit actions of a dataset acts in the robot's units.
 
     The model stays in `eval()` whatever the mode of the policy: dropout while acting would draw another network than
     the one that scores the action later, and PPO's ratios would not start at 1. So it also learns with dropout off.
@@ -46,6 +52,10 @@ class VLAPolicy(Policy):
         self.model: Any = model  # its optional methods are not part of nn.Module
         self.action_dim = self.step_dim = self._agree("action_dim", action_dim)
         self.chunk_length = self._agree("chunk_length", chunk_length) or 1
+        # Where neither model nor caller says how many dims there are, one number stands for all of them.
+        size = 1 if self.step_dim is None else self.chunk_length * self.step_dim
+        self.action_shape = (self.chunk_length, self.step_dim or -1)[self.chunk_length == 1 :]
+        self.set_scale(torch.zeros(size), torch.ones(size))
         self._acts = callable(getattr(model, "act", None))
         self._evaluates = callable(getattr(model, "evaluate", None))
         drawing = model.act if self._acts else model.forward
@@ -92,8 +102,11 @@ class VLAPolicy(Policy):
                 "evaluate_actions", 2, self.model.evaluate_actions(observations, action, **keywords)
             )
             value = self.model.get_value(observations)
+        log_prob = self._scalar("act" if self._acts else "evaluate_actions", "log_prob", log_prob, batch)
+        if not self.is_unit:
+            action, log_prob = self.from_unit(action.flatten(1)), log_prob - self._log_widths(td)
         td.set(schema.ACTION, action)
-        td.set(schema.LOG_PROB, self._scalar("act" if self._acts else "evaluate_actions", "log_prob", log_prob, batch))
+        td.set(schema.LOG_PROB, log_prob)
         td.set(schema.VALUE, self._value("act" if self._acts else "get_value", value, batch))
         return td
 
@@ -108,6 +121,18 @@ class VLAPolicy(Policy):
         observations, batch = self._observations(td)
         action = td[schema.ACTION]
         self._check_action("the stored action", action, batch)
+        if self.is_unit:
+            return self._evaluate(td, observations, action, batch)
+        scored = self._evaluate(td, observations, self._as_chunks(self.to_unit(action)), batch)
+        log_widths = self._log_widths(td)
+        scored["log_prob"] = scored["log_prob"] - log_widths
+        scored["entropy"] = scored["entropy"] + log_widths
+        return scored
+
+    def _evaluate(
+        self, td: TensorDictBase, observations: TensorDictBase, action: Tensor, batch: int
+    ) -> dict[str, Tensor]:
+        """The model's scores of its own, unscaled actions."""
         keywords = self._mask_keyword(td)
         if self._takes_sample:
             if td.get(schema.SAMPLE, None) is None:
@@ -173,6 +198,35 @@ class VLAPolicy(Policy):
             if not callable(getattr(self.model, name, None)):
                 raise InputError(f"auxiliary_learning_rate: {self.model_name} has no `{name}`; set it to 0")
         return self.model.auxiliary_parameters()
+
+    # The action scale ---------------------------------------------------------------------------------------------
+
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Actions, or chunks […, K, A] of them, as unit actions, a chunk in one row […, K · A]."""
+        return super().to_unit(action.flatten(-2) if self.chunk_length > 1 else action)
+
+    def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of checkpoints from before the policy had a scale: they act in the environment's units, scale 1."""
+        scale = {"center": torch.zeros_like(self.center), "width": torch.ones_like(self.width)}
+        completed = scale | dict(weights)
+        if self.step_dim is None and completed["center"].shape != self.center.shape:
+            self.set_scale(torch.zeros_like(completed["center"]), torch.ones_like(completed["width"]))
+        return completed
+
+    def check_box(self, space: gymnasium.Space) -> None:
+        """As every scale; without one the model gives actions in the environment's units, whatever they are."""
+        if not self.is_unit:
+            super().check_box(space)
+
+    def _as_chunks(self, unit: Tensor) -> Tensor:
+        """Unit actions [B, K · A] as the model has them: [B, K, A], or [B, A] without chunks."""
+        return unit.unflatten(-1, (self.chunk_length, -1)) if self.chunk_length > 1 else unit
+
+    def _log_widths(self, td: TensorDictBase) -> Tensor:
+        """Σ log(half width) over the real dims: from a density of unit actions to one in the environment's units."""
+        mask = td.get(schema.ACTION_MASK, None)
+        logs = self.width.log().view(self.chunk_length, -1).sum(0)
+        return logs.sum() if mask is None else (logs * mask).sum(-1)
 
     # The border between Deft and the model ---------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from deft.config.algorithm_settings import CQLSettings, IQLSettings, TD3BCSettin
 from deft.config.settings import ActorConfig, VLAConfig
 from deft.errors import InputError
 from deft.models.actor import Encoded
-from deft.models.vla.actor import VLAActor, into_box, make_vla_actor, weights_of_the_other_kind
+from deft.models.vla.actor import VLAActor, convert_weights, into_box, make_vla_actor
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.policy import VLAPolicy
 from deft.models.vla.tiny import TinyVLAModel
@@ -296,33 +296,97 @@ def test_weights_are_loaded_strictly():
 def test_the_model_goes_from_online_to_offline_and_back(caplog):
     online, offline = VLAPolicy(gpt()), VLAActor(gpt(), OBSERVATION, UNIT, SMALL)
     td = rows()
-    assert weights_of_the_other_kind(online, online.state_dict(), "run") is None
-    assert weights_of_the_other_kind(offline, offline.state_dict(), "run") is None
+    assert convert_weights(online, online.state_dict(), "run") is None
+    assert convert_weights(offline, offline.state_dict(), "run") is None
     value = offline.get_value(td)
-    load_weights(offline, weights_of_the_other_kind(offline, online.state_dict(), "run"), "run")
+    load_weights(offline, convert_weights(offline, online.state_dict(), "run"), "run")
     action = online.act(td.clone(), deterministic=True)[schema.ACTION]
     assert torch.equal(offline.act(td.clone(), deterministic=True)[schema.ACTION], action)
     assert torch.equal(offline.get_value(td), value)
-    assert "V start anew" in caplog.messages[-1]
+    assert "V and the encoder of the critics start from new weights" in caplog.messages[-1]
 
     back = VLAPolicy(gpt(), normalize_reward=True)
-    load_weights(back, weights_of_the_other_kind(back, offline.state_dict(), "run"), "run")
+    load_weights(back, convert_weights(back, offline.state_dict(), "run"), "run")
     assert torch.equal(back.act(td.clone(), deterministic=True)[schema.ACTION], action)
-    assert "value is not" in caplog.messages[-1]
+    assert "its value starts from new weights" in caplog.messages[-1]
 
 
-def test_a_model_is_not_taken_over_where_its_actions_would_mean_something_else():
-    online, offline = VLAPolicy(gpt()), VLAActor(gpt(), OBSERVATION, WIDE, SMALL)
-    for policy, weights in ((offline, online.state_dict()), (online, offline.state_dict())):
-        with pytest.raises(InputError, match="RescaleAction"):
-            weights_of_the_other_kind(policy, weights, "run")
+ROBOT = spaces.Box(np.array([-4.0, 0.5], np.float32), np.array([-2.0, 0.75], np.float32))  # such as a dataset's range
+
+
+@pytest.mark.parametrize("head", ["gaussian", "token", "flow"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_the_action_scale_goes_with_the_weights_from_offline_to_online_and_back(head, length):
+    box = ROBOT if length == 1 else chunked(ROBOT)
+    offline = VLAActor(tiny(head=head, chunk_length=length), OBSERVATION, box, SMALL)
+    online = VLAPolicy(tiny(head=head, chunk_length=length))
+    load_weights(online, convert_weights(online, offline.state_dict(), "run"), "run")
+    back = VLAActor(tiny(head=head, chunk_length=length), OBSERVATION, box, SMALL)
+    load_weights(back, convert_weights(back, online.state_dict(), "run"), "run")
+    acted = []
+    for policy in (offline, online, back):
+        torch.manual_seed(3)
+        acted.append(policy.act(rows()))
+    # One distribution in the units of the environment: the same draw is the same action, with the same log-prob.
+    for other in acted[1:]:
+        assert torch.equal(other[schema.ACTION], acted[0][schema.ACTION])
+        assert torch.equal(other[schema.LOG_PROB], acted[0][schema.LOG_PROB])
+    first, *others = (policy.evaluate_actions(acted[0]) for policy in (offline, online, back))
+    for scored in others:
+        assert all(torch.equal(scored[name], first[name]) for name in ("log_prob", "entropy"))
+    # An untrained model gives unit actions around 0, that is the middle of the range.
+    middle = acted[0][schema.ACTION].detach().flatten(0, -2).mean(0)
+    assert abs(middle[0] + 3) < 1.5
+    assert abs(middle[1] - 0.625) < 0.3
+
+
+def test_the_density_of_a_scaled_policy_is_one_in_the_environments_units():
+    policy = VLAPolicy(tiny(chunk_length=1))
+    policy.set_scale(torch.tensor([-3.0, 0.625]), torch.tensor([1.0, 0.125]))
+    td = policy.act(rows(), deterministic=True)
+    own, common = policy.model.head.deviations
+    assert not common.any()
+    # The density of N(0, (w σ)²) at its mean is 1 / (w σ √2π) in each of the two dims.
+    expected = -(own * torch.tensor([1.0, 0.125])).log().sum() - np.log(2 * np.pi)
+    torch.testing.assert_close(td[schema.LOG_PROB], expected.expand(len(td)))
+    torch.testing.assert_close(policy.evaluate_actions(td)["log_prob"], td[schema.LOG_PROB], atol=1e-4, rtol=0)
+
+
+def test_padded_dims_add_nothing_to_the_density_of_a_scaled_policy():
+    policy = VLAPolicy(tiny(chunk_length=1))
+    td = rows()
+    td.set(schema.ACTION_MASK, torch.tensor([True, False]).expand(len(td), 2))
+    before = policy.act(td.clone(), deterministic=True)[schema.LOG_PROB]
+    policy.set_scale(torch.zeros(2), torch.tensor([2.0, 100.0]))
+    after = policy.act(td.clone(), deterministic=True)[schema.LOG_PROB]
+    torch.testing.assert_close(after, before - np.log(2.0))
+
+
+def test_weights_from_before_policies_had_a_scale_act_in_the_environments_units():
+    policy, other = VLAPolicy(gpt()), VLAPolicy(gpt())
+    old = {name: value for name, value in policy.state_dict().items() if name not in ("center", "width")}
+    other.set_scale(torch.full((2,), 5.0), torch.full((2,), 7.0))
+    load_weights(other, old, "run")
+    assert other.is_unit
+    td = rows()
+    action = policy.act(td.clone(), deterministic=True)[schema.ACTION]
+    assert torch.equal(other.act(td.clone(), deterministic=True)[schema.ACTION], action)
+
+
+def test_a_policy_around_a_model_that_does_not_state_its_action_dim_takes_a_scale():
+    policy = VLAPolicy(Known())
+    assert policy.step_dim is None
+    weights = {**policy.state_dict(), "center": torch.tensor([1.0, 2.0]), "width": torch.tensor([3.0, 4.0])}
+    load_weights(policy, weights, "run")
+    assert policy.center.tolist() == [1.0, 2.0]
+    assert not policy.is_unit
 
 
 def test_a_model_of_another_shape_is_named():
     offline = VLAActor(gpt(), OBSERVATION, UNIT, SMALL)
     other = VLAPolicy(gpt(language_model="gpt-tiny", max_instruction_length=32))
     with pytest.raises(InputError, match=r"model\.instruction_position is \(32, 96\), expected \(64, 96\)"):
-        load_weights(offline, weights_of_the_other_kind(offline, other.state_dict(), "run"), "run")
+        load_weights(offline, convert_weights(offline, other.state_dict(), "run"), "run")
 
 
 # ------------------------------------------------------------------------------------------- chunks, and a shared trunk
