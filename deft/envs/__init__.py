@@ -15,6 +15,11 @@ gymnasium.register(
     vector_entry_point="deft.envs.driving.env:DrivingVectorEnv",
     max_episode_steps=150,
 )
+gymnasium.register(
+    id="deft/Carla-v0",
+    entry_point="deft.envs.carla:CarlaEnv",
+    vector_entry_point="deft.envs.carla:CarlaVectorEnv",
+)
 gymnasium.register(id="deft/F1Teacher-v0", entry_point="deft.envs.f1:TeacherEnv")
 gymnasium.register(id="deft/F1Student-v0", entry_point="deft.envs.f1:StudentEnv")
 gymnasium.register(id="deft/ManiSkill-v0", entry_point="deft.envs.maniskill:ManiSkillEnv")

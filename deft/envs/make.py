@@ -30,6 +30,7 @@ SHORT_NAMES = {
     "reach": "deft/Reach-v0",
     "tabletop": "deft/Tabletop-v0",
     "driving": "deft/Driving-v0",
+    "carla": "deft/Carla-v0",
     "f1-teacher": "deft/F1Teacher-v0",
     "f1-student": "deft/F1Student-v0",
     "maniskill": "deft/ManiSkill-v0",

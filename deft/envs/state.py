@@ -204,7 +204,11 @@ def _save_layer(layer: gymnasium.Env, encoder: _Encoder) -> dict[str, Any]:
     saved: dict[str, Any] = {"type": name, "attributes": {}}
     if _saves_itself(layer):
         try:
-            saved["own"] = encoder.encode(layer.get_state())  # type: ignore[attr-defined]
+            own = layer.get_state()  # type: ignore[attr-defined]
+        except StateObstacle as obstacle:
+            raise StateObstacle(f"{name} has {obstacle}") from None
+        try:
+            saved["own"] = encoder.encode(own)
         except StateObstacle as obstacle:
             raise StateObstacle(f"{name}.get_state() returned {obstacle}, which is no plain data") from None
         random = (np.random.Generator, gymnasium.Space)

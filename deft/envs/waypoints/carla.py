@@ -1,4 +1,6 @@
-"""CARLA behind the waypoint protocol: a thin client of a running server, one ego vehicle, synchronous; extra `carla`.
+"""A thin client of a running CARLA server: one ego vehicle, synchronous, behind the waypoint protocol; extra `carla`.
+
+`deft.envs.carla` drives the same client with throttle and steering.
 
 Its frame has y to the right and degrees; ours has y to the left. Every actor that is spawned here is destroyed at the
 next reset, when the world is closed, and when the process ends; the server's settings are put back.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +35,16 @@ WHEELBASE = 2.9
 TRAFFIC = {"easy": 10, "medium": 30, "hard": 60}
 CAMERA_HEIGHT = 24.0  # metres above a point ahead of the vehicle; with 90° it sees twice as much across
 CAMERA_AHEAD = 12.0
+FRONT_CAMERA = (1.6, 1.7)  # metres ahead of the vehicle's centre and above the ground
+CAMERAS = ("above", "front")
 IN_WAY = 2.2  # vehicles less than this to the side are in the way
 
 
 class CarlaWorld(WaypointWorld):
-    """One ego vehicle in the world of a CARLA server; `town` loads another map first."""
+    """One ego vehicle in the world of a CARLA server; `town` loads another map first.
+
+    A server that is synchronous already has another client, and is rejected unless `take_server`.
+    """
 
     reward_terms = ("progress", "collision", "off_road", "comfort", "lane")
     view = (CAMERA_AHEAD - CAMERA_HEIGHT, CAMERA_AHEAD + CAMERA_HEIGHT, -CAMERA_HEIGHT, CAMERA_HEIGHT)
@@ -58,9 +65,14 @@ class CarlaWorld(WaypointWorld):
         town: str | None = None,
         route_length: float = 200.0,
         max_seconds: float = 60.0,
+        camera: str = "above",
+        take_server: bool = False,
     ) -> None:
         if num_envs != 1:
             raise InputError(f"env carla: a server has one ego vehicle; give --num-envs 1, not {num_envs}")
+        if camera not in CAMERAS:
+            raise InputError(f"camera is {camera!r}; choose {' or '.join(CAMERAS)}")
+        self.camera = camera
         self.num_envs, self.num_waypoints, self.camera_size = 1, num_waypoints, camera_size
         self.steps_per_decision, self.waypoint_seconds = steps_per_decision, waypoint_seconds
         self.measure_ade, self.timeout = measure_ade, timeout
@@ -74,11 +86,11 @@ class CarlaWorld(WaypointWorld):
         self._command = np.zeros(2)  # accelerator (the brake negative) and steering (to the right) of the last tick
         self._settings: Any = None
         self._carla = _import_carla()
-        self._connect(host, port, traffic_manager_port, town)
+        self._connect(host, port, traffic_manager_port, town, take_server)
 
     # -- the server ----------------------------------------------------------------------------------------------------
 
-    def _connect(self, host: str, port: int, traffic_manager_port: int, town: str | None) -> None:
+    def _connect(self, host: str, port: int, traffic_manager_port: int, town: str | None, take_server: bool) -> None:
         """Find the server and make it wait for our ticks."""
         carla = self._carla
         try:
@@ -91,9 +103,17 @@ class CarlaWorld(WaypointWorld):
                 f"env carla: no server answered at {host}:{port} within {self.timeout:g} s: start one with "
                 f"./CarlaUE4.sh -RenderOffScreen -carla-rpc-port={port}, or give host and port in --env-kwargs"
             ) from error
+        settings = self._world.get_settings()
+        if settings.synchronous_mode and not take_server:
+            raise InputError(
+                f"env carla: another client drives the server at {host}:{port} (it is synchronous); use another one, "
+                "or give --env-kwargs '{\"take_server\": true}' where that client was killed"
+            )
         atexit.register(self.close)
         try:
-            self._settings = self._world.get_settings()
+            if settings.synchronous_mode:  # do not leave behind what the killed client did
+                settings.synchronous_mode, settings.fixed_delta_seconds = False, None
+            self._settings = settings
             changed = self._world.get_settings()
             changed.synchronous_mode, changed.fixed_delta_seconds = True, STEP_SECONDS
             self._world.apply_settings(changed)
@@ -172,9 +192,11 @@ class CarlaWorld(WaypointWorld):
         camera = library.find("sensor.camera.rgb")
         for name, value in (("image_size_x", self.camera_size), ("image_size_y", self.camera_size), ("fov", 90)):
             camera.set_attribute(name, str(value))
-        above = carla.Transform(carla.Location(x=CAMERA_AHEAD, z=CAMERA_HEIGHT), carla.Rotation(pitch=-90.0))
+        place = carla.Transform(carla.Location(x=CAMERA_AHEAD, z=CAMERA_HEIGHT), carla.Rotation(pitch=-90.0))
+        if self.camera == "front":
+            place = carla.Transform(carla.Location(x=FRONT_CAMERA[0], z=FRONT_CAMERA[1]), carla.Rotation())
         self._images: queue.Queue[Any] = queue.Queue()
-        self._attach(camera, above, self._images.put)
+        self._attach(camera, place, self._images.put)
         self._attach(library.find("sensor.other.collision"), carla.Transform(), self._on_collision)
         self._attach(library.find("sensor.other.lane_invasion"), carla.Transform(), self._on_lane_invasion)
         self._spawn_traffic(library, free)
@@ -219,11 +241,32 @@ class CarlaWorld(WaypointWorld):
             ade, fde = displacement_errors(waypoints, self.target_waypoints())
         start = self._ego.get_transform()
         path = _to_map(start, np.concatenate([np.zeros((1, 2)), waypoints[0]]))
+        outcome = self._run(lambda step: self._command_along(path, step * STEP_SECONDS), self.steps_per_decision)
+        outcome.ade, outcome.fde = ade, fde
+        return outcome
+
+    def drive(self, acceleration: float, steering: float, num_ticks: int) -> Outcome:
+        """Hold the pedals (-1 to 1, the brake negative) and the wheel (-1 to 1, left positive) for some ticks."""
+        command = np.array([acceleration, -steering])
+        return self._run(lambda step: command, num_ticks)
+
+    def expert_command(self) -> tuple[float, float]:
+        """The acceleration and steering of `drive` that follow `target_waypoints`."""
+        here = self._ego.get_transform()
+        path = _to_map(here, np.concatenate([np.zeros((1, 2)), self.target_waypoints()[0]]))
+        push, right = self._command_along(path, 0.0)
+        return float(push), -float(right)
+
+    def _run(self, command: Callable[[int], np.ndarray], num_ticks: int) -> Outcome:
+        """Give each tick its command, until the vehicle has crashed or left the road."""
         terms = dict.fromkeys(self.reward_terms, 0.0)
         off_road = False
-        for step in range(self.steps_per_decision):
-            before = self._command
-            self._steer_along(path, step * STEP_SECONDS)
+        for step in range(num_ticks):
+            before, self._command = self._command, command(step)
+            push, right = self._command.tolist()
+            self._ego.apply_control(
+                self._carla.VehicleControl(throttle=max(push, 0.0), steer=right, brake=max(-push, 0.0))
+            )
             self._tick()
             self._elapsed += STEP_SECONDS
             lane = self._lane(terms)
@@ -241,7 +284,7 @@ class CarlaWorld(WaypointWorld):
         flags = (np.array([flag]) for flag in (terminated, late, reached, self._collided, off_road))
         terminates, truncates, succeeds, collides, leaves = flags
         arrays = {name: np.array([value]) for name, value in terms.items()}
-        return Outcome(arrays, terminates, truncates, succeeds, collides, leaves, ade, fde)
+        return Outcome(arrays, terminates, truncates, succeeds, collides, leaves)
 
     def target_waypoints(self) -> np.ndarray:
         """The middle of the lane ahead, at the speed that the vehicle ahead allows."""
@@ -264,27 +307,42 @@ class CarlaWorld(WaypointWorld):
         """More traffic, from the next episode on."""
         self.difficulty = check_difficulty(level)
 
-    def _steer_along(self, path: np.ndarray, elapsed: float) -> None:
+    def _command_along(self, path: np.ndarray, elapsed: float) -> np.ndarray:
+        """Acceleration and steering (to the right), -1 to 1 each, that track a path of the map."""
         seen = _to_ego(self._ego.get_transform(), path)[None]
         acceleration, curvature = pursue(seen, np.array([self._speed()]), self.waypoint_seconds, elapsed)
         steering = -float(np.arctan(WHEELBASE * curvature[0])) / self._max_steering  # positive is to the right
         push = float(np.clip(acceleration[0] / (4.0 if acceleration[0] > 0 else 6.0), -1.0, 1.0))
-        self._command = np.array([push, np.clip(steering, -1.0, 1.0)])
-        self._ego.apply_control(
-            self._carla.VehicleControl(throttle=max(push, 0.0), steer=float(self._command[1]), brake=max(-push, 0.0))
-        )
+        return np.array([push, np.clip(steering, -1.0, 1.0)])
+
+    @property
+    def steering(self) -> float:
+        """The wheel's last position, -1 to 1, left positive."""
+        return -float(self._command[1])
+
+    @property
+    def travelled(self) -> float:
+        """Metres along the road in this episode."""
+        return self._travelled
+
+    def lane_error(self) -> tuple[float, float]:
+        """Metres to the left of the lane's middle, and the sine of the heading error (left positive)."""
+        place = self._ego.get_transform()
+        middle = self._map.get_waypoint(place.location).transform
+        offset = _to_ego(middle, np.array([[place.location.x, place.location.y]]))[0, 1]
+        return float(offset), float(np.sin(np.deg2rad(middle.rotation.yaw - place.rotation.yaw)))
 
     def _lane(self, terms: dict[str, float]) -> Any:
         """The lane that the vehicle is in, None beside the road; adds progress and distance from its middle."""
         place = self._ego.get_transform()
         lane = self._map.get_waypoint(place.location, project_to_road=False)
         if lane is not None:
-            middle = self._map.get_waypoint(place.location).transform
-            ahead, velocity = middle.get_forward_vector(), self._ego.get_velocity()
+            ahead = self._map.get_waypoint(place.location).transform.get_forward_vector()
+            velocity = self._ego.get_velocity()
             travelled = (velocity.x * ahead.x + velocity.y * ahead.y) * STEP_SECONDS
             self._travelled += travelled
             terms["progress"] += 0.1 * travelled
-            terms["lane"] -= 0.05 * abs(_to_ego(middle, np.array([[place.location.x, place.location.y]]))[0, 1])
+            terms["lane"] -= 0.05 * abs(self.lane_error()[0])
         return lane
 
     def _speed(self) -> float:
