@@ -8,11 +8,12 @@ import pytest
 import deft
 
 ROOT = Path(deft.__file__).parent
-BASE = {"config", "schema", "errors", "machine"}
+BASE = {"config", "schema", "errors", "machine", "ownership"}
 ALLOWED = {
     "schema": {"errors"},
     "errors": set(),
     "machine": set(),
+    "ownership": {"errors"},
     "config": BASE,
     "envs": BASE | {"envs"},
     "data": BASE | {"data"},

@@ -21,6 +21,7 @@ from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.settings import MOVED_SETTINGS, SHORTHANDS, OfflineRunConfig, RunConfig, run_class
 from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
+from deft.ownership import record
 
 PRESETS = Path(__file__).parent / "presets"
 AnyRunConfig: TypeAlias = RunConfig | OfflineRunConfig
@@ -119,7 +120,7 @@ def write_config(config: AnyRunConfig, path: str | Path) -> None:
     header = f"# The settings of this run. To repeat it:\n#   {command}\n"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(header + body, encoding="utf-8")
-    unfinished.replace(path)
+    record(unfinished.replace(path))
 
 
 def replace(config: Config, **settings: Any) -> Config:

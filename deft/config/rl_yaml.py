@@ -20,6 +20,7 @@ from deft.config.flags import CONFIG_FLAG, OUTPUT_FLAGS, Flag, FlagGroup, class_
 from deft.config.loading import find_config, read_mapping, set_path, to_dict, value_at
 from deft.config.validation import checked, nested_class, setting_names
 from deft.errors import InputError, RunError
+from deft.ownership import record
 
 CONFIG_FILE = "config.yaml"
 PHASES = ("teacher", "student", "adversarial")
@@ -82,7 +83,7 @@ def write_phase_config(config: PhaseConfig, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(f"# The settings of this run. To repeat it:\n#   {command}\n{body}", encoding="utf-8")
-        unfinished.replace(path)
+        record(unfinished.replace(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
 

@@ -17,6 +17,7 @@ from deft.errors import RunError
 from deft.evaluation.video import write_video
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.policy import F1Policy
+from deft.ownership import record
 
 STEPS_TOGETHER = 16
 SHOWN_FRAMES = 8
@@ -85,6 +86,7 @@ def draw_sample(episode: ForeseenEpisode, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100, format="png")
+        record(path)
     except OSError as failure:
         raise RunError(f"cannot write the picture {path}: {failure.strerror or failure}") from failure
     return path

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deft.errors import InputError, RunError
+from deft.ownership import record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -315,6 +316,7 @@ def _save(figure: Figure, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, format="png")
+        record(path)
     except OSError as error:
         raise RunError(f"cannot write the plot {path}: {error.strerror or error}") from error
     return path

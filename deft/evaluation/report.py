@@ -21,6 +21,7 @@ from deft.evaluation.charts import bar_chart, line_chart
 from deft.evaluation.plots import METRICS_FILE, metric_curve, read_lines
 from deft.evaluation.report_style import STYLE
 from deft.evaluation.world_model import EVALUATION_FILE
+from deft.ownership import record
 from deft.training import checkpoint
 from deft.training.phases.base import ELAPSED
 
@@ -66,6 +67,7 @@ def write_report(folder: str | Path) -> Path:
     try:
         temporary.write_text(page(folder, runs), encoding="utf-8")
         os.replace(temporary, path)
+        record(path)
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path

@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 import numpy as np
 
 from deft.errors import InputError, RunError
+from deft.ownership import record
 
 
 def write_video(frames: Sequence[np.ndarray], path: Path, fps: int = 30) -> Path:
@@ -29,6 +30,7 @@ def write_video(frames: Sequence[np.ndarray], path: Path, fps: int = 30) -> Path
         path.parent.mkdir(parents=True, exist_ok=True)
         _encode(frames, temporary, fps)
         os.replace(temporary, path)
+        record(path)
     except OSError as error:
         raise RunError(f"cannot write the video {path}: {error.strerror or error}") from error
     finally:

@@ -1,12 +1,14 @@
-"""Checkpoints on disk: one layout, written beside their place and renamed in, so that a whole one is all there ever is.
+"""Checkpoints on disk: one layout, written to a temporary folder and renamed, so that a checkpoint is always whole.
 
     checkpoint-{step}/model.pt            the policy's weights and normalisation
     checkpoint-{step}/training_state.pt   optimizer, schedules, environments, buffer, random state, counters
     checkpoint-{step}/metrics.pt          the latest metrics
     checkpoint-{step}/process-{rank}.pt   what each further process of the run keeps for itself
+    checkpoint-{step}/deft_manifest.json  size and hash of each file, verified on load
     best -> checkpoint-{step}             the best by evaluation
 
-Everything is loaded as plain tensors and data (`weights_only`), onto the CPU first.
+Everything is loaded as plain tensors and data (`weights_only`), onto the CPU first. Only files that Deft wrote are
+deleted: those in the manifest, or the known names in a checkpoint of an earlier version.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
+import logging
 import os
 import pickle
 import re
@@ -28,13 +32,30 @@ from torch import Tensor, nn
 
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
+from deft.ownership import (
+    MANIFEST,
+    HashingFile,
+    delete_files,
+    read_manifest,
+    relative_files,
+    verify,
+    verify_folder,
+    write_manifest,
+)
 from deft.training import sharding
 
+log = logging.getLogger(__name__)
 FORMAT = "deft-checkpoint-1"
 MODEL, TRAINING_STATE, METRICS = "model.pt", "training_state.pt", "metrics.pt"
 BEST = "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = ".tmp-"
+_KEPT = ".kept"  # suffix of what was in a checkpoint's place and is not Deft's
+# What earlier versions wrote into a checkpoint, without a manifest.
+_EARLIER_FILES = re.compile(
+    r"(model|training_state|metrics|process-\d+|explorer|buffers)\.pt|explorer/(model|explorer)\.pt|"
+    r"peft_adapter/(adapter_config\.json|adapter_model\.safetensors|README\.md)"
+)
 
 
 def save_checkpoint(
@@ -51,7 +72,8 @@ def save_checkpoint(
     `write_more` is called with the folder, for what a kind of policy keeps beside these files.
     """
     final = run_dir / (name or f"checkpoint-{step}")
-    if final.exists() and not (final / MODEL).is_file():
+    is_foreign = os.path.lexists(final) and not _own_files(final)
+    if is_foreign and name is not None:
         raise InputError(f"{final}: exists and is not a checkpoint; it is not replaced")
     temporary = run_dir / f"{_TEMPORARY}checkpoint-{step}-{os.getpid()}"
     try:
@@ -59,20 +81,26 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         parts = {MODEL: model, TRAINING_STATE: {"format": FORMAT, **training_state}, METRICS: metrics}
-        for name, content in parts.items():
-            with open(temporary / name, "wb") as file:
-                torch.save(content, file)
+        hashed = {}
+        for part, content in parts.items():
+            with open(temporary / part, "wb") as file:
+                hashing = HashingFile(file)
+                torch.save(content, hashing)  # type: ignore[arg-type]
                 file.flush()
                 os.fsync(file.fileno())
+                hashed[part] = hashing.entry
         if write_more is not None:
             write_more(temporary)
             for path in temporary.rglob("*"):  # on the disk before the folder has its name
                 _sync(path)
-        if final.exists():  # saved at this step before: step aside, never a moment without either
+        write_manifest(temporary, hashed)
+        if is_foreign:
+            _keep_aside(final, final)
+        if final.exists():  # saved at this step before: renamed first, so that one of the two always exists
             aside = run_dir / f"{_TEMPORARY}replaced-{final.name}-{os.getpid()}"
             os.replace(final, aside)
             os.replace(temporary, final)
-            shutil.rmtree(aside, ignore_errors=True)
+            _delete_own(aside, final)
         else:
             os.replace(temporary, final)
         _sync(run_dir)
@@ -130,46 +158,118 @@ def folder_lock(run_dir: Path) -> Iterator[None]:
 
 def mark_best(run_dir: Path, checkpoint: Path) -> None:
     """Point `best` at a checkpoint, in one step."""
-    link = run_dir / f"{_TEMPORARY}best-{os.getpid()}"
+    link, best = run_dir / f"{_TEMPORARY}best-{os.getpid()}", run_dir / BEST
     try:
+        if best.exists() and not best.is_symlink():
+            _keep_aside(best, best)
         link.unlink(missing_ok=True)
         link.symlink_to(checkpoint.name, target_is_directory=True)
-        os.replace(link, run_dir / BEST)
+        os.replace(link, best)
     except OSError as error:
         link.unlink(missing_ok=True)
         raise RunError(f"{run_dir / BEST} cannot be made a link to {checkpoint.name}: {error.strerror}") from error
 
 
-def prune_checkpoints(run_dir: Path, keep: int, needed: Iterable[int] = ()) -> None:
-    """Delete all but the latest `keep` checkpoints, the best, and those of the steps that are still needed."""
-    kept = {run_dir.resolve() / f"checkpoint-{step}" for step in needed}
+def prune_checkpoints(run_dir: Path, keep: int, step: int, needed: Iterable[int] = ()) -> None:
+    """Delete all but the latest `keep` checkpoints up to `step`, the best, and those of the steps still needed.
+
+    Later ones than `step` are not counted: a run that resumed from an earlier checkpoint passed over them.
+    """
+    kept = {run_dir.resolve() / f"checkpoint-{number}" for number in needed}
     if (run_dir / BEST).is_symlink():
         kept.add((run_dir / BEST).resolve())
-    for path in list_checkpoints(run_dir)[:-keep]:
+    reached = [path for path in list_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) <= step]
+    for path in [path for path in reached if _own_files(path)][:-keep]:
         if path.resolve() not in kept:
-            # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
-            doomed = run_dir / f"{_TEMPORARY}deleted-{path.name}"
-            os.replace(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            delete_checkpoint(path)
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete the files of a checkpoint that Deft wrote; other files in it stay where they are, with a warning."""
+    if not _own_files(path):
+        return
+    # Renamed first: a deletion that is interrupted leaves nothing that looks like a checkpoint.
+    doomed = path.with_name(f"{_TEMPORARY}deleted-{path.name}")
+    os.replace(path, doomed)
+    _delete_own(doomed, path)
 
 
 def clean_temporary(run_dir: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Remove the unfinished files of a killed process, by the names that this module gives them."""
     for path in run_dir.glob(f"{_TEMPORARY}*"):
-        if path.is_dir() and not path.is_symlink():
-            replaced = re.fullmatch(re.escape(_TEMPORARY) + r"replaced-(.+)-\d+", path.name)
-            if replaced and not (run_dir / replaced[1]).exists():
-                os.replace(path, run_dir / replaced[1])  # killed between the two renames
+        name = path.name.removeprefix(_TEMPORARY)
+        if not path.is_dir() or path.is_symlink():
+            if re.fullmatch(r"process-\d+\.pt-\d+|best-\d+", name):
+                path.unlink(missing_ok=True)
+        elif re.fullmatch(r"checkpoint-\d+-\d+", name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif deleted := re.fullmatch(r"deleted-(checkpoint-\d+)", name):
+            _delete_own(path, run_dir / deleted[1])
+        elif replaced := re.fullmatch(r"replaced-(.+)-\d+", name):
+            final = run_dir / replaced[1]
+            if final.exists():
+                _delete_own(path, final)
             else:
-                shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+                os.replace(path, final)  # killed between the two renames
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first, damaged ones too; other folders of such a name are left out."""
     found = [(int(match[1]), path) for path in run_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [
+        path for _, path in sorted(found) if any((path / name).is_file() for name in (MODEL, TRAINING_STATE, MANIFEST))
+    ]
+
+
+def _own_files(folder: Path) -> list[str]:
+    """The files in a checkpoint that Deft wrote, those that mark it as Deft's last; none if it is not Deft's.
+
+    Without a (whole) manifest: the known names, in a folder whose training state begins with Deft's format.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    try:
+        listed = read_manifest(folder)
+    except InputError:
+        listed = None
+    if listed is not None:
+        return [*listed, MANIFEST]
+    if not _has_format(folder / TRAINING_STATE):
+        return []
+    found = [name for name in relative_files(folder) if name == MANIFEST or _EARLIER_FILES.fullmatch(name)]
+    return sorted(found, key=lambda name: name == TRAINING_STATE)
+
+
+def _has_format(path: Path) -> bool:
+    """Whether a file is a training state of Deft, by the start of its pickle; nothing is unpickled."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                return FORMAT.encode() in file.read(256)
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, RuntimeError, NotImplementedError):
+        return False
+
+
+def _delete_own(doomed: Path, place: Path) -> None:
+    """Delete what Deft wrote in a folder that was renamed from `place`; with other files in it, it goes back there."""
+    delete_files(doomed, _own_files(doomed))
+    others = relative_files(doomed)
+    if others:
+        kept = _keep_aside(doomed, place)
+        log.warning("%s: kept %s, which Deft did not write", kept, ", ".join(others[:3]))
+    else:
+        shutil.rmtree(doomed, ignore_errors=True)  # empty folders at most
+
+
+def _keep_aside(path: Path, place: Path) -> Path:
+    """Give what Deft did not write the name `place`, or one beside it if that is taken."""
+    free = (place.with_name(f"{place.name}{_KEPT}{number or ''}") for number in itertools.count())
+    chosen = place if path != place and not os.path.lexists(place) else next(p for p in free if not os.path.lexists(p))
+    os.replace(path, chosen)
+    if path == place:
+        log.warning("%s: Deft did not write it; renamed to %s", path, chosen.name)
+    return chosen
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -194,16 +294,19 @@ def find_best(path: str | Path) -> Path:
 
 
 def latest_whole_checkpoint(run_dir: Path, parts: Iterable[str] = ()) -> tuple[Path | None, list[str]]:
-    """The latest checkpoint that can be read, and a line on each later one that cannot.
+    """The latest checkpoint that is whole, and a line on each later one that is not.
 
-    `parts` are the files that a kind of run keeps beside weights and training state, and cannot go on without.
+    `parts` are the files that a kind of run needs beside weights and training state. Files in a manifest are hashed
+    here and not again when they are loaded; those of a checkpoint without one are loaded to see whether they can be.
     """
     problems = []
     for path in reversed(list_checkpoints(run_dir)):
         try:
-            load_training_state(path)
-            for name in (MODEL, *parts):
-                load_part(path, name)
+            if not verify_folder(path):
+                log.info("%s has no %s (an earlier version wrote it)", path, MANIFEST)
+                load_training_state(path)
+                for name in (MODEL, *parts):
+                    load_part(path, name)
         except InputError as error:
             problems.append(str(error))
         else:
@@ -220,7 +323,8 @@ def load_part(checkpoint: Path, name: str) -> Any:
 
 
 def load_tensors(path: Path) -> Any:
-    """A file written by torch.save, refused in one line when it is damaged or holds anything but data."""
+    """The content of a file written by torch.save; an error if it is damaged or holds anything but data."""
+    verify(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from deft.config.settings import LoggingConfig
 from deft.errors import RunError
+from deft.ownership import record, start_index
 from deft.training.sinks import open_sinks
 
 METRICS_FILE = "episode_metrics.jsonl"
@@ -75,13 +76,14 @@ class RunLogger:
         self._closed = False
         with self._writing(), ExitStack() as resources:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            start_index(self.run_dir)
             console = resources.enter_context(_console(settings.console_level))
             self._log_file: _LogFile | None = None
             if settings.enable_file_logging:
                 self._log_file = resources.enter_context(_log_file(self.run_dir / "logs", settings.file_level))
             path = self.run_dir / METRICS_FILE
             _drop_lines_after(path, start_step)
-            self._lines = open(path, "ab")  # noqa: SIM115 (closed by `resources`)
+            self._lines = open(record(path), "ab")  # noqa: SIM115 (closed by `resources`)
             resources.callback(self._lines.close)
             self._sinks = open_sinks(self.run_dir, settings, start_step, run_config)
             for sink in self._sinks:

@@ -292,7 +292,7 @@ class OfflineTrainer:
         if not self.processes.is_first:
             return
         pending = [] if self.evaluator is None else self.evaluator.pending
-        checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, pending)
+        checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_updates, pending)
 
     def _save_once(self) -> None:
         if self._saved_step != self.num_updates:

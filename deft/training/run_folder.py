@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
+from collections.abc import Container
 from datetime import datetime
 from pathlib import Path
 
 from deft.config.loading import AnyRunConfig, Config, replace, write_config
 from deft.config.validation import shown
 from deft.errors import InputError
+from deft.ownership import INDEX, delete_files, indexed_files, relative_files, start_index
 from deft.training import checkpoint
 
 log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
+OUTPUT_FOLDERS = ("tensorboard", "plots", "videos", "samples")
 
 
 def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
@@ -68,15 +70,22 @@ def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
     return config, resume_from, False
 
 
-def remove_run(folder: Path) -> None:
-    """Delete what a run wrote, and nothing else that may be in the folder."""
-    for path in [
-        *checkpoint.list_checkpoints(folder),
-        *(folder / n for n in ("tensorboard", "plots", "videos", "samples")),
-    ]:
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (checkpoint.BEST, CONFIG_FILE, "episode_metrics.jsonl", "evaluation.json", "report.html"):
-        (folder / name).unlink(missing_ok=True)
+def remove_run(folder: Path, keep: Container[str] = ()) -> None:
+    """Delete what Deft wrote into a run folder, but for the files in `keep`; other files stay, with a warning.
+
+    Deft's are the files in the manifests of the checkpoints and in the folder's index (see `deft.ownership`).
+    """
+    start_index(folder)  # of a run by an earlier version
+    for path in checkpoint.list_checkpoints(folder):
+        checkpoint.delete_checkpoint(path)
+    if (folder / checkpoint.BEST).is_symlink():
+        (folder / checkpoint.BEST).unlink()
+    delete_files(folder, [name for name in indexed_files(folder) if name not in keep])
+    (folder / INDEX).unlink()
+    start_index(folder)
+    others = [f"{name}/{file}" for name in OUTPUT_FOLDERS for file in relative_files(folder / name)]
+    if others:
+        log.warning("%s: kept %s, which Deft did not write", folder, ", ".join(others[:3]))
 
 
 def open_run_folder(config: AnyRunConfig, replaces: bool) -> None:
@@ -87,8 +96,10 @@ def open_run_folder(config: AnyRunConfig, replaces: bool) -> None:
     assert config.output_dir is not None
     folder = Path(config.output_dir)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         if replaces:
             remove_run(folder)
+        start_index(folder)
         repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
         write_config(repeatable, folder / CONFIG_FILE)
     except OSError as error:

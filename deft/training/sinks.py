@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from deft.config.settings import LoggingConfig
 from deft.errors import InputError, RunError
+from deft.ownership import record
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class TensorBoardSink:
         self._summary_type: Any = Summary
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names: a resumed run's must sort last.
-        self._file = open(directory / f"events.out.tfevents.{time.time_ns():020d}", "xb")  # noqa: SIM115 (held open)
+        path = record(directory / f"events.out.tfevents.{time.time_ns():020d}")
+        self._file = open(path, "xb")  # noqa: SIM115 (held open)
         self._records = RecordWriter(self._file)
         # Hides what an earlier process wrote at or after this step: it is about to be written again.
         first_step = start_step + 1 if start_step else 0

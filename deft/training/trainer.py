@@ -476,7 +476,7 @@ class Trainer:
             return
         if best:
             checkpoint.mark_best(self.run_dir, folder)
-        checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints)
+        checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_timesteps)
 
     def _record_episodes(self, run_log: RunLogger) -> list[Episode]:
         episodes = [one for part in self.processes.gather(self.collection.collector.take_episodes()) for one in part]

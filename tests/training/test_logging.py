@@ -196,7 +196,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, half_line: by
         log_steps(run, 151, 240)
         assert run.mean_reward == expected_mean
     assert read_lines(tmp_path / "broken") == read_lines(tmp_path / "whole")
-    assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == ["episode_metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == [".deft-files", "episode_metrics.jsonl"]
 
 
 def test_a_run_from_the_start_replaces_the_metrics_of_an_earlier_one(tmp_path: Path) -> None:

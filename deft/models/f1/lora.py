@@ -16,6 +16,7 @@ from deft.errors import InputError
 from deft.models.f1.optimization import ADDED_PARTS
 from deft.models.f1.policy import F1Policy
 from deft.models.vla.loading import check_fit, read_weights
+from deft.ownership import verify
 
 ADAPTER_FOLDER = "peft_adapter"
 ADAPTER = "default"
@@ -68,6 +69,7 @@ def load_adapter(policy: F1Policy, folder: str | Path) -> None:
     folder = Path(folder)
     if not (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} holds no adapter: adapter_config.json is not there")
+    verify(folder / "adapter_config.json")
     peft = _peft()
     _check_bare(policy)
     wrapped = peft.get_peft_model(policy.model, peft.PeftConfig.from_pretrained(str(folder)))

@@ -29,6 +29,7 @@ from deft.config.settings import VLAConfig
 from deft.errors import InputError, RunError
 from deft.models.vla.defaults import model_defaults
 from deft.models.vla.interface import missing_methods
+from deft.ownership import verify
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,8 @@ def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Pa
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a weights file, by name, on the CPU."""
+    """The tensors of a weights file, by name, on the CPU; an error if a checkpoint's manifest lists another hash."""
+    verify(path)
     try:
         if path.suffix == SAFETENSORS_SUFFIX:
             return load_file(path, device="cpu")

@@ -30,6 +30,7 @@ from deft.models.f1.lora import ADAPTER_FOLDER, base_state_dict, has_lora, save_
 from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.vision import VisionLayer
+from deft.ownership import start_index
 from deft.training import checkpoint, sharding
 from deft.training.compute import choose_device, choose_threads, torch_threads
 from deft.training.intervals import crossed
@@ -258,7 +259,7 @@ class BaseRLTrainer(ABC):
         if is_saved:
             self.save()
             if self.ends_with is None:  # else those before are the good ones
-                checkpoint.prune_checkpoints(self.run_dir, settings.keep_checkpoints)
+                checkpoint.prune_checkpoints(self.run_dir, settings.keep_checkpoints, number)
         if settings.max_minutes is not None:
             run_log.expect(max(number, round(number / self.progress)))  # where the clock will end it
         shown = {
@@ -475,6 +476,7 @@ class BaseRLTrainer(ABC):
         with checkpoint.folder_lock(self.run_dir):
             if self._replaces:
                 remove_run(self.run_dir)
+            start_index(self.run_dir)
             write_phase_config(self.config, self.run_dir / CONFIG_FILE)
             write_json(to_dict(self.policy.config), self.run_dir / MODEL_FILE)
             run_config = to_dict(self.config)

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import platform
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,14 @@ from deft.models.f1.config import read_f1_config
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.loading import fill_tokenizer, find_tokenizer
 from deft.models.f1.vq import MultiScaleTokenizer
+from deft.ownership import record
 from deft.training import checkpoint
 from deft.training.compute import choose_device, choose_threads, torch_threads
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger
 from deft.training.phases.frames import DatasetFrames, FrameStore, TabletopFrames
 from deft.training.random_state import seed_everything
+from deft.training.run_folder import remove_run
 from deft.training.signals import StopSignal
 from deft.training.waypoints.files import write_json
 
@@ -79,7 +80,7 @@ def train_tokenizer(config: TokenizerTrainingConfig, logging_config: LoggingConf
     stop, started = StopSignal(), time.monotonic()
     with stop, threads, checkpoint.folder_lock(folder):
         if resume_from is None:
-            _remove_run(folder)
+            remove_run(folder)
         write_json(to_dict(config), folder / CONFIG)
         settings = logging_config or LoggingConfig()
         with RunLogger(
@@ -288,7 +289,7 @@ class TokenizerTrainer:
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(torch.cat(rows).numpy())
         picture.resize((2 * picture.width, 2 * picture.height), Image.Resampling.NEAREST).save(path)
-        return path
+        return record(path)
 
     def write_weights(self, results: dict[str, Any]) -> None:
         """The file that `load_tokenizer` reads, in half precision, with the figures in its header."""
@@ -298,7 +299,7 @@ class TokenizerTrainer:
         if self.trained_on is not None:
             about["trained_on"] = self.trained_on
         save_file(tensors, unfinished, {name: json.dumps(value) for name, value in about.items()})
-        unfinished.replace(self.folder / WEIGHTS)
+        record(unfinished.replace(self.folder / WEIGHTS))
 
     def save(self, results: dict[str, Any]) -> Path:
         """A checkpoint, from which training goes on as if it had not stopped."""
@@ -312,7 +313,7 @@ class TokenizerTrainer:
         }
         weights = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
         path = checkpoint.save_checkpoint(self.folder, self.num_updates, weights, state, results)
-        checkpoint.prune_checkpoints(self.folder, self.config.keep_checkpoints)
+        checkpoint.prune_checkpoints(self.folder, self.config.keep_checkpoints, self.num_updates)
         return path
 
     def load(self, path: Path) -> None:
@@ -351,6 +352,8 @@ def _place(config: TokenizerTrainingConfig, folder: Path) -> Path | None:
         found, problems = checkpoint.latest_whole_checkpoint(folder)
         if found is None:
             raise InputError(f"resume: no checkpoint in {folder} can be read; the latest: {problems[0]}")
+        for problem in problems:
+            log.warning("passed over: %s", problem)
         return found
     if existing and not config.overwrite:
         raise InputError(
@@ -358,11 +361,3 @@ def _place(config: TokenizerTrainingConfig, folder: Path) -> Path | None:
             "--overwrite replaces it, or give another --output-dir"
         )
     return None
-
-
-def _remove_run(folder: Path) -> None:
-    """Delete what an earlier run wrote, and nothing else that may be in the folder."""
-    for path in [*checkpoint.list_checkpoints(folder), folder / SAMPLES, folder / "tensorboard"]:
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (CONFIG, RESULTS, WEIGHTS):
-        (folder / name).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deft.errors import InputError, RunError
 from deft.models.waypoint import PPOPolicy, WaypointSFT, WaypointShape
+from deft.ownership import record
 from deft.training import checkpoint
 from deft.training.processes import Processes
 
@@ -79,7 +80,7 @@ def write_json(content: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        record(unfinished.replace(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -110,7 +111,7 @@ def _save(content: dict[str, Any], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(content, unfinished)
-        unfinished.replace(path)
+        record(unfinished.replace(path))
     except (OSError, RuntimeError) as error:
         unfinished.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written: {' '.join(str(error).split())[:200]}") from error

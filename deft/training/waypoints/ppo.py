@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.logging import RunLogger
 from deft.training.random_state import seed_everything
+from deft.training.run_folder import remove_run
 from deft.training.seeds import EVALUATION_SEED, training_seed
 from deft.training.trainer import Trainer
 from deft.training.waypoints.files import (
@@ -49,6 +50,7 @@ from deft.training.waypoints.files import (
 )
 from deft.training.waypoints.safety import SafetyCheck
 
+log = logging.getLogger(__name__)
 # Settings that a run may go on with: of the supervised policy the weights are compared
 LENGTHS = ("num_iterations", "eval_interval", "save_interval")
 MAY_CHANGE = {"out_dir", "sft_checkpoint", "resume", "overwrite", "device", "threads", *LENGTHS}
@@ -200,7 +202,8 @@ def build_waypoint_trainer(
             residual_open_at=config.residual_open_at,
             accept=safety,
         )
-        on_start = partial(_remove_run, Path(config.out_dir)) if replaces else None
+        written_before = (CONFIG, TRAIN_METRICS, EVAL_METRICS)  # by this run, before it starts
+        on_start = partial(remove_run, Path(config.out_dir), written_before) if replaces else None
         trainer = WaypointTrainer(config, policy, env, algorithm, held_out, safety, logging_config, on_start)
         if safety is not None:
             safety.set_baseline(policy)
@@ -269,11 +272,16 @@ def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
 
 
 def _place(config: PPOConfig) -> tuple[Path | None, bool]:
-    """The checkpoint to go on from, and whether a run in the folder is to be replaced. Nothing is deleted yet."""
+    """The checkpoint to resume from, and whether a run in the folder is to be replaced. Nothing is deleted yet."""
     folder = Path(config.out_dir)
     existing = checkpoint.list_checkpoints(folder)
     if config.resume:
-        found = checkpoint.find_checkpoint(folder)
+        checkpoint.find_checkpoint(folder)  # an error if there is none
+        found, problems = checkpoint.latest_whole_checkpoint(folder)
+        if found is None:
+            raise InputError(f"resume: no checkpoint in {folder} can be read; the latest: {problems[0]}")
+        for problem in problems:
+            log.warning("passed over: %s", problem)
         _check_same_settings(config, folder)
         return found, False
     if existing and not config.overwrite:
@@ -293,14 +301,6 @@ def _check_same_settings(config: PPOConfig, folder: Path) -> None:
     if changed:
         words = ", ".join(f"{name} {given[name]} (the run's is {saved[name]})" for name in changed)
         raise InputError(f"resume: {words}: repeat the flags of the run, which are in {folder / CONFIG}")
-
-
-def _remove_run(folder: Path) -> None:
-    """Delete the checkpoints and policies of a run that is replaced."""
-    for path in checkpoint.list_checkpoints(folder):
-        shutil.rmtree(path)
-    for path in [folder / checkpoint.BEST, folder / FINAL, *folder.glob("checkpoint_iter_*.pt")]:
-        path.unlink(missing_ok=True)
 
 
 def _plots(trainer: WaypointTrainer, sft: WaypointSFT) -> list[Path]:

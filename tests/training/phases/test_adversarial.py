@@ -343,7 +343,7 @@ def test_a_checkpoint_with_a_damaged_part_is_passed_over(name, played):
 def test_a_checkpoint_holds_a_teacher_and_an_explorer(played):
     made, folder, _ = played
     place = folder / "checkpoint-3"
-    assert {"model.pt", "training_state.pt", "metrics.pt", "buffers.pt", EXPLORER_FOLDER} == {
+    assert {"model.pt", "training_state.pt", "metrics.pt", "deft_manifest.json", "buffers.pt", EXPLORER_FOLDER} == {
         p.name for p in place.iterdir()
     }
     saved = checkpoint.load_part(place, checkpoint.MODEL)

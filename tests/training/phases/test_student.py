@@ -45,7 +45,13 @@ def test_outputs_are_as_documented(tmp_path, teacher_run):
     summary = train_student(config)
     assert (summary["episodes"], summary["updates"]) == (4, 2)
     latest = tmp_path / "checkpoint-4"
-    assert {path.name for path in latest.iterdir()} == {"model.pt", "explorer.pt", "training_state.pt", "metrics.pt"}
+    assert {path.name for path in latest.iterdir()} == {
+        "model.pt",
+        "explorer.pt",
+        "training_state.pt",
+        "metrics.pt",
+        "deft_manifest.json",
+    }
     assert (tmp_path / "samples" / "episode_4.png").is_file()
     assert (tmp_path / "videos" / "episode_4.mp4").is_file()
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"rewards.png"}

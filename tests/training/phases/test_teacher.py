@@ -319,6 +319,7 @@ def test_outputs_are_as_documented(tmp_path):
         "model.pt",
         "training_state.pt",
         "metrics.pt",
+        "deft_manifest.json",
     }
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [f"episode_{n}.png" for n in (2, 4, 6)]
     assert [path.name for path in (tmp_path / "videos").iterdir()] == ["episode_4.mp4"]

@@ -1,0 +1,230 @@
+"""Which files Deft wrote: the manifest of a checkpoint, and the index of a run folder.
+
+`deft_manifest.json` in a checkpoint lists the size and BLAKE2b hash of each of its files. It is written last. Every
+loader calls `verify` before it reads a file.
+`.deft-files` in a run folder lists the files that Deft wrote there. Writers call `record`. Deft deletes files only if
+they are listed in one of the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from deft.errors import InputError
+
+log = logging.getLogger(__name__)
+MANIFEST = "deft_manifest.json"
+MANIFEST_FORMAT = "deft-manifest-1"
+INDEX = ".deft-files"
+INDEX_HEADER = "deft-run-1: the files in this folder that Deft wrote; --overwrite deletes these alone"
+DIGEST_SIZE = 32
+# What earlier versions, which kept no index, wrote into a run folder beside checkpoints and logs.
+EARLIER_FILES = re.compile(
+    r"config\.(yaml|json)|episode_metrics\.jsonl|evaluation\.json|report\.html|f1_config\.json|results\.json|"
+    r"(train|eval)_metrics\.json|final\.pt|checkpoint_iter_\d+\.pt|tokenizer\.safetensors|explorer/f1_config\.json|"
+    r"tensorboard/events\.out\.tfevents\.\d{20}|videos/(step|episode)_\d+\.mp4|samples/(episode|update)_\d+\.png|"
+    r"plots/(learning_curve|updates|rewards|safety|held_out|open_loop_\w+|waypoints_\w+)\.(png|mp4)"
+)
+Entry = dict[str, Any]  # {"bytes": size, "blake2b": hex digest}
+_verified: set[tuple[str, int, int, int]] = set()  # files that match their hash: read once, not for every loader
+
+
+class HashingFile:
+    """A file opened for writing that hashes what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.blake2b(digest_size=DIGEST_SIZE)
+        self._size = 0
+
+    def write(self, data: bytes) -> int:
+        """Write and hash a block."""
+        self._hash.update(data)
+        self._size += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._file.flush()
+
+    @property
+    def entry(self) -> Entry:
+        """The line of the manifest for what has been written."""
+        return {"bytes": self._size, "blake2b": self._hash.hexdigest()}
+
+
+def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
+    """Write the manifest of all files in a folder; those in `known` were hashed while they were written."""
+    names = [name for name in relative_files(folder) if name != MANIFEST]
+    files = {name: known.get(name) or _entry_of(folder / name) for name in names}
+    content = {"format": MANIFEST_FORMAT, "files": files, "checksum": _checksum(files)}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Entry] | None:
+    """The entries of a folder's manifest by relative path; None if it has none. A damaged manifest is an error."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        files = content["files"]
+        is_whole = content["format"] == MANIFEST_FORMAT and content["checksum"] == _checksum(files)
+        if is_whole and all(_is_inside(name) and {"bytes", "blake2b"} <= files[name].keys() for name in files):
+            return dict(files)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise InputError(f"{path}: damaged, so the files of {folder.name} cannot be verified; use another checkpoint")
+
+
+def verify(path: Path) -> None:
+    """Raise an error if a file differs from what was written: by its manifest, else by the CRCs of a torch file."""
+    for folder in (path.parent, path.parent.parent):  # the second: of peft_adapter/ and explorer/
+        files = read_manifest(folder)
+        if files is not None:
+            name = path.relative_to(folder).as_posix()
+            if name in files:
+                _check_hash(path, files[name])
+            return
+    log.debug("%s has no %s beside it: only the CRCs inside the file are checked", path, MANIFEST)
+    _check_crcs(path)
+
+
+def verify_folder(folder: Path) -> bool:
+    """Verify all files of a checkpoint; False if it has no manifest (earlier versions wrote none)."""
+    files = read_manifest(folder)
+    if files is None:
+        return False
+    for name, entry in files.items():
+        if not (folder / name).is_file():
+            raise InputError(f"{folder / name}: missing; {folder.name} is not a whole checkpoint")
+        _check_hash(folder / name, entry)
+    return True
+
+
+def relative_files(folder: Path) -> list[str]:
+    """All files and links in a folder, relative to it, sorted."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def delete_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete files in a folder by relative path, in this order, then the folders in it that this leaves empty."""
+    parents: set[Path] = set()
+    for name in names:
+        path = folder / name
+        if not _is_inside(name) or folder.resolve() not in (path.parent.resolve() / "_").parents:
+            continue  # a name or a link that leads out of the folder
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+            parents |= set(path.relative_to(folder).parents)
+    for parent in sorted(parents - {Path()}, key=lambda one: -len(one.parts)):
+        if (folder / parent).is_dir() and not any((folder / parent).iterdir()):
+            (folder / parent).rmdir()
+
+
+# -- the index of a run folder ---------------------------------------------------------------------------------------
+
+
+def start_index(run_dir: Path) -> None:
+    """Create the index of a run folder if it has none: empty, or with the known files of an earlier version's run."""
+    if (run_dir / INDEX).exists():
+        return
+    is_run = any(run_dir.glob("checkpoint-*/training_state.pt"))
+    known = [name for name in relative_files(run_dir) if EARLIER_FILES.fullmatch(name)] if is_run else []
+    (run_dir / INDEX).write_text("\n".join([INDEX_HEADER, *known]) + "\n", encoding="utf-8")
+
+
+def indexed_files(run_dir: Path) -> list[str]:
+    """The relative paths in a run folder's index."""
+    try:
+        lines = (run_dir / INDEX).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return lines[1:] if lines[:1] == [INDEX_HEADER] else []
+
+
+def record(path: Path) -> Path:
+    """Add a file that was just written to the index of the run folder that it is in, if it is in one."""
+    for folder in list(path.parents)[:2]:
+        if (folder / INDEX).is_file():
+            name = path.relative_to(folder).as_posix()
+            if name not in indexed_files(folder) and len(name.splitlines()) == 1:
+                with open(folder / INDEX, "a", encoding="utf-8") as file:
+                    file.write(name + "\n")
+            break
+    return path
+
+
+# -- hashes ----------------------------------------------------------------------------------------------------------
+
+
+def _check_hash(path: Path, expected: Entry) -> None:
+    try:
+        about = path.stat()
+        key = (str(path.resolve()), about.st_ino, about.st_size, about.st_mtime_ns)
+        if key in _verified and about.st_size == expected["bytes"]:
+            return
+        found = _entry_of(path) if about.st_size == expected["bytes"] else None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if found is None:
+        raise InputError(
+            f"{path}: damaged or cut short: it has {about.st_size} bytes, and {MANIFEST} lists {expected['bytes']}; "
+            "use another checkpoint"
+        )
+    if found != expected:
+        raise InputError(f"{path}: damaged: its hash differs from the one in {MANIFEST}; use another checkpoint")
+    _verified.add(key)
+
+
+def _entry_of(path: Path) -> Entry:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_SIZE))
+        return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
+
+
+def _check_crcs(path: Path) -> None:
+    """Compare the records of a file written by torch.save with the CRC-32 that the file stores for each."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            for name in _records_with_crc(archive, path.stat().st_size):
+                with archive.open(name) as record_file:
+                    while record_file.read(1 << 20):  # raises BadZipFile at its end if the CRC differs
+                        pass
+    except FileNotFoundError:
+        return  # the loader says so
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise InputError(f"{path}: damaged: its content differs from its checksums (CRC-32)") from error
+
+
+def _records_with_crc(archive: zipfile.ZipFile, file_size: int) -> Iterator[str]:
+    records = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
+    if sum(one.file_size for one in records) > file_size:
+        raise zipfile.BadZipFile("records overlap")
+    # All zero: torch.save was told not to compute them (torch.serialization.set_crc32_options).
+    return (one.filename for one in records if any(other.CRC for other in records))
+
+
+def _checksum(files: Mapping[str, Entry]) -> str:
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=DIGEST_SIZE).hexdigest()
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
