@@ -1,7 +1,11 @@
 """What every test shares: one thread, so that results do not depend on the machine's cores."""
 
+import os
+
 import pytest
 import torch
+
+os.environ["OMP_NUM_THREADS"] = "1"  # a fixed count: training measures none, and the processes it starts inherit it
 
 
 @pytest.fixture(autouse=True)

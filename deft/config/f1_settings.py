@@ -137,7 +137,7 @@ class TrainingConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: Count | None = None
-    """Torch's threads; by default all cores."""
+    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
 
 
 @settings

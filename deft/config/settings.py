@@ -300,7 +300,7 @@ class RunSettings:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: Count | None = None
-    """Torch's threads; by default what the machine has left beside workers and collector."""
+    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
     fsdp: Switch = False
     """Share out weights, gradients and moments among the processes (FSDP), for large models; ppo and sft."""
     model_path: Place | None = None

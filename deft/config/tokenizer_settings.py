@@ -69,7 +69,7 @@ class TokenizerTrainingConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: Count | None = None
-    """Torch's threads; by default the cores that the workers leave."""
+    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
     resume: Switch = False
     """Go on from the latest checkpoint in `output_dir`."""
     overwrite: Switch = False

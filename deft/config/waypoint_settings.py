@@ -119,7 +119,7 @@ class PPOConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: Count | None = None
-    """Torch's threads; by default all cores."""
+    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
     resume: Switch = False
     """Go on from the latest checkpoint in `out_dir`."""
     overwrite: Switch = False
@@ -168,7 +168,7 @@ class WaypointSFTConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: Count | None = None
-    """Torch's threads; by default all cores."""
+    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
     overwrite: Switch = False
     """Replace a model that is already in `out_dir`."""
 

@@ -1,10 +1,16 @@
-"""Where and with how many threads torch computes: chosen for the run, not left to defaults."""
+"""The device and the number of threads that torch computes with: chosen for the run, not left to defaults.
+
+Trainers make one `Threads` and call it in their loop; commands resolve `--device` by `choose_device`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,22 +19,119 @@ from deft.errors import InputError
 from deft.machine import available_cores
 
 SMALL_MATRIX = 512 * 512  # parameters of the largest layer for which oneDNN is left out
-MAX_THREADS = 1024  # beyond what a machine can start, OpenMP does not refuse: it crashes
+MAX_THREADS = 1024  # beyond what a machine can start, OpenMP does not raise an error: it crashes
+SMALL_PRODUCT = 4_000_000  # multiplications (about 0.1 ms): below, one thread is as good as several
+LARGE_PRODUCT = 64_000_000
+WORTHWHILE = 1.15
+COLLAPSE = 0.6
+PROBE_SECONDS, WINDOW_SECONDS, RECHECK_SECONDS = 0.1, 1.0, 10.0
+
+log = logging.getLogger(__name__)
 
 
-def choose_threads(
-    requested: int | None, num_workers: int = 0, background: bool = False, cores: int | None = None
-) -> int:
-    """Torch's threads: what was asked for, or the cores that environment workers and the background collector leave.
+def thread_counts(
+    requested: int | None, small: bool = False, reserved: int = 0, cores: int | None = None
+) -> tuple[int, ...]:
+    """Thread counts to choose from: one where it is given (`--threads`, then OMP_NUM_THREADS) or the network is small.
 
-    More threads than free cores make OpenMP's barriers wait for each other: a matmul can become 30 times slower.
+    Otherwise 1, 2, 4, … up to the cores, less those that are `reserved` for work beside the update.
     """
     if requested is not None:
         if not 1 <= requested <= MAX_THREADS:
             raise InputError(f"threads: {requested} is out of range; must be 1 to {MAX_THREADS}")
-        return requested
-    cores = available_cores() if cores is None else cores
-    return max(1, cores - num_workers - (1 if background else 0))
+        return (requested,)
+    variable = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has one entry per nesting level
+    if variable.isdecimal() and 1 <= int(variable) <= MAX_THREADS:
+        return (int(variable),)
+    most = 1 if small else max(1, (available_cores() if cores is None else cores) - reserved)
+    return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+
+
+class Threads:
+    """Torch's threads during a training loop: a fixed count, or the fastest of several by measurement.
+
+    The measurement times matrix products of about the network's size before the first update, so it has no influence
+    on what is learned. More threads than free cores make every product wait for a thread that another process keeps
+    from running: training can become 15 times slower. So the loop reports its progress, and where throughput collapses
+    the measurement is repeated.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        products: int = LARGE_PRODUCT,
+        seconds: Callable[[int, int], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts, self.count = tuple(counts), counts[0]
+        self._size = round((min(max(products, SMALL_PRODUCT), LARGE_PRODUCT)) ** (1 / 3))
+        self._seconds, self._clock = seconds or seconds_of_product, clock
+        self._is_chosen = len(self.counts) == 1
+        self._best_rate = 0.0
+        self._window, self._done, self._started = 0.0, 0.0, 0.0
+        self._measured_at = -RECHECK_SECONDS
+
+    @contextlib.contextmanager
+    def applied(self, small_matrices: bool = False) -> Iterator[None]:
+        """Run with these threads, measuring first where there is a choice; see `torch_threads`."""
+        with torch_threads(self.count, small_matrices):
+            if not self._is_chosen:
+                self._choose()
+            yield
+
+    def begin(self) -> None:
+        """Start the clock of an iteration: time between `tick` and `begin` (an evaluation) does not count."""
+        self._started = self._clock()
+
+    def tick(self, work: float) -> None:
+        """Count the work of an iteration, in any unit; measure again where the rate fell below 0.6 of its best."""
+        if self.count == 1:
+            return
+        now = self._clock()
+        self._window += now - self._started
+        self._done += work
+        self._started = now
+        if self._window < WINDOW_SECONDS:
+            return
+        rate, self._window, self._done = self._done / self._window, 0.0, 0.0
+        self._best_rate = max(self._best_rate, rate)
+        if rate < COLLAPSE * self._best_rate and now - self._measured_at > RECHECK_SECONDS and len(self.counts) > 1:
+            self._choose()
+
+    def state_dict(self) -> int:
+        """The count, for a checkpoint: other counts round sums differently, and a resumed run repeats the bits."""
+        return self.count
+
+    def load_state_dict(self, count: int | None) -> None:
+        """Continue with the count of a checkpoint, unless one was given."""
+        if count is not None and not self._is_chosen and count in self.counts:
+            self.count, self._is_chosen = count, True
+
+    def _choose(self) -> None:
+        """Take more threads while each step (1 to 2, 2 to 4, …) makes products at least 1.15 times faster."""
+        chosen, quickest = self.counts[0], self._seconds(self._size, self.counts[0])
+        for count in self.counts[1:]:
+            seconds = self._seconds(self._size, count)
+            if quickest < WORTHWHILE * seconds:
+                break
+            chosen, quickest = count, seconds
+        if chosen != self.count or not self._is_chosen:
+            log.info("torch computes with %d of %d threads (measured; --threads fixes it)", chosen, self.counts[-1])
+        self.count, self._is_chosen, self._best_rate = chosen, True, 0.0
+        torch.set_num_threads(chosen)
+        self._measured_at = self._started = self._clock()
+
+
+def seconds_of_product(size: int, threads: int) -> float:
+    """Seconds of one [size, size] matrix product with that many threads, the mean over a tenth of a second."""
+    torch.set_num_threads(threads)
+    left = torch.full((size, size), 1e-3)
+    left @ left  # starts the threads
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < PROBE_SECONDS:
+        left @ left
+        count += 1
+    return elapsed / count
 
 
 def choose_device(name: str) -> torch.device:
@@ -69,8 +172,22 @@ def torch_threads(count: int, small_matrices: bool = False) -> Iterator[None]:
 
 def is_small(policy: nn.Module) -> bool:
     """Whether a policy is made of small matrices alone, and computes in float32: bfloat16 is oneDNN's."""
-    modules = list(policy.modules())
-    has_convolution = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in modules)
-    in_bfloat16 = any(getattr(module, "dtype", None) is torch.bfloat16 for module in modules)
-    largest = max((parameter.numel() for parameter in policy.parameters()), default=0)
-    return not has_convolution and not in_bfloat16 and largest <= SMALL_MATRIX
+    in_bfloat16 = any(getattr(module, "dtype", None) is torch.bfloat16 for module in policy.modules())
+    return not _has_convolution(policy) and not in_bfloat16 and _largest_matrix(policy) <= SMALL_MATRIX
+
+
+def threads_for(
+    requested: int | None, policy: nn.Module, batch_size: int, reserved: int = 0, cores: int | None = None
+) -> Threads:
+    """The threads to train a policy with, by the size of its largest product on a batch."""
+    products = _largest_matrix(policy) * batch_size
+    small = products <= SMALL_PRODUCT and not _has_convolution(policy)
+    return Threads(thread_counts(requested, small, reserved, cores), products)
+
+
+def _has_convolution(policy: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in policy.modules())
+
+
+def _largest_matrix(policy: nn.Module) -> int:
+    return max((parameter.numel() for parameter in policy.parameters()), default=0)

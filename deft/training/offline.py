@@ -25,7 +25,7 @@ from deft.evaluation.rollouts import film_episodes, merge_results
 from deft.models.policy import Policy
 from deft.training import checkpoint, sharding
 from deft.training.capture import CapturedUpdate, Sampler
-from deft.training.compute import choose_threads, is_small, torch_threads
+from deft.training.compute import is_small, threads_for
 from deft.training.evaluator import Evaluator
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger, logged_evaluations
@@ -87,7 +87,7 @@ class OfflineTrainer:
             algorithm.share(self.processes)
             sampler.shard(self.processes.rank, self.processes.count)
             sampler.generator.manual_seed(process_seed(seed, self.processes.rank))
-        self.threads = choose_threads(threads, cores=self.processes.cores)
+        self.threads = threads_for(threads, policy, algorithm.settings.batch_size, cores=self.processes.cores)
         self.num_updates = 0
         self.best_reward = -math.inf
         self.last_evaluation: dict[str, Any] = {}  # what it found; empty in all processes but the first
@@ -150,7 +150,7 @@ class OfflineTrainer:
         stop, started = StopSignal(), time.monotonic()
         # oneDNN is what knows bf16; without it such products are emulated.
         small = is_small(self.policy) and self.algorithm.settings.precision != "bf16"
-        threads = torch_threads(self.threads, small)
+        threads = self.threads.applied(small)
         first = self.processes.is_first
         folder = checkpoint.folder_lock(self.run_dir) if first else contextlib.nullcontext()
         with stop, threads, folder, self._logging(total) as run_log:
@@ -179,6 +179,7 @@ class OfflineTrainer:
     def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
         """Update, and after it what is due."""
         while self.num_updates < total and not self._stops(stop):
+            self.threads.begin()
             self.algorithm.progress = self.num_updates / total
             previous = self.num_updates
             if self._captured is not None and self.num_updates + self.algorithm.period <= total:
@@ -187,6 +188,7 @@ class OfflineTrainer:
                 self.algorithm.schedule()
                 count, metrics = 1, self.algorithm.step(self.sampler.sample(self.batch_size))
             self.num_updates += count
+            self.threads.tick(count)
             self._after_update(previous, metrics, run_log)
 
     def _stops(self, stop: StopSignal) -> bool:
@@ -332,6 +334,7 @@ class OfflineTrainer:
             "sampler": self.sampler.state_dict(),
             "transitions": self.num_transitions,
             "processes": count,
+            "threads": self.threads.state_dict(),
             "fingerprint": self._fingerprint,
             "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
             "random": get_random_state(),
@@ -379,6 +382,7 @@ class OfflineTrainer:
         self.algorithm.resumed()
         self._load_sampler(folder, state)
         self.num_updates = state["num_updates"]
+        self.threads.load_state_dict(state.get("threads"))
         # An evaluation beside the training may have come back after the checkpoint was written.
         evaluations = logged_evaluations(folder.parent, self.num_updates)
         is_own = folder.parent.resolve() == self.run_dir.resolve()  # another folder has its own best

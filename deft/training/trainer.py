@@ -36,7 +36,7 @@ from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import UNKNOWN_COLLECTOR, BackgroundCollection, Collection, InlineCollection
 from deft.training.collector import Collector
-from deft.training.compute import choose_threads, is_small, torch_threads
+from deft.training.compute import is_small, threads_for
 from deft.training.curriculum import Curriculum
 from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.intervals import crossed
@@ -140,8 +140,9 @@ class Trainer:
         self._take_weights()
         self.collection = self._make_collection(timeout)
         self.curriculum = None if curriculum is None else Curriculum(curriculum, self.env, self.collection.paused)
-        background = self.settings.buffer_type == "vla"
-        self.threads = choose_threads(threads, self.env.num_workers, background, self.processes.cores)
+        # Workers and a background collector compute beside the update; else they wait while it runs.
+        reserved = self.env.num_workers + 1 if self.settings.buffer_type == "vla" else 0
+        self.threads = threads_for(threads, policy, algorithm.settings.batch_size, reserved, self.processes.cores)
 
     @property
     def acting(self) -> Policy:
@@ -164,7 +165,7 @@ class Trainer:
         stop = StopSignal()
         started = time.monotonic()
         in_bfloat16 = getattr(self.algorithm.settings, "precision", None) == "bf16"  # the critics too: oneDNN's
-        threads = torch_threads(self.threads, is_small(self.policy) and not in_bfloat16)
+        threads = self.threads.applied(is_small(self.policy) and not in_bfloat16)
         with stop, threads, self._folder(), self._logging(total) as run_log:
             self._log = run_log
             try:
@@ -195,6 +196,7 @@ class Trainer:
     def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
         """Collect, train, publish, repeat."""
         while self.num_timesteps < total and self.algorithm.version != self._most_updates and not self._stops(stop):
+            self.threads.begin()
             steps = self._rollout_steps(total)
             if not self.collection.gather(steps, self._ticking(stop, run_log)):
                 break
@@ -204,6 +206,7 @@ class Trainer:
             self._take_weights()
             previous = self.num_timesteps
             self.num_timesteps += self._steps_of_all(self.collection.collector.take_step_count(steps))
+            self.threads.tick(self.num_timesteps - previous)
             if self._most_updates is not None:  # episodes and chunks may end early: the total was a bound
                 run_log.expect(round(self.num_timesteps / self.algorithm.version * self._most_updates))
             self._after_update(previous, metrics, run_log)
@@ -281,6 +284,7 @@ class Trainer:
         checkpoint.load_weights(self.policy, checkpoint.load_part(folder, checkpoint.MODEL), folder / checkpoint.MODEL)
         self.algorithm.load_state_dict(state["algorithm"])
         self.num_timesteps = state["num_timesteps"]
+        self.threads.load_state_dict(state.get("threads"))
         if folder.parent.resolve() == self.run_dir.resolve():  # another folder has its own best
             self.best_reward = state["best_reward"]
         reason = self.env.state_obstacle() or "it was not saved: a failure, or a collector beside training"
@@ -559,6 +563,7 @@ class Trainer:
             "config": self._run_config,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
             "processes": count,
+            "threads": self.threads.state_dict(),
         }
         weights = {name: value.detach().cpu() for name, value in self.acting.state_dict().items()}
         written = checkpoint.save_checkpoint(

@@ -1,4 +1,5 @@
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from worlds import Counting
@@ -6,37 +7,121 @@ from worlds import Counting
 from deft.algorithms.ppo import PPO
 from deft.envs.process import ProcessVectorEnv
 from deft.errors import InputError
-from deft.machine import available_cores
 from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
-from deft.training.compute import choose_device, choose_threads, is_small, torch_threads
+from deft.training.checkpoint import load_training_state
+from deft.training.compute import Threads, choose_device, is_small, thread_counts, threads_for, torch_threads
 from deft.training.trainer import Trainer
 
 
+@pytest.fixture
+def free_choice(monkeypatch):
+    """No OMP_NUM_THREADS, which the other tests run with."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
 @pytest.mark.parametrize(
-    ("requested", "workers", "background", "cores", "threads"),
+    ("requested", "small", "reserved", "cores", "counts"),
     [
-        (None, 0, False, 8, 8),  # the machine is ours
-        (None, 4, False, 8, 4),  # four cores are the workers'
-        (None, 4, True, 8, 3),  # one more is the background collector's
-        (None, 2, False, 2, 1),  # never less than one
-        (None, 16, True, 8, 1),
-        (6, 16, True, 8, 6),  # what was asked for
+        (None, False, 0, 8, (1, 2, 4, 8)),
+        (None, False, 0, 6, (1, 2, 4, 6)),
+        (None, False, 5, 8, (1, 2, 3)),  # five cores are those of workers and a background collector
+        (None, False, 16, 8, (1,)),  # never less than one
+        (None, True, 0, 8, (1,)),  # a small network
+        (6, True, 16, 8, (6,)),  # what was asked for
     ],
 )
-def test_threads_are_what_workers_and_collector_leave(requested, workers, background, cores, threads):
-    assert choose_threads(requested, workers, background, cores) == threads
+@pytest.mark.usefixtures("free_choice")
+def test_thread_counts_to_choose_from(requested, small, reserved, cores, counts):
+    assert thread_counts(requested, small, reserved, cores) == counts
 
 
-def test_a_trainer_counts_its_workers():
+@pytest.mark.parametrize(("variable", "counts"), [("3", (3,)), ("4,2", (4,)), ("all", (1, 2)), ("0", (1, 2))])
+def test_omp_num_threads_is_respected(monkeypatch, variable, counts):
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert thread_counts(None, cores=2) == counts
+    assert thread_counts(5, cores=2) == (5,)  # a flag comes first
+
+
+@pytest.mark.usefixtures("free_choice")
+def test_networks_are_small_by_their_largest_product():
+    space, action = gymnasium.spaces.Box(-1, 1, (8,)), gymnasium.spaces.Box(-1, 1, (2,))
+    policy = Actor(space, action)  # 256 × 256 weights
+    assert threads_for(None, policy, 32, cores=4).counts == (1,)  # 2.1 M multiplications
+    assert threads_for(None, policy, 256, cores=4).counts == (1, 2, 4)  # 16.8 M
+    camera = gymnasium.spaces.Dict({"rgb": gymnasium.spaces.Box(0, 255, (3, 64, 64), np.uint8)})
+    assert threads_for(None, Actor(camera, action), 1, cores=4).counts == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({1: 1.0, 2: 0.55, 4: 0.3, 8: 0.2}, 8),  # a quiet machine
+        ({1: 1.0, 2: 0.55, 4: 0.5, 8: 0.1}, 2),  # 4 threads are 1.1 times as fast as 2: not worthwhile
+        ({1: 1.0, 2: 9.0, 4: 20.0, 8: 30.0}, 1),  # a busy one
+        ({1: 1.0, 2: 0.9, 4: 0.2, 8: 0.1}, 1),
+    ],
+)
+def test_the_fastest_count_is_chosen(seconds, chosen):
+    threads = Threads((1, 2, 4, 8), seconds=lambda size, count: seconds[count])
+    with threads.applied():
+        assert threads.count == torch.get_num_threads() == chosen
+
+
+def test_a_collapse_of_throughput_is_measured_again():
+    now, seconds = [0.0], {1: 1.0, 2: 0.5}
+    threads = Threads((1, 2), seconds=lambda size, count: seconds[count], clock=lambda: now[0])
+
+    def iterate(count, each):
+        for _ in range(count):
+            threads.begin()
+            now[0] += each
+            threads.tick(1)
+            now[0] += 5.0  # an evaluation between two iterations does not count
+
+    with threads.applied():
+        iterate(20, 0.5)  # 2 iterations a second
+        assert threads.count == 2
+        seconds[2] = 8.0  # another process takes a core
+        iterate(2, 0.8)  # 1.25 a second: above 0.6 of 2
+        assert threads.count == 2
+        iterate(2, 2.0)  # 0.5 a second
+        assert threads.count == torch.get_num_threads() == 1
+
+
+def test_a_resumed_run_computes_with_the_count_of_its_checkpoint():
+    def quick(size, count):
+        return 1.0 / count
+
+    first = Threads((1, 2, 4), seconds=quick)
+    with first.applied():
+        pass
+    resumed = Threads((1, 2, 4), seconds=lambda size, count: count)  # it would measure 1
+    resumed.load_state_dict(first.state_dict())
+    with resumed.applied():
+        assert torch.get_num_threads() == 4
+    fixed = Threads((2,), seconds=quick)  # --threads 2
+    fixed.load_state_dict(4)
+    assert fixed.count == 2
+
+
+@pytest.mark.usefixtures("free_choice")
+def test_a_trainer_leaves_cores_to_what_runs_beside_the_update(tmp_path):
     env = ProcessVectorEnv([Counting, Counting], num_workers=2)
     try:
         policy = ActorCritic(env.observation_space, env.action_space)
-        assert env.num_workers == 2
-        assert Trainer(policy, env, PPO(policy)).threads == max(1, available_cores() - 2)
-        assert Trainer(policy, env, PPO(policy), threads=3).threads == 3
+        assert Trainer(policy, env, PPO(policy), threads=3).threads.counts == (3,)
+        assert Trainer(policy, env, PPO(policy)).threads.counts == (1,)  # small
     finally:
         env.close()
+
+
+def test_the_choice_is_kept_in_the_checkpoint(tmp_path):
+    env = gymnasium.make("CartPole-v1")
+    policy = ActorCritic(env.observation_space, env.action_space)
+    trainer = Trainer(policy, env, PPO(policy), 16, threads=2, output_dir=tmp_path, eval_freq=0)
+    trainer.train(16)
+    assert load_training_state(tmp_path / "checkpoint-16")["threads"] == 2
 
 
 def test_threads_are_put_back_and_small_matrices_leave_onednn_out():

@@ -32,7 +32,7 @@ from deft.models.f1.policy import F1Policy
 from deft.models.f1.vision import VisionLayer
 from deft.ownership import start_index
 from deft.training import checkpoint, sharding
-from deft.training.compute import choose_device, choose_threads, torch_threads
+from deft.training.compute import Threads, choose_device, thread_counts
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger
 from deft.training.precision import choose_precision
@@ -76,6 +76,7 @@ class BaseRLTrainer(ABC):
         self.episode = 0  # trained on so far, by all processes
         self.num_updates = 0
         self.elapsed = 0.0  # seconds of training
+        self._threads = Threads(thread_counts(self.training.threads, cores=self.processes.cores))
         self.choose_what_learns()
         if self.is_sharded:
             self._shard()
@@ -188,7 +189,7 @@ class BaseRLTrainer(ABC):
         if self.resume_from is not None:
             self.load(self.resume_from)
         total, stop = self.total, StopSignal()
-        threads = torch_threads(choose_threads(self.training.threads))
+        threads = self._threads.applied()
         with stop, threads, self._run_folder(total) as run_log:
             self._log = run_log
             if self._random_state is not None:
@@ -233,8 +234,10 @@ class BaseRLTrainer(ABC):
 
     def _round(self, run_log: RunLogger) -> None:
         previous = self.episode
+        self._threads.begin()
         count, metrics = self.train_round()
         self.episode += count
+        self._threads.tick(count)
         self.elapsed = self.processes.share(time.monotonic() - self._started)
         self._set_learning_rate()
         settings, number = self.training, self.episode
@@ -305,6 +308,7 @@ class BaseRLTrainer(ABC):
             "episode": self.episode,
             "num_updates": self.num_updates,
             "elapsed": self.elapsed,
+            "threads": self._threads.state_dict(),
             "optimizer": self.optimizer_state(self.optimizer),
             "scheduler": None if self.scheduler is None else {"last_epoch": self.scheduler.last_epoch},
             "random": get_random_state(),
@@ -358,6 +362,7 @@ class BaseRLTrainer(ABC):
             else:
                 self.policy.load_state_dict(fresh.state_dict())
         self.episode, self.num_updates, self.elapsed = state["episode"], state["num_updates"], state["elapsed"]
+        self._threads.load_state_dict(state.get("threads"))
         if self.optimizer is not None and self.scheduler is not None:
             try:
                 sharding.load_whole_moments(self.optimizer, state["optimizer"])

@@ -19,7 +19,7 @@ from deft.data.waypoint_recording import WaypointRecording
 from deft.envs.waypoints.protocol import displacement_errors
 from deft.errors import InputError
 from deft.models.waypoint import WaypointSFT, WaypointShape
-from deft.training.compute import choose_device, choose_threads, torch_threads
+from deft.training.compute import choose_device, threads_for
 from deft.training.random_state import seed_everything
 from deft.training.waypoints.files import CONFIG, MODEL, TRAIN_METRICS, check_alone, save_sft, write_json
 
@@ -48,7 +48,7 @@ def train_sft(config: WaypointSFTConfig) -> dict[str, Any]:
     training, held_out = _split(recording, config.holdout, config.seed)
     model.fit_scales(torch.as_tensor(recording.motion[training]), torch.as_tensor(recording.waypoints[training]))
     started = time.monotonic()
-    with torch_threads(choose_threads(config.threads)):
+    with threads_for(config.threads, model, config.batch_size).applied():
         metrics = _fit(model, recording, training, held_out, config, device)
     about = {"dataset": recording.about, "config": to_dict(config), **metrics[-1]}
     save_sft(model, folder / MODEL, about)
