@@ -1,130 +1,140 @@
-"""Writes episodes as a dataset in Minari's layout, which `minari.load_dataset` and `deft.load_dataset` read.
+"""Records episodes as a dataset, each of them complete on disk before the next: `deft collect`, `DatasetWriter`.
 
-`deft collect` calls it. Everything is written into a hidden folder beside the dataset and moved into place by `commit`:
-a process that is killed leaves no dataset, or the one that was there before, untouched.
+An episode is first written to a hidden folder, then its files are renamed into place, and the file that counts the
+episodes is replaced last. Whenever the process ends, by a kill, an error or a full disk, the dataset is readable and
+has every episode for which `add` returned. Nothing that is in place is copied or rewritten.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
+import fcntl
+import logging
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from gymnasium import spaces
 
 from deft.data.datasets.dataset import Episode
-from deft.data.spaces import action_stream, recorded_space, space_to_json, streams
+from deft.data.spaces import Stream
 from deft.errors import InputError, RunError
 
-if TYPE_CHECKING:
-    import h5py
+STAGING = ".deft-partial"  # in the dataset's folder: files of the episode that is being written
+SYNC_SECONDS = 1.0  # at most so often, files are forced to the disk before they are renamed
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-LAYOUT_VERSION = "0.5.4"  # of Minari, whose layout this is
-DATA_FOLDER, METADATA_FILE, EPISODES_FILE = "data", "metadata.json", "main_data.hdf5"
-FIRST_VERSION = "-v0"  # what a name without one becomes
-COMPRESSED_FRAMES = 16  # images are compressed, without loss, so many at a time
+log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[-\w]+")
+Content = bytes | memoryview
 
 
-class Recording:
-    """A dataset that is being written. Used as a context; without `commit` it leaves nothing behind."""
+class EpisodeFiles(Protocol):
+    """A format: the files that episodes become."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        *,
-        env_spec: str | None = None,
-        details: Mapping[str, Any] | None = None,
-        append: bool = False,
-    ) -> None:
-        """`env_spec`: Gymnasium's JSON of the environment; `details`: more entries for the metadata."""
-        self.path = Path(path).expanduser()
-        if _NAME.fullmatch(self.path.name) and not re.search(r"-v\d*$", self.path.name):
-            self.path = self.path.with_name(f"{self.path.name}{FIRST_VERSION}")
-        self.dataset_id, self.datasets_path = place(self.path)
-        self._observation = streams(observation_space)
-        self._action = action_stream(action_space)
-        self._metadata: dict[str, Any] = {
-            "total_episodes": 0,
-            "total_steps": 0,
-            "data_format": "hdf5",
-            "jpeg_encoding": False,
-            "observation_space": space_to_json(recorded_space(observation_space)),
-            "action_space": space_to_json(recorded_space(action_space)),
-            "dataset_id": self.dataset_id,
-            "minari_version": LAYOUT_VERSION,
-        }
-        if env_spec is not None:
-            self._metadata["env_spec"] = env_spec
-        self._before = self._existing(append)
-        self._metadata |= self._before or details or {}
-        self._open()
+    observation: list[Stream]
+    action: Stream
+    needs_final_observation: bool
+    """Whether an episode of T actions needs T + 1 observations, or may have T."""
 
     @property
     def num_episodes(self) -> int:
-        """Episodes so far, with those that were there before."""
-        return self._metadata["total_episodes"]
+        """Episodes that are in place."""
 
     @property
     def num_steps(self) -> int:
-        """Transitions so far, with those that were there before."""
-        return self._metadata["total_steps"]
+        """Transitions that are in place."""
+
+    def is_dataset(self, folder: Path) -> bool:
+        """Whether the folder holds a dataset of this format."""
+
+    def open(self, folder: Path) -> Generator[Mapping[str, Content]]:
+        """Read a dataset, to append to it; yields files that must be put into place first."""
+
+    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
+        """Set what episodes consist of; an InputError where the episodes in place are of another kind."""
+
+    def encode(self, episode: Episode, attributes: Mapping[str, Any]) -> dict[str, Content]:
+        """The files of the next episode, by their path in the folder, in the order they are renamed in."""
+
+    def advance(self) -> None:
+        """Count the episode that was encoded last: its files are in place."""
+
+
+class Recording:
+    """A dataset that is being written. Use it as a context manager: closing it releases the folder.
+
+    The folder is locked while it is written, and has its name from the first episode on.
+    """
+
+    def __init__(self, path: Path, files: EpisodeFiles, *, append: bool = False) -> None:
+        self.path = path
+        self._files = files
+        self._new = path.with_name(f".{path.name}{STAGING}")  # where a new dataset is made
+        self._synced, self._is_staging = -SYNC_SECONDS, False
+        with self._opening():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._root, self._lock = self._locked_folder()
+        try:
+            if self._root == self.path:
+                self._open_existing(append)
+            with self._opening():
+                self._remove_unfinished()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes in the dataset, with those that were there before."""
+        return self._files.num_episodes
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions in the dataset, with those that were there before."""
+        return self._files.num_steps
+
+    @property
+    def kept(self) -> str:
+        """What stays on disk, for messages about a recording that ends early."""
+        count = self.num_episodes
+        return f"{self.path} holds {count} whole episode{'s' * (count != 1)}" if count else "nothing was recorded"
+
+    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
+        """Set what episodes consist of, before the first one is added."""
+        try:
+            self._files.set_spaces(observation_space, action_space)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
 
     def add(self, episode: Episode, **attributes: Any) -> None:
         """Write one whole episode. `attributes` are kept with it: the `seed` it was reset with, `success`, …"""
-        index, length = self.num_episodes, len(episode)
-        self._check(episode, f"episode {index}")
-        with self._writing():
-            group = self._file.create_group(f"episode_{index}")
-            group.attrs.update({"id": index, "total_steps": length})
-            group.attrs.update({name: value for name, value in attributes.items() if value is not None})
-            rows = episode.streams
-            for stream in self._observation:
-                key = "/".join(["observations", *(_key(part) for part in stream.path)])
-                _write(group, key, stream.from_rows(rows[stream.name]))
-            _write(group, "actions", self._action.from_rows(episode.action))
-            _write(group, "rewards", episode.reward)
-            _write(group, "terminations", episode.terminated)
-            _write(group, "truncations", episode.truncated)
-        self._metadata["total_episodes"] += 1
-        self._metadata["total_steps"] += length
-
-    def commit(self) -> None:
-        """Put the dataset into its place, with the episodes added so far."""
-        data = self._folder / DATA_FOLDER
-        with self._writing():
-            self._file.close()
-            # The size in MB, as Minari counts it.
-            self._metadata["dataset_size"] = round((data / EPISODES_FILE).stat().st_size / 1e6, 1)
-            (data / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
-            if self._before is None:
-                if self.path.exists():
-                    raise RunError(f"{self.path} has appeared while it was being recorded; it is left as it is")
-                os.rename(self._folder, self.path)
-                return
-            target = self.path / DATA_FOLDER
-            if json.loads((target / METADATA_FILE).read_text(encoding="utf-8")) != self._before:
-                raise RunError(f"{self.path} was changed by another process while it was being added to")
-            # In this order: a file with more episodes than its metadata counts is still a whole dataset.
-            os.replace(data / EPISODES_FILE, target / EPISODES_FILE)
-            os.replace(data / METADATA_FILE, target / METADATA_FILE)
+        self._check(episode, f"episode {self.num_episodes}")
+        given = {name: value for name, value in attributes.items() if value is not None}
+        files = self._files.encode(episode, given)
+        try:
+            self._publish(files)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {_reason(error)}") from error
+        self._files.advance()
 
     def close(self) -> None:
-        """Remove what was not committed."""
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk fails here once more
-            self._file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Release the folder; one without episodes is removed. Calling it again does nothing."""
+        if self._lock is None:
+            return
+        if self._root == self._new:
+            shutil.rmtree(self._root, ignore_errors=True)
+        elif self._is_staging:
+            shutil.rmtree(self._root / STAGING, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -134,107 +144,112 @@ class Recording:
     ) -> None:
         self.close()
 
-    def _existing(self, append: bool) -> dict[str, Any] | None:
-        """The metadata of the dataset to add to, None for a new one; refuses what these episodes do not fit."""
-        metadata_file = self.path / DATA_FOLDER / METADATA_FILE
-        if not metadata_file.is_file():
-            if self.path.exists():
-                raise InputError(f"--out {self.path}: exists and is no dataset; give another name")
-            return None
-        if not append:
-            raise InputError(f"--out {self.path}: is a dataset already; --append adds to it, or give another name")
+    def _publish(self, files: Mapping[str, Content]) -> None:
+        """Put the files of an episode into place, all of them or none that counts."""
+        staging, moved = self._root / STAGING, []
+        is_synced = time.monotonic() - self._synced >= SYNC_SECONDS
         try:
-            metadata: dict[str, Any] = json.loads(metadata_file.read_text(encoding="utf-8"))
-            same = {
-                name: metadata.get(name) == self._metadata[name]
-                for name in ("data_format", "observation_space", "action_space", "jpeg_encoding")
-            }
-            metadata["total_episodes"], metadata["total_steps"]  # a KeyError where they are missing
-        except (ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"{metadata_file}: cannot be read as a dataset's metadata: {error!r}") from None
-        if not all(same.values()):
-            different = next(name for name in same if not same[name])
-            raise InputError(f"--append: {self.path} has another {different}; record into another dataset")
-        return metadata
-
-    def _open(self) -> None:
-        try:
-            import h5py
-        except ImportError:
-            raise InputError('recording needs h5py: pip install "deft[data]"') from None
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._folder = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.partial")
-            self._folder.mkdir()
-        except OSError as error:
-            raise InputError(f"--out {self.path}: cannot be written: {error.strerror or error}") from error
-        try:
-            with self._writing():
-                data = self._folder / DATA_FOLDER
-                data.mkdir()
-                if self._before is not None:
-                    shutil.copyfile(self.path / DATA_FOLDER / EPISODES_FILE, data / EPISODES_FILE)
-                self._file: h5py.File = h5py.File(data / EPISODES_FILE, "a")
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            staging.mkdir(exist_ok=True)
+            self._is_staging = True
+            for folder in dict.fromkeys((self._root / name).parent for name in files):
+                folder.mkdir(parents=True, exist_ok=True)
+            for number, content in enumerate(files.values()):
+                with open(staging / str(number), "wb") as file:
+                    file.write(content)
+                    if is_synced:
+                        file.flush()
+                        os.fsync(file.fileno())
+            for number, name in enumerate(files):
+                if not os.path.exists(self._root / name):
+                    moved.append(self._root / name)
+                os.replace(staging / str(number), self._root / name)
+            if self._root == self._new:
+                os.rename(self._new, self.path)
+                self._root = self.path
+        except OSError:
+            for path in [*moved, *(staging / str(number) for number in range(len(files)))]:
+                with contextlib.suppress(OSError):  # gives the space back; what it was about is raised below
+                    path.unlink(missing_ok=True)
             raise
+        if is_synced:
+            self._synced = time.monotonic()
 
-    def _check(self, episode: Episode, where: str) -> None:
-        """Refuse what would be a damaged dataset: the environment or the policy gave it."""
-        length, rows = len(episode), episode.streams
-        fields = [(stream.name or "observation", rows[stream.name], length + 1, stream) for stream in self._observation]
-        fields.append(("action", episode.action, length, self._action))
-        for name, values, count, stream in fields:
-            if values.shape != (count, *stream.shape):
-                raise RunError(f"{where}: {name} has shape {values.shape}, not {(count, *stream.shape)}")
-        for name, values in [*((name, values) for name, values, _, _ in fields), ("reward", episode.reward)]:
-            if values.dtype.kind == "f" and not np.isfinite(values).all():
-                raise RunError(f"{where}: {name} is not finite; nothing was recorded")
+    def _locked_folder(self) -> tuple[Path, int | None]:
+        """The dataset's folder, or for a new one the folder it is made in, locked until this process ends."""
+        while True:
+            root = self.path if os.path.lexists(self.path) else self._new
+            if root == self._new:
+                root.mkdir(exist_ok=True)
+            try:
+                folder = os.open(root, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.stat(root)
+            except BlockingIOError:
+                os.close(folder)
+                raise InputError(
+                    f"{self.path}: another process is recording into it; wait until it ends, or give another name"
+                ) from None
+            except FileNotFoundError:
+                found = None
+            except BaseException:
+                os.close(folder)
+                raise
+            if found is not None and os.path.samestat(found, os.fstat(folder)):
+                return root, folder
+            os.close(folder)  # the process that held it has renamed or removed it since: look again
+
+    def _remove_unfinished(self) -> None:
+        """Delete what a killed process left: an episode that was not whole, or a dataset without one."""
+        leftovers = [*self._root.iterdir()] if self._root == self._new else [*self._root.glob(STAGING)]
+        # Earlier versions made datasets in folders of such names, which no process continues.
+        own = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{8}}\.partial")
+        leftovers += [folder for folder in self.path.parent.iterdir() if own.fullmatch(folder.name)]
+        for leftover in leftovers:
+            log.info("%s: removed what an interrupted recording left unfinished: %s", self.path, leftover.name)
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def _open_existing(self, append: bool) -> None:
+        if not self._files.is_dataset(self._root):
+            raise InputError(f"{self.path}: exists and is not a dataset of this format; give another name")
+        if not append:
+            raise InputError(
+                f"{self.path}: is a dataset already; append to it (--append, in Python append=True), "
+                "or give another name"
+            )
+        with contextlib.closing(self._files.open(self._root)) as changes, self._opening():
+            for files in changes:
+                self._publish(files)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A failure of the disk as one line."""
+    def _opening(self) -> Iterator[None]:
+        """Report that the place cannot be written to as one line."""
         try:
             yield
         except OSError as error:
-            raise RunError(
-                f"{self.path} cannot be written: {' '.join(str(error.strerror or error).split())}"
-            ) from error
+            kind = RunError if error.errno in DISK_FULL else InputError
+            raise kind(f"{self.path} cannot be written: {_reason(error)}") from error
+
+    def _check(self, episode: Episode, where: str) -> None:
+        """Reject an episode that would make a damaged dataset: the environment, the policy or the user gave it."""
+        length, rows = len(episode), episode.streams
+        least = length + self._files.needs_final_observation
+        fields = [(stream.name or "observation", rows[stream.name], stream) for stream in self._files.observation]
+        counts = {len(values) for _, values, _ in fields} or {length + 1}
+        count = length + 1 if counts != {least} else least
+        shapes = [(name, values, (count, *stream.shape)) for name, values, stream in fields]
+        for name, values, shape in [*shapes, ("action", episode.action, (length, *self._files.action.shape))]:
+            if values.shape != shape:
+                raise RunError(f"{where}: {name} has shape {values.shape}, not {shape}")
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                raise RunError(f"{where}: {name} is not finite; the episode was not recorded")
+        if not np.isfinite(episode.reward).all():
+            raise RunError(f"{where}: reward is not finite; the episode was not recorded")
 
 
-def place(path: Path) -> tuple[str, Path]:
-    """The Minari id of a dataset that lies at `path`, and the folder (MINARI_DATASETS_PATH) that it is counted from.
-
-    That folder is Minari's own where the path is below it, else `datasets` or the present folder, else the one above.
-    """
-    absolute = Path(os.path.abspath(path))
-    if not re.fullmatch(r"[-\w]+-v\d+", absolute.name):
-        stem = re.sub(r"[^-\w]+", "-", re.sub(r"-v\d*$", "", absolute.name)).strip("-") or "recording"
-        raise InputError(
-            f"--out {path}: a Minari dataset is named in letters, digits, - and _ and ends in its version: "
-            f"write {path.parent / stem}-v0"
-        )
-    minari = os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets"
-    for root in (Path(os.path.abspath(minari)), Path.cwd() / "datasets", Path.cwd()):
-        if absolute.is_relative_to(root):
-            parts = absolute.relative_to(root).parts
-            if all(_NAME.fullmatch(part) for part in parts) and (len(parts) == 1 or len("/".join(parts[:-1])) > 1):
-                return "/".join(parts), root
-    return absolute.name, absolute.parent
-
-
-def _key(part: str | int) -> str:
-    """How Minari names a part of a Dict or Tuple in HDF5."""
-    return part if isinstance(part, str) else f"_index_{part}"
-
-
-def _write(group: h5py.Group, key: str, values: np.ndarray | list[str]) -> None:
-    if isinstance(values, list):
-        import h5py
-
-        group.create_dataset(key, data=values, dtype=h5py.string_dtype("utf-8"))
-    elif values.dtype == np.uint8 and values.ndim > 2:
-        chunks = (min(COMPRESSED_FRAMES, len(values)), *values.shape[1:])
-        group.create_dataset(key, data=values, chunks=chunks, compression="lzf")
-    else:
-        group.create_dataset(key, data=values)
+def _reason(error: OSError) -> str:
+    if error.errno in DISK_FULL:
+        return "no space left on the disk"
+    return " ".join(str(error.strerror or error).split())

@@ -18,12 +18,13 @@ from deft.config.loading import AnyRunConfig
 from deft.config.settings import CollectConfig, EnvConfig
 from deft.data.datasets.dataset import Episode
 from deft.data.recording import Recording
+from deft.data.recording_minari import MinariFiles, dataset_path
 from deft.data.spaces import action_stream
 from deft.data.tensors import policy_inputs, zero_rows
 from deft.envs.make import SHORT_NAMES, TASK_KWARGS, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import Observation, VectorEnv, VectorStep, take_rows
-from deft.errors import InputError
+from deft.errors import DeftError, InputError
 from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import Policy
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 def collect(config: CollectConfig) -> dict[str, Any]:
     """Record as configured; returns where the dataset is, how much it holds, and how the recorded episodes went.
 
-    Ctrl-C and SIGTERM end the recording after the step: the whole episodes so far are kept, then the signal goes on.
+    Each episode is on disk when it ends. Ctrl-C and SIGTERM end the recording after the step, then take their effect.
     """
     run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
     env_config = _env_config(config, run[1] if run else None)
@@ -54,33 +55,29 @@ def collect(config: CollectConfig) -> dict[str, Any]:
             )
         if config.noise > 1 and not isinstance(example.action_space, spaces.Box):
             raise InputError(f"--noise: {config.noise:g} is no chance of a random action; {env_config.id} needs 0 to 1")
-        details = {"algorithm_name": config.policy}
-        recording = Recording(
-            config.out,
-            example.observation_space,
-            example.action_space,
-            env_spec=_spec_json(example),
-            details=details,
-            append=config.append,
-        )
-        with recording, StopSignal() as stop:
+        path = dataset_path(config.out)
+        module, _, _ = env_config.id.rpartition(":")
+        details = {"algorithm_name": config.policy, **({"env_module": module} if module else {})}
+        files = MinariFiles(path, _spec_json(example), details)
+        with Recording(path, files, append=config.append) as recording, StopSignal() as stop:
+            recording.set_spaces(example.observation_space, example.action_space)
             seed = config.seed + recording.num_episodes
             seed_everything(seed)
             env = make_vector_env(env_config)
             try:
                 actor = _actor(config, run, env, env_config, example.action_space, np.random.default_rng(seed))
                 played = _play(config, env, actor, recording, seed, stop)
+            except DeftError as error:
+                raise type(error)(f"{error}; {recording.kept}") from error
             finally:
                 env.close()
-            if played.num_episodes:
-                recording.commit()
     finally:
         example.close()
     stop.reraise()
     return {
         "dataset": str(recording.path),
-        "minari_id": recording.dataset_id,
-        "minari_datasets_path": str(recording.datasets_path),
+        "minari_id": files.dataset_id,
+        "minari_datasets_path": str(files.datasets_path),
         "recorded_episodes": played.num_episodes,
         "recorded_steps": played.num_steps,
         "total_episodes": recording.num_episodes,
@@ -125,7 +122,7 @@ def _spec_json(env: gymnasium.Env) -> str | None:
     try:
         return spec.to_json()
     except (TypeError, ValueError) as error:
-        log.warning("the dataset will not say which environment it is from: %s", " ".join(str(error).split()))
+        log.warning("the dataset does not name its environment: %s", " ".join(str(error).split()))
         return None
 
 

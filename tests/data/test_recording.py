@@ -1,6 +1,10 @@
-"""Recordings: what is written is what Minari and Deft read, and what is not finished leaves nothing."""
+"""Recordings: what is written is what Minari and Deft read, and no fault costs a whole episode."""
 
+import contextlib
 import json
+import os
+import resource
+import subprocess
 
 import minari
 import numpy as np
@@ -8,7 +12,8 @@ import pytest
 from gymnasium import spaces
 
 from deft.data.datasets import Episode, load_dataset
-from deft.data.recording import Recording, place
+from deft.data.recording import Recording
+from deft.data.recording_minari import MinariFiles, dataset_path, place
 from deft.errors import InputError, RunError
 from deft.schema import encode_text
 
@@ -24,19 +29,28 @@ def counting(length, first=0.0):
     return Episode(observation, action, np.ones(length, np.float32), terminated, np.zeros(length, bool))
 
 
-def record(path, *episodes, append=False, observation_space=BOX, action_space=ACTION):
-    with Recording(path, observation_space, action_space, append=append) as recording:
+def started(path, append=False, observation_space=BOX, action_space=ACTION):
+    path = dataset_path(path)
+    recording = Recording(path, MinariFiles(path), append=append)
+    try:
+        recording.set_spaces(observation_space, action_space)
+    except InputError:
+        recording.close()
+        raise
+    return recording
+
+
+def record(path, *episodes, **settings):
+    with started(path, **settings) as recording:
         for episode in episodes:
             recording.add(episode, seed=7, success=None)
-        recording.commit()
     return recording
 
 
 def test_minari_and_deft_read_what_was_written(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     episodes = [counting(3), counting(5, first=20)]
-    recording = record(tmp_path / "toy" / "counting-v0", *episodes)
-    assert (recording.dataset_id, recording.datasets_path) == ("toy/counting-v0", tmp_path)
+    record(tmp_path / "toy" / "counting-v0", *episodes)
 
     theirs, ours = minari.load_dataset("toy/counting-v0"), load_dataset("toy/counting-v0")
     assert theirs.total_steps == len(ours) == 8
@@ -105,53 +119,215 @@ def test_every_kind_of_space_comes_back(tmp_path, monkeypatch):
 def test_append_adds_to_what_is_there(tmp_path):
     path = tmp_path / "counting-v0"
     record(path, counting(3))
-    with pytest.raises(InputError, match="--append adds to it"):
+    with pytest.raises(InputError, match="is a dataset already; append to it"):
         record(path, counting(3))
     recording = record(path, counting(4), append=True)
     assert (recording.num_episodes, recording.num_steps) == (2, 7)
     assert load_dataset(path).lengths.tolist() == [3, 4]
-    with pytest.raises(InputError, match="has another observation_space"):
+    with pytest.raises(InputError, match="have another observation_space"):
         record(path, counting(2), append=True, observation_space=spaces.Box(-2, 2, (2,), np.float32))
     assert [entry.name for entry in tmp_path.iterdir()] == ["counting-v0"]
 
 
-def test_what_is_not_committed_leaves_nothing(tmp_path):
+def test_an_episode_is_on_disk_when_it_was_added(tmp_path):
+    """Without anything that closes the recording: so it is after a kill."""
     path = tmp_path / "counting-v0"
-    with Recording(path, BOX, ACTION) as recording:
-        recording.add(counting(3))
+    recording = started(path)
+    assert not path.exists()
+    for count in (1, 2, 3):
+        recording.add(counting(count))
+        assert load_dataset(path).lengths.tolist() == list(range(1, count + 1))
+    recording.close()
+    assert sorted(file.name for file in path.iterdir()) == ["data"]
+
+
+def test_a_recording_without_episodes_leaves_nothing(tmp_path):
+    started(tmp_path / "counting-v0").close()
     assert list(tmp_path.iterdir()) == []
 
-    record(path, counting(3))
-    before = {file.name: file.read_bytes() for file in (path / "data").iterdir()}
-    with Recording(path, BOX, ACTION, append=True) as recording:
-        recording.add(counting(5))
-        assert len(list(tmp_path.iterdir())) == 2  # all of it is beside the dataset
-    assert {file.name: file.read_bytes() for file in (path / "data").iterdir()} == before
-    assert list(tmp_path.iterdir()) == [path]
+
+def dies_after(number, call):
+    """`call`, which raises from its given number on: where a kill would have ended the process."""
+    count = 0
+
+    def function(*arguments, **named):
+        nonlocal count
+        count += 1
+        if count > number:
+            raise KeyboardInterrupt
+        return call(*arguments, **named)
+
+    return function
 
 
-def test_more_episodes_than_the_metadata_counts_are_a_whole_dataset(tmp_path):
-    """Where a process dies between the two moves of `commit`."""
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_kill_between_two_renames_of_append_is_repaired(moves, tmp_path, monkeypatch):
+    """An episode is three files, and the third one, the metadata, counts it."""
     path = tmp_path / "counting-v0"
     record(path, counting(3))
-    old = (path / "data" / "metadata.json").read_bytes()
-    record(path, counting(4), append=True)
-    (path / "data" / "metadata.json").write_bytes(old)
+    recording = started(path, append=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies_after(moves, os.replace))
+        with pytest.raises(KeyboardInterrupt):
+            recording.add(counting(9))
+    os.close(recording._lock)  # which is all that the system does for a killed process
     assert load_dataset(path).lengths.tolist() == [3]
+    record(path, counting(4), append=True)
+    assert load_dataset(path).lengths.tolist() == [3, 4]
+    np.testing.assert_array_equal(load_dataset(path).episode(1).observation, counting(4).observation)
+    assert sorted(file.name for file in path.rglob("*")) == sorted(
+        ["data", "0", "1", *["part-0.arrow"] * 2, *["metadata.json"] * 3]
+    )
 
 
-def test_two_processes_do_not_undo_each_other(tmp_path):
+@pytest.mark.parametrize("folder", [".counting-v0.deft-partial", ".counting-v0.0a1b2c3d.partial"])
+def test_unfinished_folders_are_removed_on_the_next_start(folder, tmp_path):
+    """The second name is that of earlier versions."""
+    (tmp_path / folder / "data").mkdir(parents=True)
+    (tmp_path / folder / "data" / "main_data.hdf5").write_bytes(b"half")
+    (tmp_path / ".counting-v0.notes.partial").mkdir()  # nothing of Deft's
+    record(tmp_path / "counting-v0", counting(3))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".counting-v0.notes.partial", "counting-v0"]
+
+
+def test_appending_rewrites_nothing(tmp_path):
     path = tmp_path / "counting-v0"
     record(path, counting(3))
-    with Recording(path, BOX, ACTION, append=True) as late:
-        late.add(counting(5))
-        record(path, counting(4), append=True)
-        with pytest.raises(RunError, match="changed by another process"):
-            late.commit()
-    assert load_dataset(path).lengths.tolist() == [3, 4]
+    before = {file: file.stat().st_ino for file in (path / "data" / "0").iterdir()}
+    record(path, counting(4), append=True)
+    assert {file: file.stat().st_ino for file in before} == before
 
 
-def test_what_would_be_damaged_is_refused(tmp_path):
+def test_a_second_process_is_turned_away(tmp_path):
+    path = tmp_path / "counting-v0"
+    first = started(path)
+    with pytest.raises(InputError, match="another process is recording into it"):  # before its first episode
+        started(path)
+    first.add(counting(3))
+    for append in (False, True):
+        with pytest.raises(InputError, match="another process is recording into it"):
+            started(path, append=append)
+    first.add(counting(4))
+    first.close()
+    record(path, counting(5), append=True)
+    assert load_dataset(path).lengths.tolist() == [3, 4, 5]
+
+
+def test_a_failed_write_keeps_what_is_there_and_can_be_tried_again(tmp_path):
+    """A limit of the file size in place of a full disk: 100 random steps of 800 bytes do not fit into 40,000."""
+    path, space = tmp_path / "counting-v0", spaces.Box(-1, 1, (200,), np.float32)
+    large = Episode(
+        np.random.default_rng(0).random((101, 200), np.float32), np.zeros((100, 1), np.float32),
+        np.zeros(100, np.float32), np.zeros(100, bool), np.arange(100) == 99,
+    )  # fmt: skip
+    small = Episode(large.observation[:11], *(array[-10:] for array in (large.action, large.reward)),
+                    large.terminated[-10:], large.truncated[-10:])  # fmt: skip
+    with started(path, observation_space=space) as recording:
+        recording.add(small)
+        with file_size_limit(40_000), pytest.raises(RunError, match=f"{path} cannot be written: File too large"):
+            recording.add(large)
+        assert sum(file.is_file() for file in path.rglob("*")) == 3  # nothing that keeps the disk full
+        assert load_dataset(path).lengths.tolist() == [10]
+        recording.add(large)
+    assert load_dataset(path).lengths.tolist() == [10, 100]
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte; only root may make one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("cannot mount a file system")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_keeps_the_whole_episodes(small_disk):
+    """Episodes of 40 kB until the disk is full: all but the last are there, and the disk has room for another."""
+    space, generator = spaces.Box(-1, 1, (200,), np.float32), np.random.default_rng(0)
+    path, ends = small_disk / "counting-v0", np.arange(50) == 49
+    added: list[np.ndarray] = []
+
+    def add_forever(recording):
+        while True:
+            observation = generator.random((51, 200), np.float32)
+            recording.add(Episode(observation, np.zeros((50, 1), np.float32), np.zeros(50), ends, ~ends & ends))
+            added.append(observation)
+
+    with started(path, observation_space=space) as recording, pytest.raises(RunError, match="no space left"):
+        add_forever(recording)
+    assert len(added) > 5
+    dataset = load_dataset(path)
+    assert dataset.num_episodes == len(added)
+    for index, observation in enumerate(added):
+        np.testing.assert_array_equal(dataset.episode(index).observation, observation)
+    assert [entry.name for entry in path.iterdir()] == ["data"]
+    record(path, append=True, observation_space=space)  # nothing is added, and the disk is full still
+
+
+def write_hdf5(path, episodes):
+    """A dataset as earlier versions recorded it: Minari's HDF5 storage."""
+    import h5py
+
+    record(path, *episodes)
+    data = path / "data"
+    metadata = json.loads((data / "metadata.json").read_text())
+    for index in range(len(episodes)):
+        for file in (data / str(index)).iterdir():
+            file.unlink()
+        (data / str(index)).rmdir()
+    with h5py.File(data / "main_data.hdf5", "w") as file:
+        for index, episode in enumerate(episodes):
+            group = file.create_group(f"episode_{index}")
+            group.attrs.update({"id": index, "total_steps": len(episode), "seed": 40 + index, "policy": "expert"})
+            fields = (episode.observation, episode.action, episode.reward, episode.terminated, episode.truncated)
+            for name, values in zip(FIELDS, fields, strict=True):
+                group.create_dataset(name, data=values)
+    (data / "metadata.json").write_text(json.dumps(metadata | {"data_format": "hdf5"}))
+
+
+FIELDS = ("observations", "actions", "rewards", "terminations", "truncations")
+
+
+def test_an_hdf5_dataset_can_be_appended_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    path = tmp_path / "counting-v0"
+    write_hdf5(path, [counting(3), counting(5, first=20)])
+    record(path, counting(4), append=True)
+    theirs, ours = minari.load_dataset("counting-v0"), load_dataset(path)
+    assert theirs.total_steps == len(ours) == 12
+    for index, episode in enumerate([counting(3), counting(5, first=20), counting(4)]):
+        np.testing.assert_array_equal(theirs[index].observations, episode.observation)
+        np.testing.assert_array_equal(theirs[index].terminations, episode.terminated)
+        np.testing.assert_array_equal(ours.episode(index).action, episode.action)
+    kept = list(theirs.storage.get_episode_metadata([1]))
+    assert kept == [{"id": 1, "total_steps": 5, "seed": 41, "policy": "expert"}]
+    assert not (path / "data" / "main_data.hdf5").exists()
+
+
+def test_a_failure_while_leaving_hdf5_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "counting-v0"
+    write_hdf5(path, [counting(3), counting(5, first=20)])
+    before = {file.name: file.read_bytes() for file in (path / "data").iterdir()}
+    monkeypatch.setattr(os, "replace", dies_after(2, os.replace))  # the first episode's two files are in place
+    with pytest.raises(KeyboardInterrupt):
+        started(path, append=True)
+    assert {file.name: file.read_bytes() for file in (path / "data").iterdir()} == before
+    assert [entry.name for entry in path.iterdir()] == ["data"]
+
+
+def test_what_would_be_damaged_is_rejected(tmp_path):
     episode = counting(3)
     episode.reward[1] = np.nan
     with pytest.raises(RunError, match="episode 0: reward is not finite"):
@@ -200,9 +376,10 @@ def test_a_name_without_a_version_is_the_first(tmp_path, monkeypatch):
 
 
 def test_an_existing_folder_is_not_written_into(tmp_path):
-    (tmp_path / "mine-v0").mkdir()
-    with pytest.raises(InputError, match="exists and is no dataset"):
+    (tmp_path / "mine-v0" / ".deft-partial").mkdir(parents=True)
+    with pytest.raises(InputError, match="exists and is not a dataset"):
         record(tmp_path / "mine-v0", counting(2))
+    assert (tmp_path / "mine-v0" / ".deft-partial").is_dir()
     (tmp_path / "mine-v0" / "data").mkdir()
     (tmp_path / "mine-v0" / "data" / "metadata.json").write_text(json.dumps({"total_episodes": 1}))
     with pytest.raises(InputError, match="cannot be read as a dataset's metadata"):

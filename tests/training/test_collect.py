@@ -1,5 +1,7 @@
 """`deft collect`: what is recorded is what happened, in any number of copies, and a seed repeats it."""
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,7 +17,9 @@ from deft import PPOTrainer, RLConfig
 from deft.cli import main
 from deft.config.settings import CollectConfig
 from deft.data.datasets import load_dataset
-from deft.errors import InputError, RunError
+from deft.data.recording import Recording
+from deft.data.recording_minari import MinariFiles
+from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.schema import decode_text
 from deft.training.collect import collect
@@ -221,10 +225,87 @@ def test_an_episode_that_is_lost_with_its_worker_is_not_recorded(tmp_path, end):
     assert set(lengths if "episodes" in end else lengths[:-1]) == {2, 9}
 
 
-def test_a_failure_leaves_nothing(tmp_path):
-    with pytest.raises(RunError, match="the gripper fell off"):
-        record(tmp_path, env="deft-test/Uneven-v0", policy="random", steps=50, env_kwargs={"fail_at": 20})
-    assert list(tmp_path.iterdir()) == []
+FLAGS = ["collect", "--env", "deft-test/Uneven-v0", "--policy", "random", "--steps", "50"]
+
+
+def test_an_environment_that_raises_keeps_the_whole_episodes(tmp_path, capsys):
+    """Episodes of 2, 9 and 2 steps; the twentieth step is the seventh of the fourth episode."""
+    path = tmp_path / "recorded-v0"
+    assert main([*FLAGS, "--out", str(path), "--env-kwargs", "fail_at=20"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "the gripper fell off" in line
+    assert line.endswith(f"; {path} holds 3 whole episodes")
+    assert load_dataset(path).lengths.tolist() == [2, 9, 2]
+    assert main([*FLAGS, "--out", str(tmp_path / "other-v0"), "--env-kwargs", "fail_at=1"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("; nothing was recorded")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["recorded-v0"]
+
+
+@pytest.mark.parametrize(("die_at", "expected"), [(1, []), (2, []), (3, [2]), (11, [2]), (12, [2, 9]), (20, [2, 9, 2])])
+def test_a_kill_keeps_the_whole_episodes(die_at, expected, tmp_path):
+    """Episodes of 2, 9, 2, 9, … steps; the process kills itself in the middle of a step."""
+    process = os.fork()
+    if process == 0:
+        with contextlib.suppress(BaseException):
+            record(tmp_path, env="deft-test/Uneven-v0", policy="random", steps=50, env_kwargs={"die_at": die_at})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    path = tmp_path / "recorded-v0"
+    assert path.exists() == bool(expected)
+    if expected:
+        assert load_dataset(path).lengths.tolist() == expected
+    # The next start removes what was left, and continues with the next seed.
+    results, dataset = record(tmp_path, env="deft-test/Uneven-v0", policy="random", episodes=1, append=True)
+    assert dataset.lengths.tolist()[:-1] == expected
+    assert results["total_episodes"] == len(expected) + 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["recorded-v0"]
+
+
+def test_a_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
+    """The fourth episode does not fit."""
+    path, publish, count = tmp_path / "recorded-v0", Recording._publish, 0
+
+    def full(self, files):
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        publish(self, files)
+
+    monkeypatch.setattr(Recording, "_publish", full)
+    assert main([*FLAGS, "--out", str(path)]) == 1
+    line = f"deft: {path} cannot be written: no space left on the disk; {path} holds 3 whole episodes"
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    assert load_dataset(path).lengths.tolist() == [2, 9, 2]
+
+
+def test_two_recordings_into_one_folder(tmp_path, capsys):
+    path = tmp_path / "recorded-v0"
+    with Recording(path, MinariFiles(path)):
+        assert main([*FLAGS, "--out", str(path)]) == 2
+    line = f"deft: {path}: another process is recording into it; wait until it ends, or give another name\n"
+    assert capsys.readouterr().err == line
+    assert main([*FLAGS, "--out", str(path)]) == 0
+
+
+OWN_WORLD = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+gymnasium.register("own/Pole-v3", entry_point="own_package.worlds:CartPoleEnv", max_episode_steps=20)
+"""
+
+
+def test_the_module_of_an_environment_is_in_the_metadata(tmp_path, monkeypatch):
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "worlds.py").write_text(OWN_WORLD)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, dataset = record(tmp_path, env="own_package.worlds:own/Pole-v3", policy="random", steps=30)
+    assert dataset.env_id == "own_package.worlds:own/Pole-v3"
+    theirs = minari.load_dataset("recorded-v0")
+    assert theirs.env_spec.id == "own/Pole-v3"
+    theirs.recover_environment().close()
+    gymnasium.registry.pop("own/Pole-v3")
 
 
 @pytest.mark.parametrize(

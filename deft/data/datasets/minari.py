@@ -24,7 +24,7 @@ from deft.data.datasets.dataset import (
     write_episode,
 )
 from deft.data.datasets.hdf5 import column, is_hdf5, one_line, open_hdf5, read
-from deft.data.recording import DATA_FOLDER, EPISODES_FILE, METADATA_FILE
+from deft.data.recording_minari import DATA_FOLDER, EPISODES_FILE, METADATA_FILE
 from deft.data.spaces import Stream, action_stream, space_from_json, stream_space, streams
 from deft.data.transitions import TransitionTable
 from deft.errors import DeftError, InputError
@@ -260,6 +260,8 @@ def _env_spec(metadata: dict[str, Any], folder: Path) -> dict[str, Any]:
         spec["id"]  # a KeyError where it is missing
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder / METADATA_FILE, "the top", "env_spec", f"cannot be read: {error!r}") from None
+    if module := metadata.get("env_module"):  # as recorded by Deft: what must be imported for the id to be known
+        spec["id"] = f"{module}:{spec['id']}"
     return spec
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from deft.data.datasets import Episode, load_dataset
 from deft.data.datasets.minari import matches
 from deft.data.recording import Recording
+from deft.data.recording_minari import MinariFiles
 from deft.errors import InputError
 from deft.schema import decode_text
 
@@ -304,10 +305,10 @@ def test_loading_peaks_below_one_and_a_half_times_the_table(tmp_path):
     episode = Episode(np.ones((1001, 120), np.float32), np.zeros((1000, 2), np.float32), np.zeros(1000), ends, ends)
     small, large = tmp_path / "small-v0", tmp_path / "large-v0"
     for path, count in ((small, 1), (large, 80)):  # 80 · 1001 · 124 · 4 bytes = 40 MB
-        with Recording(path, space, ACTION) as recording:
+        with Recording(path, MinariFiles(path)) as recording:
+            recording.set_spaces(space, ACTION)
             for _ in range(count):
                 recording.add(episode)
-            recording.commit()
     command = [sys.executable, "-c", PEAK, str(small), str(large)]
     peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert 0.9 < peak < 1.5
