@@ -430,7 +430,7 @@ class EvaluateConfig:
     random_policy: Switch = False
     """Play uniformly random actions instead, on the same seeds: the baseline."""
     seed: Seed = 0
-    """Seed of the evaluation's environments."""
+    """Episode i starts from seed + i; training and its own evaluations use seeds from 2^24 on."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
@@ -440,7 +440,7 @@ class CompareRunsConfig:
     """Which policies to compare, and on what: all play the same episodes."""
 
     runs: tuple[str, ...]
-    """Run folders or checkpoints, `ppo=RUN,RUN,RUN` for seeds in one row, `random` (actions), `expert` (a script)."""
+    """Runs or checkpoints; `ppo=RUN,RUN` or `ppo=runs/ppo_*`: the seeds of a method; `random`; `expert` (a script)."""
     env: str | None = None
     """Any Gymnasium id, or one of Deft's own; by default each run's own."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -456,7 +456,7 @@ class CompareRunsConfig:
     out: str | None = None
     """Folder for `comparison.json` and its plot; by default `comparison` in the last run's folder."""
     seed: Seed = 0
-    """Seed of the episodes, the same for every policy."""
+    """Episode i of every policy starts from seed + i; another seed gives a new set of test episodes."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 

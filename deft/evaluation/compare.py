@@ -1,12 +1,16 @@
 """`deft compare RUN_A RUN_B …`: policies on the same episodes, as a table with intervals and as a picture.
 
-Every policy plays the same seeds, and worlds whose episodes then differ (another task, other scenes) are refused.
+A row of the table is a run, or a method with several training seeds (`ppo=RUN,RUN,RUN`): its interval is over seeds.
+Every policy plays the same seeds; environments whose episodes then differ (another task, other scenes) are rejected.
 """
 
 from __future__ import annotations
 
+import glob
 import json
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +26,14 @@ from deft.errors import InputError, RunError
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, world_kwargs
 from deft.evaluation.plots import PALETTE, _figure, _save, _style
 from deft.evaluation.rollouts import play_episodes, summarize
-from deft.evaluation.success import interval_text, paired_difference, success_tables
+from deft.evaluation.success import SEEDS, difference, interval_text, reward_interval, success_tables
 from deft.models.policy import Policy
 from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
 from deft.training.offline import members_of
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS
 
+log = logging.getLogger(__name__)
 COMPARISON = "comparison.json"
 SCRIPTED = (RANDOM, EXPERT)  # policies that are no run
 TOGETHER = "together"
@@ -39,16 +44,18 @@ SCENES = "domain_randomization"  # of an environment: what differs from scene to
 def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     """Play, measure and draw; `columns` holds, by column and by policy, what `deft evaluate` says of it.
 
-    From the second policy on, `difference` is that of its success rate to the first one's, on the same episodes.
+    From the second policy on, `difference` is that of its success rate to the first one's, on the same episodes, and
+    `reward_difference` that of its mean return. `runs` names the checkpoints of each row.
     """
     groups = _groups(config.runs)
     contenders = _contenders(config, groups)
     _check_same_scenes(contenders)
     results: dict[str, Any] = {"episodes": config.episodes, "seed": config.seed, "columns": {}}
+    results["runs"] = {label: [member.about for member in members] for label, members in contenders.items()}
     for column, kwargs in _columns(config, contenders).items():
         played: dict[str, list[list[Episode]]] = {}
         for label, members in contenders.items():
-            played[label] = [member.play(config, kwargs) for member in members]
+            played[label] = [episodes for member in members for episodes in member.play(config, kwargs)]
             _check_same_episodes(played, label)
         results["columns"][column] = _measures(played)
     last = next((name for names in reversed(groups.values()) for name in names[::-1] if name not in SCRIPTED), None)
@@ -60,14 +67,20 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
 
 
 class _Contender:
-    """One policy, and where it plays."""
+    """One run's policy (or the policies of all seeds that it trained at once), and where it plays."""
 
     def __init__(
-        self, name: str, env_config: EnvConfig, chunk_length: int, load: Callable[[VectorEnv], Policy] | None = None
+        self,
+        name: str,
+        env_config: EnvConfig,
+        chunk_length: int,
+        load: Callable[[VectorEnv], list[Policy]] | None = None,
+        about: dict[str, Any] | None = None,
     ) -> None:
         self._name, self._env_config, self._chunk_length = name, env_config, chunk_length
         self._load = load
-        self._policy: Policy | None = None
+        self._policies: list[Policy | None] | None = None
+        self.about = {"run": name, **(about or {})}
         scenes = env_config.kwargs.get(SCENES) or {}
         self.scenes = {name: value for name, value in dict(scenes).items() if value}  # what is off differs in nothing
 
@@ -79,18 +92,25 @@ class _Contender:
         finally:
             env.close()
 
-    def play(self, config: CompareRunsConfig, kwargs: dict[str, Any]) -> list[Episode]:
-        """The episodes of one column."""
+    def play(self, config: CompareRunsConfig, kwargs: dict[str, Any]) -> list[list[Episode]]:
+        """The episodes of one column, by each policy."""
         seed_everything(config.seed)
         with _vector_env(self._env_config, kwargs, self._chunk_length, config.episodes) as env:
-            if self._load is not None and self._policy is None:
-                self._policy = self._load(env)
+            if self._policies is None:
+                self._policies = [None] if self._load is None else [*self._load(env)]
             act = _expert(env) if self._name == EXPERT else None
-            return play_episodes(self._policy, env, config.episodes, first_seed(env, config.seed), act=act)
+            played = []
+            for policy in self._policies:
+                seed_everything(config.seed)
+                played.append(play_episodes(policy, env, config.episodes, first_seed(env, config.seed), act=act))
+            return played
 
 
 def _groups(words: Sequence[str]) -> dict[str, list[str]]:
-    """What each row of the table is made of, by its label: a run, or several of them, `ppo=RUN,RUN,RUN`."""
+    """What each row of the table is made of, by its label: a run, or the seeds of a method.
+
+    `ppo=RUN,RUN,RUN`, `ppo=RUN ppo=RUN` and `ppo=runs/ppo_*` are all one row.
+    """
     single = [word for word in words if "=" not in word or Path(word).exists()]
     labels = _labels([word for word in single if word not in SCRIPTED])
     groups: dict[str, list[str]] = {}
@@ -98,11 +118,26 @@ def _groups(words: Sequence[str]) -> dict[str, list[str]]:
         label, _, runs = word.partition("=")
         if word in single:
             label, runs = labels.get(word, word), word
-        names = [word] if word in single else [name for name in runs.split(",") if name]
-        if not label or not names or label in groups:
+        names = [word] if word in single else [run for name in runs.split(",") if name for run in _matches(name)]
+        if not label or not names or (word in single and label in groups):
             raise InputError(f"{word}: give a label of its own and its runs, as in ppo=RUN,RUN,RUN")
-        groups[label] = names
+        groups.setdefault(label, []).extend(names)
+    for label, names in groups.items():
+        places = [Path(name).resolve() for name in names]
+        twice = [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]
+        if twice:
+            raise InputError(f"{label}: {twice[0]} is named twice; give each run once")
     return groups
+
+
+def _matches(name: str) -> list[str]:
+    """The run folders that a pattern such as `runs/ppo_*` means, by number; the name itself where it is no pattern."""
+    if name in SCRIPTED or Path(name).exists() or not glob.has_magic(name):
+        return [name]
+    found = [path for path in glob.glob(name) if Path(path).is_dir()]
+    if not found:
+        raise InputError(f"{name}: matches no run folder")
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
 def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict[str, list[_Contender]]:
@@ -119,12 +154,32 @@ def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict
             return _Contender(name, shared if first is None else env_of_run(first[1], config.env, kwargs), 1)
         folder, run = found[name]
 
-        def load(env: VectorEnv) -> Policy:
-            return members_of(load_policy(folder, run, env, config.device))[0]
+        def load(env: VectorEnv) -> list[Policy]:
+            return members_of(load_policy(folder, run, env, config.device))
 
-        return _Contender(name, env_of_run(run, config.env, kwargs), run.policy.chunk_length, load)
+        about = {"checkpoint": str(folder), "training_seed": run.seed}
+        return _Contender(name, env_of_run(run, config.env, kwargs), run.policy.chunk_length, load, about)
 
-    return {label: [contender(name) for name in names] for label, names in groups.items()}
+    contenders = {label: [contender(name) for name in names] for label, names in groups.items()}
+    _warn_of_equal_seeds(contenders)
+    return contenders
+
+
+def _warn_of_equal_seeds(contenders: dict[str, list[_Contender]]) -> None:
+    """Warn where runs of one row were trained with the same seed: they are not independent."""
+    for label, members in contenders.items():
+        seeds: dict[Any, str] = {}
+        for member in members:
+            seed, run = member.about.get("training_seed"), member.about["run"]
+            if seed is not None and seed in seeds:
+                log.warning(
+                    "%s: %s and %s were both trained with seed %d: an interval over seeds takes independent runs",
+                    label,
+                    seeds[seed],
+                    run,
+                    seed,
+                )
+            seeds[seed] = run
 
 
 def _labels(names: list[str]) -> dict[str, str]:
@@ -191,24 +246,26 @@ def _words(episode: Episode) -> str:
 
 
 def _measures(played: dict[str, list[list[Episode]]]) -> dict[str, dict[str, Any]]:
-    """What each row did, all of its runs together, and how it differs from the first row."""
+    """What each row did, its runs as seeds of one method, and how it differs from the first row."""
     measures: dict[str, dict[str, Any]] = {}
     first = next(iter(played.values()))
-    for label, members in played.items():
-        episodes = [episode for member in members for episode in member]
-        measures[label] = summarize(episodes) | success_tables(episodes)
-        if len(members) > 1 and "success_rate" in measures[label]:
-            measures[label]["success_rates"] = [summarize(member)["success_rate"] for member in members]
-        if members is not first and "success_rate" in measures[label]:
-            measures[label] |= _difference(first, members)
+    for label, runs in played.items():
+        found = summarize([episode for run in runs for episode in run])
+        found |= {"seeds": len(runs), **reward_interval(runs), **success_tables(runs)}
+        if runs is not first:
+            found |= {f"reward_{name}": value for name, value in difference(_returns(first), _returns(runs)).items()}
+        if runs is not first and "success_rate" in found:
+            found |= difference(_successes(first), _successes(runs))
+        measures[label] = found
     return measures
 
 
-def _difference(first: list[list[Episode]], second: list[list[Episode]]) -> dict[str, Any]:
-    """Paired by episode, and by run where both have as many; else every run is paired with the first row's first."""
-    before = first if len(first) == len(second) else [first[0]] * len(second)
-    successes = ([bool(episode.success) for member in some for episode in member] for some in (before, second))
-    return paired_difference(*successes)
+def _returns(runs: list[list[Episode]]) -> list[list[float]]:
+    return [[episode.episode_return for episode in run] for run in runs]
+
+
+def _successes(runs: list[list[Episode]]) -> list[list[bool]]:
+    return [[bool(episode.success) for episode in run] for run in runs]
 
 
 def _judged(results: dict[str, Any]) -> bool:
@@ -220,29 +277,52 @@ def comparison_lines(results: dict[str, Any]) -> str:
     """The table for a person: a block for each column, a line for each policy."""
     blocks = []
     for column, policies in results["columns"].items():
-        width = max(len(label) for label in (column, *policies))
-        if not _judged(results):
-            lines = [f"{'':{width}}  mean reward"]
-            lines += [f"{label:{width}}  {values['mean_reward']:11.2f}" for label, values in policies.items()]
-            blocks.append("\n".join(lines))
-            continue
-        tasks = list(next(iter(policies.values())).get("tasks", {}))
-        header = [f"{column:{width}}", " success", f"{'95 % interval':>16}", f"{'to the first':>25}"]
-        lines = ["  ".join(header + [f"{task:>8}" for task in tasks])]
+        judged = _judged(results)
+        tasks = list(next(iter(policies.values())).get("tasks", {})) if judged else []
+        title = [column, "success"] if judged else ["", "mean reward"]
+        rows = [[*title, "95 % interval", "over", "difference to the first", "by seed", *tasks]]
         for label, values in policies.items():
-            cells = [f"{label:{width}}", f"{values['success_rate']:8.1%}", f"{interval_text(values):>16}"]
-            cells.append(f"{_difference_text(values):>25}")
-            cells += [f"{values['tasks'][task]['success_rate']:8.1%}" for task in tasks]
-            lines.append("  ".join(cells).rstrip())
-        blocks.append("\n".join(lines))
+            row = _success_cells(values) if judged else _reward_cells(values)
+            rows.append([label, *row, *(f"{values['tasks'][task]['success_rate']:.1%}" for task in tasks)])
+        kept = [cells for cells in zip(*rows, strict=True) if any(cells[1:])]
+        widths = [max(map(len, cells)) for cells in kept]
+        lines = [
+            "  ".join(
+                f"{cell:<{width}}" if not index else f"{cell:>{width}}" for index, (cell, width) in enumerate(row)
+            )
+            for row in (list(zip(cells, widths, strict=True)) for cells in zip(*kept, strict=True))
+        ]
+        blocks.append("\n".join(line.rstrip() for line in lines))
     return "\n\n".join(blocks)
 
 
-def _difference_text(values: dict[str, Any]) -> str:
-    if "difference" not in values:
+def _success_cells(values: dict[str, Any]) -> list[str]:
+    """Success rate, interval, what that is over, difference to the first row, and the rate of each seed."""
+    gap = ""
+    if "difference" in values:
+        low, high = (100 * bound for bound in values["difference_interval"])
+        gap = f"{100 * values['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+    by_seed = " ".join(f"{100 * rate:.1f}" for rate in values.get("success_rates", ()))
+    return [f"{values['success_rate']:.1%}", interval_text(values), _over(values), gap, by_seed]
+
+
+def _reward_cells(values: dict[str, Any]) -> list[str]:
+    """The same of mean returns."""
+    gap, interval = "", ""
+    if "mean_reward_interval" in values:
+        interval = "{:.2f} to {:.2f}".format(*values["mean_reward_interval"])
+    if "reward_difference" in values:
+        low, high = values["reward_difference_interval"]
+        gap = f"{values['reward_difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+    by_seed = " ".join(f"{mean:.2f}" for mean in values.get("mean_rewards", ()))
+    return [f"{values['mean_reward']:.2f}", interval, _over(values), gap, by_seed]
+
+
+def _over(values: dict[str, Any]) -> str:
+    """What the interval is over: `3 seeds` or `100 episodes`."""
+    if "interval_over" not in values:
         return ""
-    low, high = (100 * bound for bound in values["difference_interval"])
-    return f"{100 * values['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+    return f"{values['seeds' if values['interval_over'] == SEEDS else 'episodes']} {values['interval_over']}"
 
 
 def plot_successes(results: dict[str, Any], path: Path) -> Path:

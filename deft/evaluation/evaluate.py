@@ -18,7 +18,7 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
 from deft.evaluation.captions import Film
 from deft.evaluation.rollouts import evaluate_policy, film_episodes, merge_results, play_episodes
-from deft.evaluation.success import success_tables
+from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy
 from deft.models.unit_actions import ActionScale
@@ -29,7 +29,7 @@ from deft.training.offline import members_of
 from deft.training.offline_run import build_offline_policy
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, build_policy
-from deft.training.run_folder import CONFIG_FILE
+from deft.training.run_folder import CONFIG_FILE, checkpoint_choice
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +66,15 @@ def evaluate_run(
     count = min(episodes, EVALUATION_ENVS)
     vector_env = make_vector_env(env_config, chunk_length=config.policy.chunk_length, num_envs=count)
     policies: list[Policy | None] = [None]
-    played: list[Episode] = []
+    played: list[list[Episode]] = []  # of each seed that was trained at once
     try:
         if not random_policy:
             policies = [*members_of(load_policy(folder, config, vector_env, device))]
         seed = first_seed(vector_env, seed)
-        all_results = [evaluate_policy(policy, vector_env, episodes, seed, played) for policy in policies]
+        all_results = []
+        for policy in policies:
+            played.append([])
+            all_results.append(evaluate_policy(policy, vector_env, episodes, seed, played[-1]))
     finally:
         vector_env.close()
     references = config.dataset.reference_returns if isinstance(config, OfflineRunConfig) else None
@@ -79,14 +82,15 @@ def evaluate_run(
         logger.warning("no normalised score: the reference returns are of %s as the run has it", config.env.id)
         references = None
     results = merge_results(all_results, partial(normalized_score, reference_returns=references))
-    results |= success_tables(played)
-    results["checkpoint"] = str(folder)
+    results |= {**reward_interval(played), **success_tables(played)}
+    choice = "none: the actions are random" if random_policy else checkpoint_choice(path, folder)
+    results |= {"first_seed": seed, "checkpoint": str(folder), "checkpoint_choice": choice}
     if video is not None:
         filmed = make_env(env_config, render_mode="rgb_array")
         count = min(episodes, FILMED_EPISODES)
         results["video"] = str(film_episodes(policies[0], filmed, Path(video), count, seed))
     if videos is not None:
-        outcomes = film_outcomes(policies[0], env_config, config.policy.chunk_length, played[:episodes], videos, seed)
+        outcomes = film_outcomes(policies[0], env_config, config.policy.chunk_length, played[0], videos, seed)
         results["videos"] = [str(file) for file in outcomes]
     return results
 

@@ -272,6 +272,12 @@ def _keep_aside(path: Path, place: Path) -> Path:
     return chosen
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder is named after; −1 where it has another name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that a path means: itself, or the latest of a run folder."""
     path = Path(path)

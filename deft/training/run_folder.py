@@ -1,6 +1,6 @@
 """The folder of a run: where it is, what is already there, and the settings that it is opened with.
 
-Called by the builders of online and offline runs before anything is trained.
+Called by the builders of online and offline runs before anything is trained, and by evaluations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from deft.config.validation import shown
 from deft.errors import InputError
 from deft.ownership import INDEX, delete_files, indexed_files, relative_files, start_index
 from deft.training import checkpoint
+from deft.training.logging import logged_evaluations
 
 log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
@@ -104,3 +105,20 @@ def open_run_folder(config: AnyRunConfig, replaces: bool) -> None:
         write_config(repeatable, folder / CONFIG_FILE)
     except OSError as error:
         raise InputError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error
+
+
+def checkpoint_choice(path: str | Path, folder: Path) -> str:
+    """Why a path means this checkpoint, for a person to read."""
+    run = Path(path)
+    if (run / checkpoint.MODEL).is_file():
+        return "the checkpoint that was given"
+    if not (run / checkpoint.BEST).exists():
+        return "the latest of the run: no evaluation during training has marked a best one"
+    evaluations = logged_evaluations(run, checkpoint.step_of(folder))
+    if not evaluations or evaluations[-1]["step"] != checkpoint.step_of(folder):
+        return "the best of the run"
+    best = evaluations[-1]
+    return (
+        f"the best of the run by its evaluations during training (mean_reward {best['mean_reward']:.4g} over "
+        f"{best['episodes']} episodes of other seeds, at step {best['step']}; the latest of equals)"
+    )

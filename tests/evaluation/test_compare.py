@@ -1,6 +1,7 @@
 """`deft compare` of runs: the same episodes for all, intervals, a picture, and what it refuses."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,56 @@ def test_several_runs_make_one_row() -> None:
     }
     with pytest.raises(InputError, match="ppo=: give a label of its own and its runs"):
         compare._groups(["ppo="])
+
+
+def test_seeds_of_a_method_are_named_by_a_pattern_or_one_by_one(tmp_path: Path) -> None:
+    runs = [tmp_path / f"ppo_{seed}" for seed in (0, 1, 2, 10)]
+    for run in runs:
+        run.mkdir()
+    wanted = {"ppo": [str(run) for run in runs]}
+    assert compare._groups([f"ppo={tmp_path}/ppo_*"]) == wanted
+    assert compare._groups([f"ppo={run}" for run in runs]) == wanted
+    with pytest.raises(InputError, match="matches no run folder"):
+        compare._groups([f"ppo={tmp_path}/sac_*"])
+    with pytest.raises(InputError, match=r"ppo: .*ppo_0 is named twice; give each run once"):
+        compare._groups([f"ppo={tmp_path}/ppo_*", f"ppo={runs[0]}"])
+
+
+def test_three_seeds_give_intervals_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1, 2):
+        train = ["train", "ppo", "--env", "CartPole-v1", "--total-timesteps", "64", "--rollout-steps", "32"]
+        train += ["--eval-freq", "0", "--threads", "1", "--console-level", "CRITICAL", "--seed", str(seed)]
+        assert cli.main([*train, "--output-dir", str(tmp_path / f"ppo_{seed}")]) == 0
+    capsys.readouterr()
+    command = ["compare", "random", f"ppo={tmp_path}/ppo_*", "--episodes", "4", "--out", str(tmp_path), "--seed", "5"]
+    assert cli.main([*command, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = results["columns"]["success"]["ppo"]
+    means = found["mean_rewards"]
+    assert len(set(means)) == 3  # other policies
+    # x̄ ± 4.3027 s / √3, or wider where the 12 episodes say so
+    mean, deviation = statistics.fmean(means), statistics.stdev(means)
+    low, high = found["mean_reward_interval"]
+    assert low <= mean - 4.302 * deviation / 3**0.5
+    assert high >= mean + 4.302 * deviation / 3**0.5
+    assert (found["interval_over"], found["seeds"], results["seed"]) == ("seeds", 3, 5)
+    assert len(found["reward_differences"]) == 3
+    assert [run["training_seed"] for run in results["runs"]["ppo"]] == [0, 1, 2]
+    assert cli.main(command) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert "4 episodes" in table[1]
+    assert "3 seeds" in table[2]
+    assert " ".join(f"{mean:.2f}" for mean in means) in table[2]
+
+
+def test_runs_of_one_seed_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def run(name: str, seed: int) -> compare._Contender:
+        return compare._Contender(name, EnvConfig(id="tabletop"), 1, about={"training_seed": seed})
+
+    compare._warn_of_equal_seeds({"sft": [run("a", 0), run("b", 1)]})
+    assert not caplog.records
+    compare._warn_of_equal_seeds({"sft": [run("a", 0), run("b", 0)]})
+    assert "sft: a and b were both trained with seed 0" in caplog.text
 
 
 def test_labels_tell_the_runs_apart() -> None:
