@@ -42,6 +42,7 @@ from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
 from deft.training.phases.student import check_world_model, load_teacher
 from deft.training.phases.teacher import make_exploration
 from deft.training.random_state import separate_random_state
+from deft.training.run_folder import checkpoint_choice
 from deft.training.waypoints.files import write_json
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def evaluate_student(
         untrained = new_explorer(teacher, explorer.action_mask, config.student.explorer)
     results["untrained"], _ = explore(untrained, teacher, config, episodes, seed)
     results["bars"] = _bars(results, "student")
-    return _finish(results, folder, teacher, found, video)
+    return _finish(results, path, folder, teacher, found, video)
 
 
 def evaluate_adversarial(
@@ -145,7 +146,7 @@ def evaluate_adversarial(
         results["noise"] = noise_rewards(reward, explorer, policy, config, episodes, seed)
     results |= {name: results["world_model"]["present"][name] for name in WORLD_MODEL_MEASURES}
     results["bars"] = _bars(results, "explorer")
-    return _finish(results, folder, policy, found, video)
+    return _finish(results, path, folder, policy, found, video)
 
 
 def compare_world_models(
@@ -248,7 +249,12 @@ def _bars(results: dict[str, Any], name: str) -> dict[str, dict[str, float]]:
 
 
 def _finish(
-    results: dict[str, Any], folder: Path, world_model: F1Policy, found: Collected, video: str | Path | None
+    results: dict[str, Any],
+    path: str | Path,
+    folder: Path,
+    world_model: F1Policy,
+    found: Collected,
+    video: str | Path | None,
 ) -> dict[str, Any]:
     """Draw, film, and write down what was found."""
     plots = folder.parent / "plots"
@@ -256,7 +262,7 @@ def _finish(
     results["plots"] = [str(draw_sample(foreseen, plots / "held_out.png"))]
     if video is not None:
         results["video"] = str(film_foresight(foreseen, Path(video)))
-    results["checkpoint"] = str(folder)
+    results |= {"checkpoint": str(folder), "checkpoint_choice": checkpoint_choice(path, folder)}
     write_json(results, folder.parent / EVALUATION_FILE)
     return results
 

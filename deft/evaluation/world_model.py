@@ -35,6 +35,7 @@ from deft.training.phases.exploration import InlineExplorer
 from deft.training.phases.recorded import DatasetExplorer
 from deft.training.phases.teacher import make_exploration
 from deft.training.phases.world_model_trainer import encode_frames
+from deft.training.run_folder import checkpoint_choice
 from deft.training.waypoints.files import write_json
 
 EVALUATION_FILE = "evaluation.json"  # in the run folder, for its report
@@ -74,7 +75,7 @@ def evaluate_teacher(
     results["plots"].append(str(draw_sample(foreseen, plots / "held_out.png")))
     if video is not None:
         results["video"] = str(film_foresight(foreseen, Path(video)))
-    results["checkpoint"] = str(folder)
+    results |= {"checkpoint": str(folder), "checkpoint_choice": checkpoint_choice(path, folder)}
     write_json(results, folder.parent / EVALUATION_FILE)
     return results
 

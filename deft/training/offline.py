@@ -280,7 +280,7 @@ class OfflineTrainer:
             merged["std_reward"],
             "" if score is None else f", normalized_score {score:.1f}",
         )
-        if merged["mean_reward"] > self.best_reward:
+        if merged["mean_reward"] >= self.best_reward:  # on a tie the later weights, which saw more
             self.best_reward = merged["mean_reward"]
             folder = self.run_dir / f"checkpoint-{step}"
             if step == self.num_updates:

@@ -469,7 +469,7 @@ class Trainer:
         results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
         run_log.log_evaluation(step, results)
         log.info("evaluation at %d steps: mean_reward %.4g ± %.3g", step, results["mean_reward"], results["std_reward"])
-        improved = bool(results["mean_reward"] > self.best_reward)
+        improved = bool(results["mean_reward"] >= self.best_reward)  # on a tie the later weights, which saw more
         self.best_reward = max(self.best_reward, results["mean_reward"])
         self.last_evaluation = results
         return improved

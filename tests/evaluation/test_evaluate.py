@@ -1,5 +1,7 @@
 """Evaluation of runs from their folder, and the demo's parts."""
 
+import shutil
+
 import imageio.v3 as iio
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from deft.envs.make import make_vector_env, wrap
 from deft.errors import InputError
 from deft.evaluation.evaluate import FIRST_HELD_OUT_SEED, env_of_run, evaluate_run, first_seed, world_kwargs
 from deft.evaluation.rollouts import play_episodes, summarize
+from deft.training.logging import logged_evaluations
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,22 @@ def test_a_run_is_evaluated_from_its_folder(run):
     assert 0 <= results["success_rate"] <= 1
     assert results == evaluate_run(run, episodes=6, seed=3)  # same seeds, same episodes
     assert results["mean_reward"] != evaluate_run(run, episodes=6, seed=100)["mean_reward"]
+
+
+def test_it_is_said_which_checkpoint_was_played_and_why(run, tmp_path):
+    results = evaluate_run(run, episodes=1, seed=3)
+    best = (run / "best").resolve()
+    assert results["checkpoint"] == str(best)
+    assert results["first_seed"] == 3
+    evaluations = logged_evaluations(run, 512)
+    (chosen,) = [line for line in evaluations if f"checkpoint-{line['step']}" == best.name]
+    assert chosen["mean_reward"] == max(line["mean_reward"] for line in evaluations)
+    assert f"mean_reward {chosen['mean_reward']:.4g} over 4 episodes of other seeds" in results["checkpoint_choice"]
+    assert evaluate_run(best, episodes=1)["checkpoint_choice"] == "the checkpoint that was given"
+    assert evaluate_run(run, episodes=1, random_policy=True)["checkpoint_choice"] == "none: the actions are random"
+    copied = tmp_path / "unmarked"
+    shutil.copytree(run, copied, ignore=shutil.ignore_patterns("best"))
+    assert evaluate_run(copied, episodes=1)["checkpoint_choice"].startswith("the latest of the run: no evaluation")
 
 
 def test_arguments_of_the_environment_may_be_others(run):

@@ -250,10 +250,10 @@ def test_the_best_and_the_last_are_kept(tmp_path):
     trainer = make_trainer(tmp_path, env=ENV, num_epochs=6, eval_freq=1, save_freq=1, keep_checkpoints=2)
     scripted(trainer, [0.2, 0.9, 0.5, 0.6, 0.9, 0.1])
     summary = trainer.train()
-    # The second evaluation is the best (an equal one later does not replace it); of the rest the last two are kept.
-    assert (tmp_path / "best").resolve() == (tmp_path / "checkpoint-26").resolve()
+    # The second and the fifth evaluation are the best: the later one counts. Of the rest the last two are kept.
+    assert (tmp_path / "best").resolve() == (tmp_path / "checkpoint-65").resolve()
     kept = [path.name for path in checkpoint.list_checkpoints(tmp_path)]
-    assert kept == ["checkpoint-26", "checkpoint-65", "checkpoint-78"]
+    assert kept == ["checkpoint-65", "checkpoint-78"]
     assert summary["best_reward"] == 0.9
     # The dataset's reference returns are 0 and 1: the score is a hundred times the return.
     assert summary["best_normalized_score"] == pytest.approx(90.0)

@@ -337,6 +337,14 @@ def test_the_end_can_be_the_best(tmp_path, eval_freq):
     assert trainer.last_evaluation["mean_reward"] == trainer.best_reward
 
 
+def test_of_equal_evaluations_the_last_is_the_best(tmp_path):
+    """Every episode of `Counting` returns 3, whoever plays it: the weights that saw most count."""
+    trainer = make_trainer(tmp_path, env=[Counting()], eval_freq=32, eval_episodes=2, eval_env=Counting())
+    trainer.train(96)
+    assert [line["mean_reward"] for line in metrics(tmp_path) if line["type"] == "evaluation"] == [3.0, 3.0, 3.0]
+    assert (tmp_path / "best").resolve().name == "checkpoint-96"
+
+
 def test_an_end_that_is_worse_is_not_the_best(tmp_path):
     trainer = make_trainer(tmp_path, eval_freq=64, eval_episodes=2, eval_env=gymnasium.make("CartPole-v1"))
     trainer.train(64)

@@ -208,12 +208,12 @@ def _open(config: PhaseConfig, root: Path, replaces: bool) -> None:
 
 
 def _best(config: PhaseConfig, phase: str, run: Path) -> Path:
-    """The best of the checkpoints that were kept, and `best` pointing at it.
+    """The best of the checkpoints that were kept, the latest on a tie, and `best` pointing at it.
 
     Of world models the one with the lowest loss on held-out episodes of another explorer; of students the one that the
     frozen world model foresees worst.
     """
-    kept = checkpoint.list_checkpoints(run)
+    kept = checkpoint.list_checkpoints(run)[::-1]  # min and max take the first of equals
     if len(kept) == 1:
         chosen = kept[0]
     elif phase == "student":
