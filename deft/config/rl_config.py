@@ -110,6 +110,7 @@ class RLConfig:
     advantage: Literal["outcome", "process"] = GRPOSettings.advantage
     normalize_std: Switch = GRPOSettings.normalize_std
     kl_coef: NonNegative = GRPOSettings.kl_coef
+    clip_range: Positive = GRPOSettings.clip_range  # of PPO too, beside `ppo_clip_range`
     clip_range_high: Positive | None = GRPOSettings.clip_range_high
     reference_update_interval: Count | None = GRPOSettings.reference_update_interval
     ratio: Literal["step", "token"] = GRPOSettings.ratio
@@ -191,6 +192,7 @@ class RLConfig:
     def to_run_config(self, env: str | None = None) -> RunConfig:
         """The same settings as a `RunConfig`, for the environment with this id (by default the default one)."""
         mapping: dict[str, Any] = {"algorithm": {"name": self.algorithm}}
+        chosen: dict[str, str] = {}  # the name that each path's value came from
         paths, defaults = _paths(self.algorithm) if self.algorithm in ALGORITHM_SETTINGS else {}, RLConfig()
         for name in setting_names(RLConfig)[1:] if paths else ():  # an algorithm that is not there: `resolve` tells
             value = getattr(self, name)
@@ -200,6 +202,10 @@ class RLConfig:
                     set_path(mapping, "env.curriculum", to_dict(value))
             elif name in paths:
                 if changed or name in _given(self) or not paths[name].startswith("algorithm.cfg."):
+                    other = chosen.setdefault(paths[name], name)
+                    if value != getattr(self, other):
+                        values = f"{shown(value)} and {other} is {shown(getattr(self, other))}"
+                        raise InputError(f"{name} is {values}: two names of one setting; give one of them")
                     set_path(mapping, paths[name], value)
             elif changed:
                 advice = "a rollout's length is rollout_steps" if name == "buffer_size" else "leave it out"

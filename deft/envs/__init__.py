@@ -3,6 +3,7 @@
 import gymnasium
 
 from deft.envs.chunk import ActionChunk
+from deft.envs.difficulty import SPEC as DIFFICULTY
 from deft.envs.make import make_env, make_vector_env, wrap
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep
@@ -12,13 +13,13 @@ gymnasium.register(id="deft/Tabletop-v0", entry_point="deft.envs.tabletop.env:Ta
 gymnasium.register(
     id="deft/Driving-v0",
     entry_point="deft.envs.driving.env:DrivingEnv",
-    vector_entry_point="deft.envs.driving.env:DrivingVectorEnv",
     max_episode_steps=150,
+    additional_wrappers=(DIFFICULTY,),
 )
 gymnasium.register(
     id="deft/Carla-v0",
     entry_point="deft.envs.carla:CarlaEnv",
-    vector_entry_point="deft.envs.carla:CarlaVectorEnv",
+    additional_wrappers=(DIFFICULTY,),
 )
 gymnasium.register(id="deft/F1Teacher-v0", entry_point="deft.envs.f1:TeacherEnv")
 gymnasium.register(id="deft/F1Student-v0", entry_point="deft.envs.f1:StudentEnv")

@@ -27,6 +27,7 @@ INSTRUCTION = "drive safely"
 REWARD_SCALE = 10.0  # the waypoint protocol's terms are a tenth of the driving environment's
 STATE_SIZE = 8
 STATE_LIMIT = 2.0
+MOST_LOST = 2
 
 
 @dataclass
@@ -98,6 +99,8 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             }
         )
         self._last: dict[str, Any] = {}
+        self._num_lost = 0  # episodes in a row that were interrupted before their first step
+        self._has_stepped = False
 
     @property
     def world(self) -> CarlaWorld:
@@ -117,7 +120,7 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
                 "env carla: collecting and evaluating at the same time need a server each; use --buffer_type standard, "
                 "or --eval_freq 0"
             )
-        shared.active, shared.thread = self, thread
+        shared.active, shared.thread, self._has_stepped = self, thread, False
         self.world.set_difficulty(self.difficulty)
         self.world.reset(np.arange(1), [int(self.np_random.integers(2**31))])
         self._last = self._observe()
@@ -126,9 +129,13 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Hold pedals and wheel for one step."""
         if self._shared.active is not self:
+            self._num_lost = 0 if self._has_stepped else self._num_lost + 1
+            if self._num_lost > MOST_LOST:
+                raise RunError("env carla: several environments are stepped on one server; give each a port of its own")
             nothing = dict.fromkeys(self.reward_terms, 0.0)
             return dict(self._last), 0.0, False, True, {"interrupted": True, "reward_terms": nothing}
         acceleration, steering = np.clip(np.asarray(action, np.float64), -1.0, 1.0).tolist()
+        self._has_stepped = True
         outcome = self.world.drive(acceleration, steering, self.ticks_per_step)
         self._last = self._observe()
         info = self._info(outcome)

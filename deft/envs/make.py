@@ -21,6 +21,8 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from deft.config.settings import EnvConfig
 from deft.envs.chunk import ActionChunk
+from deft.envs.difficulty import SPEC as DIFFICULTY
+from deft.envs.difficulty import forward_difficulty
 from deft.envs.reward_weights import weigh
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, one_line
@@ -35,6 +37,12 @@ SHORT_NAMES = {
     "f1-student": "deft/F1Student-v0",
     "maniskill": "deft/ManiSkill-v0",
     "robotwin": "deft/RoboTwin-v0",
+}
+
+# Classes that step all copies of an environment of Deft's at once.
+NATIVE_VECTORS = {
+    "deft/Driving-v0": "deft.envs.driving.env:DrivingVectorEnv",
+    "deft/Carla-v0": "deft.envs.carla:CarlaVectorEnv",
 }
 
 # What `deft collect --task` asks of an environment beside the task: what a VLA model reads, and how it moves the hand.
@@ -86,7 +94,7 @@ def make_env(
     config: EnvConfig, *, render_mode: str | None = None, chunk_length: int = 1, gamma: float = 1.0
 ) -> gymnasium.Env:
     """One environment; with `chunk_length` above 1, one whose action is a chunk of steps."""
-    return _build(_find_spec(config), config, render_mode, chunk_length, gamma)
+    return forward_difficulty(_build(_find_spec(config), config, render_mode, chunk_length, gamma))
 
 
 def check_id(config: EnvConfig) -> None:
@@ -134,11 +142,11 @@ def make_vector_env(
 
 
 def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
-    """The class that steps all copies at once, where the spec's `vector_entry_point` is one of Deft's kind."""
-    if spec.vector_entry_point is None or spec.additional_wrappers:
+    """The class that steps all copies at once: Deft's own, or a `vector_entry_point` that is a Deft vector class."""
+    entry = NATIVE_VECTORS.get(spec.id, spec.vector_entry_point)
+    if entry is None or spec.additional_wrappers:
         return None
     with contextlib.suppress(ImportError, AttributeError):  # another library's, which the environment may not need
-        entry = spec.vector_entry_point
         creator: Any = load_env_creator(entry) if isinstance(entry, str) else entry
         if isinstance(creator, type) and issubclass(creator, VectorEnv):
             return creator
@@ -268,6 +276,7 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     except gymnasium.error.Error:
         raise InputError(f"env.id: there is no environment {name!r}; {_suggestion(name)}") from None
     spec.order_enforce = False
+    spec.additional_wrappers = tuple(wrapper for wrapper in spec.additional_wrappers if wrapper != DIFFICULTY)
     if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
         spec.entry_point = getattr(importlib.import_module("__main__"), spec.entry_point.partition(":")[2])
     return spec

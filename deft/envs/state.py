@@ -183,7 +183,8 @@ def state_obstacle(env: gymnasium.Env) -> str | None:
 
 def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
     while isinstance(env, gymnasium.Wrapper):
-        yield env
+        if not getattr(type(env), "is_stateless", False):
+            yield env
         env = env.env
     yield env
 

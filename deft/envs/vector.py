@@ -603,6 +603,10 @@ class VectorEnv(ABC):
     def call(self, name: str, *args: Any) -> list[Any]:
         """Call a method on every environment."""
 
+    def set_difficulty(self, level: Any) -> None:
+        """Set the difficulty of the next episodes in every environment, in whichever process it runs."""
+        self.call("set_difficulty", level)
+
     @abstractmethod
     def render(self, index: int = 0) -> np.ndarray | None:
         """A picture of one environment; None where it was made without a render mode."""

@@ -107,6 +107,14 @@ def test_sac_takes_its_own_settings() -> None:
         RLConfig(learning_rate_schedule="cosine").to_run_config()
 
 
+def test_grpo_takes_the_documents_names() -> None:
+    config = RLConfig(algorithm="grpo", group_size=8, kl_coef=0.05, clip_range=0.3).to_run_config()
+    assert config.algorithm.cfg == GRPOSettings(group_size=8, kl_coef=0.05, clip_range=0.3)
+    assert RLConfig(clip_range=0.3, ppo_clip_range=0.3).to_run_config().algorithm.cfg == PPOSettings(clip_range=0.3)
+    with pytest.raises(InputError, match=r"clip_range is 0\.3 and ppo_clip_range is 0\.1: two names of one setting"):
+        RLConfig(clip_range=0.3, ppo_clip_range=0.1).to_run_config()
+
+
 def test_a_curriculum_is_a_section_of_the_environment() -> None:
     levels = CurriculumConfig(levels=("easy", "hard"), success_rate=0.9)
     assert RLConfig(curriculum=levels).to_run_config().env.curriculum == levels

@@ -11,7 +11,7 @@ import pytest
 
 from deft.cli import main
 from deft.config.settings import EnvConfig
-from deft.envs import make_env, make_vector_env
+from deft.envs import SerialVectorEnv, make_env, make_vector_env
 from deft.envs.carla import CarlaEnv
 from deft.errors import InputError, RunError
 
@@ -151,6 +151,17 @@ def test_two_threads_cannot_play_on_one_server(server):
     assert "need a server each" in caught[0]
     training.close()
     evaluation.close()
+
+
+def test_a_vector_of_environments_on_one_server_is_an_error(server):
+    env = SerialVectorEnv([CarlaEnv(**KWARGS), CarlaEnv(**KWARGS)])
+    env.reset(0)
+    actions = np.zeros((2, 2), np.float32)
+    env.step(actions)
+    env.step(actions)
+    with pytest.raises(RunError, match="give each a port of its own"):
+        env.step(actions)
+    env.close()
 
 
 def test_its_state_cannot_be_saved_and_one_line_says_so(server):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -230,11 +230,6 @@ class DrivingVectorEnv(VectorEnv):
         self._render_mode = render_mode
         self._returns = np.zeros(num_envs)
         self._terms = np.zeros((num_envs, len(REWARD_TERMS)))
-
-    @property
-    def unwrapped(self) -> NoReturn:
-        """What `gymnasium.make_vec` asks for first; it makes Gymnasium's vector environments, and this is none."""
-        raise InputError(f'gymnasium.make_vec: give vectorization_mode="sync" for {ENV_ID}, or use deft.envs.make')
 
     def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
         """Start an episode in every copy; copy i gets `seed + i`, or the i-th of several seeds."""

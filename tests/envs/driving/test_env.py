@@ -193,9 +193,8 @@ def test_another_one_is_made_for_evaluation() -> None:
     assert env.spec.max_episode_steps == 9
 
 
-def test_gymnasium_is_told_that_the_batched_kind_is_not_its_own() -> None:
-    with pytest.raises(InputError, match='give vectorization_mode="sync"'):
-        gymnasium.make_vec("deft/Driving-v0", num_envs=2)
+def test_gymnasium_makes_a_vector_of_its_own_kind() -> None:
+    assert gymnasium.make_vec("deft/Driving-v0", num_envs=2).num_envs == 2
     assert gymnasium.make_vec("deft/Driving-v0", num_envs=2, vectorization_mode="sync").num_envs == 2
 
 
