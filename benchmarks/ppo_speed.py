@@ -97,6 +97,14 @@ def train_sb3(case: Case) -> tuple[float, float]:
     return stopwatch.stop()
 
 
+def train_sb3_without_onednn(case: Case) -> tuple[float, float]:
+    """Stable-Baselines3 with the setting that Deft chooses for small networks: matrix products without oneDNN."""
+    import torch
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        return train_sb3(case)
+
+
 def train_torchrl(case: Case) -> tuple[float, float]:
     """TorchRL, put together as its PPO tutorial and examples do: collector, GAE, storage, ClipPPOLoss."""
     import torch
@@ -241,6 +249,7 @@ def train_deft(case: Case) -> tuple[float, float]:
 
 LIBRARIES: dict[str, Callable[[Case], tuple[float, float]]] = {
     "sb3": train_sb3,
+    "sb3-no-onednn": train_sb3_without_onednn,
     "deft": train_deft,
     "torchrl": train_torchrl,
 }
@@ -261,7 +270,7 @@ def main() -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="cartpole-1,cartpole-8,halfcheetah-1", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--only", default="sb3,deft,torchrl", help="libraries, in the order of a round")
+    parser.add_argument("--only", default="sb3,sb3-no-onednn,deft,torchrl", help="libraries, in the order of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20_000, help="env steps measured a round, up to whole rollouts")
     parser.add_argument("--threads", type=int, default=1, help="torch and OpenMP threads of each process")

@@ -67,7 +67,9 @@ def rate(workload: str, setting: str, folder: Path, dataset: Path) -> float:
     arguments = [str(dataset) if word == "DATASET" else word for word in WORKLOADS[workload]]
     threads = [] if setting == "default" else ["--threads", setting]
     with tempfile.TemporaryDirectory(dir=folder) as run:
-        result = command("train", *arguments, "--eval_freq", 0, *threads, "--output_dir", f"{run}/run")
+        result = command(
+            "train", *arguments, "--eval_freq", 0, "--device", "cpu", *threads, "--output_dir", f"{run}/run"
+        )
     return (result["updates"] if workload == "IQL" else result["timesteps"]) / result["seconds"]
 
 
