@@ -20,6 +20,7 @@ import torch
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.settings import LoggingConfig, OfflineTrainerConfig
+from deft.data.datasets.dataset import same_fingerprint
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import film_episodes, merge_results
 from deft.models.policy import Policy
@@ -60,7 +61,7 @@ class OfflineTrainer:
         *,
         evaluator: Evaluator | None = None,
         score: Callable[[float], float | None] | None = None,
-        fingerprint: int | None = None,
+        fingerprint: str | None = None,
         video_env: Callable[[], Any] | None = None,
         output_dir: str | Path,
         logging_config: LoggingConfig | None = None,
@@ -365,8 +366,8 @@ class OfflineTrainer:
             raise InputError(f"{folder}: its training state lacks {', '.join(missing)}; it is not of an offline run")
         if state["algorithm_name"] != self.algorithm.name:
             raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
-        if state["transitions"] != self.num_transitions or state["fingerprint"] != self._fingerprint:
-            count = state["transitions"]
+        count = state["transitions"]
+        if count != self.num_transitions or not same_fingerprint(state["fingerprint"], self._fingerprint):
             differs = f"this one has {self.num_transitions}" if count != self.num_transitions else "this one has others"
             raise InputError(
                 f"{folder}: trained on another dataset ({count} transitions; {differs}): resume with the same, or "

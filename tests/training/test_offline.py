@@ -169,6 +169,22 @@ def test_another_dataset_of_the_same_size_is_refused_at_resume(tmp_path):
         make_trainer(tmp_path, dataset=other, run={"auto_resume": True})
 
 
+def test_one_other_value_in_the_middle_of_the_dataset_is_refused_at_resume(tmp_path):
+    make_trainer(tmp_path, num_epochs=1).train()
+    other = two_step_dataset()
+    other.table.reward[301] += 1.0
+    with pytest.raises(InputError, match="trained on another dataset"):
+        make_trainer(tmp_path, dataset=other, run={"auto_resume": True})
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
+    """Its fingerprint is a number: the first part of what is saved now."""
+    trainer = make_trainer(tmp_path, num_epochs=1)
+    trainer._fingerprint = int(trainer._fingerprint.partition("-")[0], 16)
+    trainer.train()
+    assert make_trainer(tmp_path, num_epochs=2, run={"auto_resume": True}).num_updates == 13
+
+
 def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(tmp_path):
     constant = {"learning_rate_schedule": "constant"}
     make_trainer(tmp_path, num_epochs=1, cfg=constant).train()

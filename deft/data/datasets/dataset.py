@@ -5,9 +5,11 @@ The loaders beside this file make these; replay buffers, sequence windows and of
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from deft.data.transitions import TransitionTable
 from deft.errors import InputError
 
 Observation = np.ndarray | dict[str, np.ndarray]
+HASHED_EPISODES, HASHED_BLOCK, HASHED_BYTES = 16, 2**14, 2**26  # of a fingerprint; bytes of all files together
 
 
 @dataclass
@@ -154,17 +157,69 @@ class Dataset(ABC):
         """The D4RL-normalised score; None where its reference returns are not known."""
         return normalized_score(mean_return, self.reference_returns)
 
-    def fingerprint(self) -> int:
-        """A number that tells this dataset from others: of its lengths and of its first and last episodes."""
-        number = zlib.crc32(self.lengths.tobytes())
+    def source_files(self) -> list[Path]:
+        """The files that episodes are read from as they are asked for; none where they are in memory."""
+        return []
+
+    def fingerprint(self) -> str:
+        """A text that tells this dataset from others, by its content; `same_fingerprint` compares two.
+
+        A table in memory is hashed whole: every changed value shows. Of a dataset that is read from disk, the first and
+        last episodes and all files up to 64 KiB are hashed whole, and of each larger file its size and blocks of 16 KiB
+        spread evenly over it, the first and the last among them: files that were recorded, encoded or cut anew show,
+        a few bytes that were changed in the midst of a large file may not. Where neither is known, 16 episodes are
+        hashed.
+        """
+        number = zlib.crc32(self.lengths.tobytes())  # earlier versions had this alone
         for index in (0, self.num_episodes - 1):
-            episode = self.episode(index)
-            for array in (*episode.streams.values(), episode.action, episode.reward):
-                number = zlib.crc32(np.ascontiguousarray(array).tobytes(), number)
-        return number
+            for content in self._content(index):
+                number = zlib.crc32(content, number)
+        digest, files = hashlib.blake2b(digest_size=16), self.source_files()
+        if self.table is not None:
+            digest.update(self.table.rows.contiguous().numpy().data)
+        elif not files:
+            for index in np.linspace(0, self.num_episodes - 1, HASHED_EPISODES).astype(int):
+                for content in self._content(int(index)):
+                    digest.update(content)
+        for file in files:
+            for block in _blocks(file, HASHED_BYTES // len(files)):
+                digest.update(block)
+        return f"{number:08x}-{digest.hexdigest()}"
+
+    def _content(self, index: int) -> list[bytes]:
+        """The arrays of an episode as bytes."""
+        episode = self.episode(index)
+        arrays = (*episode.streams.values(), episode.action, episode.reward)
+        return [np.ascontiguousarray(array).tobytes() for array in arrays]
 
     def close(self) -> None:  # noqa: B027 (most datasets hold nothing open)
         """Let go of open files."""
+
+
+def same_fingerprint(saved: object, own: object) -> bool:
+    """Whether a checkpoint's fingerprint is that of a dataset.
+
+    Checkpoints of earlier versions hold a number, which is the first part of the text that is saved now.
+    """
+    if isinstance(saved, int) and isinstance(own, str):
+        return own.partition("-")[0] == f"{saved:08x}"
+    return saved == own
+
+
+def _blocks(file: Path, budget: int) -> Iterator[bytes]:
+    """A file's size, and up to `budget` bytes of it in blocks that are spread evenly; small files whole."""
+    try:
+        size, count = file.stat().st_size, max(4, budget // HASHED_BLOCK)
+        yield size.to_bytes(8, "little")
+        with open(file, "rb") as content:
+            if size <= count * HASHED_BLOCK:
+                yield content.read()
+                return
+            for index in range(count):
+                content.seek((size - HASHED_BLOCK) * index // (count - 1))
+                yield content.read(HASHED_BLOCK)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 class VectorDataset(Dataset):

@@ -326,6 +326,15 @@ class LeRobotFolder(Dataset):
             self.reader.cache.put(place, array)
         return array
 
+    def source_files(self) -> list[Path]:
+        """The tables and the videos of the cameras that are read."""
+        tables = {entry.data_path for entry in self.entries}
+        return sorted(tables | {entry.videos[key].path for entry in self.entries for key in self._video_keys})
+
+    @property
+    def _video_keys(self) -> list[str]:
+        return [key for key in self.camera_keys if self.meta.features[key]["dtype"] != "image"]
+
     def close(self) -> None:
         """Close the videos and forget decoded frames."""
         self.reader.close()

@@ -136,6 +136,11 @@ class MinariDataset(Dataset):
             self._scalars(index, "truncations", np.bool_, length),
         )
 
+    def source_files(self) -> list[Path]:
+        """The HDF5 file, or the tables of all episodes."""
+        places = sorted({self._source.file(index) for index in range(self.num_episodes)})
+        return [file for place in places for file in (sorted(place.iterdir()) if place.is_dir() else [place])]
+
     def close(self) -> None:
         """Close the file."""
         self._source.close()

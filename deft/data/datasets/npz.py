@@ -79,6 +79,10 @@ class NpzDataset(Dataset):
         truncated[-1] = not terminated[-1]
         return Episode(observation, self._action(file), reward, terminated, truncated)
 
+    def source_files(self) -> list[Path]:
+        """A file for each episode."""
+        return list(self._files)
+
     def _action(self, file: Path) -> np.ndarray:
         """The actions of an episode, float32 [T, A], without the dummy of the reset."""
         with _opened(file) as arrays:

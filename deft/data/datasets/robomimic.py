@@ -97,6 +97,10 @@ class RobomimicImageDataset(Dataset):
         """One demonstration, from the file."""
         return self._demos.read(index)
 
+    def source_files(self) -> list[Path]:
+        """The file."""
+        return [self._demos.path]
+
     def close(self) -> None:
         """Close the file."""
         self._demos.close()

@@ -92,7 +92,7 @@ class TabletopFrames:
         self.num_frames = config.num_frames
         cores = available_cores()
         self.num_workers = min(COPIES, max(1, cores - 1) if config.num_workers is None else config.num_workers)
-        self.fingerprint = 0
+        self.fingerprint: int | str = 0
         self.trained_on: dict[str, Any] | None = None
         try:
             self._function()()  # so that a wrong setting is told before anything is started

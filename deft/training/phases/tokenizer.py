@@ -24,6 +24,7 @@ from torch import Tensor
 from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
 from deft.config.tokenizer_settings import TokenizerTrainingConfig
+from deft.data.datasets.dataset import same_fingerprint
 from deft.errors import InputError, RunError
 from deft.evaluation.image_quality import psnr, ssim
 from deft.models.f1.codebook import CodebookAverages
@@ -326,7 +327,7 @@ class TokenizerTrainer:
         for name, value in own.items():
             if name not in state["settings"] or state["settings"][name] != value:
                 raise InputError(f"resume: {path} was trained with {name} {state['settings'].get(name)}, not {value}")
-        if state["fingerprint"] != self.fingerprint:
+        if not same_fingerprint(state["fingerprint"], self.fingerprint):
             raise InputError(f"resume: {path} was trained on other data than {self.config.dataset} holds now")
         checkpoint.load_weights(self.model, checkpoint.load_part(path, checkpoint.MODEL), path)
         self.optimizer.load_state_dict(state["optimizer"])

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from deft.data.datasets.dataset import VectorDataset, box, known_env, known_task, task_of, write_episode
+from deft.data.datasets.dataset import (
+    VectorDataset,
+    box,
+    known_env,
+    known_task,
+    same_fingerprint,
+    task_of,
+    write_episode,
+)
 from deft.data.transitions import TransitionTable
 from deft.errors import InputError
 
@@ -49,6 +59,55 @@ def test_episodes_are_views_of_the_table() -> None:
     assert dataset.episode_returns().tolist() == [1 + 2 + 3, 1 + 2]
     # float32: 4 · 2 observations, 3 actions, 3 rewards; and two flags of 3 bytes.
     assert first.nbytes == 4 * (8 + 3 + 3) + 6
+
+
+def test_every_value_of_a_table_is_in_the_fingerprint() -> None:
+    dataset = VectorDataset(table_of(*[50] * 40), "large")
+    found = dataset.fingerprint()
+    assert VectorDataset(table_of(*[50] * 40), "large").fingerprint() == found
+    for place in ((1000, 0), (1003, 1), (777, 2), (1200, 3), (1501, 4)):  # rows of episodes 14 to 29 of 40
+        value = dataset.table.rows[place].item()
+        dataset.table.rows[place] = value + 1.0
+        assert not same_fingerprint(found, dataset.fingerprint())
+        dataset.table.rows[place] = value
+    assert same_fingerprint(found, dataset.fingerprint())
+
+
+def test_fingerprints_of_earlier_versions_are_known() -> None:
+    """They were a number, of the lengths and of the first and last episodes."""
+    dataset = VectorDataset(table_of(3, 2, 4), "three")
+    number = zlib.crc32(np.array([3, 2, 4], np.int64).tobytes())
+    for index in (0, 2):
+        episode = dataset.episode(index)
+        for array in (episode.observation, episode.action, episode.reward):
+            number = zlib.crc32(np.ascontiguousarray(array).tobytes(), number)
+    assert same_fingerprint(number, dataset.fingerprint())
+    assert not same_fingerprint(number + 1, dataset.fingerprint())
+
+
+def test_all_files_are_in_the_fingerprint(tmp_path) -> None:
+    """One episode among many that was recorded anew, and one large file that was changed in some places."""
+    files = [tmp_path / f"{number}.bin" for number in range(20)]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * 1000)
+
+    class Recorded(VectorDataset):
+        def source_files(self):
+            return files
+
+    dataset = Recorded(table_of(3), "files")
+    before = dataset.fingerprint()
+    files[9].write_bytes(bytes([9]) * 999 + b"!")
+    assert dataset.fingerprint() != before  # small files are read whole
+    files[9].write_bytes(bytes(2**27))
+    before = dataset.fingerprint()
+    with open(files[9], "r+b") as file:
+        file.seek(2**26)
+        file.write(bytes([1]) * 2**20)  # a part of 1 MiB that is other: the blocks are 0.6 MiB apart
+    assert dataset.fingerprint() != before
+    files[9].unlink()
+    with pytest.raises(InputError, match=r"9\.bin: cannot be read"):
+        dataset.fingerprint()
 
 
 def test_discrete_actions_come_back_as_numbers() -> None:
