@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -129,11 +130,16 @@ class IQL(OffPolicy):
         """Fit the normalisation, and scale the rewards by the range of the dataset's returns."""
         if fresh and self.start is not None:
             raise InputError("sight: 'start' is how the model that a run starts from sees: give one with model_path")
+        returns = dataset.episode_returns()
+        if not self.settings.allow_constant_reward and (reward := _constant_reward(dataset, returns)) is not None:
+            raise InputError(
+                f"{dataset.name}: every reward is {reward:g}, so no action is better than another and IQL only clones: "
+                "train with sft, record rewards, or pass --allow_constant_reward"
+            )
         super().prepare(dataset, sampler, fresh)
         if self.settings.advantage == "return":
             sampler.add_returns(self.settings.gamma)
         if self.settings.reward_scaling == "return_range":
-            returns = dataset.episode_returns()
             spread = float(returns.max() - returns.min())
             if spread > 0:
                 self.policy.reward_scale.fill_(1000.0 / spread)
@@ -142,3 +148,18 @@ class IQL(OffPolicy):
                 log.warning(
                     "reward_scaling: every episode has the return %.4g, so rewards stay as they are", returns[0]
                 )
+
+
+def _constant_reward(dataset: Dataset, returns: np.ndarray) -> float | None:
+    """The reward of every transition, if there is one and it says nothing; None if rewards or ends tell actions apart.
+
+    A reward c > 0 at each step still says how long an episode lasts, if it can terminate.
+    """
+    reward = float(returns[0] / dataset.lengths[0])
+    if not np.allclose(returns, reward * dataset.lengths, rtol=1e-5, atol=1e-6):
+        return None  # without reading any episode
+    for index in range(dataset.num_episodes):
+        episode = dataset.episode(index)
+        if not np.allclose(episode.reward, reward, rtol=1e-5, atol=1e-6) or (reward and episode.terminated.any()):
+            return None
+    return reward

@@ -16,6 +16,7 @@ from deft.algorithms.off_policy import Scalars, SoftPolicy
 from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import SACSettings
+from deft.data.augmentation import shift_images
 from deft.models.actor import ContinuousActor, Encoded
 from deft.models.targets import frozen_copy
 
@@ -153,7 +154,7 @@ class SAC(SoftPolicy):
             return batch
         shifted = dict(batch)
         for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
-            shifted[key] = _shift_images(batch[key], self.settings.random_shift)
+            shifted[key] = shift_images(batch[key], self.settings.random_shift)
         return shifted
 
     def _parts(self) -> dict[str, Any]:
@@ -173,27 +174,3 @@ class SAC(SoftPolicy):
         if state.get("anchor") is None:
             log.warning("anchor_coef was 0 until now: the anchor is the policy of this checkpoint")
         self.anchor.load_state_dict(state.get("anchor") or self.policy.state_dict())
-
-
-def _shift_images(observation: Any, pixels: int) -> Any:
-    """Each image of a batch moved by up to `pixels`, its border repeated (DrQ, Kostrikov et al., 2020)."""
-    if isinstance(observation, Mapping):
-        return {name: _shift_images(stream, pixels) for name, stream in observation.items()}
-    if observation.dtype != torch.uint8 or observation.ndim < 4:
-        return observation
-    return random_shift(observation, pixels)
-
-
-def random_shift(images: Tensor, pixels: int) -> Tensor:
-    """uint8 [B, …, H, W] or [B, H, W, 3]: one shift an image (and for all frames of a history)."""
-    channel_last = images.ndim == 4 and images.shape[-1] in (1, 3, 4) and images.shape[1] not in (1, 3, 4)
-    if channel_last:
-        return random_shift(images.movedim(-1, 1), pixels).movedim(1, -1)
-    batch, height, width = len(images), *images.shape[-2:]
-    flat = images.reshape(batch, -1, height, width)
-    offsets = torch.randint(-pixels, pixels + 1, (2, batch, 1), device=images.device)
-    rows = (torch.arange(height, device=images.device) + offsets[0]).clamp(0, height - 1)
-    columns = (torch.arange(width, device=images.device) + offsets[1]).clamp(0, width - 1)
-    index = torch.arange(batch, device=images.device)[:, None, None]
-    moved = flat.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]]  # [B, H, W, C]
-    return moved.permute(0, 3, 1, 2).reshape(images.shape)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import ActorAlgorithm
 from deft.algorithms.optimization import descend, give_gradients
 from deft.config.algorithm_settings import SFTSettings
+from deft.data.augmentation import augment, has_images
+from deft.data.datasets.dataset import Dataset
+from deft.errors import InputError
 from deft.models.actor import ContinuousActor
 
 
@@ -32,10 +35,8 @@ class SFT(ActorAlgorithm):
         yield from self.policy.encoder_parameters()
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
-        with torch.no_grad():
-            action = self.policy.to_unit(batch[schema.ACTION])
-            action = action if action.ndim == 3 else action.unsqueeze(0)
-        observation, mask = batch[schema.OBSERVATION], batch.get(schema.STEP_MASK)
+        action = self._unit_action(batch)
+        observation, mask = augment(batch[schema.OBSERVATION], self.settings.augment), batch.get(schema.STEP_MASK)
         count = min(self.settings.gradient_accumulation, action.shape[1])
         if count == 1:
             losses = self.policy.imitation(observation, action, mask, self.settings.loss)
@@ -54,6 +55,37 @@ class SFT(ActorAlgorithm):
                 metrics[name] = metrics.get(name, 0.0) + value.detach().mean() * share
         self.actor_optimizer.step()
         return metrics
+
+    @torch.no_grad()
+    def _unit_action(self, batch: Mapping[Any, Any]) -> Tensor:
+        """The data's actions, [members, B, …]."""
+        action = self.policy.to_unit(batch[schema.ACTION])
+        return action if action.ndim == 3 else action.unsqueeze(0)
+
+    def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
+        """Fit the observation normalisation to the dataset."""
+        if self.settings.augment and not has_images(dataset.observation_space):
+            raise InputError(
+                f"augment: {dataset.name} has no images to change (its observations are {dataset.observation_space}); "
+                "leave --augment out"
+            )
+        super().prepare(dataset, sampler, fresh)
+
+    @torch.no_grad()
+    def validate(self, batches: Sequence[Mapping[Any, Any]]) -> Metrics:
+        """The means of the losses over all rows of the batches, without augmentation."""
+        was_training = self.policy.training
+        self.policy.eval()
+        totals: Metrics = {}
+        rows = 0
+        for batch in batches:
+            action, mask = self._unit_action(batch), batch.get(schema.STEP_MASK)
+            losses = self.policy.imitation(batch[schema.OBSERVATION], action, mask, self.settings.loss)
+            rows += action.shape[1]
+            for name, value in losses.items():
+                totals[name] = totals.get(name, 0.0) + value.mean() * action.shape[1]
+        self.policy.train(was_training)
+        return {name: total / rows for name, total in totals.items()}
 
 
 def _rows(value: Any, rows: slice, axis: int) -> Any:

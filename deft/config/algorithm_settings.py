@@ -231,6 +231,8 @@ class IQLSettings(OffPolicySettings):
     """Step size of what the policy learns besides: `vla-tiny` to see, from labels. 0: that of the policy."""
     learning_rate_schedule: Literal["constant", "cosine"] = "cosine"
     """Of the policy: `cosine` goes to 0 at the end of training."""
+    allow_constant_reward: Switch = False
+    """Train although every reward is 0, or all are alike and no episode terminates: in effect behaviour cloning."""
 
 
 @settings
@@ -291,6 +293,26 @@ class SFTSettings(OfflineSettings):
     """`log_prob`: the likelihood of the data's actions, so that the deviation is learned too; `mse`: squared error."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
     """`cosine` goes to 0 at the end of training."""
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Episodes to hold out for `val_loss`, rounded to whole episodes; 0: none."""
+    early_stopping: NonNegativeInt = 0
+    """Stop after this many epochs in a row without a lower `val_loss`; 0: never."""
+    augment: tuple[Literal["shift", "color"], ...] = ()
+    """Change the images of a batch at random: `shift` by up to 1/16 of a side, `color` by gain, offset and gamma."""
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _names_with_commas(cls, value: Any) -> Any:
+        words = [value] if isinstance(value, str) else value
+        if not isinstance(words, list | tuple):
+            return value
+        return tuple(name for word in words for name in (word.split(",") if isinstance(word, str) else [word]) if name)
+
+    @model_validator(mode="after")
+    def _something_ends_it(self) -> SFTSettings:
+        if self.early_stopping and not self.val_fraction:
+            raise ValueError(f"early_stopping {self.early_stopping}: needs a val_loss; give val_fraction above 0")
+        return self
 
 
 @settings

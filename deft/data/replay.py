@@ -74,6 +74,14 @@ class ReplayBuffer:
             self._draw(batch_size)
         return self._ahead.pop()
 
+    def gather(self, transitions: np.ndarray) -> Batch:
+        """The observations and actions of given transitions, counted from 0, in a batch of their own."""
+        rows = self._rows[self._first[torch.as_tensor(transitions, device=self.device)].long()]
+        if self.num_members > 1:
+            rows = rows.expand(self.num_members, *rows.shape)
+        dim = self.table.observation_dim
+        return {schema.OBSERVATION: rows[..., :dim], schema.ACTION: rows[..., dim:-2]}
+
     def _draw(self, batch_size: int) -> None:
         """Gather the next batches at once, into the memory of the last ones."""
         if self.device.type == "cpu":

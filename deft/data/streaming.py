@@ -111,7 +111,23 @@ class StreamingBuffer:
         which = np.searchsorted(self._ends, draws, "right")
         steps = draws - np.concatenate([[0], self._ends])[which]
         chosen = [(self._episodes[number], step) for number, step in zip(which.tolist(), steps.tolist(), strict=True)]
+        batch = self._batch(chosen)
+        if self._gamma is not None:
+            returns = [self._returns[number][step] for number, step in zip(which, steps, strict=True)]
+            batch[schema.VALUE_TARGET] = self._gather(returns, np.float32) * self._reward_scale
+        return batch
 
+    def gather(self, transitions: np.ndarray) -> Batch:
+        """The batch of given transitions, counted from 0 through all episodes of the dataset, which are read."""
+        ends = np.cumsum(self.dataset.lengths)
+        which = np.searchsorted(ends, transitions, "right")
+        read = {number: self.dataset.episode(int(number)) for number in np.unique(which)}
+        steps = transitions - (ends - self.dataset.lengths)[which]
+        return self._batch([(read[number], int(step)) for number, step in zip(which, steps, strict=True)])
+
+    def _batch(self, chosen: list[tuple[Episode, int]]) -> Batch:
+        """The transitions at these steps of episodes."""
+        batch_size = len(chosen)
         now: dict[str, Tensor] = {}
         following: dict[str, Tensor] = {}
         for name, example in chosen[0][0].streams.items():
@@ -127,11 +143,7 @@ class StreamingBuffer:
         batch: Batch = {schema.OBSERVATION: now.get("", now)}
         if self.next_observation:
             batch[schema.NEXT_OBSERVATION] = following.get("", following)
-        batch |= self._single_steps(chosen) if self.chunk_length == 1 else self._chunks(chosen)
-        if self._gamma is not None:
-            returns = [self._returns[number][step] for number, step in zip(which, steps, strict=True)]
-            batch[schema.VALUE_TARGET] = self._gather(returns, np.float32) * self._reward_scale
-        return batch
+        return batch | (self._single_steps(chosen) if self.chunk_length == 1 else self._chunks(chosen))
 
     def _single_steps(self, chosen: list[tuple[Episode, int]]) -> Batch:
         """Actions, rewards and ends of single transitions."""

@@ -63,6 +63,11 @@ class TransitionTable:
         start = int(self.starts[episode])
         return slice(start, start + int(self.lengths[episode]) + 1)
 
+    def select(self, episodes: Sequence[int] | np.ndarray) -> TransitionTable:
+        """A table of some episodes, a copy."""
+        rows = torch.cat([self.rows[self.episode_rows(int(episode))] for episode in episodes])
+        return TransitionTable(self.lengths[episodes], self.observation_dim, self.action_dim, rows)
+
     def transition_rows(self) -> Tensor:
         """The row of each transition, int64 [len(self)]: all rows but the last of each episode."""
         is_last = torch.zeros(len(self.rows), dtype=torch.bool)

@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from deft.config.loading import read_mapping
 from deft.config.rl_yaml import CONFIG_FILE, PHASES, phase_of_file
 from deft.errors import InputError, RunError
 from deft.evaluation.charts import bar_chart, line_chart
@@ -61,7 +62,7 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     runs = phase_runs(folder)
     if not runs:
-        raise InputError(f"{folder}: no run of {', '.join(PHASES)} in it to report on; `deft train all` makes one")
+        raise InputError(_not_reported(folder))
     path = folder / REPORT_FILE
     temporary = folder / f".{REPORT_FILE}.{os.getpid()}"
     try:
@@ -71,6 +72,21 @@ def write_report(folder: str | Path) -> Path:
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _not_reported(folder: Path) -> str:
+    """Why there is no report on a folder, and what there is instead."""
+    covered = f"`deft report` writes a page about runs of {', '.join(PHASES)} and all"
+    if not (folder / METRICS_FILE).is_file():
+        return f"{folder}: no run in it to report on; {covered}"
+    file = folder / CONFIG_FILE
+    settings = read_mapping(file).get("algorithm") if file.is_file() else None
+    kind = settings["name"] if isinstance(settings, dict) and "name" in settings else "another kind"
+    return (
+        f"{folder}: a run of {kind}; {covered} so far. For this run: its plots are in {folder / 'plots'}, `tensorboard "
+        f"--logdir {folder}` shows its curves, `deft evaluate {folder}` plays its policy, and `deft compare {folder} "
+        "ANOTHER_RUN` compares it with another"
+    )
 
 
 def phase_runs(folder: Path) -> dict[str, Path]:

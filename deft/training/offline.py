@@ -35,6 +35,7 @@ from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.seeds import process_seed
 from deft.training.signals import StopSignal
+from deft.training.validation import Validation, check_held_out
 from deft.training.watch import OFFLINE_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class OfflineTrainer:
         processes: Processes | None = None,
         acting: sharding.WholeCopy | None = None,
         check_weights: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+        validation: Validation | None = None,
         **settings: Any,
     ) -> None:
         self.settings = OfflineTrainerConfig(**settings)
@@ -105,6 +107,7 @@ class OfflineTrainer:
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._watch = RangeWatch(OFFLINE_RANGES)
+        self._validation = validation
         self.batch_size = algorithm.settings.batch_size
         device = self.device
         self._captured: CapturedUpdate | None = None
@@ -179,7 +182,7 @@ class OfflineTrainer:
 
     def _loop(self, total: int, stop: StopSignal, run_log: RunLogger) -> None:
         """Update, and after it what is due."""
-        while self.num_updates < total and not self._stops(stop):
+        while self.num_updates < total and not self._stops(stop) and not self._is_validated_enough():
             self.threads.begin()
             self.algorithm.progress = self.num_updates / total
             previous = self.num_updates
@@ -202,8 +205,11 @@ class OfflineTrainer:
     def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
         """Log, evaluate and save what is due; an update may be several, so crossings count, not multiples."""
         step, settings, epoch = self.num_updates, self.settings, self.updates_per_epoch
-        if crossed(previous, step, settings.log_freq) or step == self._total:
-            values = {name: float(value) for name, value in metrics.items()}
+        validated = {}
+        if self._validation is not None and (crossed(previous, step, epoch) or step == self._total):
+            validated = self._validation.run()
+        if crossed(previous, step, settings.log_freq) or step == self._total or validated:
+            values = {name: float(value) for name, value in metrics.items()} | validated
             run_log.log_metrics(step, {"epoch": step / epoch, **values})
             self._last_metrics = values
             bad = [name for name, value in values.items() if not math.isfinite(value)]
@@ -215,12 +221,31 @@ class OfflineTrainer:
             self._watch.check(step, values)
         if self.is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
             self._evaluate_together(run_log)
-        if crossed(previous, step, settings.save_freq * epoch):
+        chosen = bool(validated) and self._validation_chooses()
+        if chosen or crossed(previous, step, settings.save_freq * epoch):
             self._save_once()
+            if chosen and self.processes.is_first:
+                checkpoint.mark_best(self.run_dir, self.run_dir / f"checkpoint-{step}")
             self._prune()
         if step % 256 < step - previous:
             self._take_evaluations(run_log)
         run_log.progress(step)
+
+    def _validation_chooses(self) -> bool:
+        """Whether these weights are the best by `val_loss`, which counts where no environment evaluates."""
+        is_played = self.is_evaluated and self.settings.eval_freq > 0
+        return self._validation is not None and self._validation.chooses_best and not is_played
+
+    def _is_validated_enough(self) -> bool:
+        if self._validation is None or not self._validation.is_over:
+            return False
+        log.info(
+            "early_stopping: val_loss has not fallen below %.4g for %d epochs; stopped at update %d",
+            self._validation.best,
+            self._validation.since,
+            self.num_updates,
+        )
+        return True
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -340,6 +365,7 @@ class OfflineTrainer:
             "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
             "random": get_random_state(),
             "config": self._run_config,
+            "validation": None if self._validation is None else self._validation.state_dict(),
         }
         weights = {name: value.detach().cpu() for name, value in weights.items()}
         folder = checkpoint.save_checkpoint(
@@ -366,6 +392,7 @@ class OfflineTrainer:
             raise InputError(f"{folder}: its training state lacks {', '.join(missing)}; it is not of an offline run")
         if state["algorithm_name"] != self.algorithm.name:
             raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
+        check_held_out(state.get("validation"), [] if self._validation is None else self._validation.held_out)
         count = state["transitions"]
         if count != self.num_transitions or not same_fingerprint(state["fingerprint"], self._fingerprint):
             differs = f"this one has {self.num_transitions}" if count != self.num_transitions else "this one has others"
@@ -382,6 +409,8 @@ class OfflineTrainer:
         self.algorithm.load_state_dict(state["algorithm"])
         self.algorithm.resumed()
         self._load_sampler(folder, state)
+        if self._validation is not None:
+            self._validation.load_state_dict(state["validation"])
         self.num_updates = state["num_updates"]
         self.threads.load_state_dict(state.get("threads"))
         # An evaluation beside the training may have come back after the checkpoint was written.
@@ -429,6 +458,14 @@ class OfflineTrainer:
     def _start(self, total: int) -> None:
         if self.num_updates >= total:
             log.warning("nothing to do: the run has %d of %d updates", self.num_updates, total)
+        log.info(
+            "%d transitions, %d in a batch: %d updates per epoch, %d epochs, %d updates in all",
+            self.num_transitions,
+            self.batch_size * self.processes.count,
+            self.updates_per_epoch,
+            total // self.updates_per_epoch,
+            total,
+        )
         if not self.is_evaluated and self.settings.eval_freq:
             log.warning("not evaluated: there is no environment to do it in; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:

@@ -24,7 +24,7 @@ from deft.models.policy import Policy
 from deft.training import checkpoint
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
-from deft.training.offline_run import build_offline_policy, build_offline_trainer
+from deft.training.offline_run import build_offline_policy, build_offline_trainer, with_its_split
 from deft.training.random_state import seed_everything
 from deft.training.run import load_policy_weights
 
@@ -127,6 +127,8 @@ class OfflineRLTrainer:
         name = buffer.source if isinstance(buffer, OfflineReplayBuffer) else buffer
         if isinstance(name, str | Path):
             self.config = replace(self.config, **{"dataset.path": str(name)})  # for who resumes from the command line
+        if self._loaded_from is not None and self._loaded_from.is_dir():
+            self.config = with_its_split(self.config, checkpoint.find_checkpoint(self._loaded_from))
         trainer = build_offline_trainer(self.config, dataset, self._policy, self._env, self._spaces)
         if self._loaded_from is not None:
             trainer.load(self._loaded_from)

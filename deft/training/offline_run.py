@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import torch
 
-from deft.config.loading import replace, to_dict
+from deft.algorithms.sft import SFT
+from deft.config.loading import read_mapping, replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.dataset import Dataset, normalized_score
@@ -23,7 +25,7 @@ from deft.errors import InputError
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
 from deft.models.unit_actions import UnitActions
-from deft.training import sharding
+from deft.training import checkpoint, sharding
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_spaces
 from deft.training.handover import check_heads, take_over_offline
@@ -32,9 +34,10 @@ from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer
-from deft.training.run_folder import open_run_folder, place_run
+from deft.training.run_folder import CONFIG_FILE, open_run_folder, place_run
 from deft.training.seeds import EVALUATION_SEED
 from deft.training.sinks import check_extras
+from deft.training.validation import make_validation, split
 
 log = logging.getLogger(__name__)
 FARTHEST_REACH = 1.5  # of actions, in units of the range of weights that are trained on
@@ -68,6 +71,8 @@ def build_offline_trainer(
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
     config = take_over_offline(config, resume_from)
+    if resume_from is not None:
+        config = with_its_split(config, resume_from)
     check_heads(config, resume_from or config.model_path)
     seed_everything(config.seed)
     check_extras(config.logging)
@@ -107,9 +112,14 @@ def build_offline_trainer(
     acts = processes.is_first and evaluator is not None
     acting = sharding.shard_policy(policy, processes, device, acts) if shards else None
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
-    sampler = algorithm.make_sampler(dataset, config.seed, device, int(config.dataset.cache_gb * 2**30))
+    validation, learned_from, cache_bytes = None, dataset, int(config.dataset.cache_gb * 2**30)
+    if isinstance(algorithm, SFT):
+        learned_from, kept, held_out = split(dataset, algorithm.settings.val_fraction, config.seed)
+        if kept is not None:
+            validation = make_validation(algorithm, kept, held_out, config.seed, device, cache_bytes)
+    sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
     fresh = resume_from is None and not whole and not has_seen_data(policy)
-    algorithm.prepare(dataset, sampler, fresh)
+    algorithm.prepare(learned_from, sampler, fresh)
     trainer = OfflineTrainer(
         policy,
         algorithm,
@@ -127,11 +137,24 @@ def build_offline_trainer(
         processes=processes,
         acting=acting,
         check_weights=partial(_check_scale, policy, action_space),
+        validation=validation,
         **to_dict(config.trainer),
     )
     if resume_from is not None:
         trainer.load(resume_from)
     return trainer
+
+
+def with_its_split(config: OfflineRunConfig, resume_from: Path) -> OfflineRunConfig:
+    """The config of a resumed run; SFT of a version without `val_fraction` continues to train on all episodes."""
+    if config.algorithm.name != "sft":
+        return config
+    file = resume_from.parent / CONFIG_FILE
+    saved = read_mapping(file) if file.is_file() else checkpoint.load_training_state(resume_from).get("config") or {}
+    if "val_fraction" in saved.get("algorithm", {}).get("cfg", {}):
+        return config
+    log.info("%s held no episodes out, and the resumed run holds none out (val_fraction 0)", resume_from)
+    return replace(config, **{"algorithm.cfg.val_fraction": 0.0, "algorithm.cfg.early_stopping": 0})
 
 
 def build_offline_policy(

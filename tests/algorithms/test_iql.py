@@ -22,6 +22,7 @@ from deft.algorithms.iql import IQL
 from deft.config.algorithm_settings import IQLSettings
 from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import box
+from deft.errors import InputError
 
 FAST = {"learning_rate": 3e-3, "tau": 0.05}
 
@@ -175,10 +176,36 @@ def test_rewards_are_scaled_by_the_range_of_returns():
         assert float(sampler.sample(256)[schema.NEXT_REWARD].max()) == largest
 
 
+@pytest.mark.parametrize(
+    ("reward", "terminates", "is_constant"), [(0.0, True, True), (1.0, False, True), (1.0, True, False)]
+)
+def test_a_constant_reward_is_an_error_unless_it_is_allowed(reward, terminates, is_constant):
+    """A reward of 1 at each step says how long an episode lasts, where it can terminate (CartPole)."""
+    dataset = two_step_dataset()
+    dataset.table.reward[dataset.table.transition_rows()] = reward
+    if not terminates:
+        dataset.table.terminated.zero_()
+    for allowed in (False, True):
+        algorithm = IQL(small_actor(2, 1), IQLSettings(allow_constant_reward=allowed))
+        sampler = algorithm.make_sampler(dataset, 0, torch.device("cpu"), 0)
+        if is_constant and not allowed:
+            with pytest.raises(InputError, match=rf"every reward is {reward:g}, .*--allow_constant_reward"):
+                algorithm.prepare(dataset, sampler, fresh=True)
+        else:
+            algorithm.prepare(dataset, sampler, fresh=True)
+
+
+def test_rewards_that_sum_to_the_same_are_not_constant():
+    dataset = two_step_dataset()
+    dataset.table.rows.view(200, 3, 5)[:, :2, 3] = torch.tensor([1.0, -1.0])  # every return is 0
+    algorithm = IQL(small_actor(2, 1))
+    algorithm.prepare(dataset, algorithm.make_sampler(dataset, 0, torch.device("cpu"), 0), fresh=True)
+
+
 def test_equal_returns_leave_the_rewards_and_are_told(caplog):
     dataset = two_step_dataset()
     dataset.table.reward.zero_()
-    algorithm = IQL(small_actor(2, 1))
+    algorithm = IQL(small_actor(2, 1), IQLSettings(allow_constant_reward=True))
     sampler = algorithm.make_sampler(dataset, 0, torch.device("cpu"), 0)
     algorithm.prepare(dataset, sampler, fresh=True)
     assert "every episode has the return 0" in caplog.text

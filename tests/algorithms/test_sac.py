@@ -7,8 +7,9 @@ from offline_worlds import batch_of, make_linear, random_batch, schema_row, smal
 
 from deft import schema
 from deft.algorithms.cql import CQL
-from deft.algorithms.sac import SAC, random_shift
+from deft.algorithms.sac import SAC
 from deft.config.algorithm_settings import CQLSettings, SACSettings
+from deft.data.augmentation import random_shift
 from deft.data.datasets.dataset import box
 from deft.errors import InputError
 from deft.models.actor import ContinuousActor

@@ -1,12 +1,20 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from offline_worlds import batch_of, learned_actions, make_linear, small_actor
+from gymnasium import spaces
+from offline_worlds import batch_of, learned_actions, make_linear, small_actor, two_step_dataset
 
+from deft import schema
 from deft.algorithms.sft import SFT
 from deft.config.algorithm_settings import SFTSettings
+from deft.config.settings import ActorConfig
+from deft.data.augmentation import augment
+from deft.data.datasets.dataset import box
+from deft.errors import InputError
+from deft.models.actor import Actor
 
 BATCH = batch_of([1.0, -1.0], [0.5, -0.5], [1.0, 2.0], [2.0, 3.0], [0.0, 1.0])
 
@@ -49,3 +57,42 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole():
         weights.append((torch.cat([one.flatten() for one in algorithm.policy.parameters()]), metrics["bc_loss"]))
     for whole, in_parts in zip(*weights, strict=True):
         torch.testing.assert_close(in_parts, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_augmented_images_are_trained_on_and_validated_as_they_are():
+    """The loss of a step is that of the changed images; `validate` has the loss of the images themselves."""
+    space = spaces.Box(0, 255, (3, 16, 16), np.uint8)
+    batch = {
+        schema.OBSERVATION: torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8),
+        schema.ACTION: torch.zeros(4, 1),
+    }
+    policy = Actor(space, box(1, -1.0, 1.0), ActorConfig(hidden_dim=8, encoder_dim=8))
+    algorithm = SFT(policy, SFTSettings(augment="shift,color", learning_rate=1e-12))
+    assert algorithm.settings.augment == ("shift", "color")
+    plain = algorithm.validate([batch])
+    torch.manual_seed(3)
+    changed = augment(batch[schema.OBSERVATION], ("shift", "color"))
+    expected = algorithm.validate([{**batch, schema.OBSERVATION: changed}])
+    torch.manual_seed(3)
+    step = algorithm.step(batch)
+    assert float(step["bc_loss"]) == pytest.approx(float(expected["bc_loss"]), rel=1e-5)
+    assert float(plain["bc_loss"]) != pytest.approx(float(expected["bc_loss"]), rel=1e-5)
+
+
+def test_a_dataset_without_images_cannot_be_augmented():
+    algorithm = SFT(small_actor(2), SFTSettings(augment=("color",)))
+    dataset = two_step_dataset(4)
+    with pytest.raises(InputError, match="augment: two-step has no images to change"):
+        algorithm.prepare(dataset, algorithm.make_sampler(dataset, 0, torch.device("cpu"), 0), fresh=True)
+    with pytest.raises(ValueError, match="augment"):
+        SFTSettings(augment="shift,blur")
+
+
+def test_the_mean_over_batches_counts_rows():
+    # Actions ±0.5 have the error 0.25, actions ±1 have 1: over 2 and 1 rows (2 · 0.25 + 1) / 3 = 0.5.
+    algorithm = SFT(small_actor(), SFTSettings(loss="mse"))
+    make_linear(algorithm.policy.actor, 0, [[0.0]], [0.0])
+    other = batch_of([1.0], [1.0], [0.0], [0.0], [0.0])
+    before = [parameter.clone() for parameter in algorithm.policy.parameters()]
+    assert float(algorithm.validate([BATCH, other])["bc_loss"]) == pytest.approx(0.5)
+    assert all(torch.equal(a, b) for a, b in zip(before, algorithm.policy.parameters(), strict=True))

@@ -1,8 +1,10 @@
-"""Pictures of an episode changed alike: colours, and where things are seen."""
+"""Random changes of images: alike in all frames of an episode, and in batches."""
 
 import numpy as np
+import torch
 
-from deft.data.augmentation import recoloured, shifted
+from deft.data import augmentation
+from deft.data.augmentation import augment, random_color_tables, recolor, recoloured, shifted
 from deft.data.robot_episode import RobotEpisode
 
 
@@ -32,3 +34,70 @@ def test_nothing_changes_unasked():
     episode = an_episode()
     assert shifted(episode, np.random.default_rng(0), 0) is episode
     assert recoloured(episode, np.random.default_rng(0), 0.0) is episode
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def a_batch() -> dict[str, torch.Tensor]:
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return {
+        "top": images,
+        "wrist": images.movedim(1, -1).contiguous(),  # channels last
+        "history": torch.stack([images, images], 1),
+        "state": torch.zeros(6, 4),
+        "instruction": torch.zeros(6, 20, dtype=torch.uint8),
+    }
+
+
+def test_colors_change_alike_in_all_cameras_and_frames_of_a_row():
+    torch.manual_seed(0)
+    batch = a_batch()
+    changed = augment(batch, ["color"])
+    assert not torch.equal(changed["top"], batch["top"])
+    assert torch.equal(changed["wrist"].movedim(-1, 1), changed["top"])
+    for frame in range(2):
+        assert torch.equal(changed["history"][:, frame], changed["top"])
+    # One table a row and channel: equal levels stay equal, and a lighter one stays at least as light.
+    for row in range(6):
+        before, after = batch["top"][row, 1].flatten(), changed["top"][row, 1].flatten()
+        order = before.argsort()
+        assert (after[order].int().diff() >= 0).all()
+    assert not torch.equal(changed["top"][0], changed["top"][1])
+    assert changed["state"] is batch["state"]
+    assert changed["instruction"] is batch["instruction"]
+
+
+def test_shifts_move_an_image_by_a_sixteenth_at_most():
+    """32 / 16 = 2 pixels: 25 moves with repeated borders. A plain observation is one stream."""
+    image = a_batch()["top"]
+    padded = torch.nn.functional.pad(image.float(), (2, 2, 2, 2), mode="replicate").to(torch.uint8)
+    found = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        moved = augment(image, ["shift"])
+        for row in range(6):
+            fits = [
+                (down, right)
+                for down in range(5)
+                for right in range(5)
+                if torch.equal(moved[row], padded[row, :, down : down + 32, right : right + 32])
+            ]
+            assert len(fits) == 1
+            found.add(fits[0])
+    assert len(found) == 25
+
+
+def test_recoloring_in_blocks_is_recoloring_at_once(monkeypatch):
+    images, tables = a_batch()["top"], random_color_tables(6, 0.5, torch.device("cpu"))
+    whole = recolor(images, tables)
+    assert whole[2, 0, 5, 7] == tables[2, 0, int(images[2, 0, 5, 7])]
+    monkeypatch.setattr(augmentation, "BLOCK", 2 * 3 * 32 * 32)
+    assert torch.equal(recolor(images, tables), whole)
+    gray = torch.zeros(6, 1, 32, 32, dtype=torch.uint8)
+    assert recolor(gray, tables) is gray
+
+
+def test_without_a_kind_a_batch_is_as_it_was():
+    batch = a_batch()
+    assert augment(batch, ()) is batch

@@ -88,9 +88,21 @@ def test_a_report_of_a_run_that_has_only_begun(tmp_path):
 
 
 def test_what_is_wrong_is_said(tmp_path):
-    with pytest.raises(InputError, match="no run of"):
+    with pytest.raises(
+        InputError, match="no run in it to report on; `deft report` writes a page about runs of teacher"
+    ):
         write_report(tmp_path)
     (tmp_path / "config.yaml").write_text("phase: student\n")
     (tmp_path / "evaluation.json").write_text("{")
     with pytest.raises(InputError, match="not JSON"):
+        write_report(tmp_path)
+
+
+def test_of_another_run_it_says_what_there_is(tmp_path):
+    (tmp_path / "config.yaml").write_text("algorithm:\n  name: ppo\n")
+    (tmp_path / "episode_metrics.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"a run of ppo; `deft report` .*`tensorboard --logdir .*`deft evaluate"):
+        write_report(tmp_path)
+    (tmp_path / "config.yaml").unlink()  # waypoint-ppo writes config.json
+    with pytest.raises(InputError, match="a run of another kind"):
         write_report(tmp_path)

@@ -1,0 +1,104 @@
+"""The loss on episodes that are held out of training: measured by the offline trainer, and what may end it early."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.sft import SFT
+from deft.data.datasets.dataset import Dataset
+from deft.data.datasets.subset import EpisodeSubset, validation_episodes
+from deft.data.streaming import episode_bytes
+from deft.errors import InputError
+from deft.training.random_state import separate_random_state
+
+log = logging.getLogger(__name__)
+MOST_TRANSITIONS = 2_048  # of the held-out episodes, evenly spaced: a validation costs at most a few updates
+MOST_BYTES = 2**28  # that they may take, images included
+
+
+class Validation:
+    """Measures the loss on the same held-out transitions each time, and counts how long it has not fallen."""
+
+    def __init__(self, measure: Callable[[], Metrics], held_out: np.ndarray, patience: int, seed: int) -> None:
+        self._measure, self._patience, self._seed = measure, patience, seed
+        self.held_out = held_out.tolist()
+        self.best, self.since = math.inf, 0  # the lowest loss, and the validations since
+
+    def run(self) -> dict[str, float]:
+        """`val_loss` and what else is measured, with the same random draws each time."""
+        with separate_random_state(self._seed):
+            results = {f"val_{name}": float(value) for name, value in self._measure().items()}
+        results["val_loss"] = loss = results.pop("val_bc_loss")
+        self.best, self.since = (loss, 0) if loss < self.best else (self.best, self.since + 1)
+        return results
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training should end: the loss has not fallen for `early_stopping` validations."""
+        return 0 < self._patience <= self.since
+
+    @property
+    def chooses_best(self) -> bool:
+        """Whether the latest loss makes its checkpoint the best: with `early_stopping` alone."""
+        return self._patience > 0 and self.since == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The held-out episodes and the counters."""
+        return {"held_out": self.held_out, "best": self.best, "since": self.since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse; the episodes must be the same."""
+        check_held_out(state, self.held_out)
+        self.best, self.since = state["best"], state["since"]
+
+
+def check_held_out(state: dict[str, Any] | None, held_out: list[int]) -> None:
+    """Raise an error if a checkpoint held out other episodes: it was trained on some that would now validate it."""
+    if (state or {}).get("held_out", []) != held_out:
+        raise InputError(
+            "val_fraction, seed: the run held out other episodes; resume with its own settings, or start a new run "
+            "with --model_path"
+        )
+
+
+def split(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset | None, np.ndarray]:
+    """Training and validation episodes of a dataset, and the numbers of the latter; None where none are held out."""
+    held_out = validation_episodes(dataset.num_episodes, fraction, seed)
+    if not len(held_out):
+        if fraction:
+            log.info(
+                "no validation loss: val_fraction %g of %d episodes is none; all are trained on",
+                fraction,
+                dataset.num_episodes,
+            )
+        return dataset, None, held_out
+    training = EpisodeSubset(dataset, np.setdiff1d(np.arange(dataset.num_episodes), held_out))
+    validation = EpisodeSubset(dataset, held_out)
+    log.info(
+        "%d of %d episodes (%d transitions) are held out for val_loss (val_fraction %g)",
+        len(held_out),
+        dataset.num_episodes,
+        len(validation),
+        fraction,
+    )
+    return training, validation, held_out
+
+
+def make_validation(
+    algorithm: SFT, dataset: Dataset, held_out: np.ndarray, seed: int, device: torch.device, cache_bytes: int
+) -> Validation:
+    """The validation of an algorithm on held-out episodes."""
+    row_bytes = max(1, int(episode_bytes(dataset).sum()) // len(dataset))
+    count = max(1, min(len(dataset), MOST_TRANSITIONS, MOST_BYTES // row_bytes))
+    chosen = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
+    sampler = algorithm.make_sampler(dataset, seed, device, cache_bytes)
+    size = max(1, algorithm.settings.batch_size // algorithm.settings.gradient_accumulation)
+    batches = [sampler.gather(chosen[start : start + size]) for start in range(0, count, size)]
+    return Validation(lambda: algorithm.validate(batches), held_out, algorithm.settings.early_stopping, seed)
