@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         _complain(str(error))
         return error.exit_status
-    except Exception as error:
+    except BaseException as error:
         _complain(f"{type(error).__name__}: {error} ({_keep_traceback('--debug' in arguments)})")
         return 1
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deft.algorithms.sharded_optimization import ShardedFlatAdam, ShardedFusedAdam, are_sharded
-from deft.errors import InputError
+from deft.errors import InputError, RunError
 
 Average: TypeAlias = Callable[[Sequence[Tensor]], None]
 """Replaces gradients by their mean over the processes that train together."""
@@ -99,8 +99,10 @@ class FusedAdam:
         """One step with the gradients that are there, averaged and clipped to the norm that is given."""
         if self.average is not None:
             self.average([self.gradient])
-        if max_grad_norm is not None:
+        if max_grad_norm is not None or not self.gradient.is_cuda:
             norm = torch.linalg.vector_norm(self.gradient)
+            check_gradient(norm)
+        if max_grad_norm is not None:
             self.gradient.div_(torch.clamp(norm / max_grad_norm, min=1.0))
         self._count += 1
         torch._fused_adamw_(
@@ -171,6 +173,7 @@ class FlatAdam:
             self.average(self._gradients)
         norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([part.float() for part in norms]))
+        check_gradient(norm)
         if max_grad_norm is not None:
             excess = torch.clamp(norm / max_grad_norm, min=1.0)
             for gradient in self._gradients:
@@ -206,6 +209,15 @@ class FlatAdam:
             for moment, value in zip(moments, stored, strict=True):
                 moment.copy_(value)
         self._count, self.learning_rate = state["count"], state["learning_rate"]
+
+
+def check_gradient(norm: Tensor) -> None:
+    """Raise an error before a gradient that is not finite reaches the weights; on a GPU nothing waits for the norm."""
+    if not norm.is_cuda and not math.isfinite(norm):
+        raise RunError(
+            "the gradient is no longer finite, so the update was not applied: lower learning_rate, or check the "
+            "rewards and observations for extreme values"
+        )
 
 
 def _flatten(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:

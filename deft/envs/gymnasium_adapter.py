@@ -53,9 +53,9 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
         arrays = self._next_arrays()
         try:
             observation, reward, terminated, truncated, infos = self._env.step(prepared)
-        except DeftError:
+        except (DeftError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             raise RunError(f"the vector environment raised {one_line(error)}") from error
         arrays.reward[:], arrays.terminated[:], arrays.truncated[:] = reward, terminated, truncated
         self._count(reward)

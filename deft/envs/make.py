@@ -255,7 +255,9 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
                 f"environment {spec.id} cannot be rendered: its constructor takes no render_mode"
             ) from error
         raise InputError(f"env.kwargs {kwargs} do not fit {spec.id}: {message}") from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() too: it would end the run as if it were done
         raise InputError(f"environment {spec.id} with env.kwargs {kwargs} cannot be made: {one_line(error)}") from error
     return _chunked(weigh(env, config.reward_weights), chunk_length, gamma)
 

@@ -520,7 +520,7 @@ def run_worker(connection_file: int, memory_file: int, parent: int) -> None:
         except DeftError as error:
             kind = InputError if isinstance(error, InputError) else RunError
             reply = (request, (kind, traceback.format_exc()), str(error))
-        except Exception as error:
+        except BaseException as error:  # sys.exit() of an environment too
             reply = (request, (RunError, traceback.format_exc()), f"{worker.busy_env()}: {one_line(error)}")
         try:
             connection.send(reply)

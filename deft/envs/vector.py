@@ -7,6 +7,7 @@ it. Observations become rows of arrays (`ObservationLayout`), actions what one e
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from deft.config.validation import shown
 from deft.envs.state import decode, encode, restore_state, save_state, state_obstacle
 from deft.errors import DeftError, InputError, RunError
 from deft.schema import encode_text
+
+MAX_TEXT = 2**16  # bytes of a text observation
+MAX_OBSERVATION = 2**28  # bytes of one observation
 
 Observation = np.ndarray | dict[str, np.ndarray]
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
@@ -130,6 +134,10 @@ class _Leaf:
     encode: Callable[[Any], Any] | None
 
 
+def _called(name: str) -> str:
+    return f"observation {name!r}" if name else "the observation"
+
+
 def _leaf(name: str, path: tuple[str, ...], space: spaces.Space) -> _Leaf:
     """The array form of a space that is no Dict. Floats become float32; counting starts at 0."""
     if isinstance(space, spaces.Box):
@@ -137,6 +145,8 @@ def _leaf(name: str, path: tuple[str, ...], space: spaces.Space) -> _Leaf:
         if dtype != space.dtype:
             with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite
                 space = spaces.Box(space.low.astype(dtype), space.high.astype(dtype), dtype=dtype.type)
+        if not space.shape or 0 in space.shape:
+            raise InputError(f"{_called(name)} has the shape {space.shape}; it needs at least one number, as in (1,)")
         return _Leaf(name, path, space, space.shape, dtype, None)
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
@@ -150,18 +160,27 @@ def _leaf(name: str, path: tuple[str, ...], space: spaces.Space) -> _Leaf:
         return _Leaf(name, path, spaces.Box(0, 1, space.shape, np.float32), space.shape, np.dtype(np.float32), None)
     if isinstance(space, spaces.Text):
         length = space.max_length * max(len(character.encode()) for character in space.character_set)
+        if length > MAX_TEXT:
+            raise InputError(
+                f"{_called(name)} is Text of up to {length:,} bytes; Deft takes at most {MAX_TEXT:,}: give the space a "
+                "smaller max_length"
+            )
         as_bytes = spaces.Box(0, 255, (length,), np.uint8)
         return _Leaf(name, path, as_bytes, (length,), np.dtype(np.uint8), lambda text: encode_text(text, length))
-    where = f"observation {name!r}" if name else "the observation"
     raise InputError(
-        f"{where} has a {type(space).__name__} space; Deft takes Box, Discrete, MultiDiscrete, MultiBinary, Text and "
-        "Dict of these: wrap the environment in one that gives named streams (a Dict)"
+        f"{_called(name)} has a {type(space).__name__} space; Deft takes Box, Discrete, MultiDiscrete, MultiBinary, "
+        "Text and Dict of these: wrap the environment in one that gives named streams (a Dict)"
     )
 
 
 def _leaves(space: spaces.Space, path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     if isinstance(space, spaces.Dict):
         for name, part in space.spaces.items():
+            if not isinstance(name, str) or not name or "/" in name:
+                raise InputError(
+                    f"the observation space has a stream named {shown(name)}; a name is text that is not empty and has "
+                    "no slash, which joins the names of nested streams: rename it"
+                )
             yield from _leaves(part, (*path, name))
     else:
         yield _leaf("/".join(path), path, space)
@@ -174,6 +193,12 @@ class ObservationLayout:
         self._leaves = list(_leaves(space))
         self._is_single = not isinstance(space, spaces.Dict)
         self._is_direct = self._is_single and self._leaves[0].encode is None
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self._leaves)
+        if size > MAX_OBSERVATION:
+            raise InputError(
+                f"one observation takes {size / 2**20:,.0f} MiB; Deft takes at most {MAX_OBSERVATION // 2**20} MiB: "
+                "wrap the environment in one with smaller observations"
+            )
         names = [leaf.name for leaf in self._leaves]
         if not names or len(set(names)) < len(names):
             raise InputError(f"the observation space needs at least one stream, and different names for all: {names}")
@@ -223,7 +248,7 @@ class ObservationLayout:
                 if not isinstance(value, Mapping) or name not in value:
                     return f"the observation has no {leaf.name!r}, its observation_space has"
                 value = value[name]
-            what = f"observation {leaf.name!r}" if leaf.name else "the observation"
+            what = _called(leaf.name)
             try:
                 row = np.asarray(value if leaf.encode is None else leaf.encode(value))
             except (TypeError, ValueError, AttributeError):  # a list of unequal lists; no text where text should be
@@ -364,17 +389,21 @@ class EnvSlot:
         """One step into this row; where the episode ends, its last observation goes to `final` before the reset."""
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
-        except DeftError:
+        except (DeftError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # sys.exit() too: it would end the run as if it were done
             raise RunError(f"{self.name} raised {one_line(error)}") from error
+        if not isinstance(info, Mapping):
+            raise RunError(f"{self.name} gave the info {shown(info)}; it must be a dict")
         row = self.index
         try:
+            if isinstance(reward, str | bytes):
+                raise TypeError
             arrays.reward[row] = reward = float(reward)
         except (TypeError, ValueError) as error:
             raise RunError(f"{self.name} gave the reward {shown(reward)}; it must be one number") from error
-        arrays.terminated[row] = terminated
-        arrays.truncated[row] = truncated
+        arrays.terminated[row] = terminated = self._flag("terminated", terminated)
+        arrays.truncated[row] = truncated = self._flag("truncated", truncated)
         if self._is_chunked:
             arrays.num_steps[row] = info["num_steps"]
             self._length += info["num_steps"]
@@ -401,6 +430,17 @@ class EnvSlot:
         )
         self._begin(arrays)
         return episode
+
+    def _flag(self, name: str, value: Any) -> bool:
+        if value is True or value is False:
+            return value
+        if (
+            isinstance(value, bool | np.bool_ | np.ndarray | int | np.integer)
+            and np.size(value) == 1
+            and value in (0, 1)
+        ):
+            return bool(value)
+        raise RunError(f"{self.name} gave {name} as {shown(value)}; it must be True or False")
 
     def _take_terms(self, terms: Mapping[str, float], arrays: StepArrays) -> None:
         """Add the terms of a step to the episode's, and write those that are declared into this row."""
@@ -465,9 +505,9 @@ class EnvSlot:
         self._terms = {}
         try:
             observation, _ = self.env.reset(seed=seed)
-        except DeftError:
+        except (DeftError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             raise RunError(f"{self.name} raised {one_line(error)} while resetting") from error
         if is_checked:
             self._layout.check(observation, self.name)
@@ -540,7 +580,16 @@ class VectorEnv(ABC):
     def _prepare(self, actions: np.ndarray) -> np.ndarray:
         if not self._started:
             raise InputError("step() was called before reset()")
-        return self._action_layout.prepare(np.asarray(actions), self.num_envs)
+        actions = np.asarray(actions)
+        # One pass: a sum is finite only if all its terms are, or it overflows.
+        if actions.dtype.kind == "f" and not math.isfinite(actions.sum(dtype=np.float64)):
+            bad = ~np.isfinite(actions.reshape(len(actions), -1)).all(1)
+            raise RunError(
+                f"the policy's action for environment {int(np.flatnonzero(bad)[0])} is infinite or not a number, so no "
+                "environment was stepped: the policy's weights or its normalisation are no longer finite; lower "
+                "learning_rate, or check the rewards and observations for extreme values"
+            )
+        return self._action_layout.prepare(actions, self.num_envs)
 
     def _result(
         self, arrays: StepArrays, episodes: list[Episode], lost_index: np.ndarray = _NOTHING_DONE
