@@ -176,11 +176,8 @@ def _leaf(name: str, path: tuple[str, ...], space: spaces.Space) -> _Leaf:
 def _leaves(space: spaces.Space, path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     if isinstance(space, spaces.Dict):
         for name, part in space.spaces.items():
-            if not isinstance(name, str) or not name or "/" in name:
-                raise InputError(
-                    f"the observation space has a stream named {shown(name)}; a name is text that is not empty and has "
-                    "no slash, which joins the names of nested streams: rename it"
-                )
+            if not isinstance(name, str) or not all(name.split("/")):
+                raise InputError(f"the observation space has a stream named {shown(name)}: give it a name in words")
             yield from _leaves(part, (*path, name))
     else:
         yield _leaf("/".join(path), path, space)

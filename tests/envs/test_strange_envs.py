@@ -88,7 +88,8 @@ def test_sys_exit_in_a_worker_process_is_named():
         (spaces.Box(-1, 1, ()), r"the observation has the shape \(\)"),
         (spaces.Box(-1, 1, (3, 0)), r"the observation has the shape \(3, 0\)"),
         (spaces.Dict({"": spaces.Box(-1, 1, (1,))}), "a stream named ''"),
-        (spaces.Dict({"a/b": spaces.Box(-1, 1, (1,))}), "a stream named 'a/b'"),
+        (spaces.Dict({"a//b": spaces.Box(-1, 1, (1,))}), "a stream named 'a//b'"),
+        (spaces.Dict({7: spaces.Box(-1, 1, (1,))}), "a stream named 7"),
         (spaces.Dict({"text": spaces.Text(10**6)}), "observation 'text' is Text of up to 1,000,000 bytes"),
         # 10⁸ numbers of 4 bytes are 381 MiB
         (spaces.Dict({"big": spaces.Box(0, 1, (10**8,), np.float32)}), "one observation takes 381 MiB"),
