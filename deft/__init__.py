@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from deft.data.replay import ReplayBuffer
     from deft.data.rollout import RolloutBuffer
     from deft.data.vla_buffer import VLABuffer
+    from deft.data.writer import DatasetWriter
     from deft.envs import make_env, make_vector_env
     from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
     from deft.envs.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
@@ -86,6 +87,7 @@ _MODULES = {
     "ReplayBuffer": "deft.data.replay",
     "RolloutBuffer": "deft.data.rollout",
     "VLABuffer": "deft.data.vla_buffer",
+    "DatasetWriter": "deft.data.writer",
     "make_env": "deft.envs",
     "make_vector_env": "deft.envs",
     "F1RLEnv": "deft.envs.f1",
@@ -129,6 +131,7 @@ __all__ = [
     "BatchBuilder",
     "CQLTrainer",
     "CurriculumConfig",
+    "DatasetWriter",
     "DecisionTransformer",
     "DecisionTransformerTrainer",
     "DeltaHead",

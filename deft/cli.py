@@ -283,7 +283,7 @@ def collect(arguments: list[str]) -> int:
         return _collect_waypoints(arguments[1:])
     from deft.config.settings import CollectConfig
 
-    description = "Play a policy in an environment and record what happens as a dataset, in Minari's layout."
+    description = "Play a policy in an environment and record the episodes as a Minari or LeRobot dataset."
     config, as_json = _parse_command(CollectConfig, arguments, "collect", description)
 
     from deft.training.collect import collect as record

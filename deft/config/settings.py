@@ -478,6 +478,12 @@ class CollectConfig:
     """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
     out: str
     """The dataset's folder, named as Minari names datasets: `datasets/reach/expert-v0`."""
+    format: Literal["minari", "lerobot"] = "minari"
+    """The layout to write: Minari's, or LeRobot's (v3.0), which needs continuous actions."""
+    fps: Positive | None = None
+    """Frames per second of a LeRobot dataset; by default the environment's `render_fps`."""
+    use_videos: Switch = True
+    """Store the cameras of a LeRobot dataset as mp4; if false as PNG, without loss."""
     env: str | None = None
     """Any Gymnasium id, or one of Deft's own; by default the one that the policy was trained in."""
     task: str | None = None

@@ -8,6 +8,7 @@ has every episode for which `add` returned. Nothing that is in place is copied o
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import logging
@@ -22,6 +23,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from deft.data.datasets.dataset import Episode
 from deft.data.spaces import Stream
@@ -247,6 +249,21 @@ class Recording:
                 raise RunError(f"{where}: {name} is not finite; the episode was not recorded")
         if not np.isfinite(episode.reward).all():
             raise RunError(f"{where}: reward is not finite; the episode was not recorded")
+
+
+def environment_details(spec: EnvSpec | None, env_id: str) -> dict[str, str]:
+    """What the metadata says of an environment: Gymnasium's JSON of it, and the module of an id `module:Name-v0`."""
+    if spec is None:
+        return {}
+    spec = copy.deepcopy(spec)
+    spec.order_enforce = True  # Deft leaves that check out of its own copies
+    try:
+        details = {"env_spec": spec.to_json()}
+    except (TypeError, ValueError) as error:
+        log.warning("the dataset does not name its environment: %s", " ".join(str(error).split()))
+        return {}
+    module = env_id.rpartition(":")[0]
+    return {**details, "env_module": module} if module else details
 
 
 def _reason(error: OSError) -> str:

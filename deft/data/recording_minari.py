@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 
 class MinariFiles:
-    """The episodes of a Minari dataset. `env_spec` is Gymnasium's JSON; `details` are more entries of the metadata."""
+    """The episodes of a Minari dataset; `details` are more entries of its metadata."""
 
     needs_final_observation = True
 
-    def __init__(self, path: Path, env_spec: str | None = None, details: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, details: Mapping[str, Any] | None = None) -> None:
         _import_pyarrow()
         self.dataset_id, self.datasets_path = place(path)
         self.metadata: dict[str, Any] = {
@@ -54,8 +54,8 @@ class MinariFiles:
             "minari_version": LAYOUT_VERSION,
             "dataset_size": 0.0,  # in MB, as Minari counts it
         }
-        if env_spec is not None:
-            self.metadata["env_spec"] = env_spec
+        if taken := sorted(self.metadata.keys() & (details or {}).keys()):
+            raise InputError(f"metadata: {taken[0]} is an entry of Minari's own; choose another name")
         self.metadata |= details or {}
         self.observation: list[Stream] = []
         self._next = self.metadata

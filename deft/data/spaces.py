@@ -142,6 +142,29 @@ def action_stream(space: spaces.Space) -> Stream:
     return Stream("", (), space, _row_space(space))
 
 
+def union(one: spaces.Space, other: spaces.Space, name: str) -> spaces.Space:
+    """The smallest space that holds both; an InputError, with `name`, where they differ in more than their bounds."""
+    if isinstance(one, spaces.Dict) and isinstance(other, spaces.Dict) and one.keys() == other.keys():
+        return spaces.Dict({key: union(one[key], other[key], f"{name}[{key!r}]") for key in one})
+    if isinstance(one, spaces.Text) and isinstance(other, spaces.Text):
+        longest, shortest = max(one.max_length, other.max_length), min(one.min_length, other.min_length)
+        return spaces.Text(
+            longest, min_length=shortest, charset="".join(sorted(one.character_set | other.character_set))
+        )
+    if isinstance(one, spaces.Box) and isinstance(other, spaces.Box):
+        if (one.shape, one.dtype) == (other.shape, other.dtype):
+            return spaces.Box(np.minimum(one.low, other.low), np.maximum(one.high, other.high), dtype=one.dtype.type)
+    elif one == other:
+        return one
+    raise InputError(f"{name} is {_summary(other)}, and in earlier episodes {_summary(one)}")
+
+
+def _summary(space: spaces.Space) -> str:
+    if isinstance(space, spaces.Dict):
+        return f"a dict of {', '.join(map(str, space))}"
+    return f"{space.dtype} of shape {space.shape}" if isinstance(space, spaces.Box) else str(space)
+
+
 def recorded_space(space: spaces.Space) -> spaces.Space:
     """An environment's space as its values are recorded: floats are float32."""
     if isinstance(space, spaces.Dict):

@@ -1,9 +1,7 @@
-"""`deft collect`: plays a policy in an environment and records the episodes as a dataset in Minari's layout."""
+"""`deft collect`: plays a policy in an environment and records the episodes as a Minari or LeRobot dataset."""
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +15,8 @@ from deft import schema
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import CollectConfig, EnvConfig
 from deft.data.datasets.dataset import Episode
-from deft.data.recording import Recording
+from deft.data.recording import Recording, environment_details
+from deft.data.recording_lerobot import LeRobotFiles
 from deft.data.recording_minari import MinariFiles, dataset_path
 from deft.data.spaces import action_stream
 from deft.data.tensors import policy_inputs, zero_rows
@@ -36,8 +35,6 @@ from deft.training.signals import StopSignal
 RANDOM, EXPERT = "random", "expert"  # policies that are no checkpoint
 EXPERT_METHOD = "expert_action"
 
-log = logging.getLogger(__name__)
-
 
 def collect(config: CollectConfig) -> dict[str, Any]:
     """Record as configured; returns where the dataset is, how much it holds, and how the recorded episodes went.
@@ -55,10 +52,7 @@ def collect(config: CollectConfig) -> dict[str, Any]:
             )
         if config.noise > 1 and not isinstance(example.action_space, spaces.Box):
             raise InputError(f"--noise: {config.noise:g} is no chance of a random action; {env_config.id} needs 0 to 1")
-        path = dataset_path(config.out)
-        module, _, _ = env_config.id.rpartition(":")
-        details = {"algorithm_name": config.policy, **({"env_module": module} if module else {})}
-        files = MinariFiles(path, _spec_json(example), details)
+        path, files = _files(config, example, env_config.id)
         with Recording(path, files, append=config.append) as recording, StopSignal() as stop:
             recording.set_spaces(example.observation_space, example.action_space)
             seed = config.seed + recording.num_episodes
@@ -76,14 +70,32 @@ def collect(config: CollectConfig) -> dict[str, Any]:
     stop.reraise()
     return {
         "dataset": str(recording.path),
-        "minari_id": files.dataset_id,
-        "minari_datasets_path": str(files.datasets_path),
+        **_minari_id(files),
         "recorded_episodes": played.num_episodes,
         "recorded_steps": played.num_steps,
         "total_episodes": recording.num_episodes,
         "total_steps": recording.num_steps,
         **_summary(played.finished),
     }
+
+
+def _files(config: CollectConfig, env: gymnasium.Env, env_id: str) -> tuple[Path, MinariFiles | LeRobotFiles]:
+    """Where the dataset is written, and in which format."""
+    details = {"algorithm_name": config.policy, **environment_details(env.spec, env_id)}
+    if config.format == "minari":
+        path = dataset_path(config.out)
+        return path, MinariFiles(path, details)
+    fps = config.fps or env.metadata.get("render_fps")
+    if fps is None:
+        raise InputError(f"--fps: missing; {env_id} has no render_fps, and LeRobot datasets need it")
+    return Path(config.out).expanduser(), LeRobotFiles(fps, details, use_videos=config.use_videos)
+
+
+def _minari_id(files: MinariFiles | LeRobotFiles) -> dict[str, str]:
+    """How Minari finds the dataset."""
+    if not isinstance(files, MinariFiles):
+        return {}
+    return {"minari_id": files.dataset_id, "minari_datasets_path": str(files.datasets_path)}
 
 
 def _summary(finished: list[PlayedEpisode]) -> dict[str, Any]:
@@ -111,19 +123,6 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
     if config.task is not None:
         settings["kwargs"] = {**TASK_KWARGS.get(SHORT_NAMES.get(config.env, config.env), {}), **kwargs}
     return EnvConfig(id=config.env, **settings)
-
-
-def _spec_json(env: gymnasium.Env) -> str | None:
-    """The environment as Gymnasium writes it; None where it cannot be written."""
-    if env.spec is None:
-        return None
-    spec = copy.deepcopy(env.spec)
-    spec.order_enforce = True  # Deft leaves that check out of its own copies
-    try:
-        return spec.to_json()
-    except (TypeError, ValueError) as error:
-        log.warning("the dataset does not name its environment: %s", " ".join(str(error).split()))
-        return None
 
 
 # -------------------------------------------------------------------------------------------------------------- acting

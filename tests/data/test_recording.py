@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import resource
-import subprocess
 
 import minari
 import numpy as np
 import pytest
+from faults import dies_after, small_disk
 from gymnasium import spaces
 
 from deft.data.datasets import Episode, load_dataset
@@ -146,20 +146,6 @@ def test_a_recording_without_episodes_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def dies_after(number, call):
-    """`call`, which raises from its given number on: where a kill would have ended the process."""
-    count = 0
-
-    def function(*arguments, **named):
-        nonlocal count
-        count += 1
-        if count > number:
-            raise KeyboardInterrupt
-        return call(*arguments, **named)
-
-    return function
-
-
 @pytest.mark.parametrize("moves", [0, 1, 2])
 def test_a_kill_between_two_renames_of_append_is_repaired(moves, tmp_path, monkeypatch):
     """An episode is three files, and the third one, the metadata, counts it."""
@@ -242,38 +228,29 @@ def file_size_limit(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one megabyte; only root may make one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("cannot mount a file system")
-    yield place
-    subprocess.run(["umount", place], check=True)
-
-
-def test_a_full_disk_keeps_the_whole_episodes(small_disk):
-    """Episodes of 40 kB until the disk is full: all but the last are there, and the disk has room for another."""
+def test_a_full_disk_keeps_the_whole_episodes(tmp_path):
+    """Episodes of 40 kB on a disk of 1 MB: all but the last are there, and its files are gone."""
     space, generator = spaces.Box(-1, 1, (200,), np.float32), np.random.default_rng(0)
-    path, ends = small_disk / "counting-v0", np.arange(50) == 49
     added: list[np.ndarray] = []
 
     def add_forever(recording):
         while True:
             observation = generator.random((51, 200), np.float32)
+            ends = np.arange(50) == 49
             recording.add(Episode(observation, np.zeros((50, 1), np.float32), np.zeros(50), ends, ~ends & ends))
             added.append(observation)
 
-    with started(path, observation_space=space) as recording, pytest.raises(RunError, match="no space left"):
-        add_forever(recording)
-    assert len(added) > 5
-    dataset = load_dataset(path)
-    assert dataset.num_episodes == len(added)
-    for index, observation in enumerate(added):
-        np.testing.assert_array_equal(dataset.episode(index).observation, observation)
-    assert [entry.name for entry in path.iterdir()] == ["data"]
-    record(path, append=True, observation_space=space)  # nothing is added, and the disk is full still
+    with small_disk(tmp_path / "disk") as place:
+        path = place / "counting-v0"
+        with started(path, observation_space=space) as recording, pytest.raises(RunError, match="no space left"):
+            add_forever(recording)
+        assert len(added) > 5
+        dataset = load_dataset(path)
+        assert dataset.num_episodes == len(added)
+        for index, observation in enumerate(added):
+            np.testing.assert_array_equal(dataset.episode(index).observation, observation)
+        assert [entry.name for entry in path.iterdir()] == ["data"]
+        record(path, append=True, observation_space=space)  # nothing is added, and the disk is full still
 
 
 def write_hdf5(path, episodes):

@@ -106,7 +106,7 @@ class LeRobotFolder(Dataset):
         needed += [key for key in camera_keys if features[key]["dtype"] == "image"]
         needed += ["episode_index"] if meta.version == "v3.0" else []
         self.files = DataFiles(meta, list(dict.fromkeys(needed)))
-        self.has_tasks = TASK_INDEX in features and bool(meta.tasks)
+        self.has_tasks = TASK_INDEX in features and any(meta.tasks.values())  # without a text, tasks say nothing
         self._text_length = max([1, *(len(task.encode()) for task in meta.tasks.values())])
         self._first_frames: dict[tuple[int, str], int] = {}
         self._checked: set[int] = set()
@@ -240,6 +240,7 @@ class LeRobotFolder(Dataset):
     ) -> None:
         interval = 1 / self.meta.fps
         off = np.abs(np.diff(times) - interval)
+        tolerance += float(np.spacing(np.float32(times[-1])))  # times are float32 in the table
         if len(off) and off.max() > tolerance:
             row = int(off.argmax())
             raise damaged(

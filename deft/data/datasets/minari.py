@@ -368,7 +368,7 @@ class _ArrowSource:
             if isinstance(stream.source, spaces.Discrete):
                 return array.to_numpy(zero_copy_only=False)
             flat = array.flatten().to_numpy(zero_copy_only=False)
-            return flat.reshape(len(array), *(stream.source.shape or ()))
+            return np.require(flat.reshape(len(array), *(stream.source.shape or ())), requirements="W")
         except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             if isinstance(error, DeftError):
                 raise

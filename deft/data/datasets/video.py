@@ -334,6 +334,10 @@ class VideoReader:
     def _convert(self, frame: av.VideoFrame, reformatter: Any) -> np.ndarray:
         """RGB, channels first, in the size asked for."""
         height, width = self.image_size or (frame.height, frame.width)
+        if width % 16 and (height, width) == (frame.height, frame.width):
+            # FFmpeg's planar conversion without scaling does not write the columns past a multiple of 16.
+            packed = reformatter.reformat(frame, width, height, "rgb24", threads=1).to_ndarray()
+            return np.ascontiguousarray(packed.transpose(2, 0, 1))
         # Planar output needs no transposition; its planes are green, blue, red. More threads would cost time.
         planar = reformatter.reformat(frame, width, height, "gbrp", interpolation="AREA", threads=1)
         array = np.empty((3, height, width), np.uint8)
@@ -356,7 +360,7 @@ def import_av() -> Any:
         import av
         import av.video.reformatter
     except ImportError:
-        raise InputError('reading videos needs PyAV: pip install "deft[data]"') from None
+        raise InputError('videos need PyAV: pip install "deft[data]"') from None
     return av
 
 

@@ -225,3 +225,17 @@ def test_two_threads_decode_one_file_side_by_side(video):
         assert [number for number, _ in first.decode([3])] == [3]  # closed when it is given back, not before
     with pytest.raises(AssertionError, match="not open"):
         list(first.decode([3]))
+
+
+@pytest.mark.parametrize("width", [24, 40, 64, 84])
+def test_every_column_is_converted(width, tmp_path):
+    """FFmpeg's planar conversion leaves columns past a multiple of 16 unwritten; the packed one is right for all."""
+    images = np.random.default_rng(0).integers(0, 256, (2, 4, width // 4, 3), np.uint8).repeat(4, 1).repeat(4, 2)
+    with av.open(str(tmp_path / "video.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=FPS, width=width, height=16, pix_fmt="yuv420p")
+        for image in images:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, "rgb24")))
+        container.mux(stream.encode())
+    with av.open(str(tmp_path / "video.mp4")) as container:
+        expected = [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in container.decode(video=0)]
+    np.testing.assert_array_equal(VideoReader().frames(tmp_path / "video.mp4", [0, 1]), expected)

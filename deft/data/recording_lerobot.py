@@ -1,0 +1,526 @@
+"""LeRobot's layout (v3.0) for `Recording`: tables in parquet, cameras as mp4 or PNG, tasks and statistics.
+
+LeRobot and `deft.load_dataset` read it. A file of v3.0 holds several episodes: the last table and the last video of
+each camera are replaced with each episode until they are large enough, and the next episode begins another file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces
+
+from deft.data.datasets.dataset import Episode
+from deft.data.datasets.lerobot_files import read_table
+from deft.data.datasets.video import import_av
+from deft.data.recording import Content
+from deft.data.spaces import Stream, action_stream, streams
+from deft.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VERSION = "v3.0"
+FILES_PER_CHUNK = 1000
+FILE_BYTES, FILE_EPISODES = 8 * 2**20, 100  # a file that has reached one of them is not added to
+FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+DATA_PATH, EPISODES_PATH = f"data/{FILE}.parquet", f"meta/episodes/{FILE}.parquet"
+VIDEO_PATH = f"videos/{{video_key}}/{FILE}.mp4"
+INFO_PATH, STATS_PATH, TASKS_PATH = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+OWN_PATH = "meta/deft.json"  # what LeRobot has no place for: the environment, and entries that the user gives
+ATTRIBUTES = "deft/attributes"  # a column of the episodes: JSON
+CODECS = ("libx264", "libsvtav1")  # the first that this build of FFmpeg has
+# Every second frame is a key frame, as in LeRobot's own recordings: random frames are quick to decode.
+CODEC_OPTIONS = {"crf": "18", "g": "2", "bf": "0"}
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+SAMPLED_FRAMES, SAMPLED_PIXELS = (
+    100,
+    64,
+)  # the statistics of a camera are those of about so many frames, and pixels a side
+
+ROW_FEATURES: dict[str, dict[str, Any]] = {
+    "next.reward": {"dtype": "float32", "shape": [1], "names": None},
+    "next.done": {"dtype": "bool", "shape": [1], "names": None},
+    "next.terminated": {"dtype": "bool", "shape": [1], "names": None},
+    "next.truncated": {"dtype": "bool", "shape": [1], "names": None},
+    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
+    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
+    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
+    "index": {"dtype": "int64", "shape": [1], "names": None},
+    "task_index": {"dtype": "int64", "shape": [1], "names": None},
+}
+
+Statistics = dict[str, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class _Video:
+    """The video file of a camera that is added to."""
+
+    number: int = 0
+    content: bytes = b""
+    num_frames: int = 0
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is in place."""
+
+    num_episodes: int = 0
+    num_frames: int = 0
+    num_steps: int = 0
+    tasks: dict[str, int] = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=dict)
+    number: int = 0  # of the table that is added to, of rows and of episodes alike
+    rows: tuple[pa.Table, ...] = ()
+    episodes: tuple[pa.Table, ...] = ()
+    videos: dict[str, _Video] = field(default_factory=dict)
+
+
+class LeRobotFiles:
+    """The episodes of a LeRobot dataset."""
+
+    needs_final_observation = False
+
+    def __init__(
+        self,
+        fps: float,
+        details: Mapping[str, Any] | None = None,
+        robot_type: str | None = None,
+        use_videos: bool = True,
+    ) -> None:
+        """`details` are the entries of `meta/deft.json`."""
+        _import_parquet()
+        if not np.isfinite(fps) or fps <= 0:
+            raise InputError(f"fps is {fps}; it must be a number above 0")
+        self.fps, self.robot_type, self.use_videos = fps, robot_type, use_videos
+        self.own = dict(details or {})
+        self.observation: list[Stream] = []
+        self.features: dict[str, dict[str, Any]] = {}
+        self._keys: dict[str, str] = {}  # stream → feature
+        self._text: Stream | None = None
+        self._state = self._next = _State()
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes that are in place."""
+        return self._state.num_episodes
+
+    @property
+    def num_steps(self) -> int:
+        """Actions that are in place."""
+        return self._state.num_steps
+
+    def is_dataset(self, folder: Path) -> bool:
+        """Whether the folder has LeRobot's `meta/info.json`."""
+        return (folder / INFO_PATH).is_file()
+
+    def open(self, folder: Path) -> Generator[dict[str, Content]]:
+        """Read what is in place; rows of an episode that is not listed in `meta/episodes` are removed."""
+        if not (folder / OWN_PATH).is_file():
+            raise InputError(f"{folder}: was not recorded by Deft ({OWN_PATH} is missing); record into another dataset")
+        try:
+            info = json.loads((folder / INFO_PATH).read_text(encoding="utf-8"))
+            if info["fps"] != self.fps:
+                raise InputError(f"{folder}: has {info['fps']} fps, not {self.fps:g}; record into another dataset")
+            self.features, self.robot_type = info["features"], info.get("robot_type")
+            self.own = json.loads((folder / OWN_PATH).read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{folder / INFO_PATH}: cannot be read: {error!r}") from None
+        files = sorted((folder / "meta" / "episodes").glob("*/*.parquet"))
+        episodes = [row for file in files for row in read_table(file, "the top", "episodes").to_pylist()]
+        tasks = read_table(folder / TASKS_PATH, "the top", "task")
+        last, videos = episodes[-1], [key for key in self.features if self.features[key]["dtype"] == "video"]
+        numbers = {key: max(_number(row, f"videos/{key}") for row in episodes) for key in videos}
+        number = _number(last, "data")
+        self._state = _State(
+            num_episodes=len(episodes),
+            num_frames=last["dataset_to_index"],
+            num_steps=sum(json.loads(row[ATTRIBUTES])["num_steps"] for row in episodes),
+            tasks=dict(zip(tasks["task"].to_pylist(), tasks["task_index"].to_pylist(), strict=True)),
+            statistics=self._merged(episodes),
+            number=number + 1,
+            videos={key: _Video(numbers[key] + 1) for key in videos},
+        )
+        # A process that was killed may have put the rows of one more episode into place, which meta/ does not list.
+        (folder / _numbered(DATA_PATH, number + 1)).unlink(missing_ok=True)
+        rows = read_table(folder / _numbered(DATA_PATH, number), "the top", "episode_index")
+        listed = int(np.sum(rows["episode_index"].to_numpy() < len(episodes)))
+        if listed < len(rows):
+            yield {_numbered(DATA_PATH, number): _parquet([rows.slice(0, listed)])}
+
+    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
+        """Set what episodes consist of; the features that the dataset has must be the same."""
+        self.observation, self.action = streams(observation_space), action_stream(action_space)
+        if not isinstance(self.action.source, spaces.Box):
+            kind = type(action_space).__name__
+            raise InputError(f"LeRobot datasets hold continuous actions, not those of a {kind} space; use minari")
+        texts = [stream for stream in self.observation if isinstance(stream.source, spaces.Text)]
+        if len(texts) > 1:
+            raise InputError(f"LeRobot has one text (the task) for a row; the observation has {len(texts)}")
+        self._text = texts[0] if texts else None
+        features: dict[str, dict[str, Any]] = {}
+        self._keys = {}
+        for stream in self.observation:
+            if stream is not self._text:
+                key, feature = self._feature(stream)
+                if key in features:
+                    raise InputError(f"two observations are named {key} in LeRobot's layout; rename {stream.name}")
+                features[key] = feature
+                self._keys[stream.name] = key
+        features["action"] = {"dtype": "float32", "shape": [_size(self.action)], "names": None}
+        features |= ROW_FEATURES
+        if self.num_episodes and features != self.features:
+            other = [key for key in {**features, **self.features} if features.get(key) != self.features.get(key)]
+            raise InputError(f"its episodes have another {other[0]}; record into another dataset")
+        self.features = features
+
+    def _feature(self, stream: Stream) -> tuple[str, dict[str, Any]]:
+        """The key of a stream and what `info.json` says of it."""
+        name, shape, dtype = stream.name.replace("/", "_"), stream.shape, stream.space.dtype
+        is_image = dtype == np.uint8 and len(shape) > 1
+        if name.startswith("observation."):
+            key = name
+        elif is_image:
+            key = f"observation.images.{name}" if name else "observation.image"
+        else:
+            key = f"observation.{name or 'state'}"
+        if not is_image:
+            return key, {"dtype": "float32" if dtype is None else dtype.name, "shape": [_size(stream)], "names": None}
+        if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
+            raise InputError(f"{key} has shape {shape}; LeRobot stores images of 3 channels, H x W x 3 or 3 x H x W")
+        height, width = shape[:2] if shape[-1] == 3 else shape[1:]
+        feature = {"shape": [height, width, 3], "names": ["height", "width", "channels"]}
+        if not self.use_videos:
+            return key, {"dtype": "image", **feature}
+        if height % 2 or width % 2:
+            raise InputError(f"{key} has {height} x {width} pixels; videos need even numbers: set use_videos to false")
+        notes = {
+            "video.fps": _whole(self.fps), "video.height": height, "video.width": width, "video.channels": 3,
+            "video.codec": {"libx264": "h264", "libsvtav1": "av1"}[_codec()], "video.pix_fmt": "yuv420p",
+            "video.is_depth_map": False, "has_audio": False,
+        }  # fmt: skip
+        return key, {"dtype": "video", **feature, "info": notes}
+
+    def encode(self, episode: Episode, attributes: Mapping[str, Any]) -> dict[str, Content]:
+        """The tables and videos that hold the next episode, and what counts it."""
+        state, index = self._state, self._state.num_episodes
+        columns, texts = self._columns(episode)
+        length = len(texts)
+        tasks = dict(state.tasks)
+        for text in texts:
+            tasks.setdefault(text, len(tasks))
+        columns |= {
+            "timestamp": (np.arange(length) / self.fps).astype(np.float32),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, index),
+            "index": state.num_frames + np.arange(length),
+            "task_index": np.array([tasks[text] for text in texts]),
+        }
+        statistics = {key: _statistics(values) for key, values in columns.items()}
+        files: dict[str, Content] = {}
+        row: dict[str, Any] = {
+            "episode_index": index,
+            "tasks": list(dict.fromkeys(texts)),
+            "length": length,
+            "dataset_from_index": state.num_frames,
+            "dataset_to_index": state.num_frames + length,
+            ATTRIBUTES: json.dumps({"num_steps": len(episode), **attributes}),
+        }
+        videos = dict(state.videos)
+        for key in [key for key in columns if self.features[key]["dtype"] == "video"]:
+            before, video = self._video(videos.get(key, _Video()), columns.pop(key))
+            videos[key] = video
+            files[_numbered(VIDEO_PATH, video.number, video_key=key)] = video.content
+            row |= _place(f"videos/{key}", video.number)
+            row[f"videos/{key}/from_timestamp"] = before / self.fps
+            row[f"videos/{key}/to_timestamp"] = video.num_frames / self.fps
+
+        table, number, rows, episodes = self._table(columns), state.number, state.rows, state.episodes
+        if len(rows) >= FILE_EPISODES or sum(part.nbytes for part in rows) >= FILE_BYTES:
+            number, rows, episodes = number + 1, (), ()
+        row |= {**_place("data", number), **_place("meta/episodes", number)}
+        row |= {f"stats/{key}/{name}": value.tolist() for key in statistics for name, value in statistics[key].items()}
+        rows, episodes = (*rows, table), (*episodes, self._episode_table(row))
+        files[_numbered(DATA_PATH, number)] = _parquet(rows)
+        if tasks != state.tasks:
+            files[TASKS_PATH] = _tasks_parquet(tasks)
+        merged = {key: _merge(state.statistics.get(key), statistics[key]) for key in statistics}
+        if not index:
+            files[OWN_PATH] = _json(self.own)
+        files[STATS_PATH] = _json({key: {name: v.tolist() for name, v in merged[key].items()} for key in merged})
+        files[_numbered(EPISODES_PATH, number)] = _parquet(episodes)
+        self._next = _State(
+            index + 1, state.num_frames + length, state.num_steps + len(episode),
+            tasks, merged, number, rows, episodes, videos,
+        )  # fmt: skip
+        files[INFO_PATH] = _json(self._info(self._next))
+        return files
+
+    def advance(self) -> None:
+        """Count the episode that was encoded last."""
+        self._state = self._next
+
+    def _columns(self, episode: Episode) -> tuple[dict[str, np.ndarray], list[str]]:
+        """The rows of an episode by feature, and the task of each.
+
+        An observation after the last action has a row of its own. What LeRobot wants there and nobody gave is filled
+        in: the last action once more, no reward.
+        """
+        rows, columns = episode.streams, {}
+        for stream in self.observation:
+            if stream is not self._text:
+                key = self._keys[stream.name]
+                values = rows[stream.name]
+                if self.features[key]["dtype"] in ("video", "image"):
+                    columns[key] = values if values.shape[-1] == 3 else np.moveaxis(values, 1, -1)
+                else:
+                    columns[key] = values.reshape(len(values), -1)
+        length = len(next(iter(rows.values())))
+        extra = length - len(episode)
+        action = episode.action.reshape(len(episode), -1).astype(np.float32)
+        flags = {"next.terminated": episode.terminated, "next.truncated": episode.truncated}
+        columns["action"] = np.concatenate([action, action[-1:].repeat(extra, 0)])
+        columns["next.reward"] = np.pad(episode.reward.astype(np.float32), (0, extra))
+        columns["next.done"] = np.arange(length) >= len(episode) - 1
+        columns |= {key: np.pad(flag.astype(bool), (0, extra)) for key, flag in flags.items()}
+        texts = [""] * length if self._text is None else self._text.from_rows(rows[self._text.name])
+        return columns, list(texts)
+
+    def _table(self, columns: Mapping[str, np.ndarray]) -> pa.Table:
+        pa, _ = _import_parquet()
+        arrays, fields = [], []
+        for key, feature in self.features.items():
+            if feature["dtype"] == "video":
+                continue
+            values = columns[key]
+            if feature["dtype"] == "image":
+                kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+                array = pa.array([{"bytes": _png(image), "path": None} for image in values], kind)
+            elif feature["shape"] == [1]:
+                array = pa.array(values.reshape(-1), pa.from_numpy_dtype(np.dtype(feature["dtype"])))
+            else:
+                flat = values.astype(feature["dtype"], copy=False).reshape(-1)
+                array = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+            arrays.append(array)
+            fields.append(pa.field(key, array.type))
+        return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+    def _episode_table(self, row: Mapping[str, Any]) -> pa.Table:
+        pa, _ = _import_parquet()
+        kinds = {"tasks": pa.list_(pa.string()), ATTRIBUTES: pa.string()}
+
+        def kind(name: str) -> Any:
+            if not name.startswith("stats/"):
+                return kinds.get(name, pa.float64() if name.endswith("_timestamp") else pa.int64())
+            if name.endswith("/count"):
+                return pa.list_(pa.int64())
+            _, key, _ = name.split("/")
+            is_camera = self.features[key]["dtype"] in ("video", "image")
+            return pa.list_(pa.list_(pa.list_(pa.float64()))) if is_camera else pa.list_(pa.float64())
+
+        return pa.table({name: pa.array([value], kind(name)) for name, value in row.items()})
+
+    def _video(self, video: _Video, frames: np.ndarray) -> tuple[int, _Video]:
+        """The file with an episode more, and the number of frames before it."""
+        if len(video.content) >= FILE_BYTES:
+            video = _Video(video.number + 1)
+        fps = Fraction(self.fps).limit_denominator(1001)
+        content = encode_video(frames, fps)
+        if video.num_frames:
+            content = join_videos(video.content, content, Fraction(video.num_frames) / fps)
+        return video.num_frames, _Video(video.number, content, video.num_frames + len(frames))
+
+    def _merged(self, episodes: Sequence[Mapping[str, Any]]) -> Statistics:
+        """The statistics of all episodes, by what each one has of its own."""
+        merged: Statistics = {}
+        for row in episodes:
+            for key in self.features:
+                prefix = f"stats/{key}/"
+                found = {name.removeprefix(prefix): np.array(row[name]) for name in row if name.startswith(prefix)}
+                merged[key] = _merge(merged.get(key), found)
+        return merged
+
+    def _info(self, state: _State) -> dict[str, Any]:
+        has_videos = any(feature["dtype"] == "video" for feature in self.features.values())
+        return {
+            "codebase_version": VERSION,
+            "robot_type": self.robot_type,
+            "total_episodes": state.num_episodes,
+            "total_frames": state.num_frames,
+            "total_tasks": len(state.tasks),
+            "chunks_size": FILES_PER_CHUNK,
+            "data_files_size_in_mb": 100,
+            "video_files_size_in_mb": 200,
+            "fps": _whole(self.fps),
+            "splits": {"train": f"0:{state.num_episodes}"},
+            "data_path": DATA_PATH,
+            "video_path": VIDEO_PATH if has_videos else None,
+            "features": self.features,
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def _statistics(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Of each column of an episode: smallest, largest, mean, deviation, quantiles; of images by channel, in [0, 1]."""
+    count, is_image = len(values), values.ndim == 4
+    if is_image:  # [T, h, w, 3]
+        values = values[np.linspace(0, count - 1, min(count, SAMPLED_FRAMES)).astype(int)]
+        count = len(values)
+        height, width = (max(1, size // SAMPLED_PIXELS) for size in values.shape[1:3])
+        values = values[:, ::height, ::width].reshape(-1, 3) / np.float32(255)
+    else:
+        values = values.reshape(count, -1).astype(np.float64)
+    found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0, np.float64), "std": values.std(0)}
+    found |= dict(zip(QUANTILES, np.quantile(values, list(QUANTILES.values()), axis=0), strict=True))
+    shape = (3, 1, 1) if is_image else (-1,)
+    return {name: value.reshape(shape).astype(np.float64) for name, value in found.items()} | {
+        "count": np.array([count])
+    }
+
+
+def _merge(one: dict[str, np.ndarray] | None, other: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Statistics of two parts together. Quantiles are averaged, as LeRobot does, which is an approximation."""
+    if one is None:
+        return other
+    counts = one["count"], other["count"]
+    total = counts[0] + counts[1]
+
+    def mean(name: str) -> np.ndarray:
+        return (one[name] * counts[0] + other[name] * counts[1]) / total
+
+    merged = {name: mean(name) for name in ("mean", *QUANTILES)}
+    # E[x²] − E[x]², with the means taken off first: σ² = Σ n (σ² + (μ − mean)²) / Σ n
+    spread = [part["std"] ** 2 + (part["mean"] - merged["mean"]) ** 2 for part in (one, other)]
+    merged["std"] = np.sqrt((spread[0] * counts[0] + spread[1] * counts[1]) / total)
+    low, high = np.minimum(one["min"], other["min"]), np.maximum(one["max"], other["max"])
+    return {"min": low, "max": high, **merged, "count": total}
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def encode_video(frames: np.ndarray, fps: Fraction) -> bytes:
+    """Frames [T, h, w, 3] as an mp4 file."""
+    av = import_av()
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream(_codec(), rate=fps, options=CODEC_OPTIONS)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), "rgb24")
+            container.mux(stream.encode(image))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def join_videos(one: bytes, other: bytes, start: Fraction) -> bytes:
+    """One mp4 file of two, without encoding anew; `start` in seconds is where the second one begins."""
+    av = import_av()
+    buffer = io.BytesIO()
+    with (
+        av.open(io.BytesIO(one)) as first,
+        av.open(io.BytesIO(other)) as second,
+        av.open(buffer, "w", format="mp4") as container,
+    ):
+        stream = container.add_stream_from_template(first.streams.video[0])
+        for source, offset in ((first, Fraction(0)), (second, start)):
+            for packet in source.demux(source.streams.video[0]):
+                if packet.dts is None:  # the empty packet at the end
+                    continue
+                ticks = round(offset / packet.time_base)
+                packet.pts, packet.dts = packet.pts + ticks, packet.dts + ticks
+                packet.stream = stream
+                container.mux(packet)
+    return buffer.getvalue()
+
+
+def _codec() -> str:
+    available = import_av().codecs_available
+    found = next((name for name in CODECS if name in available), None)
+    if found is None:
+        raise InputError(f"this build of FFmpeg has none of {', '.join(CODECS)}; set use_videos to false")
+    return found
+
+
+def _png(image: np.ndarray) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(image)).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _parquet(tables: Sequence[pa.Table]) -> memoryview:
+    """A parquet file with a row group for each table."""
+    pa, parquet = _import_parquet()
+    sink = pa.BufferOutputStream()
+    with parquet.ParquetWriter(sink, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    return memoryview(sink.getvalue())
+
+
+def _tasks_parquet(tasks: Mapping[str, int]) -> memoryview:
+    """The tasks as LeRobot writes them with pandas: the text is the index of the frame."""
+    pa, _ = _import_parquet()
+    column = {"pandas_type": "unicode", "numpy_type": "object", "metadata": None}
+    number = {"pandas_type": "int64", "numpy_type": "int64", "metadata": None}
+    notes = {
+        "index_columns": ["task"],
+        "column_indexes": [{"name": None, "field_name": None, **column, "metadata": {"encoding": "UTF-8"}}],
+        "columns": [
+            {"name": "task_index", "field_name": "task_index", **number},
+            {"name": "task", "field_name": "task", **column},
+        ],
+        "pandas_version": "2.2.0",
+    }
+    columns = {"task_index": pa.array(list(tasks.values()), pa.int64()), "task": pa.array(list(tasks), pa.string())}
+    return _parquet([pa.table(columns).replace_schema_metadata({"pandas": json.dumps(notes)})])
+
+
+def _numbered(pattern: str, number: int, **names: str) -> str:
+    chunk, file = divmod(number, FILES_PER_CHUNK)
+    return pattern.format(chunk_index=chunk, file_index=file, **names)
+
+
+def _place(prefix: str, number: int) -> dict[str, int]:
+    chunk, file = divmod(number, FILES_PER_CHUNK)
+    return {f"{prefix}/chunk_index": chunk, f"{prefix}/file_index": file}
+
+
+def _number(row: Mapping[str, Any], prefix: str) -> int:
+    return row[f"{prefix}/chunk_index"] * FILES_PER_CHUNK + row[f"{prefix}/file_index"]
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=4).encode()
+
+
+def _whole(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+def _size(stream: Stream) -> int:
+    return int(np.prod(stream.shape, dtype=int))
+
+
+def _import_parquet() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError('recording needs pyarrow: pip install "deft[data]"') from None
+    return pyarrow, pyarrow.parquet

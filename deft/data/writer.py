@@ -1,0 +1,316 @@
+"""`DatasetWriter`: writes a user's own episodes as a Minari or LeRobot dataset, at once or step by step."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from deft.data.datasets.dataset import Episode, action_space_of, space_of
+from deft.data.recording import Recording, environment_details
+from deft.data.recording_lerobot import LeRobotFiles
+from deft.data.recording_minari import MinariFiles, dataset_path
+from deft.data.spaces import Stream, action_stream, streams, union
+from deft.errors import InputError
+
+INSTRUCTION, STATE = "instruction", "state"
+
+log = logging.getLogger(__name__)
+
+
+class DatasetWriter:
+    """Writes episodes of arrays as a dataset that Minari or LeRobot, and `deft.load_dataset`, read.
+
+    Use it as a context manager. An episode is complete on disk when `add_episode` or `end_episode` returns; a kill, an
+    exception or a full disk costs the episode that was not finished and none other.
+
+    Args:
+        path: The dataset's folder. A Minari dataset is named with a version (`pick-v0`); without one, `-v0` is added.
+        format: `minari` or `lerobot` (v3.0).
+        fps: Steps per second. Required for LeRobot.
+        observation_space: By default as the arrays are: floats of any range, uint8 images, texts.
+        action_space: By default [-1, 1], and wider where actions are. Required for integer actions.
+        env: The environment of the episodes, or its Gymnasium id (`module:Name-v0` where a module registers it).
+        metadata: More entries for the dataset's metadata, as JSON has them.
+        append: Add to the dataset where there is one.
+        robot_type: The name of the robot, for LeRobot.
+        use_videos: Store the cameras of a LeRobot dataset as mp4; if false as PNG, without loss.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        format: Literal["minari", "lerobot"] = "minari",
+        *,
+        fps: float | None = None,
+        observation_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None,
+        env: str | gymnasium.Env | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        append: bool = False,
+        robot_type: str | None = None,
+        use_videos: bool = True,
+    ) -> None:
+        details = {**(metadata or {}), **_environment(env)}
+        self._files: MinariFiles | LeRobotFiles
+        if format == "minari":
+            self.path = dataset_path(path)
+            self._files = MinariFiles(self.path, {**details, **({} if fps is None else {"fps": fps})})
+        elif format == "lerobot":
+            if fps is None:
+                raise InputError("fps is missing; LeRobot datasets need the number of steps per second")
+            self.path = Path(path).expanduser()
+            self._files = LeRobotFiles(fps, details, robot_type, use_videos)
+        else:
+            raise InputError(f"format is {format!r}; it must be 'minari' or 'lerobot'")
+        self._given = observation_space, action_space
+        self._spaces: tuple[spaces.Space, spaces.Space] | None = None
+        self._observation: list[Stream] = []
+        self._action: Stream | None = None
+        self._steps: list[tuple[Any, Any, float, bool, bool]] = []
+        self._recording = Recording(self.path, self._files, append=append)
+        if isinstance(self._files, MinariFiles) and not (observation_space and action_space):
+            self._spaces = self._files.recorded_spaces()
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes in the dataset, with those that were there before."""
+        return self._recording.num_episodes
+
+    @property
+    def num_steps(self) -> int:
+        """Actions in the dataset, with those that were there before."""
+        return self._recording.num_steps
+
+    def add_episode(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any = None,
+        terminations: Any = None,
+        truncations: Any = None,
+        *,
+        instruction: str | Sequence[str] | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Write one episode of T actions.
+
+        Args:
+            observations: An array, or a dict of named arrays, each of T + 1 rows: the last is what the last action led
+                to. A LeRobot dataset may do without it, with T rows. Images are uint8, H x W x 3 or 3 x H x W.
+            actions: T rows of numbers.
+            rewards: T numbers, by default 0.
+            terminations: T booleans: whether the task ended with the step. By default false.
+            truncations: T booleans: whether the episode was cut there. By default at the last step, unless it
+                terminated.
+            instruction: The task in words, of the episode or of each of its rows.
+            attributes: Numbers, texts and booleans that are kept with the episode: `seed`, `success`, …
+        """
+        actions = np.asarray(actions)
+        length = len(actions) if actions.ndim else 0
+        if not length:
+            raise InputError(f"actions has shape {actions.shape}; an episode needs one or more")
+        tree = _tree(observations, "observations")
+        count = _num_rows(tree)
+        allowed = (length + 1,) if self._files.needs_final_observation else (length, length + 1)
+        if count not in allowed:
+            raise InputError(
+                f"observations has {count} rows for {length} actions; it needs {' or '.join(map(str, allowed))}: "
+                "the last one is what the last action led to"
+            )
+        if instruction is not None:
+            texts = [instruction] * count if isinstance(instruction, str) else list(instruction)
+            tree = {**(tree if isinstance(tree, dict) else {STATE: tree}), INSTRUCTION: texts}
+        rewards = _column(rewards, np.float32, length, "rewards")
+        terminated = _column(terminations, np.bool_, length, "terminations")
+        truncated = _column(truncations, np.bool_, length, "truncations")
+        ends = np.flatnonzero(terminated | truncated)
+        if len(ends) and ends[0] != length - 1:
+            raise InputError(f"step {ends[0]} of {length} ends the episode; only the last step may")
+        if truncations is None:
+            truncated[-1] = not terminated[-1]
+        self._set_spaces(tree, actions)
+        assert self._action is not None
+        rows = {stream.name: _rows(stream, _part(tree, stream.path)) for stream in self._observation}
+        episode = Episode(rows.get("", rows), _rows(self._action, actions), rewards, terminated, truncated)
+        self._recording.add(episode, **{name: _plain(name, value) for name, value in attributes.items()})
+
+    def add_step(
+        self, observation: Any, action: Any, reward: float = 0.0, terminated: bool = False, truncated: bool = False
+    ) -> None:
+        """Keep one step: what was observed, the action taken then, and what came of it. `end_episode` writes them."""
+        if self._steps and (self._steps[-1][3] or self._steps[-1][4]):
+            raise InputError("the last step ended the episode; call end_episode() before the next step")
+        step = _copied(observation), np.array(action), float(reward), bool(terminated), bool(truncated)
+        self._steps.append(step)
+
+    def end_episode(
+        self, final_observation: Any = None, *, instruction: str | Sequence[str] | None = None, **attributes: Any
+    ) -> None:
+        """Write the steps since the last episode as one, with what the last action led to (LeRobot: optional)."""
+        if not self._steps:
+            raise InputError("end_episode: no step was added since the last episode")
+        observations, actions, rewards, terminations, truncations = zip(*self._steps, strict=True)
+        if final_observation is not None:
+            observations = (*observations, final_observation)
+        self.add_episode(
+            _stacked(observations), np.stack(actions), rewards, terminations, truncations if any(truncations) else None,
+            instruction=instruction, **attributes,
+        )  # fmt: skip
+        self._steps = []
+
+    def discard_episode(self) -> None:
+        """Forget the steps since the last episode."""
+        self._steps = []
+
+    def close(self) -> None:
+        """Release the folder. Steps without `end_episode` are an error: they are not in the dataset."""
+        self._recording.close()
+        if self._steps:
+            raise InputError(
+                f"{len(self._steps)} steps were added and not written; call end_episode() or discard_episode() first"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and self._steps:
+            log.warning("%s: %d steps of an unfinished episode are not written", self.path, len(self._steps))
+            self._steps = []
+        self.close()
+
+    def _set_spaces(self, tree: Any, actions: np.ndarray) -> None:
+        """The spaces as given, else as the arrays of this episode and those before it are."""
+        observation_space = self._given[0] or _inferred(tree)
+        action_space = self._given[1] or _action_space(actions)
+        found = observation_space, action_space
+        if self._spaces is not None:
+            before = self._spaces
+            found = union(before[0], found[0], "observations"), union(before[1], found[1], "actions")
+            if found == before and self._observation:
+                return
+        if isinstance(self._files, MinariFiles) and self._spaces is not None:
+            self._files.set_spaces(*found, widen=True)
+        else:
+            self._recording.set_spaces(*found)
+        self._spaces = found
+        self._observation, self._action = streams(found[0]), action_stream(found[1])
+
+
+def _environment(env: str | gymnasium.Env | None) -> dict[str, str]:
+    if env is None or isinstance(env, gymnasium.Env):
+        return {} if env is None else environment_details(env.spec, "")
+    module, _, name = env.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return environment_details(gymnasium.spec(name), env)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise InputError(f"env is {env!r}, which Gymnasium does not know: {' '.join(str(error).split())}") from None
+
+
+def _tree(values: Any, name: str) -> Any:
+    """Observations as arrays and lists of texts, in dicts as the user has them; tensors become arrays."""
+    if isinstance(values, Mapping):
+        return {str(key): _tree(value, f"{name}[{key!r}]") for key, value in values.items()}
+    if isinstance(values, list | tuple) and values and all(isinstance(value, str) for value in values):
+        return list(values)
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiub" or not array.ndim:
+        raise InputError(f"{name} is {array.dtype} of shape {array.shape}; it must be rows of numbers or of texts")
+    return array[:, None] if array.ndim == 1 else array
+
+
+def _num_rows(tree: Any, name: str = "observations") -> int:
+    if not isinstance(tree, dict):
+        return len(tree)
+    counts = {key: _num_rows(part, f"{name}[{key!r}]") for key, part in tree.items()}
+    if len(set(counts.values())) != 1:
+        raise InputError(f"{name} has parts of different length: {counts or 'none'}")
+    return next(iter(counts.values()))
+
+
+def _inferred(tree: Any) -> spaces.Space:
+    """The space of observations: 0 to 255 for uint8, texts as long as they are, else floats of any range."""
+    if isinstance(tree, dict):
+        return spaces.Dict({key: _inferred(part) for key, part in tree.items()})
+    if isinstance(tree, list):
+        characters = "".join(sorted(set("".join(tree)))) or " "
+        return spaces.Text(max(1, *map(len, tree)), min_length=0, charset=characters)
+    return space_of(tree)
+
+
+def _action_space(actions: np.ndarray) -> spaces.Space:
+    if actions.dtype.kind != "f":
+        raise InputError(f"actions are {actions.dtype}; give action_space, such as gymnasium.spaces.Discrete(4)")
+    if not np.isfinite(actions).all():
+        raise InputError("actions has a value that is not finite")
+    actions = actions[:, None] if actions.ndim == 1 else actions
+    return action_space_of(actions.min(0), actions.max(0))
+
+
+def _part(tree: Any, path: Sequence[str | int]) -> Any:
+    for step in path:
+        if not isinstance(tree, dict) or str(step) not in tree:
+            raise InputError(f"observations lacks {step!r}, which observation_space has")
+        tree = tree[str(step)]
+    return tree
+
+
+def _rows(stream: Stream, values: Any) -> np.ndarray:
+    """Values of a space as Deft's rows."""
+    if isinstance(values, np.ndarray) and isinstance(stream.source, spaces.Box) and values.ndim == 1:
+        values = values[:, None]
+    elif isinstance(values, np.ndarray) and values.shape[1:] == (1,) and not stream.shape:
+        values = values[:, 0]
+    try:
+        return stream.to_rows(values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{stream.name or 'values'} do not fit {stream.source}: {error}") from None
+
+
+def _column(values: Any, dtype: type, length: int, name: str) -> np.ndarray:
+    array: np.ndarray = np.zeros(length, dtype) if values is None else np.asarray(values).astype(dtype)
+    if array.shape == (length, 1):
+        array = array[:, 0]
+    if array.shape != (length,):
+        raise InputError(f"{name} has shape {array.shape}; it must be {(length,)}")
+    return array
+
+
+def _plain(name: str, value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise InputError(f"{name} is a {type(value).__name__}; an episode keeps numbers, texts and booleans")
+    return value
+
+
+def _copied(observation: Any) -> Any:
+    """An observation that does not change with what the robot's loop does to its arrays."""
+    if isinstance(observation, Mapping):
+        return {key: _copied(part) for key, part in observation.items()}
+    return observation if isinstance(observation, str) else np.array(observation)
+
+
+def _stacked(observations: Sequence[Any]) -> Any:
+    first = observations[0]
+    if isinstance(first, Mapping):
+        if any(not isinstance(other, Mapping) or other.keys() != first.keys() for other in observations):
+            raise InputError("the steps of an episode have different observations")
+        return {key: _stacked([observation[key] for observation in observations]) for key in first}
+    if isinstance(first, str):
+        return list(observations)
+    try:
+        return np.stack([np.asarray(observation) for observation in observations])
+    except ValueError as error:
+        raise InputError(f"the steps of an episode have different observations: {error}") from None
