@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deft import trust
 from deft.errors import DeftError, InputError
 
 if TYPE_CHECKING:
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "" not in sys.path and os.getcwd() not in sys.path:  # as with `python -m`: users' modules beside their configs
-        sys.path.insert(0, os.getcwd())
     try:
-        return _dispatch(arguments)
+        with trust.command_line(trust.FLAG in [word.replace("_", "-") for word in arguments]):
+            return _dispatch(arguments)
     except SystemExit as stop:  # the end of --help, or of a run that SIGTERM stopped
         if stop.code == 128 + signal.SIGTERM:
             _complain("stopped by SIGTERM")
@@ -75,7 +75,15 @@ def train(arguments: list[str]) -> int:
 
 def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
     """The run that `deft train` is asked for (defaults, then the file, then the flags), and whether to print JSON."""
-    from deft.config.flags import CONFIG_FLAG, OUTPUT_FLAGS, FlagGroup, parse_flags, run_flags
+    from deft.config.flags import (
+        CONFIG_FLAG,
+        MODEL_CLASS,
+        OUTPUT_DEFAULTS,
+        OUTPUT_FLAGS,
+        FlagGroup,
+        parse_flags,
+        run_flags,
+    )
     from deft.config.loading import resolve, set_path, to_dict, value_at
 
     has_algorithm = bool(arguments) and not arguments[0].startswith("-")
@@ -86,7 +94,7 @@ def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
     defaults = {flag.path: value_at(settings, flag.path) for group in groups for flag in group.flags}
     given = parse_flags(
         [FlagGroup("command", "The command itself.", (CONFIG_FLAG, *OUTPUT_FLAGS)), *groups],
-        {**defaults, "config": _peek(flags, "config"), "json": False, "debug": False},
+        {**defaults, "config": _peek(flags, "config"), **OUTPUT_DEFAULTS},
         flags,
         usage=f"deft train {name}",
         description=f"Train with {name}. Settings: defaults, then --config, then flags (- and _ alike).",
@@ -98,6 +106,7 @@ def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
     for path in defaults:
         if path in given.values:
             set_path(settings, path, given.values[path])
+    trust.name([given.values.get(path) for path in ("env.id", "env.kwargs", MODEL_CLASS, "cluster.ray_address")])
     _complete_model(settings, given.values)
     if "trainer.total_timesteps" in given.values:
         if "trainer.iterations" in given.values:
@@ -377,14 +386,14 @@ def _parse_command(
 
     `word`: the setting that is given without a flag, and what it is to the user; with `several`, one or more of them.
     """
-    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, class_flags, default_of, parse_flags
+    from deft.config.flags import OUTPUT_DEFAULTS, OUTPUT_FLAGS, FlagGroup, class_flags, default_of, parse_flags
     from deft.config.validation import checked
 
     name = usage.split()[0]
     flags = [flag for flag in class_flags(cls) if word is None or flag.path != word[0]]
     given = parse_flags(
         [FlagGroup(name, cls.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
-        {**{flag.path: default_of(cls, flag.path) for flag in flags}, "json": False, "debug": False},
+        {**{flag.path: default_of(cls, flag.path) for flag in flags}, **OUTPUT_DEFAULTS},
         arguments,
         usage=f"deft {usage}",
         description=description,
@@ -402,11 +411,11 @@ def _parse_command(
 
 def report(arguments: list[str]) -> int:
     """`deft report RUN`."""
-    from deft.config.flags import OUTPUT_FLAGS, FlagGroup, parse_flags
+    from deft.config.flags import OUTPUT_DEFAULTS, OUTPUT_FLAGS, FlagGroup, parse_flags
 
     given = parse_flags(
         [FlagGroup("report", "The command itself.", OUTPUT_FLAGS)],
-        {"json": False, "debug": False},
+        OUTPUT_DEFAULTS,
         arguments,
         usage="deft report RUN",
         description="Write report.html, one page with all there is to see of a run of the F1 phases, into its folder.",
@@ -421,7 +430,7 @@ def report(arguments: list[str]) -> int:
 
 def doctor(arguments: list[str]) -> int:
     """`deft doctor [--cluster [--ray-address ADDRESS]] [--json]`."""
-    from deft.config.flags import OUTPUT_FLAGS, Flag, FlagGroup, parse_flags
+    from deft.config.flags import OUTPUT_DEFAULTS, OUTPUT_FLAGS, Flag, FlagGroup, parse_flags
 
     flags = (
         Flag("cluster", "cluster", (), bool, "Say what the Ray cluster has, and what a run would put where."),
@@ -429,7 +438,7 @@ def doctor(arguments: list[str]) -> int:
     )
     given = parse_flags(
         [FlagGroup("doctor", "The command itself.", (*flags, *OUTPUT_FLAGS))],
-        {"cluster": False, "ray_address": "auto", "json": False, "debug": False},
+        {"cluster": False, "ray_address": "auto", **OUTPUT_DEFAULTS},
         arguments,
         usage="deft doctor",
         description="Say what this machine can render with, how fast, what it has, and what to install for the rest.",
@@ -442,6 +451,7 @@ def doctor(arguments: list[str]) -> int:
         from deft.training.cluster.report import describe_cluster as describe
         from deft.training.cluster.report import examine_cluster
 
+        trust.name(given.values.get("ray_address"))
         results = examine_cluster(given.values.get("ray_address", "auto"))
     else:
         from deft.doctor import describe, examine

@@ -13,12 +13,12 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deft import trust
 from deft.envs.vector import one_line
 from deft.machine import available_cores, physical_memory
 
@@ -32,7 +32,7 @@ REMEDIES = {
     "glfw": "needs a display (DISPLAY); headless machines use egl",
 }
 _ICD_FOLDERS = ("/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
-_PROBE_CODE = "import sys; from deft import doctor; doctor.run_probe(sys.argv[1])"
+_PROBE_CODE = "from deft import doctor; doctor.run_probe(sys.argv[1])"
 _PROBE_SCENE = """
 <mujoco><visual><quality shadowsize="0" offsamples="0"/></visual><worldbody>
   <light pos="0 0 3" castshadow="false"/><camera name="head" pos="0 -1.5 1" xyaxes="1 0 0 0 0.6 0.8"/>
@@ -193,7 +193,7 @@ def _probe(what: str, backend: str) -> dict[str, Any]:
     """Try something in a process of its own, under one way to render."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE_CODE, what],
+            [*trust.child_command(_PROBE_CODE), what],
             env={**os.environ, "MUJOCO_GL": backend},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -28,7 +28,7 @@ if (( has_envs )); then set -- --num_envs "$num_envs" "$@"; fi
 
 python="${PYTHON:-python}"
 if (( num_gpus > 1 )); then
-    exec "$python" -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" --num_machines 1 --dynamo_backend no \
+    exec "$python" -P -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" --num_machines 1 --dynamo_backend no \
         --mixed_precision no -m deft train "$phase" "$@"
 fi
 exec "$python" -m deft train "$phase" "$@"

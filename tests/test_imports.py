@@ -8,12 +8,13 @@ import pytest
 import deft
 
 ROOT = Path(deft.__file__).parent
-BASE = {"config", "schema", "errors", "machine", "ownership"}
+BASE = {"config", "schema", "errors", "machine", "ownership", "trust"}
 ALLOWED = {
     "schema": {"errors"},
     "errors": set(),
     "machine": set(),
     "ownership": {"errors"},
+    "trust": {"errors"},
     "config": BASE,
     "envs": BASE | {"envs"},
     "data": BASE | {"data"},

@@ -78,7 +78,9 @@ CONFIG_FLAG = Flag("config", "config", (), str | None, "A JSON or YAML file, or 
 OUTPUT_FLAGS = (
     Flag("json", "json", (), bool, "End the output with one line that is a JSON object."),
     Flag("debug", "debug", (), bool, "Show the traceback of an error."),
+    Flag("trust_remote_code", "trust_remote_code", (), bool, "Run code that files name; see docs/security.md."),
 )
+OUTPUT_DEFAULTS = {flag.path: False for flag in OUTPUT_FLAGS}
 
 
 def run_flags(algorithm: str) -> list[FlagGroup]:

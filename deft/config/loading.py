@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from deft import trust
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.settings import MOVED_SETTINGS, SHORTHANDS, OfflineRunConfig, RunConfig, run_class
 from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
@@ -76,6 +77,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: the file is empty")
     if not isinstance(mapping, dict):
         raise InputError(f"{path}: {shown(mapping)} is not a mapping of settings")
+    trust.read_from(path, mapping)
     return mapping
 
 

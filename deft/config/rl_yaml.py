@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
+from deft import trust
 from deft.config.f1_settings import PhaseConfig, TrainingConfig
-from deft.config.flags import CONFIG_FLAG, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
+from deft.config.flags import CONFIG_FLAG, OUTPUT_DEFAULTS, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
 from deft.config.loading import find_config, read_mapping, set_path, to_dict, value_at
 from deft.config.validation import checked, nested_class, setting_names
 from deft.errors import InputError, RunError
@@ -208,7 +209,7 @@ def parse_phase(phase: str, arguments: Sequence[str], base_file: Path | str | No
     defaults = {flag.path: value_at(settings, flag.path) for group in groups for flag in group.flags}
     given = parse_flags(
         groups,
-        {**defaults, "config": base_file, "json": False, "debug": False},
+        {**defaults, "config": base_file, **OUTPUT_DEFAULTS},
         arguments,
         usage=f"deft train {phase}",
         description=f"Train phase {phase}. Settings: defaults, then --config, then flags (- and _ alike).",
@@ -218,6 +219,7 @@ def parse_phase(phase: str, arguments: Sequence[str], base_file: Path | str | No
     for path, value in given.values.items():
         if path == "environment":
             settings["environment"] |= value
-        elif path not in ("config", "json", "debug"):
+            trust.name(value)
+        elif path not in ("config", *OUTPUT_DEFAULTS):
             set_path(settings, path, value)
     return phase_config({**settings, "phase": phase}, given.written), given.values.get("json", False)

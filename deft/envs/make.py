@@ -19,6 +19,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
+from deft import trust
 from deft.config.settings import EnvConfig
 from deft.envs.chunk import ActionChunk
 from deft.envs.difficulty import SPEC as DIFFICULTY
@@ -50,6 +51,8 @@ TASK_KWARGS: dict[str, dict[str, Any]] = {
     "deft/Tabletop-v0": {"observation": "images", "control_mode": "delta_ee_pos"},
 }
 
+# Environments that make one of the old `gym`, which imports the module of a `module:id` in their argument `env_id`.
+_OTHER_REGISTRIES = ("GymV21Environment-v0", "GymV26Environment-v0")
 # Packages that environments need, by the module that is missing.
 _EXTRAS = {
     "jax": "gymnasium[jax]",
@@ -268,11 +271,14 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     module, colon, name = env_id.rpartition(":")
     if colon:
         try:
-            importlib.import_module(module)
+            trust.import_module(module, env_id, "env.id", "--env")
         except ImportError as error:
             raise InputError(f"env.id {env_id!r}: module {module!r} cannot be imported: {one_line(error)}") from error
     elif name not in gymnasium.registry:
         _import_package(name)
+    if name in _OTHER_REGISTRIES and (others := str(config.kwargs.get("env_id"))).count(":"):
+        refusal = "Deft does not import a module that only a file names"
+        trust.check(others, "env.kwargs.env_id", refusal, f"--env-kwargs env_id={others}")
     try:
         spec = copy.deepcopy(gymnasium.spec(name))
     except gymnasium.error.Error:

@@ -33,6 +33,7 @@ import cloudpickle
 import gymnasium
 import numpy as np
 
+from deft import trust
 from deft.envs.state import StateObstacle
 from deft.envs.vector import (
     ActionLayout,
@@ -62,7 +63,7 @@ PARENT_CHECK_INTERVAL = 1.0  # seconds
 _SOFTWARE_RENDERER_THREADS = "LP_NUM_THREADS"  # Mesa's, where there is no GPU; 0: it draws in the worker's own thread
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _WORKER_CODE = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from deft.envs.process import run_worker; run_worker({connection}, {memory}, {parent})"
 )
 DEFAULT_RESTARTS = 3
@@ -135,11 +136,11 @@ class _Worker:
     def launch(self, memory_file: int) -> None:
         """Start the process; it makes its environments when it is told to."""
         self.connection, theirs = Pipe()
-        code = _WORKER_CODE.format(path=sys.path, connection=theirs.fileno(), memory=memory_file, parent=os.getpid())
+        code = _WORKER_CODE.format(connection=theirs.fileno(), memory=memory_file, parent=os.getpid())
         # Only its own socket is inherited, so that a worker whose parent is gone reads the end of the stream. A process
         # group of its own: signals from the terminal go to the parent, who decides.
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            trust.child_command(code),
             stdin=subprocess.DEVNULL,
             env={_SOFTWARE_RENDERER_THREADS: "0", **os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1")},
             pass_fds=(theirs.fileno(), memory_file),

@@ -74,7 +74,8 @@ class RobotWorld:
         try:
             env = make_env(EnvConfig(id=config.world, kwargs=kwargs | config.world_kwargs))
         except InputError as error:
-            raise InputError(str(error).replace("env.id", "environment.world", 1)) from error
+            message = str(error).replace("env.id", "environment.world", 1).replace("--env ", "--environment world=", 1)
+            raise InputError(message) from error
         while isinstance(env, gymnasium.wrappers.TimeLimit):
             env = env.env
         self.env = env

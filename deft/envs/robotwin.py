@@ -22,6 +22,7 @@ import yaml
 from gymnasium import spaces
 from PIL import Image
 
+from deft import trust
 from deft.envs.sapien_gpu import setup_sapien_gpu
 from deft.envs.suppress_logs import suppress_logs
 from deft.envs.vector import one_line
@@ -242,6 +243,8 @@ def _joint_mask(joint_action: Mapping[str, Any]) -> np.ndarray:
 
 
 def _find_root(root: str | None) -> Path:
+    if root:
+        trust.check(root, "root", "Deft does not run a RoboTwin that only a file names", f"{ROOT_VARIABLE}={root}")
     given = root or os.environ.get(ROOT_VARIABLE)
     if not given:
         raise InputError(

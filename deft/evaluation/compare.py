@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from deft import trust
 from deft.config.settings import CompareRunsConfig, EnvConfig
 from deft.data.spaces import action_stream
 from deft.envs.make import make_env, make_vector_env
@@ -142,6 +143,7 @@ def _matches(name: str) -> list[str]:
 
 def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict[str, list[_Contender]]:
     """The policies of each row; scripted ones play where the first run does."""
+    trust.name(config.env, config.env_kwargs)
     kwargs = world_kwargs(config.env_kwargs, config.task, None)
     found = {name: find_run(Path(name)) for names in groups.values() for name in names if name not in SCRIPTED}
     first = next(iter(found.values()), None)

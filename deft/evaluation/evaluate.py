@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deft import trust
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
@@ -38,6 +39,7 @@ FILMED_OUTCOMES = 3  # successes, and as many failures
 FIRST_HELD_OUT_SEED = 2**30  # of evaluations in worlds with splits
 
 
+@trust.takes_remote_code
 def evaluate_run(
     path: str | Path,
     episodes: int = 10,
@@ -51,12 +53,16 @@ def evaluate_run(
     split: str | None = None,
     shuffle_instructions: bool = False,
     videos: str | Path | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Episodes of a run's best checkpoint (or of the checkpoint given), each from its own seed; optionally videos.
 
     With `random_policy` uniformly random actions play instead: the baseline, on the same seeds. Where the world names
     its tasks and instructions, the results have a table of each; success rates come with their Wilson interval.
+    `trust_remote_code` allows the modules that the run's files name to be imported.
     """
+    trust.name(env, env_kwargs)
     folder, config = find_run(Path(path))
     seed_everything(seed)
     env_config = env_of_run(config, env, world_kwargs(env_kwargs, task, split, shuffle_instructions))

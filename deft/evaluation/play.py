@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from deft import trust
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import EnvConfig, PlayConfig
 from deft.data.spaces import action_stream
@@ -28,6 +29,7 @@ DEFAULT_ENV = "tabletop"
 
 def play(config: PlayConfig) -> dict[str, Any]:
     """Play as configured; returns the episodes' results, one by one and in the mean, and where the video is."""
+    trust.name(config.env, config.env_kwargs)
     run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
     env_config = _env_config(config, run[1] if run else None)
     seed_everything(config.seed)

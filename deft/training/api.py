@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 
+from deft import trust
 from deft.config.loading import replace
 from deft.config.rl_config import RLConfig
 from deft.config.settings import RunConfig
@@ -25,10 +26,12 @@ class OnlineTrainer:
     `policy` may be a `Policy`, a VLA model with the three methods of `VLAModelInterface`, or any object with
     `get_action(obs, deterministic=False)`; without one, a network is made for the environment's spaces. `critics`: for
     SAC, the trainer that trained the policy (`IQLTrainer`, `CQLTrainer`, …), whose critics it goes on with.
+    `trust_remote_code` allows modules that files name (a config that was read, the run of `model_path`) to be imported.
     """
 
     algorithm_name: ClassVar[str]
 
+    @trust.takes_remote_code
     def __init__(
         self,
         env: str | gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv | None = None,
@@ -37,7 +40,10 @@ class OnlineTrainer:
         use_wandb: bool = False,
         eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
         critics: Any = None,
+        *,
+        trust_remote_code: bool = False,
     ) -> None:
+        trust.name(env)
         env_id = env if isinstance(env, str) else _id_of(env)
         if config is None:
             config = RLConfig(algorithm=self.algorithm_name)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from deft import schema
+from deft import schema, trust
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import CollectConfig, EnvConfig
 from deft.data.datasets.dataset import Episode
@@ -41,6 +41,7 @@ def collect(config: CollectConfig) -> dict[str, Any]:
 
     Each episode is on disk when it ends. Ctrl-C and SIGTERM end the recording after the step, then take their effect.
     """
+    trust.name(config.env, config.env_kwargs)
     run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
     env_config = _env_config(config, run[1] if run else None)
     example = make_env(env_config)

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from deft import trust
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import evaluate_policy
@@ -50,7 +51,7 @@ class Evaluator:
         if self._pool is None:
             self._pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         copies = [copy.deepcopy(policy).cpu() for policy in policies]
-        task = cloudpickle.dumps((self._make_env, copies, episodes, self._seed))
+        task = cloudpickle.dumps((trust.snapshot(), self._make_env, copies, episodes, self._seed))
         self._pending.append((step, self._pool.submit(_evaluate_beside, task)))
         return []
 
@@ -101,7 +102,8 @@ def _shape(space: Any) -> Any:
 def _evaluate_beside(task: bytes) -> list[dict[str, Any]]:
     """In the other process."""
     torch.set_num_threads(1)
-    make_env, policies, episodes, seed = cloudpickle.loads(task)
+    state, make_env, policies, episodes, seed = cloudpickle.loads(task)
+    trust.restore(state)
     evaluator = Evaluator(make_env, seed)
     try:
         return evaluator.evaluate(policies, episodes)

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deft import trust
 from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
 from deft.config.loading import load_config, replace, resolve, to_dict
 from deft.config.settings import (
@@ -125,7 +126,10 @@ def _config_beside(path: Path) -> RunConfig | OfflineRunConfig | None:
 def saved_config(folder: Path) -> RunConfig | OfflineRunConfig | None:
     """The settings inside a checkpoint that was saved alone, by `trainer.save(path)`; None where there are none."""
     state = checkpoint.load_training_state(folder) if (folder / checkpoint.TRAINING_STATE).is_file() else {}
-    return resolve(state["config"]) if state.get("config") else None
+    if not state.get("config"):
+        return None
+    trust.read_from(folder / checkpoint.TRAINING_STATE, state["config"])
+    return resolve(state["config"])
 
 
 def _actor_section(source: RunConfig | OfflineRunConfig, config: RunConfig) -> OnlineActorConfig | None:

@@ -10,12 +10,13 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from deft import trust
 from deft.algorithms.off_policy import ActorAlgorithm
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.loading import replace, resolve
 from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.settings import OfflineRunConfig
-from deft.data.datasets import find_dataset, load_dataset
+from deft.data.datasets import find_dataset, open_dataset
 from deft.data.datasets.dataset import Dataset
 from deft.data.offline_buffer import OfflineReplayBuffer
 from deft.errors import InputError
@@ -36,12 +37,14 @@ class OfflineRLTrainer:
     """Trains a policy on a dataset.
 
     Vector observations and actions in [-1, 1] are given by their sizes; anything else by `observation_space` and
-    `action_space`. `env` is where `evaluate` plays, by default the dataset's own. Keywords beyond these are settings of
-    the algorithm.
+    `action_space`. `env` is where `evaluate` plays, by default the dataset's own. `trust_remote_code` allows modules to
+    be imported that files name: the dataset, the run of `model_path`. Keywords beyond these are settings of the
+    algorithm.
     """
 
     algorithm_name: ClassVar[str]
 
+    @trust.takes_remote_code
     def __init__(
         self,
         obs_dim: int | None = None,
@@ -52,8 +55,11 @@ class OfflineRLTrainer:
         action_space: gymnasium.Space | None = None,
         env: str | gymnasium.Env | None = None,
         policy: Policy | None = None,
+        trust_remote_code: bool = False,
         **settings: Any,
     ) -> None:
+        trust.name(env)
+        self._trust_remote_code = trust_remote_code
         if config is None:  # the algorithm's own defaults, which a transformer's batches and step size differ in
             config = resolve({"algorithm": {"name": self.algorithm_name}, "output_dir": OfflineRLConfig.output_dir})
         if isinstance(config, OfflineRLConfig):
@@ -113,6 +119,10 @@ class OfflineRLTrainer:
 
     def prepare(self, buffer: Data) -> OfflineTrainer:
         """The trainer for a dataset, before its first update; the one there is, where the dataset is the same."""
+        with trust.remote_code(self._trust_remote_code):
+            return self._prepare(buffer)
+
+    def _prepare(self, buffer: Data) -> OfflineTrainer:
         source = find_dataset(buffer)[0].resolve() if isinstance(buffer, str | Path) else None
         if self._trainer is not None and source is not None and source == self._source:
             return self._trainer
@@ -143,7 +153,7 @@ class OfflineRLTrainer:
         if not isinstance(buffer, str | Path):
             raise InputError(f"train: a dataset, a buffer, a name or a path is trained on, not {type(buffer).__name__}")
         settings = self.config.dataset
-        return load_dataset(buffer, download=settings.download, **settings.options)
+        return open_dataset(buffer, {"download": settings.download, **settings.options})
 
     def evaluate(self, num_episodes: int = 10, video: str | Path | None = None) -> dict[str, Any]:
         """`mean_reward`, `std_reward`, `normalized_score` and the rest over whole episodes."""

@@ -17,7 +17,7 @@ import torch
 from deft.algorithms.sft import SFT
 from deft.config.loading import read_mapping, replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
-from deft.data.datasets import load_dataset
+from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset, normalized_score
 from deft.envs.make import check_id, make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
@@ -78,10 +78,10 @@ def build_offline_trainer(
     check_extras(config.logging)
     if dataset is None:
         assert config.dataset.path is not None
-        dataset = load_dataset(config.dataset.path, download=config.dataset.download, **config.dataset.options)
+        dataset = open_dataset(config.dataset.path, {"download": config.dataset.download, **config.dataset.options})
     env_config = None if eval_env is not None else evaluation_env(config, dataset)
     if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
-        log.warning("the dataset's environment is not there, so nothing is evaluated: %s", missing)
+        log.warning("nothing is evaluated, since the dataset's environment cannot be used: %s", missing)
         env_config = None
     config = _told(config, dataset, env_config, eval_env)
     assert config.output_dir is not None

@@ -10,15 +10,17 @@ import importlib
 import inspect
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from deft import trust
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
 from deft.errors import InputError
 
-__all__ = ["Dataset", "Episode", "VectorDataset", "dataset_folders", "find_dataset", "load_dataset"]
+__all__ = ["Dataset", "Episode", "VectorDataset", "dataset_folders", "find_dataset", "load_dataset", "open_dataset"]
 
 FORMATS = {
     "minari": "Minari folder",
@@ -32,13 +34,23 @@ MINARI_ID = r"[\w-]+(/[\w-]+)+-v\d+"
 D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
 
 
-def load_dataset(name_or_path: str | Path, download: bool = False, **options: Any) -> Dataset:
+@trust.takes_remote_code
+def load_dataset(
+    name_or_path: str | Path, download: bool = False, *, trust_remote_code: bool = False, **options: Any
+) -> Dataset:
     """Load recorded episodes by path, by D4RL name (`hopper-medium-v2`) or by Minari id (`mujoco/hopper/medium-v0`).
 
-    `download` fetches a Minari id that is not on this machine; `options` are those of the format's `load`:
-    `observation_keys` and `split` for robomimic, and so on.
+    `download` fetches a Minari id that is not on this machine; `trust_remote_code` allows the module of the environment
+    that the dataset names to be imported; `options` are those of the format's `load`: `observation_keys` and `split`
+    for robomimic, and so on.
     """
-    path, name = find_dataset(name_or_path, download)
+    return open_dataset(name_or_path, {"download": download, **options})
+
+
+def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Dataset:
+    """`load_dataset` with options that may come from a file: `trust_remote_code` is not one of them."""
+    options = dict(options)
+    path, name = find_dataset(name_or_path, options.pop("download", False))
     loader = _loader_for(path)
     parameters = inspect.signature(loader.load).parameters
     allowed = [*parameters][2:]

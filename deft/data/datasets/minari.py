@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
+from deft import trust
 from deft.data.datasets.dataset import (
     Dataset,
     Episode,
@@ -244,8 +245,13 @@ def _spaces(metadata: dict[str, Any], folder: Path) -> tuple[spaces.Space, space
             raise damaged(folder / METADATA_FILE, "the top", field, "is missing, and no environment is named")
         import gymnasium
 
+        module, _, env_id = spec["id"].rpartition(":")
         try:
-            env = gymnasium.make(spec["id"], **(spec.get("kwargs") or {}))
+            if module:
+                trust.import_module(module, spec["id"], "env_spec", "--env")
+            env = gymnasium.make(env_id, **(spec.get("kwargs") or {}))
+        except InputError:
+            raise
         except Exception as error:  # whatever the environment's constructor raises
             raise InputError(
                 f"{folder}: does not say its {field}, and {spec['id']} cannot be made to see it: {one_line(error)}"
@@ -262,11 +268,13 @@ def _env_spec(metadata: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {}
     try:
         spec = json.loads(text)
-        spec["id"]  # a KeyError where it is missing
+        if not isinstance(spec["id"], str):
+            raise TypeError("id is not a string")
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder / METADATA_FILE, "the top", "env_spec", f"cannot be read: {error!r}") from None
     if module := metadata.get("env_module"):  # as recorded by Deft: what must be imported for the id to be known
         spec["id"] = f"{module}:{spec['id']}"
+    trust.read_from(folder / METADATA_FILE, spec["id"], spec.get("kwargs"))
     return spec
 
 

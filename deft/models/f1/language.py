@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deft import schema
+from deft import schema, trust
 from deft.config.validation import Count
 from deft.errors import InputError
 from deft.models.f1.config import F1Config
@@ -59,10 +59,14 @@ class FolderTokenizer:
         except ImportError:
             raise InputError('a language tokenizer needs transformers: pip install "deft[vla]"') from None
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust.trusts_remote_code()
+            )
         except (OSError, ValueError) as error:
-            first_line = str(error).strip().partition("\n")[0]
-            raise InputError(f"language_tokenizer_path {folder} cannot be read: {first_line}") from None
+            reason = str(error).strip().partition("\n")[0]
+            if "trust_remote_code=True" in str(error):
+                reason = "it brings code of its own; if you trust its author, use --trust-remote-code"
+            raise InputError(f"language_tokenizer_path {folder} cannot be read: {reason}") from None
         self.length = length
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:

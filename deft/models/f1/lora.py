@@ -72,7 +72,12 @@ def load_adapter(policy: F1Policy, folder: str | Path) -> None:
     verify(folder / "adapter_config.json")
     peft = _peft()
     _check_bare(policy)
-    wrapped = peft.get_peft_model(policy.model, peft.PeftConfig.from_pretrained(str(folder)))
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    if getattr(config, "megatron_config", None) is not None:  # peft would import the module `megatron_core` names
+        raise InputError(
+            f"{folder / 'adapter_config.json'}: megatron_config is set, and F1 has no such layers: remove it"
+        )
+    wrapped = peft.get_peft_model(policy.model, config)
     weights = read_weights(folder / "adapter_model.safetensors")
     try:
         check_fit(peft.get_peft_model_state_dict(wrapped), weights, folder, "the adapters of this model")

@@ -7,7 +7,9 @@ another Python and torch than Deft's newest, which the import says.
 from __future__ import annotations
 
 import inspect
+import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft import schema
+from deft import schema, trust
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
-from deft.models.vla.pretrained import PretrainedVLA, ValueHead, masked_sum, stream, texts_of
+from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead, masked_sum, stream, texts_of
 
 POOLED = 8  # cells a side of a picture that the value sees
 STATE, ACTION, TASK = "observation.state", "action", "task"
@@ -52,6 +54,7 @@ class LeRobotVLA(PretrainedVLA):
         super().__init__(action_dim, chunk_length, proprio_key, proprio_dim, instruction_key)
         if folder is None or not (Path(folder) / "config.json").is_file():
             raise InputError(f"{folder}: no LeRobot policy: name the folder with its config.json (model_path)")
+        check_processors(Path(folder))
         configs, factory = lerobot_modules()
         try:
             config = configs.PreTrainedConfig.from_pretrained(folder, local_files_only=True)
@@ -215,6 +218,26 @@ class LeRobotVLA(PretrainedVLA):
 
     def _log_probs(self, mean: Tensor, actions: Tensor) -> Tensor:
         return -0.5 * ((actions - mean) * (-self.log_std).exp()).square() - self.log_std - HALF_LOG_2PI
+
+
+def check_processors(folder: Path) -> None:
+    """Reject a folder whose processors name code outside LeRobot, or turn on the remote code of transformers.
+
+    LeRobot imports the `class` of a step that has no `registry_name`, and takes `trust_remote_code` from the file.
+    """
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # LeRobot says what is wrong with a file that it reads
+        steps = content.get("steps") if isinstance(content, dict) else None
+        for step in steps if isinstance(steps, list) else ():
+            named = str(step.get("class", "")) if isinstance(step, dict) and not step.get("registry_name") else ""
+            named = "" if named.startswith("lerobot.") else named
+            if re.search("'trust_remote_code': (?!False|None)", str(step)):
+                named = "trust_remote_code"
+            if named and not trust.trusts_remote_code():
+                raise InputError(f"{path}: a processor brings code of its own ({named}); {OWN_CODE}")
 
 
 def lerobot_modules() -> tuple[Any, Any]:

@@ -7,8 +7,6 @@ guessed: a file that is absent, damaged or of another model is refused in one li
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 import inspect
 import logging
 import os
@@ -25,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from deft import trust
 from deft.config.settings import VLAConfig
 from deft.errors import InputError, RunError
 from deft.models.vla.defaults import model_defaults
@@ -50,19 +49,25 @@ WRAPPER_KEYS = ("state_dict", "model")
 NAMES_SHOWN = 3
 
 
+@trust.takes_remote_code
 def load_vla_model(
     model_path: str | Path | None,
     model_class: str | type[nn.Module],
     model_config: Mapping[str, Any] | None = None,
     device: str | torch.device = "cpu",
+    *,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Build `model_class(**model_config)` with the weights of `model_path`, on `device`.
 
     `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
     the model's; None keeps the freshly initialised weights and says so in the log. Adapters of pretrained models
-    (`pi0`, `vlm`, `openvla`, `lerobot`) take a local folder in its place, with config, weights and tokenizer.
+    (`pi0`, `vlm`, `openvla`, `lerobot`) take a local folder in its place, with config, weights and tokenizer;
+    `trust_remote_code` allows code in that folder to run.
     """
+    if isinstance(model_class, str):
+        trust.name(model_class)
     found_class = find_vla_class(model_class)
     path = None if model_path is None else Path(model_path)
     if path is not None and path.is_dir() and getattr(found_class, "reads_folder", False):
@@ -146,14 +151,16 @@ def find_vla_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
 def _import_class(name: str) -> Any:
     registered = OWN_MODELS | {e.name: e.value.replace(":", ".") for e in entry_points(group=ENTRY_POINT_GROUP)}
     # A path whose module is there is meant as a path.
-    if name in registered and ("." not in name or importlib.util.find_spec(name.partition(".")[0]) is None):
+    if name in registered and ("." not in name or not trust.exists(name)):
         name = registered[name]
     module_name, _, class_name = name.rpartition(".")
     hint = _registered_hint(name, class_name, {entry: path.rpartition(".")[2] for entry, path in registered.items()})
     if not module_name:
         raise InputError(f"model_class {name!r} is neither a registered model nor a path 'package.module.Class'{hint}")
     try:
-        module = importlib.import_module(module_name)
+        module = trust.import_module(module_name, name, "model_class", "--model")
+    except InputError:
+        raise
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise InputError(

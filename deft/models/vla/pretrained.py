@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from deft import schema
+from deft import schema, trust
 from deft.config.validation import checked
 from deft.errors import InputError
 from deft.models.f1.lora import LoraSettings
@@ -32,6 +32,7 @@ BYTE_VALUES = 256
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow's filters
 CACHED_TEXTS = 4096
+OWN_CODE = "if you trust its author, use --trust-remote-code (in Python: trust_remote_code=True)"
 
 
 # ------------------------------------------------------------------------------------------------- folders and weights
@@ -59,12 +60,14 @@ def read_architecture(folder: str | None, architecture: Mapping[str, Any] | None
         if folder is not None:
             if not (Path(folder) / "config.json").is_file():
                 raise InputError(f"{folder}: no pretrained model: there is no config.json in it")
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(folder, **from_here())
         else:
             keywords = dict(architecture or {})
             config = transformers.AutoConfig.for_model(keywords.pop("model_type", kind or ""), **keywords)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder or 'architecture'}: {_first_line(error)}") from None
+    if "/" in str(getattr(config, "_attn_implementation", None)) and not trust.trusts_remote_code():
+        raise InputError(f"{folder or 'architecture'}: attn_implementation is code of a repository; {OWN_CODE}")
     if kind is not None and config.model_type != kind:
         raise InputError(f"{folder or 'architecture'}: a model of type {config.model_type!r}; {kind!r} is wanted here")
     return config
@@ -76,11 +79,15 @@ def build_backbone(model_class: Any, config: Any, folder: str | None, load_weigh
         raise InputError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     wanted = DTYPES[dtype]
     if folder is None or not load_weights:
-        build = getattr(model_class, "from_config", model_class)  # an Auto class, or the model's own
-        return build(config).to(wanted)
+        if not hasattr(model_class, "from_config"):  # not an Auto class
+            return model_class(config).to(wanted)
+        try:
+            return model_class.from_config(config, trust_remote_code=trust.trusts_remote_code()).to(wanted)
+        except ValueError as error:
+            raise InputError(f"architecture: {_first_line(error)}") from None
     try:
         model, found = model_class.from_pretrained(
-            folder, config=config, dtype=wanted, local_files_only=True, output_loading_info=True
+            folder, config=config, dtype=wanted, output_loading_info=True, **from_here()
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"{folder}: the weights cannot be read: {_first_line(error)}") from None
@@ -91,7 +98,14 @@ def build_backbone(model_class: Any, config: Any, folder: str | None, load_weigh
     return model
 
 
+def from_here() -> dict[str, bool]:
+    """How transformers reads a folder: nothing is downloaded, and code in it runs only if the user trusts it."""
+    return {"local_files_only": True, "trust_remote_code": trust.trusts_remote_code()}
+
+
 def _first_line(error: BaseException) -> str:
+    if "trust_remote_code=True" in str(error):
+        return f"it brings code of its own; {OWN_CODE}"
     return str(error).strip().partition("\n")[0]
 
 
@@ -222,7 +236,7 @@ class Words:
         if source is None:
             raise InputError("tokenizer: missing; name the folder of a tokenizer, or 'bytes'")
         try:
-            self._tokenizer = transformers_module().AutoTokenizer.from_pretrained(source, local_files_only=True)
+            self._tokenizer = transformers_module().AutoTokenizer.from_pretrained(source, **from_here())
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"tokenizer {source} cannot be read: {_first_line(error)}") from None
 

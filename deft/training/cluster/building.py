@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
+from deft import trust
 from deft.config.settings import EnvConfig, RunConfig
 from deft.envs.make import SHORT_NAMES, check_id, make_vector_env
 from deft.envs.vector import VectorEnv
@@ -54,7 +56,7 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
         settings = PoolSettings(
             num_envs=env.num_envs,
             num_workers=wanted,
-            make_env=functools.partial(_make, _registered(env), env, chunk_length, gamma),
+            make_env=functools.partial(_make, trust.snapshot(), _registered(env), env, chunk_length, gamma),
             seed=config.seed,
             timeout=env.timeout,
             restarts=env.restart_workers,
@@ -77,8 +79,11 @@ def _registered(config: EnvConfig) -> EnvSpec | None:
     return spec
 
 
-def _make(spec: EnvSpec | None, config: EnvConfig, chunk_length: int, gamma: float, num_envs: int) -> VectorEnv:
-    """Some of the environments, in a worker."""
+def _make(
+    state: Any, spec: EnvSpec | None, config: EnvConfig, chunk_length: int, gamma: float, num_envs: int
+) -> VectorEnv:
+    """Some of the environments, in a worker; `state` is what the learner's process may import."""
+    trust.restore(state)
     if spec is not None:
         gymnasium.registry.setdefault(spec.id, spec)
     return make_vector_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=num_envs)

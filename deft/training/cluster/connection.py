@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from deft import trust
 from deft.errors import InputError, RunError
 from deft.machine import available_cores
 
@@ -49,6 +50,9 @@ def connect(address: str, num_cpus: float = 0.0) -> bool:
     options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
     if address == "local":
         options |= {"include_dashboard": False, "num_cpus": max(math.ceil(num_cpus), available_cores())}
+    if address not in ("local", "auto"):  # what a cluster sends back is unpickled
+        refusal = "Deft does not join a cluster that only a file names"
+        trust.check(address, "ray_address", refusal, f"--ray-address {address}")
     handler = signal.getsignal(signal.SIGTERM)
     try:
         _knock(address)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from deft import schema
+from deft import schema, trust
 from deft.data.augmentation import recoloured
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, TeacherEnv
@@ -31,12 +30,7 @@ from deft.errors import DeftError, InputError, RunError
 SCENES = 2**31  # training's scenes have seeds below it, held-out ones from it on
 NICENESS = 5  # collecting takes what training leaves of a core
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-WORKER_CODE = """\
-import sys
-sys.path[:] = {path!r}
-from deft.training.phases.exploration import work
-work({connection}, {parent})
-"""
+WORKER_CODE = "from deft.training.phases.exploration import work; work({connection}, {parent})"
 
 
 @dataclass
@@ -254,9 +248,9 @@ class ProcessExplorer:
 
 def _launch(exploration: Exploration) -> tuple[Connection, subprocess.Popen]:
     ours, theirs = Pipe()
-    code = WORKER_CODE.format(path=sys.path, connection=theirs.fileno(), parent=os.getpid())
+    code = WORKER_CODE.format(connection=theirs.fileno(), parent=os.getpid())
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        trust.child_command(code),
         stdin=subprocess.DEVNULL,
         env={"LP_NUM_THREADS": "0", **os.environ, **dict.fromkeys(ONE_THREAD, "1")},
         pass_fds=(theirs.fileno(),),

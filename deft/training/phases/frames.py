@@ -19,7 +19,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from deft.config.tokenizer_settings import TokenizerTrainingConfig
-from deft.data.datasets import load_dataset
+from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
@@ -150,7 +150,7 @@ class DatasetFrames:
         assert config.dataset is not None
         self._config = config
         self._size = size
-        self._dataset = load_dataset(config.dataset, **config.dataset_options)
+        self._dataset = open_dataset(config.dataset, config.dataset_options)
         self.streams = _picture_streams(self._dataset, config.cameras)
         self.fingerprint = self._dataset.fingerprint()
         # With one seed and share as a teacher keeps them: what it is measured on, its tokenizer has not seen either.

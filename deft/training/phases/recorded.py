@@ -19,7 +19,7 @@ from safetensors import safe_open
 from deft import schema
 from deft.config.f1_settings import TrainingConfig
 from deft.data.augmentation import recoloured, shifted
-from deft.data.datasets import Dataset, find_dataset, load_dataset
+from deft.data.datasets import Dataset, find_dataset, open_dataset
 from deft.data.datasets.lerobot import matches as is_lerobot
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.tabletop.control import PADDED_SIZE
@@ -137,7 +137,7 @@ class DatasetExplorer:
 def open_video(name: str, options: dict[str, Any], image_size: int) -> Dataset:
     """A dataset, its pictures as small as the model takes them where its format can do that."""
     path, _ = find_dataset(name)
-    return load_dataset(name, **({"image_size": image_size, **options} if is_lerobot(path) else options))
+    return open_dataset(name, {"image_size": image_size, **options} if is_lerobot(path) else options)
 
 
 def find_cameras(dataset: Dataset, wrist: str | None, head: str | None) -> tuple[str, str | None]:

@@ -1,5 +1,7 @@
 """What learns: the choice of parts, optimizers and schedules, and LoRA."""
 
+import json
+
 import pytest
 import torch
 from f1_worlds import f1_batch, micro_config, micro_policy, wake
@@ -164,3 +166,20 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         with pytest.raises(InputError, match="the adapters of this model"):
             load_adapter(other, tmp_path)
         assert set(other.state_dict()) == before, changes
+
+
+def test_an_adapter_names_no_module_to_import(tmp_path, monkeypatch):
+    """peft imports what `megatron_core` names where `megatron_config` is set."""
+    pytest.importorskip("peft")
+    policy = micro_policy()
+    add_lora(policy, {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
+    save_adapter(policy, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    named = {"megatron_config": {"tensor_model_parallel_size": 1}, "megatron_core": "megatron_evil"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    mark = tmp_path / "mark"
+    (tmp_path / "megatron_evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="megatron_config is set"):
+        load_adapter(micro_policy(), tmp_path)
+    assert not mark.exists()

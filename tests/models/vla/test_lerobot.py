@@ -1,5 +1,6 @@
 """The adapter around LeRobot's policies, with a stand-in that has the package's names and shapes."""
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -171,3 +172,20 @@ def test_without_the_package_its_needs_are_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"need lerobot 0.6, and that Python 3.12 and torch 2.7 to 2.11: pip install"):
         load_vla_model(tmp_path, "lerobot", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"class": "evil.Step", "config": {}},
+        {"registry_name": "action_tokenizer", "config": {"action_tokenizer_name": "evil", "trust_remote_code": True}},
+    ],
+)
+def test_processors_bring_no_code(lerobot: Path, step: dict[str, Any]) -> None:
+    harmless = [{"class": "lerobot.processor.Rename"}, {"registry_name": "x", "config": {"trust_remote_code": False}}]
+    (lerobot / "policy_preprocessor.json").write_text(json.dumps({"steps": harmless}))
+    load_vla_model(lerobot, "lerobot", SETTINGS)
+    (lerobot / "policy_preprocessor.json").write_text(json.dumps({"steps": [*harmless, step]}))
+    with pytest.raises(InputError, match=r"policy_preprocessor.json: .* code of its own .* --trust-remote-code"):
+        load_vla_model(lerobot, "lerobot", SETTINGS)
+    load_vla_model(lerobot, "lerobot", SETTINGS, trust_remote_code=True)

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -494,3 +495,25 @@ def test_weights_that_lack_something_are_refused(tmp_path: Path, pi0: Pi0VLA) ->
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"the weights lack action_out_proj.bias; is it the folder of a PI0"):
         load_vla_model(tmp_path, "pi0", {**STREAMS, **PROPRIO})
+
+
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer", "attention"])
+def test_a_folder_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """transformers asks on the terminal whether to run it, and takes "y" for an answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    mark = tmp_path / "mark"
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n")
+    config: dict[str, Any] = {**PALIGEMMA, "architectures": ["PaliGemmaForConditionalGeneration"]}
+    if kind == "AutoConfig":
+        config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
+    elif kind == "attention":
+        config["attn_implementation"] = "evil/attention"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names if kind == "AutoTokenizer" else {}))
+    load = partial(load_vla_model, tmp_path, "vlm", {**STREAMS, **PROPRIO})
+    if kind == "AutoTokenizer":
+        load = partial(Words, str(tmp_path), None, "{instruction}", 8, 600)
+    with pytest.raises(InputError, match="--trust-remote-code"):
+        load()
+    assert not mark.exists()

@@ -1,0 +1,233 @@
+"""Decides whether Deft may run code that is named by text: the one place that imports modules by a name it was given.
+
+A name is the user's own when it comes from the command line, from a call in Python, or from the allow-list
+`DEFT_TRUSTED_MODULES`. A name in a file (a config, a run directory, a checkpoint, a dataset) is not: its module is
+imported only if it is imported already, is part of Deft, is registered as an entry point, or if the user gave
+`--trust-remote-code`. `docs/security.md` describes the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+from deft.errors import InputError
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FLAG = "--trust-remote-code"
+ALLOW_LIST = "DEFT_TRUSTED_MODULES"
+ENTRY_POINT_GROUPS = ("gymnasium.envs", "deft.vla_models")
+LONGEST_NAME = 500  # characters; longer text in a file is not a name
+SAFE_PATH = "PYTHONSAFEPATH"  # Python's own: new processes do not put the current directory on their path
+
+
+@dataclass
+class _State:
+    """What this process knows about names."""
+
+    named: set[str] = field(default_factory=set)
+    """Names that the user gave."""
+    modules: set[str] = field(default_factory=set)
+    """Modules that were imported because their names were allowed, and those of `allow`."""
+    vouched: set[str] = field(default_factory=set)
+    """Text of files that were read within `remote_code`."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Text that was read from files, and the file of each."""
+    remote_code: bool = False
+    """Whether the user trusts every name."""
+    command_line: bool = False
+    """Whether this process runs the command `deft`: what is not on the command line then comes from a file."""
+
+
+_state = _State()
+
+
+# ----------------------------------------------------------------------------------------------- who gave which name
+
+
+def name(*values: Any) -> None:
+    """Record names that the user gave: strings, or mappings and lists that hold them."""
+    _state.named.update(_strings(values))
+
+
+def allow(*modules: str) -> None:
+    """Allow files to name these modules and their submodules, in this process."""
+    _state.modules.update(modules)
+
+
+def read_from(file: str | Path, *values: Any) -> None:
+    """Record text that was read from a file. Within `remote_code` the user vouches for it."""
+    for text in _strings(values):
+        if len(text) <= LONGEST_NAME:
+            _state.files.setdefault(text, str(file))
+            if _state.remote_code:
+                _state.vouched.add(text)
+
+
+@contextlib.contextmanager
+def remote_code(trusted: bool = True) -> Iterator[None]:
+    """Trust the names that are read from files, and those that are used, within the block."""
+    before = _state.remote_code
+    _state.remote_code = before or trusted
+    try:
+        yield
+    finally:
+        _state.remote_code = before
+
+
+def takes_remote_code(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function within `remote_code` where its keyword `trust_remote_code` is true."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with remote_code(bool(kwargs.get("trust_remote_code", False))):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def trusts_remote_code() -> bool:
+    """Whether code that comes with files may run: the argument `trust_remote_code` of transformers."""
+    return _state.remote_code
+
+
+@contextlib.contextmanager
+def command_line(trusted: bool) -> Iterator[None]:
+    """Start with what one command knows: nothing. `trusted`: whether it was given `--trust-remote-code`."""
+    before, path, safe_path = snapshot(), set(sys.path), os.environ.get(SAFE_PATH)
+    restore(_State(remote_code=trusted, command_line=True))
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        restore(before)
+        with contextlib.suppress(OSError, ValueError):
+            if (here := os.getcwd()) not in path:
+                sys.path.remove(here)
+        if safe_path is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = safe_path
+
+
+def snapshot() -> _State:
+    """The state of this process, for `restore` in another one."""
+    state = copy.deepcopy(_state)
+    if state.command_line:  # names that are not the user's are rejected, whichever file they are from
+        state.files.clear()
+        state.vouched.clear()
+    return state
+
+
+def restore(state: _State) -> None:
+    """Decide as the process does that `state` comes from."""
+    vars(_state).update(vars(state))
+
+
+def child_command(code: str) -> list[str]:
+    """The command that runs `code` in a new Python process with the path and the state of this one."""
+    setup = f"import sys; sys.path[:] = {sys.path!r}; from deft import trust; trust.restore(trust.{snapshot()!r}); "
+    return [sys.executable, "-P", "-c", setup + code]  # -P: the current directory is not searched before that either
+
+
+# -------------------------------------------------------------------------------------------------- what may be run
+
+
+def import_module(module: str, given: str, setting: str, flag: str) -> ModuleType:
+    """Import the module that the value `given` of a setting names, if that is allowed.
+
+    `flag` is how the user gives that setting on the command line. An ImportError is passed on.
+    """
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
+        raise InputError(f"{setting} {given!r}: {module!r} is not the name of a module")
+    if exists(module):  # else nothing can run, and the import says what is missing
+        _check_module(module, given, setting, flag)
+        if _state.command_line and not _is_on_path(module):
+            sys.path.append(os.getcwd())  # last, so that no installed package is shadowed
+    return importlib.import_module(module)
+
+
+def exists(module: str) -> bool:
+    """Whether a module's top-level package is on the path or in the current directory; nothing is imported."""
+    return _is_on_path(module) or _is_here(module)
+
+
+def _check_module(module: str, given: str, setting: str, flag: str) -> None:
+    parts = module.split(".")
+    parents = {".".join(parts[: count + 1]) for count in range(len(parts))}
+    allowed = _state.modules | set(re.split(r"[,\s]+", os.environ.get(ALLOW_LIST, "")))
+    if module in sys.modules or not parents.isdisjoint(allowed) or _is_installed_for_deft(module):
+        return
+    check(
+        given,
+        setting,
+        f"Deft does not import a module that only a file names ({module})",
+        f"{flag} {given}" if _state.command_line else f"import {module} first",
+        f"; {ALLOW_LIST}={module} allows it always",
+    )
+    _state.modules.add(module)
+
+
+def check(given: str, setting: str, refusal: str, instead: str, more: str = "") -> None:
+    """Raise InputError if the value `given` of a setting runs code and is not the user's own.
+
+    `refusal` says what is not done with it, `instead` how the user names it himself.
+    """
+    text = given.strip()
+    file = _state.files.get(text)
+    if text in _state.named or not (_state.command_line or file):  # what no file says comes from a call in Python
+        return
+    place = "" if file is None else f" (in {file})"
+    if _state.remote_code or text in _state.vouched:
+        log.warning("%s %s%s runs code of its author, as %s allows", setting, given, place, FLAG)
+        return
+    trust = FLAG if _state.command_line else "trust_remote_code=True"
+    raise InputError(f"{setting} {given!r}{place}: {refusal}; if you trust it, use {trust} or {instead}{more}")
+
+
+def _is_installed_for_deft(module: str) -> bool:
+    """Whether it is part of Deft, or of what an installed package registers as environments or models."""
+    from importlib.metadata import entry_points  # not quick to import, and rarely needed
+
+    registered = (entry.module for group in ENTRY_POINT_GROUPS for entry in entry_points(group=group))
+    return any(module == known or module.startswith(f"{known}.") for known in ("deft", *registered))
+
+
+def _is_on_path(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top in sys.modules or importlib.util.find_spec(top) is not None
+
+
+def _is_here(module: str) -> bool:
+    with contextlib.suppress(OSError):  # there may be no current directory
+        return PathFinder.find_spec(module.partition(".")[0], [os.getcwd()]) is not None
+    return False
+
+
+def _strings(values: Any) -> Iterator[str]:
+    """The strings in nested mappings, lists and tuples, each container once: YAML can repeat one many times over."""
+    waiting, seen = [values], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            if text := value.strip():
+                yield text
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(value.values() if isinstance(value, Mapping) else value)
