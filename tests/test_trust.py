@@ -7,19 +7,17 @@ import sys
 from pathlib import Path
 
 import gymnasium
+import h5py
 import numpy as np
 import pytest
 import torch
 import yaml
-from gymnasium import spaces
 
 import deft
 from deft import trust
 from deft.cli import main
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig
-from deft.data.datasets.dataset import Episode
-from deft.data.recording import Recording
 from deft.envs.make import make_env, make_vector_env
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
@@ -77,13 +75,17 @@ def write_config(run, change):
 
 
 def write_dataset(path, env_spec):
-    """Two episodes in Pendulum's spaces."""
-    observation, action = spaces.Box(-8, 8, (3,), np.float32), spaces.Box(-2, 2, (1,), np.float32)
-    with Recording(path, observation, action, env_spec=json.dumps(env_spec)) as recording:
-        for _ in range(2):
-            rows = np.zeros((9, 4), np.float32)
-            recording.add(Episode(rows[:, :3], rows[:8, 3:], rows[:8, 0], np.arange(8) == 7, np.zeros(8, bool)))
-        recording.commit()
+    """A Minari dataset of one episode in Pendulum's spaces."""
+    box = {"type": "Box", "dtype": "float32", "shape": [3], "low": [-8] * 3, "high": [8] * 3}
+    action = {**box, "shape": [1], "low": [-2], "high": [2]}
+    metadata = {"minari_version": "0.5.4", "total_episodes": 1, "env_spec": json.dumps(env_spec)}
+    metadata |= {"observation_space": json.dumps(box), "action_space": json.dumps(action)}
+    (path / "data").mkdir(parents=True)
+    (path / "data" / "metadata.json").write_text(json.dumps(metadata))
+    with h5py.File(path / "data" / "main_data.hdf5", "w") as file:
+        for name, shape in {"observations": (17, 3), "actions": (16, 1), "rewards": (16,)}.items():
+            file[f"episode_0/{name}"] = np.zeros(shape, np.float32)
+        file["episode_0/terminations"], file["episode_0/truncations"] = np.arange(16) == 15, np.zeros(16, bool)
     return path
 
 
@@ -156,7 +158,7 @@ def test_the_config_inside_a_checkpoint_runs_no_code(run, mark, capsys):
     state = torch.load(checkpoint / "training_state.pt", weights_only=True)
     state["config"]["env"]["id"] = ID
     torch.save(state, checkpoint / "training_state.pt")
-    (checkpoint / "manifest.json").unlink(missing_ok=True)
+    (checkpoint / "deft_manifest.json").unlink(missing_ok=True)
     line = fails(["evaluate", checkpoint], capsys)
     assert not mark.exists()
     assert f"{checkpoint / 'training_state.pt'}" in line
@@ -251,8 +253,7 @@ def test_the_user_names_the_module(run, mark, capsys, tmp_path):
     """`--env module:Id` names a module of the current directory, for training and for evaluation."""
     assert main(["train", "ppo", "--env", ID, *SHORT, "--output-dir", "own"]) == 0
     assert mark.exists()
-    for name in ("lair", "lair.evil"):
-        del sys.modules[name]
+    del sys.modules["lair"], sys.modules["lair.evil"], gymnasium.registry["Evil-v0"]
     assert main(["evaluate", "own", "--env", ID, "--episodes", "1", "--device", "cpu"]) == 0
     assert str(tmp_path) not in sys.path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,43 @@ CHUNK_CACHE_BYTES = 2**20  # an array; from HDF5 2.0 on the default is 8 MiB, wh
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """The file, open for reading."""
+    """The file, open for reading; one that leads into other files is rejected."""
     try:
         import h5py
     except ImportError:
         raise InputError(f'reading {path.name} needs h5py: pip install "deft[data]"') from None
     try:
-        return h5py.File(path, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
+        file = h5py.File(path, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
     except OSError as error:
         raise InputError(f"{path}: cannot be read as HDF5, it may be cut short: {one_line(error)}") from None
+    try:
+        _check_links(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+_checked: dict[Path, tuple[int, ...]] = {}  # files without links to others, as they were when they were looked through
+
+
+def _check_links(file: h5py.File, path: Path) -> None:
+    """Reject external links: they would read whatever file the author of this one names."""
+    import h5py
+
+    status = os.stat(path)
+    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    if _checked.get(path) == version:
+        return
+    inside = (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT)
+    try:
+        outside = file.id.links.visit(lambda name, info: None if info.type in inside else name, info=True)
+    except (KeyError, OSError, RuntimeError) as error:
+        raise InputError(f"{path}: damaged: its groups cannot be listed: {one_line(error)}") from None
+    if outside is not None:
+        name = outside.decode("utf-8", "replace")
+        raise InputError(f"{path}: {name} is a link to another file, which Deft does not follow; copy its content here")
+    _checked[path] = version
 
 
 def is_hdf5(path: Path) -> bool:
@@ -48,6 +77,10 @@ def column(group: Any, key: str, path: Path, where: str = "the top") -> h5py.Dat
         found = None
     if not isinstance(found, h5py.Dataset):
         raise damaged(path, where, key, "is missing")
+    if found.external or found.is_virtual:
+        raise InputError(
+            f"{path}: {key} at {where} has its values in another place, where Deft does not read; copy them"
+        )
     return found
 
 

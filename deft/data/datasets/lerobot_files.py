@@ -251,12 +251,15 @@ def _pointer(path: Path) -> str:
 
 
 def _place(root: Path, info: dict[str, Any], pattern: str, **names: Any) -> Path:
-    """A path by one of the patterns of `info.json`."""
+    """A path by one of the patterns of `info.json`, inside the folder."""
+    path = root / "meta" / "info.json"
     try:
-        return root / info[pattern].format(**names)
+        place = Path(info[pattern].format(**names))
     except (KeyError, IndexError, ValueError) as error:
-        path = root / "meta" / "info.json"
         raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for {error}") from None
+    if place.is_absolute() or ".." in place.parts:
+        raise damaged(path, "the top", pattern, f"{str(place)!r} leads out of the folder, where Deft does not read")
+    return root / place
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -144,7 +144,8 @@ class _Demonstrations:
         if split not in masks:
             raise InputError(f"{self.path} has no split {split!r}; it has: {', '.join(masks) or 'none'}")
         # A file may be part of a larger one whose filter keys name demonstrations that are not here.
-        chosen = {demo.decode() if isinstance(demo, bytes) else str(demo) for demo in masks[split][:]}
+        mask = read(column(masks, split, self.path, "mask"), self.path, "mask", split)
+        chosen = {demo.decode() if isinstance(demo, bytes) else str(demo) for demo in mask}
         if not chosen.intersection(names):
             raise InputError(f"{self.path}: split {split!r} names none of the file's {len(names)} demonstrations")
         return [demo for demo in names if demo in chosen]

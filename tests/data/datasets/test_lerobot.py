@@ -572,3 +572,34 @@ def test_the_real_pictures_are_those_of_decoding_in_order():
     for row in sorted(wanted, reverse=True):
         expected = np.stack(frames[row - 3 : row + 1]).transpose(0, 3, 1, 2)
         assert np.array_equal(windows[row][CAMERA].numpy(), expected)
+
+
+@pytest.mark.parametrize("version", ["v2.0", "v3.0"])
+@pytest.mark.parametrize("key", ["data_path", "video_path"])
+@pytest.mark.parametrize("start", ["../outside/", "{root}/outside/", "data/../../outside/"])
+def test_paths_stay_inside_the_folder(tmp_path, version, key, start):
+    """The same files, reached through a path that leaves the folder, are not read."""
+    root = tmp_path / "folder"
+    write_folder(root, version)
+    shutil.copytree(root, tmp_path / "outside")
+    info = json.loads((root / "meta/info.json").read_text())
+    info[key] = start.replace("{root}", str(tmp_path)) + info[key]
+    (root / "meta/info.json").write_text(json.dumps(info))
+    with pytest.raises(InputError, match=rf"field {key}: .* leads out of the folder"):
+        load_dataset(root)
+
+
+def test_a_camera_name_does_not_lead_out_of_the_folder(tmp_path):
+    write_folder(tmp_path)
+    text = (tmp_path / "meta/info.json").read_text()
+    (tmp_path / "meta/info.json").write_text(text.replace("observation.images.top", "../../../top"))
+    with pytest.raises(InputError, match=r"field video_path: .* leads out of the folder"):
+        load_dataset(tmp_path)
+
+
+def test_symbolic_links_are_followed(tmp_path):
+    """The Hugging Face cache keeps files elsewhere, and links to them."""
+    write_folder(tmp_path / "folder")
+    (tmp_path / "folder" / "data").rename(tmp_path / "blobs")
+    (tmp_path / "folder" / "data").symlink_to(tmp_path / "blobs")
+    assert load_dataset(tmp_path / "folder").num_episodes == 2
