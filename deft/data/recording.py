@@ -32,6 +32,7 @@ from deft.errors import InputError, RunError
 STAGING = ".deft-partial"  # in the dataset's folder: files of the episode that is being written
 SYNC_SECONDS = 1.0  # at most so often, files are forced to the disk before they are renamed
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Recording:
         self._files = files
         self._new = path.with_name(f".{path.name}{STAGING}")  # where a new dataset is made
         self._synced, self._is_staging = -SYNC_SECONDS, False
+        if self.path.is_symlink() and not self.path.exists():
+            raise InputError(f"{self.path}: is a link to nothing; give another name")
         with self._opening():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._root, self._lock = self._locked_folder()
@@ -119,7 +122,11 @@ class Recording:
     def add(self, episode: Episode, **attributes: Any) -> None:
         """Write one whole episode. `attributes` are kept with it: the `seed` it was reset with, `success`, …"""
         self._check(episode, f"episode {self.num_episodes}")
-        given = {name: value for name, value in attributes.items() if value is not None}
+        given = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in attributes.items()
+            if value is not None
+        }
         files = self._files.encode(episode, given)
         try:
             self._publish(files)
@@ -179,7 +186,7 @@ class Recording:
     def _locked_folder(self) -> tuple[Path, int | None]:
         """The dataset's folder, or for a new one the folder it is made in, locked until this process ends."""
         while True:
-            root = self.path if os.path.lexists(self.path) else self._new
+            root = self.path if self.path.exists() else self._new
             if root == self._new:
                 root.mkdir(exist_ok=True)
             try:
@@ -187,7 +194,7 @@ class Recording:
             except FileNotFoundError:
                 continue
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._flock(folder)
                 found = os.stat(root)
             except BlockingIOError:
                 os.close(folder)
@@ -202,6 +209,14 @@ class Recording:
             if found is not None and os.path.samestat(found, os.fstat(folder)):
                 return root, folder
             os.close(folder)  # the process that held it has renamed or removed it since: look again
+
+    def _flock(self, folder: int) -> None:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            log.warning("%s: its file system has no locks; record into it from one process at a time", self.path)
 
     def _remove_unfinished(self) -> None:
         """Delete what a killed process left: an episode that was not whole, or a dataset without one."""

@@ -289,8 +289,7 @@ def _column(values: Any, dtype: type, length: int, name: str) -> np.ndarray:
 
 
 def _plain(name: str, value: Any) -> Any:
-    value = value.item() if isinstance(value, np.generic) else value
-    if value is not None and not isinstance(value, bool | int | float | str):
+    if value is not None and not isinstance(value, bool | int | float | str | np.generic):
         raise InputError(f"{name} is a {type(value).__name__}; an episode keeps numbers, texts and booleans")
     return value
 

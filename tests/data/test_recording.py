@@ -1,6 +1,8 @@
 """Recordings: what is written is what Minari and Deft read, and no fault costs a whole episode."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -43,7 +45,7 @@ def started(path, append=False, observation_space=BOX, action_space=ACTION):
 def record(path, *episodes, **settings):
     with started(path, **settings) as recording:
         for episode in episodes:
-            recording.add(episode, seed=7, success=None)
+            recording.add(episode, seed=np.int64(7), success=None)
     return recording
 
 
@@ -197,6 +199,16 @@ def test_a_second_process_is_turned_away(tmp_path):
     first.close()
     record(path, counting(5), append=True)
     assert load_dataset(path).lengths.tolist() == [3, 4, 5]
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, caplog):
+    def flock(folder, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    record(tmp_path / "counting-v0", counting(3))
+    assert load_dataset(tmp_path / "counting-v0").num_episodes == 1
+    assert "has no locks" in caplog.text
 
 
 def test_a_failed_write_keeps_what_is_there_and_can_be_tried_again(tmp_path):
@@ -353,6 +365,9 @@ def test_a_name_without_a_version_is_the_first(tmp_path, monkeypatch):
 
 
 def test_an_existing_folder_is_not_written_into(tmp_path):
+    (tmp_path / "link-v0").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="is a link to nothing"):
+        record(tmp_path / "link-v0", counting(2))
     (tmp_path / "mine-v0" / ".deft-partial").mkdir(parents=True)
     with pytest.raises(InputError, match="exists and is not a dataset"):
         record(tmp_path / "mine-v0", counting(2))

@@ -25,7 +25,7 @@ from deft.data.datasets.dataset import (
     write_episode,
 )
 from deft.data.datasets.hdf5 import column, is_hdf5, one_line, open_hdf5, read
-from deft.data.recording_minari import DATA_FOLDER, EPISODES_FILE, METADATA_FILE
+from deft.data.recording_minari import DATA_FOLDER, EPISODE_FILE, EPISODES_FILE, METADATA_FILE
 from deft.data.spaces import Stream, action_stream, space_from_json, stream_space, streams
 from deft.data.transitions import TransitionTable
 from deft.errors import DeftError, InputError
@@ -389,13 +389,18 @@ class _ArrowSource:
     def _table(self, index: int) -> pyarrow.Table:
         if self._latest is None or self._latest[0] != index:
             try:
+                import pyarrow as pa
                 from pyarrow import dataset
             except ImportError:
                 raise InputError(NEEDS_PYARROW.format(self._folder)) from None
-            folder = dataset.dataset(
-                str(self.file(index)), format=self._storage, ignore_prefixes=["_", ".", METADATA_FILE]
-            )
-            self._latest = index, folder.to_table()
+            folder = self.file(index)
+            if sorted(file.name for file in folder.glob("*.arrow")) == [EPISODE_FILE]:  # as nearly always, and quicker
+                with pa.OSFile(str(folder / EPISODE_FILE)) as file:
+                    table = pa.ipc.open_file(file).read_all()
+            else:
+                ignored = ["_", ".", METADATA_FILE]
+                table = dataset.dataset(str(folder), format=self._storage, ignore_prefixes=ignored).to_table()
+            self._latest = index, table
         return self._latest[1]
 
 
