@@ -235,7 +235,7 @@ def evaluate(arguments: list[str]) -> int:
         EvaluateConfig,
         arguments,
         "evaluate RUN|CHECKPOINT",
-        "Play episodes with a trained policy, without exploring, and measure them.",
+        "Play episodes with a trained policy and measure them; its most likely actions, or sampled ones.",
         word=("path", "one run folder or checkpoint"),
     )
 
@@ -267,6 +267,8 @@ def _evaluate_phase(phase: str, config: EvaluateConfig, as_json: bool) -> int:
         "--split": config.split,
     }
     unused |= {"--shuffle-instructions": config.shuffle_instructions, "--videos": config.videos}
+    if not config.deterministic:
+        raise InputError(f"--stochastic: a run of phase {phase} has one way to act in evaluation; leave the flag out")
     for flag, value in {**unused, "--random-policy": config.random_policy}.items():
         if value:
             raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own world")

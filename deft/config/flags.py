@@ -42,6 +42,8 @@ _NAMES = {
 
 
 MODEL_CLASS = "policy.vla_config.model_class"
+OPPOSITES = {"deterministic": "stochastic", "eval_deterministic": "eval_stochastic"}
+"""Switches that can also be turned off by a name of its own, beside `--no-…`."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ def parse_flags(
     flags = [flag for group in groups for flag in group.flags]
     help_wanted = bool({"-h", "--help"} & set(arguments))
     written = {} if help_wanted else _scan(flags, arguments)
+    negated = {opposite: _dashed(f"no_{name}") for name, opposite in OPPOSITES.items()}
+    arguments = [negated.get(word.removeprefix("--").replace("-", "_"), word) for word in arguments]
     parsed, words = _parse_with_tyro(groups, defaults, ["--help"] if help_wanted else arguments, usage, description)
     values = {
         flag.path: parsed[flag.name] if flag.is_switch else _value(flag, parsed[flag.name], written[flag.path])
@@ -181,6 +185,7 @@ def _scan(flags: Sequence[Flag], arguments: Sequence[str]) -> dict[str, str]:
     """How each given flag was written, by path; refuses unknown ones, missing values and what is said twice."""
     known = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
     known |= {f"no_{flag.name}": flag for flag in flags if flag.is_switch}
+    known |= {OPPOSITES[flag.name]: flag for flag in flags if flag.name in OPPOSITES}
     written: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         if not re.match(r"--?[A-Za-z]", argument):

@@ -65,6 +65,7 @@ class OfflineRLConfig:
     eval_freq: NonNegativeInt = OfflineTrainerConfig.eval_freq
     save_freq: NonNegativeInt = OfflineTrainerConfig.save_freq
     eval_episodes: Count = OfflineTrainerConfig.eval_episodes
+    eval_deterministic: Switch = OfflineTrainerConfig.eval_deterministic
     keep_checkpoints: Count = OfflineTrainerConfig.keep_checkpoints
     console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = LoggingConfig.console_level
     file_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = LoggingConfig.file_level

@@ -121,6 +121,7 @@ class RLConfig:
     eval_freq: NonNegativeInt = TrainerConfig.eval_freq
     save_freq: NonNegativeInt = TrainerConfig.save_freq
     eval_episodes: Count = TrainerConfig.eval_episodes
+    eval_deterministic: Switch = TrainerConfig.eval_deterministic
     keep_checkpoints: Count = TrainerConfig.keep_checkpoints
     video_freq: NonNegativeInt = TrainerConfig.video_freq
     console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = LoggingConfig.console_level

@@ -200,6 +200,8 @@ class LoopConfig:
     """Env steps between evaluations; 0: none."""
     eval_episodes: Count = 10
     """Episodes of an evaluation."""
+    eval_deterministic: Switch = True
+    """Evaluate the most likely actions (a flow: denoised from drawn noise); `--eval-stochastic`: sampled ones."""
     log_freq: NonNegativeInt = 1_000
     """Env steps between lines of metrics."""
     save_freq: NonNegativeInt = 10_000
@@ -375,6 +377,8 @@ class OfflineTrainerConfig:
     """Epochs between evaluations; 0: none."""
     eval_episodes: Count = 10
     """Episodes of an evaluation."""
+    eval_deterministic: Switch = True
+    """Evaluate the most likely actions (a flow: denoised from drawn noise); `--eval-stochastic`: sampled ones."""
     log_freq: NonNegativeInt = 1_000
     """Updates between lines of metrics."""
     save_freq: NonNegativeInt = 10
@@ -429,8 +433,10 @@ class EvaluateConfig:
     """Passed to the environment's constructor, beside those of the run."""
     random_policy: Switch = False
     """Play uniformly random actions instead, on the same seeds: the baseline."""
+    deterministic: Switch = True
+    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
     seed: Seed = 0
-    """Episode i starts from seed + i; training and its own evaluations use seeds from 2^24 on."""
+    """Episode i starts from seed + i, and noise is drawn by it; training and its evaluations use seeds from 2^24 on."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
@@ -453,6 +459,8 @@ class CompareRunsConfig:
     """Columns of the table; by default `train` and `held-out` where the world has these splits."""
     shuffle_instructions: Switch = False
     """Add a column in which the words name an object by chance."""
+    deterministic: Switch = True
+    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
     out: str | None = None
     """Folder for `comparison.json` and its plot; by default `comparison` in the last run's folder."""
     seed: Seed = 0
@@ -495,7 +503,7 @@ class CollectConfig:
     noise: NonNegative = 0.0
     """On the policy's actions. Box: Gaussian, in half ranges of the action; discrete: chance of a random action."""
     deterministic: Switch = False
-    """Take the policy's likeliest action, as in evaluation, in place of a sampled one."""
+    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
     num_envs: Count = 1
     """Copies stepped together."""
     vector: Literal["sync", "process"] = "sync"
@@ -532,6 +540,8 @@ class PlayConfig:
     """Write a video of the episodes to this file (`.mp4`)."""
     episodes: Count = 3
     """How many episodes."""
+    deterministic: Switch = True
+    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
     seed: Seed = 0
     """Episode i starts from seed + i."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)

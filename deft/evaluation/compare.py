@@ -26,7 +26,7 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, world_kwargs
 from deft.evaluation.plots import PALETTE, _figure, _save, _style
-from deft.evaluation.rollouts import play_episodes, summarize
+from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.success import SEEDS, difference, interval_text, reward_interval, success_tables
 from deft.models.policy import Policy
 from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
@@ -59,6 +59,7 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
             played[label] = [episodes for member in members for episodes in member.play(config, kwargs)]
             _check_same_episodes(played, label)
         results["columns"][column] = _measures(played)
+    results["action_selection"] = {label: members[0].action_selection for label, members in contenders.items()}
     last = next((name for names in reversed(groups.values()) for name in names[::-1] if name not in SCRIPTED), None)
     folder = Path(config.out or (Path(last) / "comparison" if last and Path(last).is_dir() else "comparison"))
     results["plots"] = [str(plot_successes(results, folder / "success.png"))] if _judged(results) else []
@@ -82,6 +83,7 @@ class _Contender:
         self._load = load
         self._policies: list[Policy | None] | None = None
         self.about = {"run": name, **(about or {})}
+        self.action_selection = name  # of what was played last: see `Policy.action_selection`
         scenes = env_config.kwargs.get(SCENES) or {}
         self.scenes = {name: value for name, value in dict(scenes).items() if value}  # what is off differs in nothing
 
@@ -99,11 +101,13 @@ class _Contender:
         with _vector_env(self._env_config, kwargs, self._chunk_length, config.episodes) as env:
             if self._policies is None:
                 self._policies = [None] if self._load is None else [*self._load(env)]
+            if self._policies[0] is not None:
+                self.action_selection = action_selection(self._policies[0], config.deterministic)
             act = _expert(env) if self._name == EXPERT else None
-            played = []
+            played, seed = [], first_seed(env, config.seed)
             for policy in self._policies:
                 seed_everything(config.seed)
-                played.append(play_episodes(policy, env, config.episodes, first_seed(env, config.seed), act=act))
+                played.append(play_episodes(policy, env, config.episodes, seed, config.deterministic, act=act))
             return played
 
 
@@ -295,7 +299,8 @@ def comparison_lines(results: dict[str, Any]) -> str:
             for row in (list(zip(cells, widths, strict=True)) for cells in zip(*kept, strict=True))
         ]
         blocks.append("\n".join(line.rstrip() for line in lines))
-    return "\n\n".join(blocks)
+    chosen = ", ".join(f"{label}: {how}" for label, how in results["action_selection"].items())
+    return "\n\n".join([*blocks, f"actions: {chosen}"])
 
 
 def _success_cells(values: dict[str, Any]) -> list[str]:

@@ -53,14 +53,16 @@ def evaluate_run(
     split: str | None = None,
     shuffle_instructions: bool = False,
     videos: str | Path | None = None,
+    deterministic: bool = True,
     *,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Episodes of a run's best checkpoint (or of the checkpoint given), each from its own seed; optionally videos.
 
-    With `random_policy` uniformly random actions play instead: the baseline, on the same seeds. Where the world names
-    its tasks and instructions, the results have a table of each; success rates come with their Wilson interval.
-    `trust_remote_code` allows the modules that the run's files name to be imported.
+    `deterministic` plays the most likely actions, else sampled ones; `action_selection` in the results says what was
+    played (`Policy.action_selection`). With `random_policy` uniformly random actions play instead: the baseline, on
+    the same seeds. Where the world names its tasks and instructions, the results have a table of each; success rates
+    come with their Wilson interval. `trust_remote_code` allows the modules that the run's files name to be imported.
     """
     trust.name(env, env_kwargs)
     folder, config = find_run(Path(path))
@@ -76,11 +78,12 @@ def evaluate_run(
     try:
         if not random_policy:
             policies = [*members_of(load_policy(folder, config, vector_env, device))]
-        seed = first_seed(vector_env, seed)
+        given, seed = seed, first_seed(vector_env, seed)
         all_results = []
         for policy in policies:
+            seed_everything(given)  # what is drawn depends on the seed alone, not on what was built or played before
             played.append([])
-            all_results.append(evaluate_policy(policy, vector_env, episodes, seed, played[-1]))
+            all_results.append(evaluate_policy(policy, vector_env, episodes, seed, played[-1], deterministic))
     finally:
         vector_env.close()
     references = config.dataset.reference_returns if isinstance(config, OfflineRunConfig) else None
@@ -94,9 +97,10 @@ def evaluate_run(
     if video is not None:
         filmed = make_env(env_config, render_mode="rgb_array")
         count = min(episodes, FILMED_EPISODES)
-        results["video"] = str(film_episodes(policies[0], filmed, Path(video), count, seed))
+        results["video"] = str(film_episodes(policies[0], filmed, Path(video), count, seed, deterministic))
     if videos is not None:
-        outcomes = film_outcomes(policies[0], env_config, config.policy.chunk_length, played[0], videos, seed)
+        chunk_length = config.policy.chunk_length
+        outcomes = film_outcomes(policies[0], env_config, chunk_length, played[0], videos, seed, deterministic)
         results["videos"] = [str(file) for file in outcomes]
     return results
 
@@ -136,12 +140,13 @@ def film_outcomes(
     episodes: Sequence[Episode],
     folder: str | Path,
     seed: int,
+    deterministic: bool = True,
     count: int = FILMED_OUTCOMES,
 ) -> list[Path]:
     """Videos of single episodes: up to `count` that succeeded and as many that failed, played again from their seeds.
 
     A file's name says how the filmed episode ended: one alone may end otherwise than the same one among many, since a
-    batch rounds differently.
+    batch rounds differently, and noise is drawn for a batch.
     """
     chosen = [
         index
@@ -156,7 +161,7 @@ def film_outcomes(
     written = []
     try:
         for index in chosen:
-            episode = play_episodes(policy, vector, 1, seed + index)[0]
+            episode = play_episodes(policy, vector, 1, seed + index, deterministic)[0]
             words = "-".join(episode.labels.get("instruction", "episode").split())
             name = f"{'success' if episode.success else 'failure'}_{index}_{words}.mp4"
             written.append(write_video(film.last_episode, Path(folder) / name, fps=fps))

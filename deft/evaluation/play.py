@@ -18,7 +18,7 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.captions import Captions
 from deft.evaluation.evaluate import find_run, load_policy
-from deft.evaluation.rollouts import play_episodes, summarize
+from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.video import write_video
 from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
 from deft.training.offline import members_of
@@ -44,7 +44,10 @@ def play(config: PlayConfig) -> dict[str, Any]:
     try:
         policy = members_of(load_policy(*run, vector, config.device))[0] if run else None
         act = _expert(vector, env) if config.policy == EXPERT else None
-        episodes = play_episodes(policy, vector, config.episodes, config.seed, frames=frames, act=act)
+        seed_everything(config.seed)  # building a policy draws its weights
+        episodes = play_episodes(
+            policy, vector, config.episodes, config.seed, config.deterministic, frames=frames, act=act
+        )
     finally:
         vector.close()
     results: dict[str, Any] = {
@@ -53,6 +56,8 @@ def play(config: PlayConfig) -> dict[str, Any]:
         "returns": [round(episode.episode_return, 4) for episode in episodes],
         "lengths": [episode.length for episode in episodes],
     }
+    if policy is not None:
+        results["action_selection"] = action_selection(policy, config.deterministic)
     if any(episode.success is not None for episode in episodes):
         results["successes"] = [episode.success for episode in episodes]
     results |= summarize(episodes)

@@ -68,17 +68,22 @@ def play_episodes(
 
 
 def evaluate_policy(
-    policy: Policy | None, env: VectorEnv, num_episodes: int, seed: int = 0, played: list[Episode] | None = None
+    policy: Policy | None,
+    env: VectorEnv,
+    num_episodes: int,
+    seed: int = 0,
+    played: list[Episode] | None = None,
+    deterministic: bool = True,
 ) -> dict[str, Any]:
-    """`play_episodes`, summed up; the episodes themselves are added to `played`.
+    """`play_episodes`, summed up, and how actions were selected; the episodes themselves are added to `played`.
 
     A policy with several target returns plays for each; the first one's results lead, and its episodes are kept.
     """
     if not isinstance(policy, DecisionTransformerPolicy):
-        episodes = play_episodes(policy, env, num_episodes, seed)
+        episodes = play_episodes(policy, env, num_episodes, seed, deterministic)
         if played is not None:
             played += episodes
-        return summarize(episodes)
+        return {**summarize(episodes), "action_selection": action_selection(policy, deterministic)}
     targets = policy.target_returns
     summaries: list[dict[str, Any]] = []
     for target in targets:
@@ -88,19 +93,30 @@ def evaluate_policy(
             played += episodes
         summaries.append(summarize(episodes))
     policy.target_return.fill_(targets[0])
-    results = {"target_return": targets[0], **summaries[0]}
+    results = {
+        "target_return": targets[0],
+        **summaries[0],
+        "action_selection": action_selection(policy, deterministic),
+    }
     for target, summary in zip(targets[1:], summaries[1:], strict=True):
         results[f"target_{target:g}/mean_reward"] = summary["mean_reward"]
     return results
 
 
-def film_episodes(policy: Policy | None, env: gymnasium.Env, path: Path, num_episodes: int, seed: int) -> Path:
+def action_selection(policy: Policy | None, deterministic: bool) -> str:
+    """How the actions of an evaluation are selected, as its results name it (`Policy.action_selection`)."""
+    return "random" if policy is None else policy.action_selection(deterministic)
+
+
+def film_episodes(
+    policy: Policy | None, env: gymnasium.Env, path: Path, num_episodes: int, seed: int, deterministic: bool = True
+) -> Path:
     """A video of whole episodes, from the same seeds as `play_episodes`; `env` renders, and is closed."""
     frames: list[np.ndarray] = []
     fps = env.metadata.get("render_fps", 30)
     vector = wrap(env) if policy is None else wrap(env, chunk_length=policy.chunk_length)
     try:
-        play_episodes(policy, vector, num_episodes, seed, frames=frames)
+        play_episodes(policy, vector, num_episodes, seed, deterministic, frames=frames)
     finally:
         vector.close()
     return write_video(frames, path, fps=fps)

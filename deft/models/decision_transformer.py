@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.config.algorithm_settings import DTSettings
 from deft.models.encoders import ObservationEncoder, VectorEncoder
+from deft.models.policy import MODE
 from deft.models.unit_actions import UnitActions
 
 INITIAL_STD = 0.02
@@ -258,6 +259,10 @@ class DecisionTransformerPolicy(UnitActions):
         )
 
     @torch.no_grad()
+    def action_selection(self, deterministic: bool) -> str:
+        """Its actions are never sampled."""
+        return MODE
+
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """The action for the return still wanted: the target, less the rewards so far. Always deterministic.
 

@@ -76,6 +76,7 @@ def collect(config: CollectConfig) -> dict[str, Any]:
         "recorded_steps": played.num_steps,
         "total_episodes": recording.num_episodes,
         "total_steps": recording.num_steps,
+        "action_selection": actor.action_selection,
         **_summary(played.finished),
     }
 
@@ -132,6 +133,9 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
 class Actor(Protocol):
     """Decides one step of every environment."""
 
+    action_selection: str
+    """How actions are selected before any noise: `Policy.action_selection`, or the script's name."""
+
     def act(self, observation: Observation) -> np.ndarray:
         """Actions [N, …], as `VectorEnv.step` takes them."""
 
@@ -142,8 +146,8 @@ class Actor(Protocol):
 class _Function:
     """Actions that depend on nothing but the environment's present state."""
 
-    def __init__(self, function: Callable[[], np.ndarray]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[], np.ndarray], action_selection: str) -> None:
+        self._function, self.action_selection = function, action_selection
 
     def act(self, observation: Observation) -> np.ndarray:
         return self._function()
@@ -159,6 +163,7 @@ class _PolicyActor:
         if policy.needs_reward:
             raise InputError("--policy: a decision transformer acts by its rewards, which recording does not tell it")
         self._policy, self._deterministic = policy, deterministic
+        self.action_selection = policy.action_selection(deterministic)
         self._device = next(iter(policy.parameters())).device
         self._memory = policy.initial_memory(env.num_envs)
         mask = env.action_mask
@@ -210,6 +215,7 @@ class _Noisy:
 
     def __init__(self, actor: Actor, env: VectorEnv, noise: float, generator: np.random.Generator) -> None:
         self._actor, self._noise, self._generator = actor, noise, generator
+        self.action_selection = actor.action_selection
         self._space = env.action_space
         if isinstance(self._space, spaces.Box):
             span = (self._space.high.astype(np.float64) - self._space.low) / 2
@@ -249,10 +255,10 @@ def _actor(
             built_for.close()
         actor = _PolicyActor(policy, env, config.deterministic)
     elif config.policy == RANDOM:
-        actor = _Function(lambda: random_actions(env, generator))
+        actor = _Function(lambda: random_actions(env, generator), RANDOM)
     else:
         stream = action_stream(action_space)
-        actor = _Function(lambda: stream.to_rows(np.stack(env.call(EXPERT_METHOD))))
+        actor = _Function(lambda: stream.to_rows(np.stack(env.call(EXPERT_METHOD))), EXPERT)
     return _Noisy(actor, env, config.noise, generator) if config.noise else actor
 
 

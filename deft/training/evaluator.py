@@ -25,9 +25,12 @@ from deft.training.random_state import separate_random_state
 class Evaluator:
     """Plays `episodes` episodes with each of the policies it is given, always from the same seeds."""
 
-    def __init__(self, make_env: Callable[[], VectorEnv], seed: int, beside: bool = False) -> None:
+    def __init__(
+        self, make_env: Callable[[], VectorEnv], seed: int, beside: bool = False, deterministic: bool = True
+    ) -> None:
         self._make_env = make_env
         self._seed = seed
+        self._deterministic = deterministic
         self.beside = beside
         self._env: VectorEnv | None = None
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
@@ -42,7 +45,10 @@ class Evaluator:
     def evaluate(self, policies: list[Policy], episodes: int) -> list[dict[str, Any]]:
         """The results of each policy, now."""
         with separate_random_state(self._seed):
-            return [evaluate_policy(policy, self.env(), episodes, self._seed) for policy in policies]
+            return [
+                evaluate_policy(policy, self.env(), episodes, self._seed, deterministic=self._deterministic)
+                for policy in policies
+            ]
 
     def start(self, step: int, policies: list[Policy], episodes: int) -> list[tuple[int, list[dict[str, Any]]]]:
         """Evaluate; results come at once, or later from `finished` where this runs beside."""
@@ -51,8 +57,8 @@ class Evaluator:
         if self._pool is None:
             self._pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         copies = [copy.deepcopy(policy).cpu() for policy in policies]
-        task = cloudpickle.dumps((trust.snapshot(), self._make_env, copies, episodes, self._seed))
-        self._pending.append((step, self._pool.submit(_evaluate_beside, task)))
+        task = (trust.snapshot(), self._make_env, copies, episodes, self._seed, self._deterministic)
+        self._pending.append((step, self._pool.submit(_evaluate_beside, cloudpickle.dumps(task))))
         return []
 
     def finished(self, wait: bool = False) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -102,9 +108,9 @@ def _shape(space: Any) -> Any:
 def _evaluate_beside(task: bytes) -> list[dict[str, Any]]:
     """In the other process."""
     torch.set_num_threads(1)
-    state, make_env, policies, episodes, seed = cloudpickle.loads(task)
+    state, make_env, policies, episodes, seed, deterministic = cloudpickle.loads(task)
     trust.restore(state)
-    evaluator = Evaluator(make_env, seed)
+    evaluator = Evaluator(make_env, seed, deterministic=deterministic)
     try:
         return evaluator.evaluate(policies, episodes)
     finally:

@@ -250,7 +250,7 @@ class OfflineTrainer:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
-        """Mean return over whole episodes, deterministic, with the normalised score where the dataset has one."""
+        """Mean return over whole episodes (`eval_deterministic`), with the normalised score where there is one."""
         if self.evaluator is None:
             raise InputError("evaluate: the dataset names no environment; give one (--env, or env=)")
         episodes = self.settings.eval_episodes if num_episodes is None else num_episodes
@@ -261,7 +261,8 @@ class OfflineTrainer:
         if video is not None:
             if self._video_env is None:
                 raise InputError("video: there is no environment to film")
-            summary["video"] = str(film_episodes(members_of(self.acting)[0], self._video_env(), video, 1, self.seed))
+            first, deterministic = members_of(self.acting)[0], self.settings.eval_deterministic
+            summary["video"] = str(film_episodes(first, self._video_env(), video, 1, self.seed, deterministic))
         return summary
 
     def _evaluate_together(self, run_log: RunLogger) -> None:
@@ -299,12 +300,13 @@ class OfflineTrainer:
         run_log.log_evaluation(step, merged)
         score = merged.get("normalized_score")
         log.info(
-            "evaluation at %d updates (epoch %d): mean_reward %.4g ± %.3g%s",
+            "evaluation at %d updates (epoch %d): mean_reward %.4g ± %.3g%s (actions: %s)",
             step,
             step // self.updates_per_epoch,
             merged["mean_reward"],
             merged["std_reward"],
             "" if score is None else f", normalized_score {score:.1f}",
+            merged["action_selection"],
         )
         if merged["mean_reward"] >= self.best_reward:  # on a tie the later weights, which saw more
             self.best_reward = merged["mean_reward"]
@@ -531,7 +533,9 @@ def _evaluates(config: Mapping[str, Any] | None) -> Any:
     """What an evaluation's results depend on, of a run's settings."""
     config = config or {}
     settings = [config.get("env"), config.get("dataset", {}).get("reference_returns")]
-    return json.dumps([*settings, config.get("trainer", {}).get("eval_episodes")], default=str)
+    trainer = config.get("trainer", {})
+    settings += [trainer.get("eval_episodes"), trainer.get("eval_deterministic", True)]  # absent in earlier versions
+    return json.dumps(settings, default=str)
 
 
 def members_of(policy: Policy) -> list[Policy]:

@@ -95,7 +95,12 @@ def build_offline_trainer(
     if make is not None:
         count = min(config.trainer.eval_episodes, EVALUATION_ENVS)
         make_all = partial(make, num_envs=count, chunk_length=config.policy.chunk_length)
-        evaluator = Evaluator(make_all, config.seed + EVALUATION_SEED, beside=device.type == "cuda")
+        evaluator = Evaluator(
+            make_all,
+            config.seed + EVALUATION_SEED,
+            beside=device.type == "cuda",
+            deterministic=config.trainer.eval_deterministic,
+        )
         name = env_config.id if env_config else str(eval_env)
         action_space = _checked_env(partial(make, num_envs=1), dataset, name)
         _warn_of_actions_outside(dataset, action_space, name)

@@ -27,7 +27,7 @@ from deft.data.vla_buffer import VLABuffer
 from deft.envs.make import make_another, wrap
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import film_episodes, play_episodes, summarize
+from deft.evaluation.rollouts import evaluate_policy, film_episodes
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy
 from deft.training import checkpoint, sharding
@@ -231,15 +231,16 @@ class Trainer:
         return count if self.processes.count == 1 else round(self.processes.total(count, self.device))
 
     def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
-        """Mean and deviation of the return over whole episodes, deterministic, in an environment of its own."""
+        """Mean and deviation of the return over whole episodes (`eval_deterministic`), in its own environment."""
         seed = self.seed + EVALUATION_SEED
         count = self.settings.eval_episodes if num_episodes is None else num_episodes
         # A collector at work beside this draws from the same generators, which then cannot be set back.
         beside = self.settings.buffer_type == "vla" and self.settings.max_staleness > 0
         with contextlib.nullcontext() if beside else separate_random_state(seed):
-            results = summarize(play_episodes(self._player(), self._evaluation_env(), count, seed))
+            deterministic = self.settings.eval_deterministic
+            results = evaluate_policy(self._player(), self._evaluation_env(), count, seed, deterministic=deterministic)
             if video is not None:
-                results["video"] = str(film_episodes(self.acting, self._video_env(), video, 1, seed))
+                results["video"] = str(film_episodes(self.acting, self._video_env(), video, 1, seed, deterministic))
         return results
 
     def _player(self) -> Policy:
@@ -468,7 +469,8 @@ class Trainer:
         step = self.num_timesteps
         results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
         run_log.log_evaluation(step, results)
-        log.info("evaluation at %d steps: mean_reward %.4g ± %.3g", step, results["mean_reward"], results["std_reward"])
+        values = (results["mean_reward"], results["std_reward"], results["action_selection"])
+        log.info("evaluation at %d steps: mean_reward %.4g ± %.3g (actions: %s)", step, *values)
         improved = bool(results["mean_reward"] >= self.best_reward)  # on a tie the later weights, which saw more
         self.best_reward = max(self.best_reward, results["mean_reward"])
         self.last_evaluation = results

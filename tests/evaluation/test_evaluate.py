@@ -1,5 +1,6 @@
 """Evaluation of runs from their folder, and the demo's parts."""
 
+import json
 import shutil
 
 import imageio.v3 as iio
@@ -8,10 +9,13 @@ import pytest
 from worlds import Counting
 
 from deft import PPOTrainer, RLConfig
-from deft.config.settings import EnvConfig, RunConfig
+from deft.cli import main
+from deft.config.settings import CompareRunsConfig, EnvConfig, PlayConfig, RunConfig
 from deft.envs.make import make_vector_env, wrap
 from deft.errors import InputError
+from deft.evaluation.compare import compare_runs, comparison_lines
 from deft.evaluation.evaluate import FIRST_HELD_OUT_SEED, env_of_run, evaluate_run, first_seed, world_kwargs
+from deft.evaluation.play import play
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.training.logging import logged_evaluations
 
@@ -51,6 +55,39 @@ def test_it_is_said_which_checkpoint_was_played_and_why(run, tmp_path):
     copied = tmp_path / "unmarked"
     shutil.copytree(run, copied, ignore=shutil.ignore_patterns("best"))
     assert evaluate_run(copied, episodes=1)["checkpoint_choice"].startswith("the latest of the run: no evaluation")
+
+
+def test_actions_are_the_likeliest_or_sampled_and_the_results_say_which(run, capsys):
+    results = [evaluate_run(run, episodes=4), evaluate_run(run, episodes=4, deterministic=False)]
+    assert [result["action_selection"] for result in results] == ["mode", "sample"]
+    assert results[0]["mean_reward"] != results[1]["mean_reward"]
+    assert results[1] == evaluate_run(run, episodes=4, deterministic=False)  # the seed decides what is drawn
+    for flags, result in ((["--stochastic"], results[1]), (["--deterministic"], results[0]), ([], results[0])):
+        assert main(["evaluate", str(run), "--episodes", "4", "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["mean_reward"] == result["mean_reward"]
+    assert evaluate_run(run, episodes=1, random_policy=True)["action_selection"] == "random"
+
+
+def test_a_flow_draws_its_noise_by_the_seed_wherever_it_is_evaluated(tmp_path):
+    """Evaluated, compared and played on the same seed it does the same, from drawn noise."""
+    flags = (
+        "--env-kwargs observation=vla image_size=32 --model vla-tiny --vla-model-config head=flow width=16 "
+        "--chunk-length 1 --total-timesteps 16 --rollout-steps 16 --n-epochs 1 --eval-freq 0 --max-episode-steps 5"
+    )
+    quiet = "--console-level CRITICAL --no-tensorboard"
+    assert main(["train", "ppo", "--output-dir", str(tmp_path / "run"), *flags.split(), *quiet.split()]) == 0
+    run = str(tmp_path / "run")
+    evaluated = evaluate_run(run, episodes=3, seed=1)
+    assert evaluated["action_selection"] == "sampled noise"
+    assert evaluate_run(run, episodes=3, seed=1) == evaluated
+    compared = compare_runs(CompareRunsConfig((run, "random"), episodes=3, seed=1))
+    assert compared["action_selection"] == {"run": "sampled noise", "random": "random"}
+    assert compared["columns"]["success"]["run"]["mean_reward"] == evaluated["mean_reward"]
+    assert comparison_lines(compared).splitlines()[-1] == "actions: run: sampled noise, random: random"
+    played = [play(PlayConfig(policy=run, episodes=2, deterministic=drawn)) for drawn in (True, True, False)]
+    assert played[0] == played[1]
+    assert played[0]["returns"] != played[2]["returns"]
+    assert [one["action_selection"] for one in played] == ["sampled noise", "sampled noise", "sample"]
 
 
 def test_arguments_of_the_environment_may_be_others(run):

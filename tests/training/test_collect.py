@@ -188,6 +188,7 @@ def test_a_trained_policy_plays_as_in_evaluation(run, tmp_path):
         assert results[name] == pytest.approx(evaluated[name], abs=1e-5)  # sums in another order
     sampled, _ = record(tmp_path, "sampled-v0", policy=str(run), episodes=4, num_envs=4, seed=3)
     assert sampled["mean_reward"] != results["mean_reward"]
+    assert [one["action_selection"] for one in (results, sampled)] == ["mode", "sample"]
 
 
 def test_of_several_seeds_the_first_plays(tmp_path):

@@ -24,6 +24,16 @@ def deadly_env():
     os._exit(9)
 
 
+def test_evaluations_may_sample():
+    torch.manual_seed(0)
+    policy = small_actor(2, 1)
+    found = [Evaluator(make_env, seed=7, deterministic=value).evaluate([policy], 20)[0] for value in (True, False)]
+    assert [one["action_selection"] for one in found] == ["mode", "sample"]
+    # The likeliest first action is positive in every episode or in none; a sampled one (σ = 1) in some of 20.
+    assert found[0]["mean_reward"] in (0.0, 1.0)
+    assert 0.0 < found[1]["mean_reward"] < 1.0
+
+
 def test_a_process_beside_finds_what_this_one_finds():
     policies = []
     for seed in range(3):  # of different worth: 1 where the first action is positive

@@ -449,3 +449,14 @@ def test_recall_is_learned_with_memory_and_cannot_be_without(tmp_path, memory_hi
     trainer.train(12_000)
     score = trainer.evaluate(200)["mean_reward"]
     assert score > 0.95 if memory_hidden else score < 0.65
+
+
+def test_evaluations_during_training_may_sample(tmp_path):
+    results = []
+    for name, deterministic in (("mode", True), ("sample", False)):
+        settings = {"eval_env": gymnasium.make("CartPole-v1"), "eval_deterministic": deterministic}
+        trainer = make_trainer(tmp_path / name, eval_episodes=2, **settings)
+        results.append(trainer.evaluate())
+        trainer.close()
+    assert [result["action_selection"] for result in results] == ["mode", "sample"]
+    assert results[0]["mean_reward"] != results[1]["mean_reward"]
