@@ -82,7 +82,7 @@ class CQL(SoftPolicy):
         chosen_q = critics(still.features, chosen, frozen=True).amin(1)
         worth = chosen_q
         if settings.policy_warmup:  # log π(a | s) in place of min Q(s, a')
-            worth = torch.where(self._is_cloning, policy.log_prob(still, action), chosen_q)
+            worth = torch.where(self._is_cloning, -policy.imitation_loss(still, action), chosen_q)
         policy_loss = (alpha * log_prob - worth).mean(-1)
         total = q_loss + factor_loss + policy_loss + self._alpha_loss(log_prob)
         descend(total.sum(), self.critic_optimizer, self.actor_optimizer)

@@ -13,7 +13,7 @@ from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import TD3BCSettings
-from deft.models.actor import ContinuousActor, Encoded
+from deft.models.actor import ContinuousActor, Encoded, squared_error
 from deft.models.targets import frozen_copy, soft_update
 
 
@@ -55,7 +55,7 @@ class TD3BC(OffPolicy):
         chosen = self.policy.mean(state)
         q = self.critics.first_values(state.features, chosen)
         scale = self.settings.alpha / q.detach().abs().mean(-1).clamp(min=1e-8)
-        bc_loss = (chosen - action).square().mean((-1, -2))
+        bc_loss = squared_error(chosen, action, state.step_mask)
         policy_loss = bc_loss - scale * q.mean(-1)
         descend(policy_loss.sum(), self.actor_optimizer)
         return {"policy_loss": policy_loss.detach().mean(), "bc_loss": bc_loss.detach().mean()}

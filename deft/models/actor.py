@@ -44,6 +44,8 @@ class ContinuousActor(UnitActions):
     """What the off-policy algorithms ask of a policy: unit actions that can be differentiated, and their log-probs."""
 
     num_members: int = 1
+    has_mean: bool = True
+    """Whether `mean` is there to be asked for."""
     feature_dim: int
     hidden_sizes: tuple[int, ...]
     reward_scale: Tensor
@@ -74,8 +76,23 @@ class ContinuousActor(UnitActions):
         raise TypeError(type(self).__name__)
 
     def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
-        """Log-density of unit actions, [members, B], differentiable."""
+        """Log-density of unit actions under the distribution that acts, [members, B], differentiable."""
         raise TypeError(type(self).__name__)
+
+    def imitation_loss(self, state: Encoded, unit: Tensor) -> Tensor:
+        """What cloning minimises, [members, B]: −log π, or what a policy has in its place.
+
+        Steps of a chunk outside `state.step_mask` are padding. An action of the policy's own is scored there, whose
+        gradient has mean 0, E_π[∇ log π(a)] = 0: exact in expectation where steps are independent given the state.
+        """
+        if state.step_mask is not None:
+            unit = real_steps(unit, self._own_action(state), state.step_mask)
+        return -self.log_prob(state, unit)
+
+    @torch.no_grad()
+    def _own_action(self, state: Encoded) -> Tensor:
+        """A unit action of each state as the policy draws it, [members, B, A]."""
+        return self.sample(state)[0][0]
 
     def besides(self, state: Encoded) -> Tensor | None:
         """A loss that the policy has besides what it does, [members]; None where it has none, as most."""
@@ -96,11 +113,15 @@ class ContinuousActor(UnitActions):
 
     def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
         """What supervised training minimises, [members], as `bc_loss`, and what else is worth a look."""
-        state = self.encode(observation)
-        error = (self.mean(state) - unit).square().mean((-1, -2))
+        state = self.encode(observation)._replace(step_mask=step_mask)
         if loss == "mse":
+            error = squared_error(self.mean(state), unit, step_mask)
             return {"bc_loss": error, "action_error": error}
-        return {"bc_loss": -self.log_prob(state, unit).mean(-1), "action_error": error}
+        losses = {"bc_loss": self.imitation_loss(state, unit).mean(-1)}
+        if self.has_mean:
+            with torch.no_grad():
+                losses["action_error"] = squared_error(self.mean(state), unit, step_mask)
+        return losses
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
         """What the policy loss trains."""
@@ -113,6 +134,19 @@ class ContinuousActor(UnitActions):
     def value_parameters(self) -> Iterator[nn.Parameter]:
         """V, for the algorithms that have one."""
         raise TypeError(type(self).__name__)
+
+
+def real_steps(unit: Tensor, other: Tensor, step_mask: Tensor | None) -> Tensor:
+    """Unit actions [members, B, K · A] with `other` in the steps outside `step_mask` (bool [B, K]), the padding."""
+    if step_mask is None:
+        return unit
+    size = unit.shape[-1] // step_mask.shape[-1]
+    return torch.where(step_mask.repeat_interleave(size, -1), unit, other)
+
+
+def squared_error(chosen: Tensor, unit: Tensor, step_mask: Tensor | None) -> Tensor:
+    """(chosen − unit)² of the real steps, a mean over all rows and numbers, [members]."""
+    return (chosen - real_steps(unit, chosen.detach(), step_mask)).square().mean((-1, -2))
 
 
 def make_encoder(observation_space: gymnasium.Space, config: ActorConfig) -> ObservationEncoder:

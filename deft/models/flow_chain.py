@@ -92,6 +92,16 @@ def chain_entropy(deviation: Tensor, shape: torch.Size | tuple[int, ...], mask: 
     return _sum_real(total.expand(shape), mask)
 
 
+def hold_last(actions: Tensor, step_mask: Tensor) -> Tensor:
+    """Chunks [B, K, A] that go on with their last real step where `step_mask` [B, K] is False, which is at the end.
+
+    The velocity of the real steps reads the other ones too, so what stands in the padding must not be left to chance.
+    """
+    last = (step_mask.sum(1, keepdim=True) - 1).clamp(min=0)
+    index = torch.minimum(torch.arange(actions.shape[1], device=actions.device), last)
+    return actions.gather(1, index.unsqueeze(-1).expand_as(actions))
+
+
 def flow_matching_error(
     velocity: Velocity, actions: Tensor, noise: Tensor, time: Tensor, mask: Tensor | None = None
 ) -> Tensor:

@@ -258,7 +258,8 @@ def scripted(trainer: OfflineTrainer, returns: list[float]) -> None:
     """The evaluations' results, in place of episodes."""
     results = iter(returns)
     trainer.evaluator.evaluate = lambda policies, episodes: [  # type: ignore[method-assign, union-attr]
-        {"episodes": episodes, "mean_reward": next(results), "std_reward": 0.0, "mean_length": 2.0} for _ in policies
+        {"episodes": episodes, "mean_reward": next(results), "std_reward": 0.0, "action_selection": "mode"}
+        for _ in policies
     ]
 
 
@@ -324,7 +325,8 @@ class Late:
         self.returns, self._waiting = iter(returns), []
 
     def start(self, step: int, policies: Any, episodes: int) -> list[Any]:
-        result = {"episodes": episodes, "mean_reward": next(self.returns), "std_reward": 0.0, "mean_length": 2.0}
+        result = {"episodes": episodes, "mean_reward": next(self.returns), "std_reward": 0.0}
+        result["action_selection"] = "mode"
         self._waiting.append((step, [result]))
         return []
 

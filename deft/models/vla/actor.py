@@ -69,7 +69,9 @@ class VLAActor(VLAPolicy, ContinuousActor):
         self._has_gaussian = callable(getattr(model, "gaussian", None))
         self._imitates = callable(getattr(model, "imitation_loss", None))
         self._is_taught = callable(getattr(model, "taught", None))
-        self._has_mean = takes_keyword(model.forward, "deterministic")
+        self._draws_many = callable(getattr(model, "sample_many", None))
+        self._takes_step_mask = takes_keyword(model.evaluate_actions, "step_mask")
+        self.has_mean = takes_keyword(model.forward, "deterministic")
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
 
@@ -98,10 +100,10 @@ class VLAActor(VLAPolicy, ContinuousActor):
 
     def mean(self, state: Encoded) -> Tensor:
         """The model's most likely action, where the environment would clip it."""
-        if not self._has_mean:
+        if not self.has_mean:
             raise InputError(
-                f"{self.model_name}.forward takes no `deterministic`, and td3-bc trains the most likely action: "
-                "add that keyword, or train with iql"
+                f"{self.model_name}.forward takes no `deterministic`, and td3-bc and sft with --loss mse train the "
+                "most likely action: add that keyword, or train with iql or sft"
             )
         unit = self.model(state.observation, deterministic=True)
         self._check_action(f"the action of {self.model_name}.forward", unit, len(state.observation))
@@ -109,14 +111,27 @@ class VLAActor(VLAPolicy, ContinuousActor):
         return into_box(unit.flatten(1)).unsqueeze(0)
 
     def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
-        """Log-density of unit actions by the model's `evaluate_actions`; minus its imitation loss where it has one."""
+        """Log-density of unit actions by the model's `evaluate_actions`."""
+        return self._score(state.observation, unit[0]).unsqueeze(0)
+
+    def imitation_loss(self, state: Encoded, unit: Tensor) -> Tensor:
+        """The model's own loss where it has one, else −log π of the real steps."""
         if not self._imitates:
-            return self._score(state.observation, unit[0]).unsqueeze(0)
+            if state.step_mask is None:
+                return -self.log_prob(state, unit)
+            if self._takes_step_mask:
+                return -self._score(state.observation, unit[0], step_mask=state.step_mask).unsqueeze(0)
+            return super().imitation_loss(state, unit)
         known = {} if state.trunk is None else {"features": state.trunk}
         losses = self.model.imitation_loss(
             state.observation, self._as_chunks(unit[0]), step_mask=state.step_mask, **known
         )
-        return -self._scalar("imitation_loss", "loss", losses, unit.shape[1]).unsqueeze(0)
+        return self._scalar("imitation_loss", "loss", losses, unit.shape[1]).unsqueeze(0)
+
+    @torch.no_grad()
+    def _own_action(self, state: Encoded) -> Tensor:
+        """As the model draws it, before clipping."""
+        return self.model(state.observation).flatten(1).unsqueeze(0)
 
     def besides(self, state: Encoded) -> Tensor | None:
         """What the model is `taught` beside the actions, where there are labels (`vla-tiny`: where things are)."""
@@ -128,10 +143,28 @@ class VLAActor(VLAPolicy, ContinuousActor):
         """Draws as the environment would clip them, with the model's log-density of them before that.
 
         The density of the clipped action would make it pay for an entropy bonus to draw far outside, where it is
-        small. One pass through a model that says which Gaussian it draws from; else `count` copies of the states.
+        small.
+        """
+        drawn, log_prob = self._draw(state, count)
+        return into_box(drawn).unsqueeze(1), log_prob.unsqueeze(1)
+
+    def divergence(self, state: Encoded, other: ContinuousActor, other_state: Encoded) -> Tensor:
+        """log π − log π_other of one draw each, before clipping."""
+        drawn, log_prob = self._draw(state, 1)
+        return log_prob - other.log_prob(other_state, drawn)
+
+    def _draw(self, state: Encoded, count: int) -> tuple[Tensor, Tensor]:
+        """`count` unit actions a state before clipping, [count, B, K · A], and the model's log-density of them.
+
+        One pass through a model that draws many (`sample_many`), or says which Gaussian it draws from; else `count`
+        copies of the states.
         """
         observations, batch = state.observation, len(state.observation)
-        if self._has_gaussian:
+        if self._draws_many:
+            drawn, log_prob = self._outputs("sample_many", 2, self.model.sample_many(observations, count))
+            self._check_gradient("what it draws", drawn)
+            drawn = drawn.reshape(count, batch, -1)
+        elif self._has_gaussian:
             mean, log_std = self._outputs("gaussian", 2, self.model.gaussian(observations))
             self._check_action(f"the mean of {self.model_name}.gaussian", mean, batch)
             mean, log_std = mean.flatten(1), log_std.expand_as(mean).flatten(1)
@@ -147,7 +180,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
             self._check_gradient("what it draws (`sample` in place of `rsample`?)", drawn)
             log_prob = self._score(repeated, drawn).unflatten(0, (count, batch))
             drawn = drawn.flatten(1).unflatten(0, (count, batch))
-        return into_box(drawn).unsqueeze(1), log_prob.unsqueeze(1)
+        return drawn, log_prob
 
     def state_value(self, features: Tensor) -> Tensor:
         """V on the critics' features, by the value network or the model that shares its trunk."""
@@ -202,9 +235,9 @@ class VLAActor(VLAPolicy, ContinuousActor):
 
     # -- the border to the model ---------------------------------------------------------------------------------------
 
-    def _score(self, observations: TensorDictBase, unit: Tensor) -> Tensor:
+    def _score(self, observations: TensorDictBase, unit: Tensor, **keywords: Tensor) -> Tensor:
         chunks = self._as_chunks(unit) if unit.ndim == 2 else unit
-        scored = self._outputs("evaluate_actions", 2, self.model.evaluate_actions(observations, chunks))
+        scored = self._outputs("evaluate_actions", 2, self.model.evaluate_actions(observations, chunks, **keywords))
         return self._scalar("evaluate_actions", "log_prob", scored[0], len(unit))
 
     def _check_gradient(self, what: str, unit: Tensor) -> None:

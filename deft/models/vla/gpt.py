@@ -283,11 +283,15 @@ class GPTVLAModel(nn.Module):
         return self._distribution_and_value(observations)[1]
 
     def evaluate_actions(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        step_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
-        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
-        return log_prob, entropy
+        """Log-prob [B] and entropy [B] over the real dims of the whole chunk, or of its steps in `step_mask` [B, K]."""
+        tokens, entropy, _ = self.evaluate_tokens(observations, actions, action_mask)
+        return (tokens if step_mask is None else tokens.masked_fill(~step_mask, 0.0)).sum(1), entropy
 
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from deft import schema
 from deft.models.distributions import HALF_LOG_2PI
-from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, flow_matching_error
+from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last
 
 TIME_FREQUENCIES = 8
 LOG_STD_RANGE = (-4.0, 1.0)
@@ -234,7 +234,9 @@ class FlowChunks(Chunks):
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
         """‖v(x_t, t) − (ε − a)‖², with one t and one ε a row."""
-        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
+        mask = None
+        if step_mask is not None:
+            actions, mask = hold_last(actions, step_mask), step_mask.unsqueeze(-1)
         time = torch.rand(len(actions), device=actions.device)
         return flow_matching_error(self._velocity(features), actions, torch.randn_like(actions), time, mask)
 

@@ -31,11 +31,14 @@ class VLAModelInterface(Protocol):
     - `sample`, a keyword of `evaluate`: for a model whose log-prob needs more than the action, such as the denoising
       chain of a flow. `act` then returns a fourth value, tensors [B, …] by name, which come back here. An attribute
       `keeps_sample` that is False says that the model as it was built does without.
-    - `gaussian(observations) -> (mean [B, A], log_std [A] or [B, A])`: which Gaussian `forward` draws from. CQL draws
-      many actions a state; with it they cost one forward pass.
+    - `gaussian(observations) -> (mean [B, A], log_std [A] or [B, A])`: which Gaussian `forward` draws from, its dims
+      independent. CQL draws many actions a state; with it they cost one forward pass.
+    - `sample_many(observations, count) -> (actions [count, B, …], log_prob [count, B])`: the same for any distribution.
     - `imitation_loss(observations, actions, step_mask=None) -> [B]`: what SFT minimises and IQL weighs, in place of
       −log_prob; for heads that are not trained by their likelihood, such as a flow. `step_mask` is bool [B, K]: which
       steps of a chunk lie within the episode.
+    - `step_mask`, a keyword of `evaluate_actions`, for a model of chunks without `imitation_loss`: which steps
+      count. Without it cloning scores actions of the model's own in the padding, whose gradient has mean 0.
     - `features(observations) -> [B, F]`, `value_of(features) -> [B, 1]`, `value_parameters()` and the attribute
       `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
       `features`, so that one pass serves all. With `taught(observations) -> (features, loss [B] or None)` the

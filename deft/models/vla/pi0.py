@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deft import schema
 from deft.errors import InputError
-from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error
+from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last
 from deft.models.vla.interface import ScoredInParts
 from deft.models.vla.pretrained import (
     Pictures,
@@ -160,7 +160,8 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         Steps beyond K, and those that `step_mask` [B, K] leaves out, are not counted; nor are dims beyond A.
         """
         prefix, state = self._read(observations)
-        normalised = self.action_statistics.normalize(self.chunk(actions))
+        chunk = self.chunk(actions)
+        normalised = self.action_statistics.normalize(chunk if step_mask is None else hold_last(chunk, step_mask))
         steps, dims = self.config.chunk_size, self.config.max_action_dim
         padded = functional.pad(normalised, (0, dims - self.action_dim, 0, steps - self.chunk_length))
         uniform = torch.rand(len(padded), device=padded.device)

@@ -464,13 +464,17 @@ class TinyVLAModel(ScoredInParts, nn.Module):
             if isinstance(part, RunningNormalizer) and part.count > 0:
                 part.count.clamp_(min=ENOUGH_OBSERVED)
 
-    def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Mean and log deviation of what a Gaussian head draws from."""
+    def sample_many(self, observations: TensorDictBase, count: int) -> tuple[Tensor, Tensor]:
+        """`count` draws an observation, [count, B, …], with gradient, and their log-densities [count, B]; one pass."""
         if self.head_name != "gaussian" or self.switch_dims:
             name = "head with switches" if self.switch_dims else f"{self.head_name} head"
-            raise InputError(f"a {name} has no Gaussian over actions; train it with sft, iql, ppo or grpo")
-        mean = self.head.mean(self._for_head(self.features(observations)))
-        return self._shaped(mean), self._shaped(self.head.log_std.unsqueeze(0))[0]
+            raise InputError(
+                f"a {name} has no differentiable draws with a log-density, which sac and cql need; train it with sft, "
+                "iql, ppo or grpo"
+            )
+        features = self._for_head(self.features(observations)).repeat(count, 1)
+        actions, log_prob, _ = self.head.draw(features, False, None)
+        return self._shaped(actions).unflatten(0, (count, -1)), log_prob.unflatten(0, (count, -1))
 
     # -- borders -------------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,13 @@ from torch import nn
 from deft import schema
 from deft.algorithms.cql import CQL
 from deft.algorithms.iql import IQL
+from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
-from deft.config.algorithm_settings import CQLSettings, IQLSettings, TD3BCSettings
+from deft.config.algorithm_settings import CQLSettings, IQLSettings, SACSettings, TD3BCSettings
 from deft.config.settings import ActorConfig, VLAConfig
 from deft.errors import InputError
-from deft.models.actor import Encoded
+from deft.models.actor import Actor, ContinuousActor, Encoded
 from deft.models.vla.actor import VLAActor, convert_weights, into_box, make_vla_actor
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.policy import VLAPolicy
@@ -567,3 +568,185 @@ def test_an_actor_made_for_single_steps_is_made_for_their_chunks():
     for space in (UNIT, chunked(UNIT)):  # a dataset's, and the environment's
         actor = make_vla_actor(config, OBSERVATION, space, "here", weights_follow=True)
         assert (actor.chunk_length, actor.action_shape) == (3, (3, 2))
+
+
+# -- padding -----------------------------------------------------------------------------------------------------------
+
+
+class KnownChunks(Known):
+    """A user's model of chunks: its own `forward` and `evaluate_actions`, and no word for padding."""
+
+    def _distribution(self, observations):
+        mean = self.mean.expand(len(observations), 3, 2)
+        return torch.distributions.Normal(mean, self.log_std.exp().expand_as(mean))
+
+    def evaluate_actions(self, observations, actions):
+        log_prob, entropy = super().evaluate_actions(observations, actions)
+        return log_prob.sum(-1), entropy.sum(-1)
+
+
+class SamplingChunks(KnownChunks):
+    """The same without `deterministic`."""
+
+    def forward(self, observations):
+        return self._distribution(observations).sample()
+
+
+def actor_of(make_model) -> ContinuousActor:
+    """A policy for chunks of 3 steps: around a model, or, by the name of its distribution, the built-in one."""
+    torch.manual_seed(0)
+    space = chunked(UNIT)
+    if isinstance(make_model, str):
+        return Actor(OBSERVATION, space, ActorConfig(hidden_dim=8, encoder_dim=8, log_std_init=-1.5), make_model)
+    return VLAActor(make_model(), OBSERVATION, space, SMALL)
+
+
+PADDED = {
+    "Actor gaussian": ("gaussian", ("nll", "mse")),
+    "Actor tanh_gaussian": ("tanh_gaussian", ("nll", "mse")),
+    "vla-tiny gaussian": (tiny, ("nll", "mse")),
+    "vla-tiny squared": (lambda: tiny(imitation="squared"), ("nll",)),
+    "vla-tiny token": (lambda: tiny(head="token"), ("nll",)),
+    "vla-tiny flow": (lambda: tiny(head="flow"), ("nll", "mse")),
+    "vla-tiny switch": (lambda: tiny(switch_dims=[1]), ("nll",)),
+    "gpt-vla": (lambda: gpt(chunk_length=3), ("nll", "mse")),
+    "a user's model": (KnownChunks, ("nll", "mse")),
+    "a user's model that samples": (SamplingChunks, ("nll",)),
+}
+
+
+@pytest.mark.parametrize(("name", "loss"), [(name, loss) for name, (_, losses) in PADDED.items() for loss in losses])
+def test_what_stands_in_padded_steps_is_not_trained_on(name, loss):
+    policy = actor_of(PADDED[name][0])
+    batch = batch_of_chunks()
+    observation, mask = batch[schema.OBSERVATION], batch[schema.STEP_MASK]
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+
+    def found(action: torch.Tensor) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses = policy.imitation(observation, action.flatten(1).unsqueeze(0), mask, loss)
+        gradients = torch.autograd.grad(losses["bc_loss"].sum(), parameters, allow_unused=True)
+        return [value.detach() for value in (*losses.values(), *gradients) if value is not None]
+
+    action = batch[schema.ACTION]
+    garbage, other = action.clone(), action.clone()
+    garbage[~mask] = torch.tensor([0.9, -0.9])
+    other[0, 0] = -0.7  # a step that is real
+    expected = found(action)
+    for one, same in zip(found(garbage), expected, strict=True):
+        assert torch.equal(one, same)
+    assert not torch.equal(found(other)[0], expected[0])
+
+
+def test_cloning_a_users_chunks_has_the_gradient_of_their_real_steps():
+    """What is scored in the padding is drawn from the model: in the mean over many rows its gradient is 0."""
+    policy, count = actor_of(lambda: KnownChunks(0.2, 0.5)), 50_000
+    mask = torch.tensor([True, True, False]).expand(count, 3)
+    state = Encoded(TensorDict({}, [count]), torch.zeros(1, count, 8), step_mask=mask)
+    unit = torch.full((1, count, 6), 0.3)
+    policy.imitation_loss(state, unit).mean().backward()
+    # Two real steps at z = (0.3 − 0.2) / 0.5: d/dμ = −z / σ and d/d log σ = 1 − z² each; the drawn one's deviation over
+    # 50,000 rows is 2 / √50,000 = 0.009 and √2 / √50,000 = 0.006.
+    torch.testing.assert_close(policy.model.mean.grad, torch.full((2,), -0.8), rtol=0, atol=0.04)
+    torch.testing.assert_close(policy.model.log_std.grad, torch.full((2,), 1.92), rtol=0, atol=0.03)
+
+
+def test_td3_bc_clones_real_steps_alone():
+    policy, batch = actor_of(tiny), batch_of_chunks()
+    algorithm = TD3BC(policy, TD3BCSettings(policy_delay=1))
+    state = policy.encode(batch[schema.OBSERVATION])._replace(step_mask=batch[schema.STEP_MASK])
+    action = batch[schema.ACTION].flatten(1).unsqueeze(0)
+    with torch.no_grad():
+        error = (policy.mean(state) - action).square().view(5, 3, 2) * batch[schema.STEP_MASK].unsqueeze(-1)
+    metrics = algorithm._improve(state, action)
+    torch.testing.assert_close(metrics["bc_loss"], error.mean())
+
+
+# -- what acts is what learns ------------------------------------------------------------------------------------------
+
+ACTING = {
+    "Actor gaussian": "gaussian",
+    "Actor tanh_gaussian": "tanh_gaussian",
+    "vla-tiny gaussian": lambda: tiny(log_std_init=-2.5, log_common_init=-1.5),
+    "gpt-vla": lambda: gpt(chunk_length=3, log_std_init=-1.5),
+    "a user's model": lambda: KnownChunks(0.2, 0.3),
+}
+
+
+def densities(policy, observation, unit):
+    """Log-densities of unit actions [n, B, K · A] by `evaluate_actions`, which scores what was acted: [n, B]."""
+    count, batch = unit.shape[:2]
+    td = TensorDict({schema.OBSERVATION: TensorDict(observation, [batch]).repeat(count)}, [count * batch])
+    scored = policy.evaluate_actions(td.set(schema.ACTION, policy.from_unit(unit.flatten(0, 1))))
+    return (scored["log_prob"] + policy.width.log().sum()).view(count, batch)
+
+
+@pytest.mark.parametrize("name", ACTING)
+def test_draws_in_learning_have_the_distribution_that_acts(name):
+    policy, observation, count = actor_of(ACTING[name]), streams(1), 1500
+    one = TensorDict({schema.OBSERVATION: TensorDict(observation, [1])}, [1])
+    with torch.no_grad():
+        state = policy.encode(observation)
+        drawn, log_prob = (part[:, 0] for part in policy.sample(state, count))  # [n, 1, K · A], [n, 1]
+        acted = policy.to_unit(policy.act(one.repeat(count))[schema.ACTION]).view(count, -1).clamp(-1.0, 1.0)
+        learned, deviation = drawn[:, 0].clamp(-1.0, 1.0), acted.std(0)
+        # Means of 1,500 draws differ by √(2/1500) = 0.037 deviations, correlations by at most as much.
+        assert float(((learned.mean(0) - acted.mean(0)) / deviation).abs().max()) < 0.16
+        assert float((learned.std(0) / deviation - 1).abs().max()) < 0.12
+        assert float((torch.corrcoef(learned.T) - torch.corrcoef(acted.T)).abs().max()) < 0.16
+        inside = (drawn.abs() < 0.999).all(-1)[:50]  # what was clipped keeps the density that it had before
+        assert int(inside.sum()) > 20
+        scored = densities(policy, observation, drawn[:50])
+        torch.testing.assert_close(log_prob[:50][inside], scored[inside], rtol=0, atol=2e-3)
+        known = torch.stack([policy.log_prob(state, unit.unsqueeze(0))[0] for unit in drawn[:10]])
+        torch.testing.assert_close(known[inside[:10]], scored[:10][inside[:10]], rtol=0, atol=1e-4)
+        # td3-bc trains the action that an evaluation plays
+        played = policy.to_unit(policy.act(one, deterministic=True)[schema.ACTION]).view(1, -1)
+        torch.testing.assert_close(policy.mean(state)[0], played.clamp(-1.0, 1.0))
+
+
+def test_steps_of_a_chunk_are_correlated_in_cql_as_they_are_in_acting(monkeypatch):
+    """c² / (σ² + c²) = e⁻³ / (e⁻⁵ + e⁻³) = 0.88 between the steps of a dim, 0 between dims."""
+    policy = actor_of(ACTING["vla-tiny gaussian"])
+    algorithm, seen = CQL(policy, CQLSettings(cql_samples=1000)), []
+    monkeypatch.setattr(algorithm, "_penalised", lambda *given: seen.extend(given) or CQL._penalised(algorithm, *given))
+    algorithm.step(batch_of_chunks(2))
+    for drawn in (seen[0], seen[2]):  # at the state, and at the next one
+        found = torch.corrcoef(drawn[:, 0, 0].detach().view(-1, 3, 2)[:, :, 0].T)
+        torch.testing.assert_close(found, 0.88 + 0.12 * torch.eye(3), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", [SAC, CQL])
+@pytest.mark.parametrize("model", ["vla-tiny gaussian", "gpt-vla", "a user's model"])
+def test_soft_policies_pay_for_the_density_that_acts(kind, model, monkeypatch):
+    """The log π in SAC's and CQL's policy loss is that of `evaluate_actions`, at the draws that the critics judge."""
+    policy, batch = actor_of(ACTING[model]), batch_of_chunks()
+    settings = SACSettings(random_shift=0) if kind is SAC else CQLSettings(cql_samples=3)
+    algorithm, seen, sample = kind(policy, settings), [], policy.sample
+    monkeypatch.setattr(policy, "sample", lambda *given: seen.append(sample(*given)) or seen[-1])
+    observations = (schema.OBSERVATION, schema.NEXT_OBSERVATION)
+    expected = []
+    before = copy.deepcopy(policy)
+    algorithm.step(batch)
+    for drawn, log_prob in seen:
+        units = drawn[:, 0].detach()
+        known = [densities(before, batch[key], units) for key in observations]
+        found = [bool(((one - log_prob[:, 0]).abs() < 2e-3)[(units.abs() < 1).all(-1)].all()) for one in known]
+        expected.append(any(found))
+    assert len(expected) >= 2
+    assert all(expected)
+
+
+def test_an_anchor_is_compared_by_densities():
+    """KL(π ‖ π₀) of a policy and its copy is 0, whatever loss cloning has, and wherever draws are clipped."""
+    policy = actor_of(lambda: tiny(log_std_init=0.5))
+    state = policy.encode(streams())
+    assert float(policy.divergence(state, copy.deepcopy(policy), state).detach().abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("head", ["token", "flow"])
+@pytest.mark.parametrize("kind", [SAC, CQL])
+def test_heads_without_a_density_of_differentiable_draws_are_named(head, kind):
+    algorithm = kind(actor_of(lambda: tiny(head=head)))
+    with pytest.raises(InputError, match=f"a {head} head has no differentiable draws .* sft, iql, ppo or grpo"):
+        algorithm.step(batch_of_chunks())

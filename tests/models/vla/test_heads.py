@@ -144,8 +144,8 @@ def test_a_model_with_switches_acts_and_scores(kind):
     again = model.evaluate(pictures, action, **({"sample": sample[0]} if sample else {}))
     torch.testing.assert_close(again[0], log_prob)
     assert model.imitation_loss(pictures, action).shape == (5,)
-    with pytest.raises(InputError, match="switches has no Gaussian"):
-        model.gaussian(pictures)
+    with pytest.raises(InputError, match="switches has no differentiable draws"):
+        model.sample_many(pictures, 2)
 
 
 def test_switches_that_do_not_fit_are_refused():

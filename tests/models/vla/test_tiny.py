@@ -88,7 +88,7 @@ def test_what_acts_is_what_is_scored(head, chunk_length):
 def test_a_gaussian_has_torchs_density():
     model = tiny(log_std_init=-0.5, log_common_init=-0.2)
     actions = torch.randn(5, 3, 2)
-    mean, log_std = model.gaussian(scenes())
+    mean, log_std = model.head.mean(model._for_head(model.features(scenes()))), model.head.log_std
     # The three steps of a dim have variance σ² + c² each, and the common noise's c² as their covariance
     covariance = math.exp(-1.0) * torch.eye(3) + math.exp(-0.4)
     torch.testing.assert_close(log_std, torch.full((3, 2), 0.5 * math.log(math.exp(-1.0) + math.exp(-0.4))))
@@ -322,8 +322,8 @@ def test_observations_that_do_not_fit():
         model(seen.clone().set("instruction", torch.zeros(5, 3)))
     with pytest.raises(InputError, match="no 'instruction'"):
         model(seen.select("rgb", "state"))
-    with pytest.raises(InputError, match="a token head has no Gaussian"):
-        tiny(head="token").gaussian(seen)
+    with pytest.raises(InputError, match="a token head has no differentiable draws"):
+        tiny(head="token").sample_many(seen, 2)
 
 
 def test_it_is_found_by_its_name():
