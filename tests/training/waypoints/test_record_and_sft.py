@@ -1,6 +1,7 @@
 """Recorded driving, and the supervised policy that is trained on it."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from deft.config.waypoint_settings import WaypointRecordingConfig, WaypointSFTCo
 from deft.data.waypoint_recording import WaypointRecording
 from deft.envs.waypoints.toy import ToyWorld
 from deft.errors import InputError
-from deft.training.waypoints.files import load_sft
+from deft.models.waypoint import WaypointSFT, WaypointShape
+from deft.training.waypoints.files import load_sft, save_sft
 from deft.training.waypoints.record import record
 from deft.training.waypoints.sft import train_sft
 
@@ -85,3 +87,23 @@ def test_nothing_is_overwritten_unasked(recording, sft, toy):
         record(WaypointRecordingConfig(out=str(recording), env="toy"))
     with pytest.raises(InputError, match="--overwrite replaces it"):
         train_sft(WaypointSFTConfig(dataset=str(recording), out_dir=str(sft)))
+
+
+def test_a_flipped_bit_is_detected_or_changes_nothing(tmp_path):
+    """A policy in one file has no manifest: the CRC-32 of each tensor protects it; padding between them may differ."""
+    torch.manual_seed(0)
+    model, path = WaypointSFT(WaypointShape(16, 2, 3, 8, (8,))), tmp_path / "model.pt"
+    save_sft(model, path, {"about": "it"})
+    whole, detected = path.read_bytes(), 0
+    for bit in random.Random(0).sample(range(8 * len(whole)), 60):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            found, about = load_sft(path)
+        except InputError:
+            detected += 1
+        else:
+            assert about == {"about": "it"}
+            assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.state_dict().items())
+    assert detected > 30  # most of the file is tensors
