@@ -150,6 +150,10 @@ def _train_tokenizer(arguments: list[str]) -> int:
     description = "Train the image tokenizer of an F1 model, on rendered pictures or on those of a dataset."
     config, as_json = _parse_command(TokenizerTrainingConfig, arguments, "train tokenizer", description)
 
+    if _peek(arguments, "output-dir") is None and _peek(arguments, "output_dir") is None:
+        from deft.config.output_base import below_output_base
+
+        config.output_dir = below_output_base(config.output_dir)
     from deft.training.phases.tokenizer import train_tokenizer
 
     return _report(train_tokenizer(config), as_json)

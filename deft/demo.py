@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from deft.config.output_base import output_base
 from deft.config.rl_yaml import read_phase_config
 from deft.errors import DeftError
 from deft.evaluation.report import COMPARISON_FILE
@@ -21,7 +22,7 @@ from deft.training.phases.all_phases import train_all
 def main() -> int:
     """Train the phases in order, and say where the report is."""
     console = Console()
-    root = Path("outputs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    root = output_base() / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     config = read_phase_config("phases-demo")
     config.phase, config.all.output_dir = "all", str(root)
     config.model.checkpoint_path = str(default_teacher())

@@ -19,6 +19,7 @@ from deft import trust
 from deft.config.f1_settings import PhaseConfig, TrainingConfig
 from deft.config.flags import CONFIG_FLAG, OUTPUT_DEFAULTS, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
 from deft.config.loading import find_config, read_mapping, set_path, to_dict, value_at
+from deft.config.output_base import below_output_base
 from deft.config.validation import checked, nested_class, setting_names
 from deft.errors import InputError, RunError
 from deft.ownership import record
@@ -65,8 +66,15 @@ def get_environment_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_phase_config(path: str | Path) -> PhaseConfig:
-    """The settings in a file, checked."""
-    return phase_config(read_mapping(find_config(path)))
+    """The settings in a file, checked; run directories in `outputs` are below `OUTPUT_BASE`."""
+    return phase_config(_based(to_dict(phase_config(read_mapping(find_config(path))))))
+
+
+def _based(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a file with each phase's `output_dir` below `OUTPUT_BASE`."""
+    for phase in (*PHASES, ALL_PHASES):
+        settings[phase]["output_dir"] = below_output_base(settings[phase]["output_dir"])
+    return settings
 
 
 def phase_config(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None) -> PhaseConfig:
@@ -204,7 +212,7 @@ def parse_phase(phase: str, arguments: Sequence[str], base_file: Path | str | No
     mapping = read_mapping(find_config(base_file)) if base_file is not None else {}
     if mapping.get("phase") not in (None, phase):
         raise InputError(f"train {phase}: {base_file} is of phase {mapping['phase']!r}; give one of them")
-    settings = to_dict(phase_config(mapping))
+    settings = _based(to_dict(phase_config(mapping)))
     groups = phase_flags(phase)
     defaults = {flag.path: value_at(settings, flag.path) for group in groups for flag in group.flags}
     given = parse_flags(

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from deft.config.loading import AnyRunConfig, Config, replace, write_config
+from deft.config.output_base import output_base
 from deft.config.validation import shown
 from deft.errors import InputError
 from deft.ownership import INDEX, delete_files, indexed_files, relative_files, start_index
@@ -38,7 +39,7 @@ def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
     if config.output_dir is None:
         subject = re.sub(r"[^A-Za-z0-9.]+", "-", subject).strip("-")
         name = f"{config.algorithm.name}-{subject}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        return replace(config, output_dir=str(Path("outputs") / name)), None, False
+        return replace(config, output_dir=str(output_base() / name)), None, False
     folder = Path(config.output_dir)
     if not config.output_dir.strip():
         raise InputError("output_dir: is empty; name a folder, or leave it out")

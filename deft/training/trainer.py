@@ -21,6 +21,7 @@ import torch
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.sac import SAC
+from deft.config.output_base import output_base
 from deft.config.settings import CurriculumConfig, LoggingConfig, TrainerConfig
 from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
@@ -122,7 +123,7 @@ class Trainer:
         self.last_evaluation: dict[str, Any] = {}  # what it found; empty in all processes but the first
         self._evaluated_at = -1  # steps
         name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        self.run_dir = Path(output_dir) if output_dir is not None else Path("outputs") / name
+        self.run_dir = Path(output_dir) if output_dir is not None else output_base() / name
         self.logging_config = logging_config or LoggingConfig()
         self._run_config = run_config
         self._on_start = on_start

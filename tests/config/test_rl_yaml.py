@@ -168,3 +168,19 @@ def test_the_launcher_starts_a_process_for_each_gpu():
     wrong = subprocess.run([script[0], "techer"], env=environment, capture_output=True, text=True)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("usage: scripts/train.sh")
+
+
+def test_output_base_stands_for_outputs(document, tmp_path, monkeypatch):
+    """In the defaults and in the document's file; a directory that is named otherwise stays what it is."""
+    monkeypatch.setenv("OUTPUT_BASE", str(tmp_path / "base"))
+    for config in (read_phase_config("rl_config"), read_phase_config(document)):
+        assert config.teacher.output_dir == str(tmp_path / "base" / "teacher_rl")
+        assert config.adversarial.output_dir == str(tmp_path / "base" / "adversarial_rl")
+    assert load_rl_config(document).student.output_dir == str(tmp_path / "base" / "student_rl")
+    assert parse_phase("teacher", [], document)[0].teacher.output_dir == str(tmp_path / "base" / "teacher_rl")
+    named = parse_phase("teacher", ["--output_dir", "outputs/mine"], document)[0]
+    assert named.teacher.output_dir == "outputs/mine"
+    document.write_text(DOCUMENT.replace("./outputs/teacher_rl", "/data/teacher"))
+    assert read_phase_config(document).teacher.output_dir == "/data/teacher"
+    monkeypatch.delenv("OUTPUT_BASE")
+    assert parse_phase("student", [], document)[0].student.output_dir == "./outputs/student_rl"

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from deft.config.settings import LoggingConfig
+from deft.config.settings import LoggingConfig, RunConfig
 from deft.ownership import INDEX, INDEX_HEADER, indexed_files, record, relative_files, start_index
 from deft.training.checkpoint import mark_best, save_checkpoint
 from deft.training.logging import RunLogger
-from deft.training.run_folder import remove_run
+from deft.training.run_folder import place_run, remove_run
 
 QUIET = LoggingConfig(enable_file_logging=False, console_level="CRITICAL")
 OWN = ("config.yaml", "videos/step_100.mp4", "videos/reach.mp4", "plots/updates.png", "samples/episode_4.png")
@@ -82,3 +82,11 @@ def test_an_index_cannot_reach_out_of_its_folder(tmp_path, name):
     (run / INDEX).write_text(f"{INDEX_HEADER}\n{name.format(tmp_path=tmp_path)}\n")
     remove_run(run)
     assert outside.exists()
+
+
+def test_a_run_without_a_directory_is_below_output_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTPUT_BASE", str(tmp_path / "base"))
+    config, _, _ = place_run(RunConfig(), "CartPole-v1")
+    assert config.output_dir.startswith(str(tmp_path / "base" / "ppo-CartPole-v1-"))
+    named, _, _ = place_run(RunConfig(output_dir=str(tmp_path / "mine")), "CartPole-v1")
+    assert named.output_dir == str(tmp_path / "mine")
