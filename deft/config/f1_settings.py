@@ -49,7 +49,7 @@ class TrainingConfig:
     """How a phase trains."""
 
     num_episodes: Count = 10_000
-    """Episodes to train on."""
+    """Episodes to collect and train on (with `dataset`, to draw from it), in whole batches; repeats do not count."""
     steps_per_episode: Count = 50
     """Steps of an episode."""
     batch_size: Count = 8
@@ -83,9 +83,9 @@ class TrainingConfig:
     log_every: Count = 10
     """Episodes from line to line of `episode_metrics.jsonl`."""
     video_save_every: NonNegativeInt = 200
-    """Episodes from video to video (`videos/episode_n.mp4`: head, wrist, predicted wrist); 0: none."""
+    """Write a video of every so many-th episode (`videos/episode_n.mp4`: head, wrist, predicted wrist); 0: none."""
     sample_save_every: NonNegativeInt = 200
-    """Episodes from picture to picture (`samples/episode_n.png`: truth, prediction, error); 0: none."""
+    """Draw every so many-th episode (`samples/episode_n.png`: truth, prediction, error); 0: none."""
     sequential_training: Switch = True
     """Train on episodes in order, chunk after chunk, with the memory carried; else on random steps."""
     bptt_length: Count = 8

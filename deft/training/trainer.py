@@ -47,6 +47,7 @@ from deft.training.random_state import get_random_state, seed_everything, separa
 from deft.training.replay_collection import ReplayCollection
 from deft.training.seeds import EVALUATION_SEED, process_seed, training_seed
 from deft.training.signals import StopSignal
+from deft.training.watch import ON_POLICY_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
@@ -137,6 +138,7 @@ class Trainer:
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._most_updates: int | None = None
+        self._watch = RangeWatch(ON_POLICY_RANGES if algorithm.on_policy else {}, "step")
         self._whole = acting
         self._take_weights()
         self.collection = self._make_collection(timeout)
@@ -447,6 +449,8 @@ class Trainer:
         if logs:
             lost = self.collection.collector.num_lost_episodes
             run_log.log_metrics(step, {**metrics, "rollout/lost_episodes": lost} if lost else metrics)
+            if self.processes.is_first:
+                self._watch.check(step, metrics)
         improved = False
         if crossed(previous, step, self.settings.eval_freq):
             improved = self._evaluated(run_log, filming=crossed(previous, step, self.settings.video_freq))

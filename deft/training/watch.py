@@ -1,4 +1,4 @@
-"""Watches metrics for values outside their expected range, and says what to do about them."""
+"""Watches the metrics of online and offline runs for values outside their expected range, and logs what to do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -33,29 +35,37 @@ OFFLINE_RANGES = {
 }
 
 
-class RangeWatch:
-    """Speaks once when a metric leaves its range, and again only after it has been back."""
+SMALLER_UPDATES = (
+    "if it spikes or the score crashes: a smaller learning_rate, clip_range or max_grad_norm, a larger entropy_coef"
+)
+ON_POLICY_RANGES = {
+    "policy_loss": Range(-0.1, 0.1, SMALLER_UPDATES),
+    "value_loss": Range(0.01, 1.0, f"large returns make large losses: normalize_reward; {SMALLER_UPDATES}", SMALL_LOSS),
+}
 
-    def __init__(self, ranges: Mapping[str, Range]) -> None:
-        self._ranges = ranges
+
+class RangeWatch:
+    """Warns once when a metric leaves its range, and again only after it has been back; `unit` is what steps count."""
+
+    def __init__(self, ranges: Mapping[str, Range], unit: str = "update") -> None:
+        self._ranges, self._unit = ranges, unit
         self._outside: set[str] = set()
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Log a warning for each metric that has just left its range, and return the warnings."""
-        warnings = []
+    def check(self, step: int, metrics: Mapping[str, float | Tensor]) -> list[str]:
+        """Log each metric that has just left its range (below, where that is harmless, as information); the lines."""
+        lines = []
         for name, expected in self._ranges.items():
-            value = metrics.get(name)
-            if value is None:
+            if name not in metrics:
                 continue
+            value = float(metrics[name])
             if math.isfinite(value) and expected.low <= value <= expected.high:
                 self._outside.discard(name)
             elif name not in self._outside:
                 self._outside.add(name)
                 is_below = value < expected.low and expected.below is not None
-                warnings.append(
-                    f"{name} is {value:.4g} at update {step}, outside {expected.low:g} to {expected.high:g}: "
+                lines.append(
+                    f"{name} is {value:.4g} at {self._unit} {step}, outside {expected.low:g} to {expected.high:g}: "
                     f"{expected.below if is_below else expected.advice}"
                 )
-        for warning in warnings:
-            log.warning("%s", warning)
-        return warnings
+                log.log(logging.INFO if is_below else logging.WARNING, "%s", lines[-1])
+        return lines

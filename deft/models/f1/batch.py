@@ -6,6 +6,7 @@ img_{t+1} needs [img_{t-3} … img_t] and [a_{t-3} … a_t].
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from deft import schema
 from deft.errors import InputError
+
+log = logging.getLogger(__name__)
 
 
 class BatchBuilder:
@@ -77,7 +80,9 @@ class MemoryStateManager:
         """Forget; with `done`, bool [batch], only the rows whose episode ended: they go on from zeros."""
         if done is None or self._current is None:
             self._current = None
+            log.debug("memory state: reset")
         else:
+            log.debug("memory state: rows of ended episodes reset to zeros")
             self._current = self._current.masked_fill(done.to(self._current.device)[None, :, None], 0.0)
 
     def update(self, memory_state: Tensor) -> None:
@@ -87,6 +92,7 @@ class MemoryStateManager:
         if memory_state.ndim != 3:
             raise InputError(f"memory_state has shape {tuple(memory_state.shape)}; it is (layers, batch, hidden)")
         self._current = memory_state.detach()
+        log.debug("memory state: (layers, batch, hidden) = %s", tuple(memory_state.shape))
 
     def get_current(self) -> Tensor | None:
         """The memory before the next step; None before the first `update`."""

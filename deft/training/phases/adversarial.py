@@ -210,7 +210,7 @@ class AdversarialTrainer(WorldModelTrainer):
             episodes = [*newer, *older, *wandered]
             batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
             found.append({**self.train_chunks(batch), **self.reward.learn(batch)})
-            self.shown_episode = batch
+            self.shown_episodes = batch
         self.policy.eval()
         return {name: sum(float(one[name]) for one in found) / len(found) for name in found[0]}
 

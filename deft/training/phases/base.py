@@ -90,7 +90,7 @@ class BaseRLTrainer(ABC):
         self._log_state: dict[str, Any] | None = None
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
-        self._saved_at: int | None = None  # the episode of the last checkpoint that is this run's
+        self._is_saved = False  # whether a checkpoint of this run holds all that it has learned
         self._started = time.monotonic()
         self.ends_with: RunError | None = None  # what a round found, after which the run must not go on
 
@@ -129,11 +129,11 @@ class BaseRLTrainer(ABC):
             config.tokenizer_weights = model.tokenizer_weights
         return config
 
-    def write_sample(self, path: Path) -> None:  # noqa: B027 (a phase may have none)
-        """A picture of what the policy does now (`samples/episode_n.png`)."""
+    def write_sample(self, path: Path, row: int) -> None:  # noqa: B027 (a phase may have none)
+        """Draw an episode of the last round (`samples/episode_n.png`)."""
 
-    def write_video(self, path: Path) -> None:  # noqa: B027
-        """A video of what the policy does now (`videos/episode_n.mp4`)."""
+    def write_video(self, path: Path, row: int) -> None:  # noqa: B027
+        """Write a video of an episode of the last round (`videos/episode_n.mp4`)."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the phase needs beside policy and optimizer to go on."""
@@ -207,7 +207,7 @@ class BaseRLTrainer(ABC):
                     self._round(run_log)
                     if self.ends_with is not None:
                         raise self.ends_with
-                if (self.processes.is_first or self.is_sharded) and self._saved_at != self.episode:
+                if (self.processes.is_first or self.is_sharded) and not self._is_saved:
                     self.save()
             except BaseException as error:
                 self._save_after_failure(error)
@@ -237,6 +237,7 @@ class BaseRLTrainer(ABC):
         self._threads.begin()
         count, metrics = self.train_round()
         self.episode += count
+        self._is_saved = False
         self._threads.tick(count)
         self.elapsed = self.processes.share(time.monotonic() - self._started)
         self._set_learning_rate()
@@ -255,10 +256,10 @@ class BaseRLTrainer(ABC):
             if not self.is_sharded:
                 self._check_finite()
             run_log.log_metrics(number, self._last_metrics)
-        if crossed(previous, number, settings.sample_save_every) and not self.is_sharded:
-            self.write_sample(self.run_dir / "samples" / f"episode_{number}.png")
-        if crossed(previous, number, settings.video_save_every) and not self.is_sharded:
-            self.write_video(self.run_dir / "videos" / f"episode_{number}.mp4")
+        for row, shown_as in self._due(previous, settings.sample_save_every):
+            self.write_sample(self.run_dir / "samples" / f"episode_{shown_as}.png", row)
+        for row, shown_as in self._due(previous, settings.video_save_every):
+            self.write_video(self.run_dir / "videos" / f"episode_{shown_as}.mp4", row)
         if is_saved:
             self.save()
             if self.ends_with is None:  # else those before are the good ones
@@ -269,6 +270,16 @@ class BaseRLTrainer(ABC):
             name: self._last_metrics[f"train/{name}"] for name in self.shown if f"train/{name}" in self._last_metrics
         }
         run_log.progress(number, **shown)
+
+    def _due(self, previous: int, interval: int) -> list[tuple[int, int]]:
+        """Rows of this process's last batch, and the numbers of their episodes that are multiples of `interval`.
+
+        The batches of all processes are numbered together: row i of the first is one of `count` numbers.
+        """
+        if not interval or self.is_sharded:
+            return []
+        numbers = range(previous + interval - previous % interval, self.episode + 1, interval)
+        return list({(number - previous - 1) // self.processes.count: number for number in numbers}.items())
 
     shown: ClassVar[tuple[str, ...]] = ("loss",)  # metrics in the progress bar
 
@@ -327,7 +338,7 @@ class BaseRLTrainer(ABC):
             self.write_beside(folder)
 
         if path is None:
-            self._saved_at = self.episode
+            self._is_saved = True
         place = self.run_dir if path is None else Path(path).parent
         if not self.processes.is_first:
             return place
@@ -373,7 +384,7 @@ class BaseRLTrainer(ABC):
             self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
             self._set_learning_rate()  # a resumed run may be told another one
         if folder.resolve() == (self.run_dir / f"checkpoint-{self.episode}").resolve():
-            self._saved_at = self.episode
+            self._is_saved = True
         self._log_state, self._random_state = state["log"], state["random"]
         self.load_state_dict(state["state"])
 
@@ -385,7 +396,7 @@ class BaseRLTrainer(ABC):
             )
 
     def _save_after_failure(self, error: BaseException) -> None:
-        if not self.processes.is_first or not self.num_updates or self._saved_at == self.episode:
+        if not self.processes.is_first or not self.num_updates or self._is_saved:
             return
         if self.is_sharded:
             log.warning(sharding.NOT_SAVED)

@@ -13,6 +13,7 @@ from the seed and their number, so a run that is resumed goes on bit for bit.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ from deft.training.phases.rewards import Measures
 from deft.training.processes import Processes
 from deft.training.seeds import process_seed
 
+log = logging.getLogger(__name__)
 STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass
 Observation = dict[str, np.ndarray]
 
@@ -144,6 +146,14 @@ class ExplorerRollouts:
         `act` in the place of the explorer's own method: what it says is done in full, whatever `action_scale` is.
         """
         rounds = [self._round(act, version) for _ in range(self.num_rounds)]
+        if log.isEnabledFor(logging.DEBUG):  # reading the values waits for the device
+            last = rounds[-1].remembered[-1]
+            size = float(last.abs().mean())
+            log.debug(
+                "memory state of the explorer: zeros at first, then (batch, hidden) = %s, mean |m| %.4f",
+                tuple(last.shape),
+                size,
+            )
         width = self.env.num_envs
         places = [(start, column + width * number) for number, one in enumerate(rounds) for start, column in one.places]
         return Collected(

@@ -75,7 +75,7 @@ class StudentTrainer(BaseRLTrainer):
         settings = config.student.explorer
         self.reward = StudentReward(config.student.rewards, self.processes.merge_statistics)
         self.ppo = ExplorerPPO.of_run(self.explorer, settings, config.training.seed, self.processes)
-        self._shown_episode: EpisodeBatch | None = None
+        self._shown_episodes: EpisodeBatch | None = None
 
     def train(self) -> dict[str, Any]:
         """Train, and draw the curves: `plots/rewards.png`."""
@@ -92,7 +92,7 @@ class StudentTrainer(BaseRLTrainer):
         with autocast(self.device, self.autocast_dtype):
             measures = measure(self.teacher, found)
         found.pay(*self.reward(measures))
-        self._shown_episode = found.batch(self.teacher) if self.processes.is_first else None
+        self._shown_episodes = found.batch(self.teacher) if self.processes.is_first else None
         metrics = self.ppo.update(iter([found.rollout]))
         self.num_updates = self.ppo.version
         return self.rollouts.num_episodes * self.processes.count, {
@@ -135,15 +135,15 @@ class StudentTrainer(BaseRLTrainer):
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
         return self.explorer.f1
 
-    def write_sample(self, path: Path) -> None:
-        """Truth, prediction and error of some frames of the explorer's last episode."""
-        if self._shown_episode is not None:
-            draw_sample(foresee_episode(self.teacher, self._shown_episode), path)
+    def write_sample(self, path: Path, row: int) -> None:
+        """Truth, prediction and error of some frames of an episode of the last rollout."""
+        if self._shown_episodes is not None:
+            draw_sample(foresee_episode(self.teacher, self._shown_episodes, row), path)
 
-    def write_video(self, path: Path) -> None:
-        """Head, true wrist and foreseen wrist of that episode."""
-        if self._shown_episode is not None:
-            film_foresight(foresee_episode(self.teacher, self._shown_episode), path)
+    def write_video(self, path: Path, row: int) -> None:
+        """Head, true wrist and predicted wrist of that episode."""
+        if self._shown_episodes is not None:
+            film_foresight(foresee_episode(self.teacher, self._shown_episodes, row), path)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -104,10 +104,10 @@ class TeacherTrainer(WorldModelTrainer):
     def train_round(self) -> tuple[int, Metrics]:
         """Train on `batch_size` episodes, new ones before those that were trained on already."""
         self._gather()
-        config = self.policy.config
+        config, num_new = self.policy.config, self.buffer.num_unseen
         places = self.buffer.draw(self.training.batch_size, self.generator)
         batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
-        self.shown_episode = batch
+        self.shown_episodes = batch
         hides_head = bool(self.training.head_dropout) and self._drops_head()
         if hides_head:
             batch = batch.without_head()
@@ -124,7 +124,11 @@ class TeacherTrainer(WorldModelTrainer):
         else:
             metrics = self._train_random(batch, hides_head)
         metrics |= {"collect/episodes": self.num_taken, "collect/new": self.buffer.num_unseen}
-        return len(places) * self.processes.count, metrics
+        # Episodes that are trained on again are not counted, unless all come from a recording.
+        count = len(places) if self.training.dataset is not None else min(num_new, len(places))
+        if self.processes.count > 1:
+            count = round(self.processes.total(count, self.device))
+        return count, metrics
 
     @property
     def _is_new(self) -> bool:

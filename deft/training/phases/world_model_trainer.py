@@ -6,6 +6,7 @@ A round's episodes stand side by side (`EpisodeBatch`); each phase gets them fro
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -25,6 +26,7 @@ from deft.models.f1.policy import F1Policy
 from deft.training.phases.base import BaseRLTrainer, Metrics
 from deft.training.precision import autocast
 
+log = logging.getLogger(__name__)
 CODED_TOGETHER = 256  # frames
 TRUST_RATE = 10.0  # times the learning rate of the rest
 Update: TypeAlias = Callable[[dict[str, Tensor], Tensor | None, float], tuple[dict[str, Tensor], Tensor]]
@@ -33,7 +35,7 @@ Update: TypeAlias = Callable[[dict[str, Tensor], Tensor | None, float], tuple[di
 class WorldModelTrainer(BaseRLTrainer):
     """Trains the policy's world model on episodes."""
 
-    shown_episode: EpisodeBatch | None = None  # of the last round: its first is drawn and filmed
+    shown_episodes: EpisodeBatch | None = None  # of the last round
 
     def train_chunks(self, batch: EpisodeBatch, update: Update | None = None) -> Metrics:
         """In order: memory of zeros at the first frame, carried from chunk to chunk without its gradient.
@@ -62,6 +64,10 @@ class WorldModelTrainer(BaseRLTrainer):
                 memory.update(after)
             if not is_spare:
                 sums.add({**scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(chunk)}, step_count(chunk))
+        last = memory.get_current()
+        if last is not None and log.isEnabledFor(logging.DEBUG):  # reading the values waits for the device
+            sizes = (float(last.abs().mean()), float(last.abs().max()))
+            log.debug("memory state after the last chunk: mean |m| %.4f, largest %.4f", *sizes)
         return sums.means() | {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def update_on(
@@ -148,15 +154,15 @@ class WorldModelTrainer(BaseRLTrainer):
             optimizer.add_param_group({"params": trusted, "lr": rate, "weight_decay": 0.0})
         return optimizer
 
-    def write_sample(self, path: Path) -> None:
-        """Truth, prediction and error of some frames of the first episode of the last round."""
-        if self.shown_episode is not None:
-            draw_sample(foresee_episode(self.policy, self.shown_episode), path)
+    def write_sample(self, path: Path, row: int) -> None:
+        """Truth, prediction and error of some frames of an episode of the last round."""
+        if self.shown_episodes is not None:
+            draw_sample(foresee_episode(self.policy, self.shown_episodes, row), path)
 
-    def write_video(self, path: Path) -> None:
+    def write_video(self, path: Path, row: int) -> None:
         """Head, true wrist and predicted wrist of that episode."""
-        if self.shown_episode is not None:
-            film_foresight(foresee_episode(self.policy, self.shown_episode), path)
+        if self.shown_episodes is not None:
+            film_foresight(foresee_episode(self.policy, self.shown_episodes, row), path)
 
 
 @torch.no_grad()
