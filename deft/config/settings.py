@@ -296,7 +296,7 @@ class RunSettings:
     """What every run has, whatever it trains on."""
 
     output_dir: str | None = None
-    """The run folder; by default `outputs/<algorithm>-<env or dataset>-<time>`."""
+    """The run directory; by default `<algorithm>-<env or dataset>-<time>` in `$OUTPUT_BASE`, else in `outputs`."""
     seed: Seed = 0
     """One seed, one result."""
     device: str = "auto"
