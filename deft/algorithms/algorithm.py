@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from deft.algorithms.auxiliary import Auxiliary
 from deft.algorithms.optimization import FlatAdam, FusedAdam
 from deft.config.algorithm_settings import AlgorithmSettings
+from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
+from deft.models.targets import soft_update
 
 Metrics: TypeAlias = dict[str, Tensor]
 
@@ -65,6 +68,29 @@ class Algorithm:
             optimizer = part.optimizer if isinstance(part, Auxiliary) else part
             if isinstance(optimizer, FlatAdam | FusedAdam):
                 optimizer.average = processes.average
+
+    @torch.no_grad()
+    def observe(self, parts: Iterable[Any]) -> None:
+        """Take observations into the normalisation of the policy, and of every copy of it that the algorithm holds."""
+        for part in parts:
+            self.policy.observe(part)
+        if self.processes is not None:
+            self.processes.merge_statistics(self.policy)
+        self._copy_statistics()
+
+    def _copy_statistics(self) -> None:
+        """Give every copy of the policy the policy's statistics."""
+        for copied in self._copies():
+            soft_update(copied, self.policy, 0.0)
+
+    def _copies(self) -> Iterator[Policy]:
+        """Targets, anchors and references: the policies beside the one that is trained."""
+        return (part for part in vars(self).values() if isinstance(part, Policy) and part is not self.policy)
+
+    def _complete_copies(self) -> None:
+        """Give the statistics to copies that a checkpoint holds without them, as earlier versions wrote it."""
+        if has_seen_data(self.policy) and not all(has_seen_data(copied) for copied in self._copies()):
+            self._copy_statistics()
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """Learn from as many batches as it needs; the metrics stay tensors until they are logged."""

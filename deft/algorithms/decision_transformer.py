@@ -95,8 +95,7 @@ class DecisionTransformer(OfflineAlgorithm):
             )
         targets = self.settings.target_return
         if fresh:
-            for block in sampler.observations():
-                self.policy.observe({schema.OBSERVATION: block})
+            self.observe({schema.OBSERVATION: block} for block in sampler.observations())
             returns = dataset.episode_returns()
             scale = self.settings.return_scale or return_scale(returns)
             self.policy.set_data(scale, targets[0] if targets else float(returns.max()), longest)

@@ -23,7 +23,7 @@ from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
-from deft.models.targets import frozen_copy
+from deft.models.targets import frozen_copy, soft_update
 
 log = logging.getLogger(__name__)
 REFERENCE_LOG_PROB = "reference_log_prob"
@@ -83,14 +83,10 @@ class GRPO(Algorithm):
         observed = [rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]] for rollout in rounds]
         if self.auxiliary is not None:
             metrics |= self.auxiliary.update(self._as_many(torch.cat(observed)), self.generator, self.progress)
-        with torch.no_grad():
-            for part in observed:
-                self.policy.observe(part.to(self.device))
-            if self.processes is not None:
-                self.processes.merge_statistics(self.policy)
+        self.observe(part.to(self.device) for part in observed)
         interval = self.settings.reference_update_interval
         if self.reference is not None and interval is not None and self.version % interval == 0:
-            self.reference.load_state_dict(self.policy.state_dict())
+            soft_update(self.reference, self.policy, 1.0)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,6 +116,7 @@ class GRPO(Algorithm):
             self.reference.load_state_dict(self.policy.state_dict())
         else:
             self.reference.load_state_dict(state["reference"])
+            self._complete_copies()
 
     # -- advantages ----------------------------------------------------------------------------------------------------
 

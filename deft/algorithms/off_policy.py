@@ -98,9 +98,9 @@ class ActorAlgorithm(OfflineAlgorithm):
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Fit the observation normalisation to the dataset."""
         if fresh:
-            for block in sampler.observations():
-                self.policy.observe({schema.OBSERVATION: block})
+            self.observe({schema.OBSERVATION: block} for block in sampler.observations())
             self.policy.settle()
+            self._copy_statistics()
 
     def schedule(self) -> None:
         """The policy's step size, where the settings let it fall."""
@@ -124,6 +124,7 @@ class ActorAlgorithm(OfflineAlgorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; refuses what does not fit."""
         self._load_parts(state, self._parts())
+        self._complete_copies()
         self.version = state["version"]
 
     def _load_parts(self, state: dict[str, Any], names: Iterable[str]) -> None:

@@ -79,10 +79,7 @@ class PPO(Algorithm):
         if self.auxiliary is not None:
             rows = rollout.select(schema.OBSERVATION).flatten(0, 1)
             metrics |= self.auxiliary.update(rows, self.generator, self.progress)
-        with torch.no_grad():
-            self.policy.observe(rollout)
-            if self.processes is not None:
-                self.processes.merge_statistics(self.policy)
+        self.observe([rollout])
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

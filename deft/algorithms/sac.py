@@ -174,3 +174,4 @@ class SAC(SoftPolicy):
         if state.get("anchor") is None:
             log.warning("anchor_coef was 0 until now: the anchor is the policy of this checkpoint")
         self.anchor.load_state_dict(state.get("anchor") or self.policy.state_dict())
+        self._complete_copies()

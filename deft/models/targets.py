@@ -1,4 +1,7 @@
-"""Copies of networks that are not trained: references, and targets that follow the trained ones slowly."""
+"""Copies of networks that are not trained: references, and targets that follow the trained ones slowly.
+
+`frozen_copy` makes one, `soft_update` moves it. Both copy buffers, such as normalisation statistics, as they are.
+"""
 
 from __future__ import annotations
 
@@ -22,5 +25,9 @@ def frozen_copy(network: Network) -> Network:
 
 @torch.no_grad()
 def soft_update(target: nn.Module, source: nn.Module, tau: float) -> None:
-    """target ← (1 − τ) target + τ source."""
-    torch._foreach_lerp_(list(target.parameters()), list(source.parameters()), tau)
+    """Parameters: target ← (1 − τ) target + τ source. Buffers: target ← source, so τ = 0 copies these alone."""
+    if tau:
+        torch._foreach_lerp_(list(target.parameters()), list(source.parameters()), tau)
+    buffers = list(target.buffers())
+    if buffers:
+        torch._foreach_copy_(buffers, list(source.buffers()))

@@ -116,10 +116,7 @@ class ReplayCollection(Collection):
         if self._num_env_steps < self.settings.learning_starts or not len(self.buffer):
             return
         if self.algorithm.version == 0 and not has_seen_data(self.algorithm.policy):
-            for block in self.buffer.observations():
-                self.algorithm.policy.observe({schema.OBSERVATION: block})
-            if self.algorithm.processes is not None:
-                self.algorithm.processes.merge_statistics(self.algorithm.policy)
+            self.algorithm.observe({schema.OBSERVATION: block} for block in self.buffer.observations())
         self._due += collected * self.settings.updates_per_step
 
     def sample(self, batch_size: int) -> Batch:

@@ -452,17 +452,11 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         yield from self.value_head.parameters()
 
     def observe(self, observations: TensorDictBase | Mapping[str, Tensor]) -> None:
-        """Take observations into the normalisation of proprioception and places, until it has seen enough."""
+        """Take observations into the normalisation of proprioception and places, `ENOUGH_OBSERVED` at most."""
         if self.proprio_key is not None and self.proprio.count < ENOUGH_OBSERVED:
             self.proprio.observe(observations[self.proprio_key].float())
         if self.places_key is not None and self.places_scale.count < ENOUGH_OBSERVED:
             self.places_scale.observe(self._labels(observations))
-
-    def settle(self) -> None:
-        """That was enough: a policy that was trained on demonstrations is not to see its own body otherwise later."""
-        for part in self.modules():
-            if isinstance(part, RunningNormalizer) and part.count > 0:
-                part.count.clamp_(min=ENOUGH_OBSERVED)
 
     def sample_many(self, observations: TensorDictBase, count: int) -> tuple[Tensor, Tensor]:
         """`count` draws an observation, [count, B, …], with gradient, and their log-densities [count, B]; one pass."""
