@@ -22,6 +22,7 @@ from deft.algorithms.ppo import approximate_kl
 from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
 from deft.errors import InputError, RunError
+from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy, soft_update
 
@@ -49,6 +50,7 @@ class GRPO(Algorithm):
         self.policy = policy
         self.settings = settings or GRPOSettings()
         self.device = next(policy.parameters()).device
+        freeze_statistics(policy)
         self._log_prob = "token_log_prob" if self.settings.ratio == "token" else "log_prob"
         policy.reports_tokens = self.settings.ratio == "token"  # and so does the reference, a copy of it
         self.reference: Policy | None = frozen_copy(policy) if self.settings.kl_coef else None
@@ -96,6 +98,7 @@ class GRPO(Algorithm):
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "version": self.version,
+            "frozen_statistics": frozen_statistics(self.policy),
             "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
             "reference": reference and {name: value.cpu() for name, value in reference.items()},
         }
@@ -107,6 +110,7 @@ class GRPO(Algorithm):
         self.optimizer.learning_rate = self.settings.learning_rate  # the settings' rate holds, also where they changed
         self.generator.set_state(state["generator"])
         self.version = state["version"]
+        restore_frozen_statistics(self.policy, state.get("frozen_statistics", ()))  # earlier versions froze none
         if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state["auxiliary"])
         if self.reference is None:

@@ -23,6 +23,7 @@ from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.algorithms.sharded_optimization import ShardedFlatAdam
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError, RunError
+from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
 from deft.models.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class PPO(Algorithm):
         self.policy = policy
         self.settings = settings or PPOSettings()
         self.device = next(policy.parameters()).device
+        freeze_statistics(policy)
         self.auxiliary = make_auxiliary(policy, self.settings)  # before the optimizer, which leaves its parameters out
         self.optimizer = self._make_optimizer()
         self.generator = torch.Generator().manual_seed(seed)
@@ -88,6 +90,7 @@ class PPO(Algorithm):
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "version": self.version,
+            "frozen_statistics": frozen_statistics(self.policy),
             "running_return": self.running_return,
             "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
         }
@@ -100,6 +103,7 @@ class PPO(Algorithm):
             self.optimizer.learning_rate = self.settings.learning_rate
         self.generator.set_state(state["generator"])
         self.version = state["version"]
+        restore_frozen_statistics(self.policy, state.get("frozen_statistics", ()))  # earlier versions froze none
         self.running_return = state["running_return"]
         if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state["auxiliary"])

@@ -5,12 +5,17 @@ They change only between updates (`Policy.observe`), so that acting and scoring 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor, nn
 
 
 class RunningNormalizer(nn.Module):
-    """x ↦ clip((x − mean) / √(var + ε)), with mean and variance over all that was observed."""
+    """x ↦ clip((x − mean) / √(var + ε)), with mean and variance over all that was observed.
+
+    While `frozen`, `observe` changes nothing.
+    """
 
     mean: Tensor
     variance: Tensor
@@ -20,7 +25,7 @@ class RunningNormalizer(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], clip: float = 10.0, epsilon: float = 1e-8) -> None:
         super().__init__()
-        self.clip, self.epsilon = clip, epsilon
+        self.clip, self.epsilon, self.frozen = clip, epsilon, False
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -38,7 +43,9 @@ class RunningNormalizer(nn.Module):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Merge a batch [..., *shape] into the statistics (Chan's parallel update)."""
+        """Merge a batch [..., *shape] into the statistics (Chan's parallel update), unless they are frozen."""
+        if self.frozen:
+            return
         rows = x.reshape(-1, *self.mean.shape).to(self.mean)
         batch_count = rows.shape[0]
         total = self.count + batch_count
@@ -76,6 +83,35 @@ class RewardNormalizer(nn.Module):
         self.statistics.observe(discounted_return)
 
 
+def normalizers(module: nn.Module) -> Iterator[tuple[str, RunningNormalizer]]:
+    """The running statistics in a module, by name."""
+    for name, part in module.named_modules():
+        if isinstance(part, RunningNormalizer):
+            yield name, part
+
+
 def has_seen_data(module: nn.Module) -> bool:
     """Whether a policy comes with the normalisation that it was trained with."""
-    return any(bool(part.count > 0) for part in module.modules() if isinstance(part, RunningNormalizer))
+    return any(bool(part.count > 0) for _, part in normalizers(module))
+
+
+def freeze_statistics(policy: nn.Module) -> None:
+    """Freeze the observation statistics of a policy that has any: it was trained with them.
+
+    Those of rewards keep following: no action depends on them.
+    """
+    rewards = {id(part.statistics) for part in policy.modules() if isinstance(part, RewardNormalizer)}
+    for _, part in normalizers(policy):
+        part.frozen = part.frozen or (id(part) not in rewards and bool(part.count > 0))
+
+
+def frozen_statistics(policy: nn.Module) -> list[str]:
+    """Names of the normalisers that are frozen, for a checkpoint."""
+    return [name for name, part in normalizers(policy) if part.frozen]
+
+
+def restore_frozen_statistics(policy: nn.Module, names: Iterable[str]) -> None:
+    """Freeze the named normalisers, and no others."""
+    frozen = set(names)
+    for name, part in normalizers(policy):
+        part.frozen = name in frozen

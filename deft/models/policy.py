@@ -84,4 +84,8 @@ class Policy(nn.Module):
         """Take a rollout's observations into the running statistics. Called after the update, never during it."""
 
     def settle(self) -> None:
-        """What was observed is a whole dataset: a policy that is trained on it may keep its statistics for good."""
+        """Keep the statistics observed so far for good; do nothing without any.
+
+        Called after a dataset was observed and after the weights of a trained policy were loaded. The statistics of a
+        `RunningNormalizer` need nothing here: the algorithm that trains the policy next freezes them.
+        """

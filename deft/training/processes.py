@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from deft.machine import available_cores
-from deft.models.normalization import RunningNormalizer
+from deft.models.normalization import RunningNormalizer, normalizers
 
 # How long processes wait for each other, as for the first one's evaluation; a launcher ends them where one dies.
 PATIENCE = timedelta(hours=12)
@@ -126,17 +126,20 @@ class Processes:
     def remember_statistics(self, module: nn.Module) -> None:
         """That all processes have these statistics now: what each observes from here on is added to them."""
         if self.count > 1:
-            self._seen = {name: _sums(part) for name, part in _normalizers(module)}
+            self._seen = {name: _sums(part) for name, part in normalizers(module)}
 
     @torch.no_grad()
     def merge_statistics(self, module: nn.Module) -> None:
         """Give every process the running statistics over what all of them observed.
 
         A normaliser's sums (n, Σx, Σx²) are those that all had after the last merge, plus what each has added since.
+        Frozen statistics are equal in all processes, and stay bit for bit.
         """
         if self.count == 1:
             return
-        for name, part in _normalizers(module):
+        for name, part in normalizers(module):
+            if part.frozen:
+                continue
             sums = _sums(part)
             before = self._seen.get(name, torch.zeros_like(sums))
             sums = before + self.sum((sums - before).to(self._device)).to(before)
@@ -186,12 +189,6 @@ class SilentLogger(contextlib.AbstractContextManager):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing."""
-
-
-def _normalizers(module: nn.Module) -> Iterator[tuple[str, RunningNormalizer]]:
-    for name, part in module.named_modules():
-        if isinstance(part, RunningNormalizer):
-            yield name, part
 
 
 def _sums(part: RunningNormalizer) -> Tensor:

@@ -119,6 +119,7 @@ def build_trainer(
         policy.to("cpu" if shards else device)  # which may not hold all of it
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
+            policy.settle()
         _check_fits(policy, vector_env, config.algorithm.name)
         acting = sharding.shard_policy(policy, processes, device) if shards else None
         algorithm = kind(policy, config.algorithm.cfg, seed=process_seed(config.seed, processes.rank))

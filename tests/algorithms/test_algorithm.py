@@ -1,5 +1,8 @@
-"""What holds for every algorithm: which loss trains a shared encoder."""
+"""What holds for every algorithm: which loss trains a shared encoder, what copies of a policy see, which statistics
+change."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,15 @@ from deft.algorithms.ppo import PPO
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
-from deft.config.algorithm_settings import GRPOSettings, PPOSettings, SFTSettings
-from deft.config.settings import ActorConfig
+from deft.config.algorithm_settings import GRPOSettings, PPOSettings, SACSettings, SFTSettings
+from deft.config.settings import ActorConfig, PolicyConfig
 from deft.models.actor import Actor
+from deft.models.actor_critic import ActorCritic
+from deft.models.normalization import normalizers
+from deft.models.vla.actor import VLAActor
+from deft.models.vla.gpt import GPTVLAModel
+from deft.models.vla.policy import VLAPolicy
+from deft.models.vla.tiny import TinyVLAModel
 
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
 SIDE = 16
@@ -59,11 +68,11 @@ def transitions(count: int = 8) -> dict[Any, Any]:
 
 
 @torch.no_grad()
-def played(policy: Any, steps: int = 4, num_envs: int = 4) -> TensorDict:
-    """A rollout [T, N] that the policy acted, in groups of two for GRPO."""
+def played(policy: Any, look: Callable[[int], TensorDict] = seen, steps: int = 4, num_envs: int = 4) -> TensorDict:
+    """A rollout [T, N] that the policy acted on random observations."""
     rows = []
     for _ in range(steps):
-        td = policy.act(TensorDict({schema.OBSERVATION: seen(num_envs)}, [num_envs]))
+        td = policy.act(TensorDict({schema.OBSERVATION: look(num_envs)}, [num_envs]))
         td[schema.NEXT_REWARD], td[schema.NEXT_VALUE] = torch.rand(num_envs), torch.rand(num_envs)
         for key in (schema.NEXT_TERMINATED, schema.NEXT_TRUNCATED):
             td[key] = torch.zeros(num_envs, dtype=torch.bool)
@@ -155,3 +164,141 @@ def test_sft_learns_to_see():
     with torch.no_grad():
         error = (policy.mean(policy.encode(images))[0] - 0.8 * place).square().mean()
     assert float(error) < 0.01
+
+
+# -- copies of the policy ----------------------------------------------------------------------------------------------
+
+ROBOT = spaces.Dict({**STREAMS.spaces, "proprio": spaces.Box(-99, 99, (3,), np.float32)})
+KEYS: dict[str, Any] = {"image_keys": ["camera"], "image_size": SIDE, "proprio_dim": 3, "action_dim": 2}
+
+
+def felt(count: int) -> TensorDict:
+    """Random observations of `ROBOT`, with a proprioception that is far from 0."""
+    return seen(count).set("proprio", 20.0 * torch.randn(count, 3) + 50.0)
+
+
+def make_robot_policy(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = ActorConfig(hidden_dim=16, encoder_dim=16)
+    if kind == "actor-critic":
+        return ActorCritic(ROBOT, ACTIONS, PolicyConfig(hidden_sizes=[16], encoder_dim=16))
+    if kind == "vla-policy":
+        return VLAPolicy(TinyVLAModel(**KEYS, chunk_length=1, width=16, proprio_key="proprio"))
+    if kind == "actor":
+        return Actor(ROBOT, ACTIONS, config, "tanh_gaussian")
+    if kind == "vla-tiny":
+        model: Any = TinyVLAModel(**KEYS, chunk_length=1, width=16, proprio_key="proprio")
+    else:
+        model = GPTVLAModel(**KEYS)
+    return VLAActor(model, ROBOT, ACTIONS, config)
+
+
+WITH_COPIES: dict[str, Any] = {
+    "target_policy": TD3BC,
+    "anchor": lambda policy: SAC(policy, SACSettings(anchor_coef=1.0)),
+    "reference": lambda policy: GRPO(policy, GRPOSettings(group_size=2, kl_coef=0.1)),
+}
+
+
+def fit(algorithm: Any) -> None:
+    """Fit the statistics as training does: to a dataset, to the first steps, or after an update."""
+    if isinstance(algorithm, GRPO):
+        rollout = played(algorithm.policy, felt)
+        rollout[schema.NEXT_REWARD] = torch.zeros(4, 4)  # groups without a spread: no gradient step
+        algorithm.update(iter([rollout]))
+    elif isinstance(algorithm, SAC):
+        algorithm.observe({schema.OBSERVATION: felt(16)} for _ in range(2))
+    else:
+        algorithm.prepare(None, SimpleNamespace(observations=lambda: iter([felt(16)])), fresh=True)
+
+
+@pytest.mark.parametrize("kind", ["actor", "vla-tiny", "gpt-vla"])
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_a_copy_normalises_as_the_policy_does_also_where_it_was_made_before(name, kind):
+    policy = make_robot_policy(kind)
+    algorithm = WITH_COPIES[name](policy)
+    (copied,) = algorithm._copies()
+    assert copied is getattr(algorithm, name)
+    rows = TensorDict({schema.OBSERVATION: felt(8)}, [8])
+    fit(algorithm)
+    own = dict(policy.named_buffers())
+    assert any(float(value) > 0 for key, value in own.items() if key.endswith("count"))
+    for key, value in copied.named_buffers():
+        assert torch.equal(value, own[key]), key
+    # The weights are the same, so the actions are, but for rounding: matrices lie elsewhere in memory.
+    with torch.no_grad():
+        actions = [one.act(rows.clone(), deterministic=True)[schema.ACTION] for one in (policy, copied)]
+    torch.testing.assert_close(*actions, rtol=0, atol=1e-6)
+
+
+# -- statistics of a policy that is trained further --------------------------------------------------------------------
+
+POLICIES = ["actor", "actor-critic", "vla-tiny", "vla-policy"]
+
+
+def elsewhere(count: int) -> TensorDict:
+    """Observations of `ROBOT` in another place than `felt`."""
+    return seen(count).set("proprio", torch.randn(count, 3) + 90.0)
+
+
+def make_online(kind: Any, policy: Any, learning_rate: float = 1e-3) -> Any:
+    if kind is PPO:
+        return PPO(policy, PPOSettings(learning_rate=learning_rate, batch_size=16))
+    return GRPO(policy, GRPOSettings(learning_rate=learning_rate, batch_size=16, group_size=2))
+
+
+def statistics(policy: Any) -> dict[str, Tensor]:
+    """All buffers of the normalisers of observations."""
+    return {
+        f"{name}.{key}": value.clone()
+        for name, part in normalizers(policy)
+        if not name.startswith("reward_normalizer")
+        for key, value in part.named_buffers()
+    }
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("kind", [PPO, GRPO])
+def test_a_trained_policy_keeps_its_statistics_and_moves_by_its_gradient_alone(kind, name):
+    policy = make_robot_policy(name)
+    policy.observe({schema.OBSERVATION: felt(64)})  # as `prepare` does with a dataset, or a run before did
+    before = statistics(policy)
+    algorithm = make_online(kind, policy, learning_rate=1e-12)  # weights do not move, so nothing may
+    rollout = played(policy, elsewhere)
+    metrics = algorithm.update(iter([rollout]))
+    assert_equal(statistics(policy), before)
+    with torch.no_grad():
+        after = policy.evaluate_actions(rollout.flatten(0, 1))["log_prob"]
+    torch.testing.assert_close(after, rollout[schema.LOG_PROB].flatten(), rtol=0, atol=1e-4)
+    assert float(metrics["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("kind", [PPO, GRPO])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_resumed_run_treats_the_statistics_as_it_did_before(kind, name, trained):
+    policy = make_robot_policy(name)
+    if trained:
+        policy.observe({schema.OBSERVATION: felt(64)})
+    algorithm = make_online(kind, policy)
+    algorithm.update(iter([played(policy, elsewhere)]))
+    weights, state = policy.state_dict(), algorithm.state_dict()
+    assert all(
+        float(part) == (64 if trained else 16) for key, part in statistics(policy).items() if "count" in key and part
+    )
+    resumed = make_robot_policy(name)
+    again = make_online(kind, resumed)
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    before = statistics(resumed)
+    again.update(iter([played(resumed, elsewhere)]))
+    if trained:
+        assert_equal(statistics(resumed), before)
+    else:  # 16 more of each stream that it normalises
+        counts = {key: float(part) for key, part in statistics(resumed).items() if key.endswith("count") and part}
+        assert set(counts.values()) == {32.0}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from offline_worlds import TwoStep, two_step_dataset
+from offline_worlds import TwoStep, schema_row, small_actor, two_step_dataset
 
 from deft import CQLTrainer, IQLTrainer, OfflineRLConfig, PPOTrainer, RLConfig, SACTrainer, SFTTrainer, cli
 from deft.config.loading import load_config, resolve
@@ -254,6 +254,47 @@ def test_goes_on_with_a_checkpoint_that_was_saved_alone(tmp_path, name):
     assert trainer.policy.hidden_sizes == (16, 16)
     assert_equal(offline.policy.state_dict(), trainer.policy.state_dict())
     trainer.close()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "sac"])
+def test_the_statistics_of_the_dataset_stay_online_also_after_a_resume(tmp_path, algorithm):
+    offline = iql(tmp_path, SFTTrainer)
+    td = schema_row(torch.randn(4, 2))
+    cfg = {"batch_size": 8} | ({"learning_starts": 20} if algorithm == "sac" else {})
+    settings = {
+        "algorithm": {"name": algorithm, "cfg": cfg},
+        "env": {"id": TWO_STEP},
+        "model_path": str(offline.run_dir),
+        "trainer": {"eval_freq": 0, **({} if algorithm == "sac" else {"buffer_size": 16})},
+        "logging": QUIET,
+        "threads": 1,
+        "output_dir": str(tmp_path / "online"),
+    }
+    first = build_trainer(resolve(settings))
+    with torch.no_grad():
+        actions = [one.act(td.clone(), deterministic=True)["action"] for one in (offline.policy, first.policy)]
+    torch.testing.assert_close(*actions, rtol=0, atol=1e-6)
+    first.train(64)
+    first.close()
+    resumed = build_trainer(resolve({**settings, "auto_resume": True}))
+    resumed.train(128)
+    resumed.close()
+    assert resumed.num_timesteps >= 128
+    before = offline.policy.encoder.state_dict()
+    assert float(before["streams.observation.normalizer.count"]) > 0
+    for one in (first, resumed):
+        assert_equal(one.policy.encoder.state_dict(), before)
+
+
+def test_the_anchor_normalises_as_the_policy_whose_statistics_come_with_the_first_steps(tmp_path):
+    policy = small_actor(distribution="tanh_gaussian", action_space=Target().action_space)
+    cfg = {"anchor_coef": 0.1, "random_steps": 0, "learning_starts": 40}
+    trainer = build_trainer(config(tmp_path, cfg=cfg), policy=policy)
+    trainer.train(60)
+    trainer.close()
+    (own, anchored) = (one.encoder.streams["observation"].normalizer for one in (policy, trainer.algorithm.anchor))
+    assert float(own.count) == 40
+    assert_equal(own.state_dict(), anchored.state_dict())
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "sac"])

@@ -43,8 +43,10 @@ class VLAModelInterface(Protocol):
       `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
       `features`, so that one pass serves all. With `taught(observations) -> (features, loss [B] or None)` the
       features that they learn from may know more than those that it acts on (labels), and IQL adds the loss.
-    - `observe(observations)`: takes observations into a normalisation of the model's own, between updates;
-      `settle()`: they were a dataset's, all of them, and the normalisation may stay as it is.
+    - `observe(observations)`: takes observations into a normalisation of the model's own, between updates. Statistics
+      in a `deft.models.normalization.RunningNormalizer` are frozen when a trained model is trained further; a model
+      with statistics of another kind does that in `settle()`, which is called after a dataset was observed and after
+      weights were loaded with `model_path`.
     - `gathered_layers() -> [nn.Module]`: layers that are called as modules, whose weights FSDP gathers one at a time.
     - `chunk_length`, `action_dim`: attributes, checked against what the policy is told.
     """

@@ -183,7 +183,7 @@ class VLAPolicy(ActionScale):
             self.model.observe(td[schema.OBSERVATION])
 
     def settle(self) -> None:
-        """Likewise (`settle`)."""
+        """Likewise, to a model that has the method `settle`."""
         if callable(getattr(self.model, "settle", None)):
             self.model.settle()
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from deft import schema
 from deft.errors import InputError
+from deft.models.normalization import freeze_statistics
 from deft.models.vla.heads import ROUNDING
 from deft.models.vla.loading import load_vla_model
 from deft.models.vla.policy import VLAPolicy
@@ -220,11 +221,11 @@ def test_the_body_is_normalised_by_what_was_seen_first(monkeypatch):
     assert float(model.proprio.count) == 8
 
 
-def test_a_dataset_settles_the_normalisation_however_small_it_is():
+def test_frozen_statistics_stay_however_few_observations_they_are_of():
     model, body = tiny(places_key="places", places_dim=2), torch.randn(4, 4)
-    model.settle()  # nothing was observed, so nothing stays
+    freeze_statistics(model)  # nothing was observed, so nothing is frozen
     model.observe({"state": body, "places": body[:, :2]})
-    model.settle()
+    freeze_statistics(model)
     before = model.proprio(body), model.places_scale.mean.clone()
     model.observe({"state": body + 100, "places": body[:, :2] + 100})
     assert torch.equal(model.proprio(body), before[0])
