@@ -76,6 +76,8 @@ NEXT_REWARD_TERMS = (NEXT, REWARD_TERMS)
 # rollout's last step. Elsewhere 0. Rollouts of images then need not hold every observation twice.
 NEXT_VALUE = (NEXT, VALUE)
 
+CHANNELS = (1, 3, 4)  # of an image
+
 PER_STEP_SCALARS = (LOG_PROB, VALUE, POLICY_VERSION, NEXT_REWARD, NEXT_TERMINATED, NEXT_TRUNCATED, NEXT_VALUE)
 
 
@@ -86,6 +88,24 @@ def check_scalars(transition: TensorDictBase) -> None:
         value: Any = transition.get(key, None)
         if value is not None and tuple(value.shape) != batch_size:
             raise InputError(f"{key} has shape {tuple(value.shape)}; a per-step scalar must have {batch_size}")
+
+
+def has_channels_last(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether uint8 arrays of a shape are images [h, w, C], or histories [H, h, w, C], of 1, 3 or 4 channels.
+
+    Deft has all images with their channels first, [C, h, w] and [H, C, h, w]; environments and datasets turn theirs.
+    """
+    return len(shape) in (3, 4) and dtype == np.uint8 and shape[-1] in CHANNELS and shape[-3] not in CHANNELS
+
+
+def channels_first(images: np.ndarray) -> np.ndarray:
+    """Images […, h, w, C] as […, C, h, w], without a copy."""
+    return np.moveaxis(images, -1, -3)
+
+
+def channels_last(images: np.ndarray) -> np.ndarray:
+    """The inverse of `channels_first`."""
+    return np.moveaxis(images, -3, -1)
 
 
 def encode_text(text: str, length: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from deft.errors import InputError
-from deft.schema import decode_text, encode_text
+from deft.schema import channels_first, channels_last, decode_text, encode_text, has_channels_last
 
 READABLE = "Box, Discrete, MultiDiscrete, MultiBinary, Text, and Dict or Tuple of these"
 
@@ -86,7 +86,7 @@ class Stream:
     source: spaces.Space
     """The space of the values as they are recorded."""
     space: spaces.Space
-    """The space of a row in Deft: floats are float32, counting starts at 0, text is uint8."""
+    """The space of a row in Deft: floats are float32, counting starts at 0, text is uint8, channels come first."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,6 +98,8 @@ class Stream:
         if isinstance(self.source, spaces.Text):
             return np.stack([encode_text(text, self.shape[0]) for text in values])
         rows = np.asarray(values)
+        if self._has_channels_last and rows.ndim == 1 + len(self.shape):
+            rows = np.ascontiguousarray(channels_first(rows))
         if (start := self._start) is not None:
             rows = rows - start
         return rows.astype(self.space.dtype, copy=False)
@@ -106,9 +108,18 @@ class Stream:
         """The inverse of `to_rows`."""
         if isinstance(self.source, spaces.Text):
             return [decode_text(row) for row in rows]
+        rows = self.as_stored(rows)
         if (start := self._start) is not None:
             rows = rows + start
         return rows.astype(np.int8) if isinstance(self.source, spaces.MultiBinary) else rows
+
+    def as_stored(self, rows: np.ndarray) -> np.ndarray:
+        """Rows with the channels of images where the source has them."""
+        return channels_last(rows) if self._has_channels_last else rows
+
+    @property
+    def _has_channels_last(self) -> bool:
+        return isinstance(self.source, spaces.Box) and has_channels_last(self.source.shape, self.source.dtype)
 
     @property
     def _start(self) -> np.ndarray | None:
@@ -166,12 +177,13 @@ def _summary(space: spaces.Space) -> str:
 
 
 def recorded_space(space: spaces.Space) -> spaces.Space:
-    """An environment's space as its values are recorded: floats are float32."""
+    """An environment's space as its values are recorded: floats are float32, images as the environment has them."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: recorded_space(part) for name, part in space.spaces.items()})
     if isinstance(space, spaces.Tuple):
         return spaces.Tuple([recorded_space(part) for part in space.spaces])
-    return _row_space(space) if isinstance(space, spaces.Box) else space
+    is_float = isinstance(space, spaces.Box) and space.dtype.kind == "f"
+    return _row_space(space) if is_float else space
 
 
 def _leaves(space: spaces.Space, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -190,6 +202,8 @@ def _leaves(space: spaces.Space, path: tuple[str | int, ...] = ()) -> Iterator[t
 def _row_space(space: spaces.Space) -> spaces.Space:
     """The space of Deft's rows; the same as the vector environments make of it."""
     if isinstance(space, spaces.Box):
+        if has_channels_last(space.shape, space.dtype):
+            return spaces.Box(channels_first(space.low), channels_first(space.high), dtype=np.uint8)
         if space.dtype.kind != "f" or space.dtype == np.float32:
             return space
         with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite

@@ -21,7 +21,7 @@ from gymnasium import spaces
 from deft.config.validation import shown
 from deft.envs.state import decode, encode, restore_state, save_state, state_obstacle
 from deft.errors import DeftError, InputError, RunError
-from deft.schema import encode_text
+from deft.schema import channels_first, encode_text, has_channels_last
 
 MAX_TEXT = 2**16  # bytes of a text observation
 MAX_OBSERVATION = 2**28  # bytes of one observation
@@ -132,6 +132,19 @@ class _Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype
     encode: Callable[[Any], Any] | None
+    channels_last: bool = False
+    """Whether the environment's images have their channels last, and are turned."""
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Of the environment's values."""
+        return (*self.shape[:-3], *self.shape[-2:], self.shape[-3]) if self.channels_last else self.shape
+
+    def row(self, value: Any) -> Any:
+        """A value of the environment as a row."""
+        if self.channels_last:
+            return channels_first(np.asarray(value))
+        return value if self.encode is None else self.encode(value)
 
 
 def _called(name: str) -> str:
@@ -139,7 +152,10 @@ def _called(name: str) -> str:
 
 
 def _leaf(name: str, path: tuple[str, ...], space: spaces.Space) -> _Leaf:
-    """The array form of a space that is no Dict. Floats become float32; counting starts at 0."""
+    """The array form of a space that is no Dict. Floats become float32; counting starts at 0; channels come first."""
+    if isinstance(space, spaces.Box) and has_channels_last(space.shape, space.dtype):
+        turned = spaces.Box(channels_first(space.low), channels_first(space.high), dtype=np.uint8)
+        return _Leaf(name, path, turned, turned.shape, np.dtype(np.uint8), None, channels_last=True)
     if isinstance(space, spaces.Box):
         dtype = np.dtype(np.float32) if space.dtype.kind == "f" else np.dtype(space.dtype)
         if dtype != space.dtype:
@@ -189,7 +205,7 @@ class ObservationLayout:
     def __init__(self, space: spaces.Space) -> None:
         self._leaves = list(_leaves(space))
         self._is_single = not isinstance(space, spaces.Dict)
-        self._is_direct = self._is_single and self._leaves[0].encode is None
+        self._is_direct = self._is_single and self._leaves[0].encode is None and not self._leaves[0].channels_last
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self._leaves)
         if size > MAX_OBSERVATION:
             raise InputError(
@@ -217,7 +233,7 @@ class ObservationLayout:
             value, target = observation, arrays if isinstance(arrays, np.ndarray) else arrays[leaf.name]
             for name in leaf.path:
                 value = value[name]
-            _write_row(target, row, value if leaf.encode is None else leaf.encode(value))
+            _write_row(target, row, leaf.row(value))
 
     def write_batch(self, observations: Any, arrays: Observation, rows: np.ndarray) -> None:
         """Put a batch of observations, as a vector environment gives them, into the given rows."""
@@ -226,7 +242,8 @@ class ObservationLayout:
             for name in leaf.path:
                 values = values[name]
             if leaf.encode is None:
-                target[rows] = np.asarray(values).reshape(len(rows), *leaf.shape)
+                batch = np.asarray(values).reshape(len(rows), *leaf.source_shape)
+                target[rows] = channels_first(batch) if leaf.channels_last else batch
             else:
                 for row, value in zip(rows, values, strict=True):
                     target[row] = leaf.encode(value)
@@ -250,8 +267,9 @@ class ObservationLayout:
                 row = np.asarray(value if leaf.encode is None else leaf.encode(value))
             except (TypeError, ValueError, AttributeError):  # a list of unequal lists; no text where text should be
                 return f"{what} is {type(value).__name__}, its observation_space says {leaf.space}"
-            if row.shape != leaf.shape or not np.can_cast(row.dtype, leaf.dtype, "same_kind"):
-                return f"{what} is {row.dtype} {row.shape}, its observation_space says {leaf.dtype} {leaf.shape}"
+            shape = leaf.source_shape
+            if row.shape != shape or not np.can_cast(row.dtype, leaf.dtype, "same_kind"):
+                return f"{what} is {row.dtype} {row.shape}, its observation_space says {leaf.dtype} {shape}"
         return None
 
     def encode_row(self, arrays: Observation, row: int) -> dict[str, Any]:
@@ -262,8 +280,11 @@ class ObservationLayout:
     def decode_row(self, state: dict[str, Any], arrays: Observation, row: int) -> None:
         """The inverse of `encode_row`, written into its row."""
         streams = {"": arrays} if isinstance(arrays, np.ndarray) else arrays
-        for name, stream in streams.items():
-            stream[row] = decode(state[name])
+        for leaf in self._leaves:
+            saved = decode(state[leaf.name])
+            if leaf.channels_last and saved.shape != leaf.shape:  # of an earlier version, as the environment gives it
+                saved = channels_first(saved)
+            streams[leaf.name][row] = saved
 
 
 def _write_row(target: np.ndarray, row: int, value: Any) -> None:
@@ -531,7 +552,7 @@ class VectorEnv(ABC):
 
     num_envs: int
     observation_space: spaces.Space
-    """Of one environment: nested Dict flattened, Text as uint8, floats as float32."""
+    """Of one environment: nested Dict flattened, Text as uint8, floats as float32, channels of images first."""
     action_space: spaces.Space
     """Of one environment, as a policy sees it."""
     action_mask: np.ndarray | None

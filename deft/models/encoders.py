@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.normalization import RunningNormalizer
+from deft.schema import has_channels_last
 
 
 class VectorEncoder(nn.Module):
@@ -66,15 +67,19 @@ class OneHotEncoder(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """uint8 images, [C, h, w], [h, w, C], or a history [H, C, h, w], through strided convolutions to `dim` features."""
+    """uint8 images, [C, h, w], [h, w], or a history [H, C, h, w], through strided convolutions to `dim` features.
+
+    For a space of images with channels last both layouts are read: environments and datasets turn theirs, see
+    `schema.has_channels_last`.
+    """
 
     def __init__(self, space: spaces.Box, dim: int) -> None:
         super().__init__()
-        shape = space.shape
-        self.ndim = len(shape)
-        self.channel_last = self.ndim == 3 and shape[-1] in (1, 3, 4) and shape[0] not in (1, 3, 4)
-        height, width = shape[:2] if self.channel_last else shape[-2:]
-        self.channels = int(np.prod(shape)) // (height * width)
+        self.shape = space.shape
+        self.ndim = len(self.shape)
+        self.channels_last = has_channels_last(self.shape, space.dtype)
+        height, width = self.shape[-3:-1] if self.channels_last else self.shape[-2:]
+        self.channels = int(np.prod(self.shape)) // (height * width)
         if min(height, width) < 8:
             raise InputError(f"an image of {height}×{width} is too small for the image encoder; at least 8×8")
         # Halve until the grid is 4 to 7 wide: 64 px → 4 layers, 224 px → 6.
@@ -98,7 +103,7 @@ class ImageEncoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Features […, dim]."""
         batch = x.shape[: x.ndim - self.ndim]
-        if self.channel_last:
+        if self.channels_last and tuple(x.shape[-self.ndim :]) == self.shape:
             x = x.movedim(-1, -3)
         x = x.reshape(-1, self.channels, *x.shape[-2:]).float() / 255.0 - 0.5
         return self.projection(self.convolutions(x).flatten(1)).reshape(*batch, self.dim)

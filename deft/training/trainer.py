@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 
+from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.sac import SAC
@@ -276,10 +279,12 @@ class Trainer:
             )
         if state["algorithm_name"] != self.algorithm.name:
             raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
+        state = self._own_part(folder, state)
+        if (turned := _channels_first(state["observation_space"])) != state["observation_space"]:
+            state |= {"observation_space": turned, "buffer": _turned(state["buffer"])}
         for kind in ("observation_space", "action_space"):
             if state[kind] != str(getattr(self.env, kind)):
                 raise InputError(f"{folder}: its {kind} is {state[kind]}, this environment's {getattr(self.env, kind)}")
-        state = self._own_part(folder, state)
         saved = state["collector"]
         if saved["env"] is not None and len(saved["env"]) != self.env.num_envs:
             raise InputError(
@@ -627,3 +632,26 @@ def _env_settings(run_config: dict[str, Any] | None) -> dict[str, Any]:
     """What of a run's settings makes its environments what they are; a saved state belongs to these alone."""
     env = (run_config or {}).get("env", {})
     return {name: env.get(name) or None for name in ("id", "kwargs", "max_episode_steps", "reward_weights")}
+
+
+def _channels_first(space: str) -> str:
+    """The text of an observation space of an earlier version, which left images with channels last as they were."""
+
+    def turned(match: re.Match[str]) -> str:
+        shape = tuple(int(size) for size in match[1].split(", "))
+        if schema.has_channels_last(shape, np.uint8):
+            shape = (*shape[:-3], shape[-1], *shape[-3:-1])
+        return f"{shape}, uint8"
+
+    return re.sub(r"\((\d+(?:, \d+){2,3})\), uint8", turned, space)
+
+
+def _turned(saved: Any) -> Any:
+    """The buffer of such a checkpoint, its images with the channels first."""
+    if isinstance(saved, dict):
+        return {name: _turned(part) for name, part in saved.items()}
+    if isinstance(saved, list):
+        return [_turned(part) for part in saved]
+    if isinstance(saved, torch.Tensor) and schema.has_channels_last(tuple(saved.shape[-3:]), saved.numpy().dtype):
+        return saved.movedim(-1, -3).contiguous()
+    return saved

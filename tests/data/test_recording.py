@@ -82,13 +82,13 @@ def test_every_kind_of_space_comes_back(tmp_path, monkeypatch):
         }
     )
     pictures = np.random.default_rng(0).integers(0, 256, (3, 32, 40, 3), np.uint8)
-    # Deft's rows: counting from 0, text as bytes; é takes two bytes, so 8 characters take 16.
+    # Deft's rows: counting from 0, channels first, text as bytes; é takes two bytes, so 8 characters take 16.
     rows = {
         "arm/angle": np.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]], np.float32),
         "arm/held": np.array([[0, 1], [1, 0], [1, 1]], np.float32),
         "mode": np.array([0, 3, 1]),
         "dials": np.array([[0, 2], [1, 0], [1, 1]]),
-        "rgb": pictures,
+        "rgb": np.ascontiguousarray(pictures.transpose(0, 3, 1, 2)),
         "instruction": np.stack([encode_text(text, 16) for text in ("bé a", "", "c")]),
     }
     episode = Episode(rows, np.array([1, 0]), np.zeros(2, np.float32), np.zeros(2, bool), np.array([False, True]))

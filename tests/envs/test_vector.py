@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from deft.envs.state import encode
 from deft.envs.vector import ActionLayout, ObservationLayout, take_rows
 from deft.errors import InputError
 from deft.schema import decode_text
@@ -97,6 +98,45 @@ def test_row_survives_encoding() -> None:
     layout.decode_row(layout.encode_row(arrays, 1), other, 1)
     assert other["a"].tobytes() == arrays["a"].tobytes()
     assert other["b"].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "row"),
+    [
+        ((32, 48, 3), (3, 32, 48)),
+        ((84, 84, 1), (1, 84, 84)),
+        ((2, 32, 48, 3), (2, 3, 32, 48)),  # a history
+        ((3, 32, 48), (3, 32, 48)),  # these have them first already, or have none
+        ((9, 64, 64), (9, 64, 64)),
+        ((2, 3, 32, 48), (2, 3, 32, 48)),
+        ((84, 84), (84, 84)),
+    ],
+)
+def test_images_have_their_channels_first(shape: tuple[int, ...], row: tuple[int, ...]) -> None:
+    layout = ObservationLayout(spaces.Dict({"camera": spaces.Box(0, 255, shape, np.uint8)}))
+    assert layout.space["camera"] == spaces.Box(0, 255, row, np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    layout.check({"camera": image}, "environment 0")
+    arrays, batched, restored = layout.allocate(2), layout.allocate(2), layout.allocate(2)
+    layout.write({"camera": image}, arrays, 1)
+    layout.write_batch({"camera": np.stack([image, image])}, batched, np.arange(2))
+    expected = image if row == shape else np.moveaxis(image, -1, -3)
+    assert np.array_equal(arrays["camera"][1], expected)
+    assert np.array_equal(batched["camera"], np.stack([expected, expected]))
+    layout.decode_row(layout.encode_row(arrays, 1), restored, 1)
+    assert np.array_equal(restored["camera"], arrays["camera"])
+    layout.decode_row({"camera": encode(image)}, restored, 0)  # as earlier versions saved it
+    assert np.array_equal(restored["camera"][0], expected)
+
+
+def test_an_image_of_another_size_is_named_as_the_environment_has_it() -> None:
+    layout = ObservationLayout(spaces.Box(0, 255, (32, 48, 3), np.uint8))
+    with pytest.raises(InputError, match=r"is uint8 \(48, 32, 3\), its observation_space says uint8 \(32, 48, 3\)"):
+        layout.check(np.zeros((48, 32, 3), np.uint8), "environment 0")
+
+
+def test_floats_are_no_images() -> None:
+    assert ObservationLayout(spaces.Box(0, 1, (32, 48, 3), np.float32)).space.shape == (32, 48, 3)
 
 
 def test_taken_rows_are_copies() -> None:

@@ -17,6 +17,7 @@ from deft.config.algorithm_settings import PPOSettings
 from deft.config.settings import EnvConfig, LoggingConfig, PolicyConfig
 from deft.envs.make import make_vector_env, wrap
 from deft.envs.process import ProcessVectorEnv
+from deft.envs.state import decode, encode
 from deft.errors import InputError, RunError
 
 FAST = {"learning_rate": 3e-3, "n_epochs": 8, "batch_size": 64}
@@ -244,6 +245,59 @@ def test_a_run_stopped_in_its_first_rollout_is_resumed(tmp_path):
     resumed = make_trainer(tmp_path / "half")
     resumed.load(tmp_path / "half")
     resumed.train(256)
+    assert_equal(whole, resumed)
+
+
+class Blinking(gymnasium.Env):
+    """A random image with its channels last; the action should say whether it is bright."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0, 255, (8, 10, 3), np.uint8)
+        self.action_space = spaces.Discrete(2)
+        self.level = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._image(), {}
+
+    def step(self, action):
+        reward = float(action == (self.level > 127))
+        return self._image(), reward, bool(self.np_random.random() < 0.2), False, {}
+
+    def _image(self):
+        self.level = int(self.np_random.integers(256))
+        return self.np_random.integers(0, self.level + 1, (8, 10, 3), np.uint8)
+
+
+def test_a_checkpoint_whose_images_have_their_channels_last_is_resumed(tmp_path):
+    """Earlier versions left images as the environment gives them: in the space, the states and the rollout."""
+    whole = make_trainer(tmp_path / "whole", env=[Blinking(), Blinking()])
+    whole.train(128)
+    trainer = make_trainer(tmp_path / "half", env=[Blinking(), Blinking()])
+    step, calls = trainer.collection.collector.step, itertools.count(1)
+
+    def interrupted(buffer, ends_segment):
+        if next(calls) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(buffer, ends_segment)
+
+    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(128)
+    file = tmp_path / "half" / "checkpoint-0" / "training_state.pt"
+    state = torch.load(file, weights_only=True)
+    assert state["observation_space"] == "Box(0, 255, (3, 8, 10), uint8)"
+    state["observation_space"] = "Box(0, 255, (8, 10, 3), uint8)"
+    rollout = state["buffer"]["rollout"]
+    assert rollout["observation"].shape == (10, 2, 3, 8, 10)
+    rollout["observation"] = rollout["observation"].movedim(-3, -1).contiguous()
+    for saved in state["collector"]["env"]:
+        image = decode(saved["observation"][""])
+        saved["observation"][""] = encode(np.ascontiguousarray(np.moveaxis(image, -3, -1)))
+    torch.save(state, file)
+    resumed = make_trainer(tmp_path / "half", env=[Blinking(), Blinking()])
+    resumed.load(tmp_path / "half")
+    resumed.train(128)
     assert_equal(whole, resumed)
 
 

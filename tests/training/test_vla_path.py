@@ -7,7 +7,7 @@ import gymnasium
 import pytest
 import torch
 from documents import VLA_EXAMPLE
-from vla_worlds import ListeningModel, PointToColour
+from vla_worlds import ListeningModel, PointToColour, SeeingModel
 
 from deft import PPO, Trainer, VLAPolicy, cli, schema
 from deft.config.algorithm_settings import PPOSettings
@@ -251,3 +251,18 @@ def test_from_demonstrations_to_reinforcement(tmp_path, monkeypatch, capsys, hea
     flags = ["--model-path", "sft", "--group-size", 2, "--iterations", 1, "--output-dir", "grpo"]
     assert deft(capsys, "train", "grpo", *online, *flags)["timesteps"] > 0
     assert deft(capsys, "evaluate", "iql_ppo", "--episodes", 2, "--json")["episodes"] == 2
+
+
+def test_a_users_model_has_images_in_one_layout_from_environments_and_datasets(tmp_path, monkeypatch, capsys):
+    """PointToColour gives images of 16×16×3, and so it is recorded: the model has uint8 [B, 3, 16, 16] from both."""
+    monkeypatch.chdir(tmp_path)
+    env = "vla_worlds:PointToColour-v0"
+    deft(capsys, "collect", "--env", env, "--policy", "random", "--episodes", 8, "--out", "data/seen-v0", "--json")
+    model = ["--policy", "vla", "--vla-model-class", "vla_worlds.SeeingModel"]
+    monkeypatch.setattr(SeeingModel, "seen", set())
+    deft(capsys, "train", "ppo", "--env", env, *model, "--total-timesteps", 16, *SHORT)
+    assert SeeingModel.seen == {(torch.uint8, (3, 16, 16))}
+    SeeingModel.seen.clear()
+    offline = ["--dataset", "data/seen-v0", "--num-epochs", 1, "--batch-size", 4, "--eval-freq", 0, "--device", "cpu"]
+    deft(capsys, "train", "iql", *offline, *model, "--output-dir", "offline", "--json")
+    assert SeeingModel.seen == {(torch.uint8, (3, 16, 16))}

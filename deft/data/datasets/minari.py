@@ -142,6 +142,12 @@ class MinariDataset(Dataset):
         places = sorted({self._source.file(index) for index in range(self.num_episodes)})
         return [file for place in places for file in (sorted(place.iterdir()) if place.is_dir() else [place])]
 
+    def _content(self, index: int) -> list[bytes]:
+        """Images as the file has them: checkpoints of earlier versions, which did not turn them, know these."""
+        episode = self.episode(index)
+        rows = [part.as_stored(episode.streams[part.name]) for part in self.streams]
+        return [np.ascontiguousarray(array).tobytes() for array in (*rows, episode.action, episode.reward)]
+
     def close(self) -> None:
         """Close the file."""
         self._source.close()

@@ -16,6 +16,7 @@ from gymnasium import spaces
 from deft.data.datasets.dataset import Dataset, Episode, action_space_of, check_finite, damaged
 from deft.data.datasets.hdf5 import one_line
 from deft.errors import InputError
+from deft.schema import has_channels_last
 
 OBSERVATION_KEYS = ("observation", "image")  # DrQ-v2's name and Dreamer's
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
@@ -46,7 +47,7 @@ class NpzDataset(Dataset):
         self._key, shape, dtype = self._observation_header(files[0])
         self._stored_shape, self._stored_type = shape, dtype
         # Dreamer's images have their channels last, DrQ's first.
-        self._channels_last = len(shape) == 3 and shape[-1] in (1, 3, 4) and shape[0] not in (1, 3, 4)
+        self._channels_last = len(shape) == 3 and has_channels_last(shape, np.uint8)
         row = (shape[-1], *shape[:-1]) if self._channels_last else shape
         observation_space = (
             spaces.Box(0, 255, row, np.uint8) if dtype == np.uint8 else spaces.Box(-np.inf, np.inf, row, np.float32)

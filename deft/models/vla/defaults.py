@@ -13,6 +13,8 @@ import numpy as np
 from gymnasium import spaces
 from torch import nn
 
+from deft.schema import has_channels_last
+
 PLACES = "places"  # of things that pictures show, for training alone
 
 
@@ -43,7 +45,8 @@ def model_defaults(
     names = chosen if isinstance(chosen, list | tuple) else []
     sides = {side for name, space in streams.items() if name in names for side in _picture_sides(space)}
     if len(sides) == 1:
-        answers["image_size"] = sides.pop()
+        multiple = getattr(model_class, "image_multiple", 1)  # the model scales its images to its own size
+        answers["image_size"] = max(multiple, sides.pop() // multiple * multiple)
 
     vectors, texts = _rows(streams, np.floating), _rows(streams, np.uint8)
     labels = {name: vectors.pop(name) for name in (PLACES,) if name in vectors}  # what no policy reads
@@ -71,11 +74,11 @@ def model_defaults(
 
 
 def _picture_sides(space: spaces.Space) -> tuple[int, ...]:
-    """Height and width of a space of uint8 pictures with 3 channels, first or last; nothing for any other space."""
+    """Height and width of a space of uint8 images with 3 channels, first or last; nothing for any other space."""
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
         return ()
-    if space.shape[-1] == 3:
-        return space.shape[:2]
+    if has_channels_last(space.shape, space.dtype):
+        return space.shape[:2] if space.shape[-1] == 3 else ()
     return space.shape[1:] if space.shape[0] == 3 else ()
 
 

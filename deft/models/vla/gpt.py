@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft.errors import InputError
+from deft.models.vla.images import square_images
 
 BYTE_VALUES = 256
 PADDING_BYTE = 0  # never part of UTF-8 text, except for the character NUL
@@ -414,15 +415,8 @@ class GPTVLAModel(nn.Module):
         return InstructionMemory(keys, values, visible[which][:, None, None])
 
     def _scaled_image(self, observations: TensorDictBase, key: str) -> Tensor:
-        """A camera's uint8 pictures as floats in [-1, 1], [B, 3, h, w]; the only place where pixels are scaled."""
-        image = self._stream(observations, key)
-        if image.ndim == 4 and image.shape[-1] == 3:
-            image = image.permute(0, 3, 1, 2)
-        if image.dtype != torch.uint8 or image.shape[1:] != (3, self.image_size, self.image_size):
-            raise InputError(
-                f"observation {key!r} is {image.dtype} {list(image.shape)}; the model was built for uint8 images of "
-                f"{self.image_size}×{self.image_size} pixels and 3 channels (image_size)"
-            )
+        """A camera's images as floats in [-1, 1], [B, 3, image_size, image_size]."""
+        image = square_images(self._stream(observations, key), self.image_size, key)
         return image.to(self.queries.dtype, memory_format=torch.contiguous_format) / 127.5 - 1.0
 
     def _stream(self, observations: TensorDictBase, key: str) -> Tensor:

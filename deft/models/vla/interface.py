@@ -16,8 +16,9 @@ from torch import Tensor, nn
 class VLAModelInterface(Protocol):
     """The three methods of a VLA model; B is the batch, A the action dims, K the steps of an action chunk.
 
-    `observations` is a TensorDict of batch [B] with the environment's named streams: images as uint8, instructions as
-    uint8 rows of UTF-8 bytes padded with zeros (`deft.schema.encode_text`), the rest as the environment gives it.
+    `observations` is a TensorDict of batch [B] with the named streams of the environment or the dataset: images as
+    uint8 [B, C, h, w], instructions as uint8 rows of UTF-8 bytes padded with zeros (`deft.schema.encode_text`), the
+    rest as the environment gives it.
 
     A model may also offer these, each found by its name:
 

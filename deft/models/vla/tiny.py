@@ -20,6 +20,7 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.normalization import RunningNormalizer
 from deft.models.vla.heads import ROUNDING, Chunks, FlowChunks, GaussianChunks, SwitchedChunks, TokenChunks
+from deft.models.vla.images import square_images
 from deft.models.vla.interface import ScoredInParts
 
 IMAGE_MULTIPLE = 16  # of which a picture's side is one, in pixels
@@ -170,6 +171,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
     """
 
     default_chunk_length = 4
+    image_multiple = IMAGE_MULTIPLE
 
     def __init__(
         self,
@@ -493,16 +495,8 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         return None if action_mask is None else action_mask.unsqueeze(1).expand(-1, self.chunk_length, -1)
 
     def _image(self, observations: TensorDictBase, key: str) -> Tensor:
-        """A camera's uint8 pictures, channels first."""
-        image = self._stream(observations, key)
-        if image.ndim == 4 and image.shape[-1] == 3:
-            image = image.permute(0, 3, 1, 2)
-        if image.dtype != torch.uint8 or image.shape[1:] != (3, self.image_size, self.image_size):
-            raise InputError(
-                f"observation {key!r} is {image.dtype} {list(image.shape)}; the model was built for uint8 images of "
-                f"{self.image_size}×{self.image_size} pixels and 3 channels (image_size)"
-            )
-        return image
+        """A camera's images, uint8 [B, 3, image_size, image_size]."""
+        return square_images(self._stream(observations, key), self.image_size, key)
 
     def _told(self, observations: TensorDictBase, found: Tensor) -> Tensor:
         """What was found, [B, FOUND_DIM], with the labels, a little blurred, in place of what they tell of."""

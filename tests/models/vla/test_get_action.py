@@ -39,7 +39,7 @@ class VLAModel(nn.Module):
         self.action = nn.Linear(8, num_actions)
 
     def forward(self, pixel_values: torch.Tensor, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        red = pixel_values[..., 0].float().div(255).mean(-2)  # [B, width]
+        red = pixel_values[:, 0].float().div(255).mean(-2)  # [B, width]
         halves = torch.stack([part.mean(-1) for part in red.chunk(2, -1)], -1)
         return {"predicted_actions": self.action(self.vision(halves - 0.5) * self.language(input_ids))}
 

@@ -244,8 +244,8 @@ def test_bad_settings(changes, message):
 @pytest.mark.parametrize(
     ("streams", "message"),
     [
-        ({"rgb": torch.zeros(4, 32, 32, 3)}, "'rgb' is torch.float32.*uint8 images of 32×32"),
-        ({"rgb": torch.zeros(4, 48, 48, 3, dtype=torch.uint8)}, r"'rgb' is torch.uint8 \[4, 3, 48, 48\]"),
+        ({"rgb": torch.zeros(4, 32, 32, 3)}, r"'rgb' is float32 \[4, 3, 32, 32\]; images are uint8"),
+        ({"rgb": torch.zeros(4, 1, 48, 48, dtype=torch.uint8)}, r"'rgb' is uint8 \[4, 1, 48, 48\]; images are uint8"),
         ({"proprio": torch.zeros(4, 6)}, r"'proprio' has shape \[4, 6\].*\[4, 5\]"),
         ({"instruction": torch.zeros(4, 8)}, "'instruction' is torch.float32"),
         ({"instruction": torch.ones(4, 65, dtype=torch.uint8)}, "65 bytes.*max_instruction_length 64"),
