@@ -217,18 +217,18 @@ class push_button:
 '''
 
 
-def write_robotwin(root: Path) -> Path:
-    """A repository as RoboTwin's, with one task and a robot of 3 joints an arm."""
+def write_robotwin(root: Path, configs: str = "task_config") -> Path:
+    """A repository as RoboTwin's, with one task and a robot of 3 joints an arm; `configs` is where its configs are."""
     files = {
         "envs/__init__.py": "",
         "envs/push_button.py": ROBOTWIN_TASK,
         "envs/_base_task.py": "",
         "envs/broken.py": "import no_such_module_anywhere",
-        "task_config/_embodiment_config.yml": """
+        f"{configs}/_embodiment_config.yml": """
             tiny-arm: {file_path: ./assets/embodiments/tiny-arm}
             long-arm: {file_path: ./assets/embodiments/long-arm}""",
-        "task_config/_camera_config.yml": "D435: {fovy: 37, w: 32, h: 24}",
-        "task_config/demo_clean.yml": """
+        f"{configs}/_camera_config.yml": "D435: {fovy: 37, w: 32, h: 24}",
+        f"{configs}/demo_clean.yml": """
             render_freq: 20
             embodiment: [tiny-arm]
             domain_randomization: {random_background: false, cluttered_table: false, random_light: false}

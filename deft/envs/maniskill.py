@@ -412,8 +412,8 @@ def _failures_explained(task: str) -> Iterator[None]:
         remedy = ""
         if re.search(r"render|vulkan|vk::|device", reason, re.IGNORECASE):
             remedy = (
-                "; SAPIEN renders with Vulkan: a GPU driver, or mesa-vulkan-drivers 25 or newer (Debian 12: from "
-                "bookworm-backports); observation: state needs none"
+                "; SAPIEN needs Vulkan, with observation: state too (materials of objects are made with it): a GPU "
+                "driver, or mesa-vulkan-drivers 25 or newer (Debian 12: from bookworm-backports)"
             )
         raise InputError(f"ManiSkill's {task} cannot be made: {reason}{remedy}") from error
 

@@ -29,6 +29,7 @@ from deft.envs.vector import one_line
 from deft.errors import InputError, RunError
 
 ROOT_VARIABLE = "ROBOTWIN_ROOT"
+CONFIG_FOLDERS = ("env_cfg/task_config", "task_config")  # of the repository since August 2026, and before
 # The 32 dims of actions and states: 8 for an arm (a Panda uses 7), then its gripper; the rest is padding.
 SIZE = 32
 ARM_STARTS = {"left": 0, "right": 9}
@@ -79,7 +80,7 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         instruction: str | None = None,
         render_mode: Literal["rgb_array"] | None = None,
     ) -> None:
-        """`config` names a file in RoboTwin's `task_config/`, or is its content; the other arguments come before it."""
+        """`config` names a file in RoboTwin's `task_config`, or is its content; the other arguments come before it."""
         if control_mode != "delta_qpos":
             raise InputError(f"control_mode is {control_mode!r}; RoboTwin's adapter has delta_qpos alone")
         if observation not in ("images", "state"):
@@ -252,9 +253,14 @@ def _find_root(root: str | None) -> Path:
             "--env-kwargs root=…) to its folder"
         )
     path = Path(given).expanduser().resolve()
-    if not (path / "envs").is_dir() or not (path / "task_config").is_dir():
-        raise InputError(f"{path} is no RoboTwin repository: it lacks envs/ or task_config/")
+    if not (path / "envs").is_dir() or not _config_folder(path).is_dir():
+        raise InputError(f"{path} is no RoboTwin repository: it lacks envs/ or {' or '.join(CONFIG_FOLDERS)}/")
     return path
+
+
+def _config_folder(root: Path) -> Path:
+    """Where the repository keeps the configs of tasks, robots and cameras."""
+    return next((root / name for name in CONFIG_FOLDERS if (root / name).is_dir()), root / CONFIG_FOLDERS[0])
 
 
 def _read_settings(
@@ -265,7 +271,8 @@ def _read_settings(
     domain_randomization: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What `setup_demo` is given: a config, with the files of its robots and the size of its head camera."""
-    settings = dict(_read_yaml(root / "task_config" / f"{config}.yml")) if isinstance(config, str) else dict(config)
+    configs = _config_folder(root)
+    settings = dict(_read_yaml(configs / f"{config}.yml")) if isinstance(config, str) else dict(config)
     settings |= {"task_name": task, "render_freq": 0, "save_data": False, "eval_mode": False}
     if embodiment is not None:
         settings["embodiment"] = embodiment
@@ -281,7 +288,7 @@ def _read_settings(
     robots = settings.get("embodiment")
     if not isinstance(robots, list) or len(robots) not in (1, 3):
         raise InputError(f"embodiment is {robots!r}; RoboTwin takes [robot], or [left, right, distance]")
-    places = _read_yaml(root / "task_config" / "_embodiment_config.yml")
+    places = _read_yaml(configs / "_embodiment_config.yml")
     for side, name in zip(("left", "right"), (robots * 2)[:2], strict=True):
         if name not in places:
             raise InputError(f"embodiment: RoboTwin has no {name!r}; it has {', '.join(map(str, places))}")
@@ -292,7 +299,7 @@ def _read_settings(
     if len(robots) == 3:
         settings["embodiment_dis"] = robots[2]
     kind = settings.get("camera", {}).get("head_camera_type")
-    cameras = _read_yaml(root / "task_config" / "_camera_config.yml")
+    cameras = _read_yaml(configs / "_camera_config.yml")
     if kind not in cameras:
         raise InputError(f"camera.head_camera_type is {kind!r}; RoboTwin has {', '.join(map(str, cameras))}")
     settings["head_camera_h"], settings["head_camera_w"] = cameras[kind]["h"], cameras[kind]["w"]

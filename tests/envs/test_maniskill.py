@@ -97,7 +97,7 @@ def test_what_maniskill_is_asked_for() -> None:
     env = ManiSkillEnv(observation="state", control_mode="pd_joint_pos", robot="panda")
     settings = simulators.ManiSkillTask.made[-1]
     assert settings["control_mode"] == "pd_joint_pos"
-    assert (settings["obs_mode"], settings["render_backend"]) == ("state_dict", "none")  # needs no Vulkan
+    assert (settings["obs_mode"], settings["render_backend"]) == ("state_dict", "none")  # renders no images
     assert env.observation_space.shape == (21,)
     assert env.render() is None
     env = ManiSkillEnv(observation="state", render_mode="rgb_array", robot="panda")
@@ -155,8 +155,9 @@ def test_only_the_looks_of_one_link_are_dropped(tmp_path: Path) -> None:
         ({"task": "PickSingleYCB-v1"}, r"needs files .*: python -m mani_skill\.utils\.download_asset PickSingleYCB-v1"),
         (
             {"task": "TurnFaucet-v1"},
-            "failed to find a rendering device; SAPIEN renders with Vulkan.*mesa-vulkan",
+            "failed to find a rendering device; SAPIEN needs Vulkan, with observation: state too .*mesa-vulkan",
         ),
+        ({"task": "TurnFaucet-v1", "observation": "state"}, "SAPIEN needs Vulkan, with observation: state too"),
         ({"task": "PickCubes"}, "ManiSkill does not have; without a download: .*StackCube-v1"),
         ({"observation": "both"}, "observation is 'both'"),
         ({"reward": "none"}, "reward is 'none'; choose dense or sparse"),

@@ -118,6 +118,15 @@ def test_config_is_robotwins_own(root: Path) -> None:
     assert env.observation_space.shape == (32,)
 
 
+def test_configs_below_env_cfg(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The repository's present layout; the former one is that of the other tests."""
+    monkeypatch.setenv("ROBOTWIN_ROOT", str(simulators.write_robotwin(tmp_path / "Now", "env_cfg/task_config")))
+    env = RoboTwinEnv("push_button")
+    assert env._task.settings["left_robot_file"] == "./assets/embodiments/tiny-arm"
+    assert env.reset(seed=1)[0]["head_rgb"].shape == (3, 24, 32)
+    env.close()
+
+
 def test_unstable_scenes_are_drawn_anew(root: Path) -> None:
     env = RoboTwinEnv("push_button")
     env.reset(seed=14)  # 7 divides it

@@ -7,6 +7,7 @@ consumer GPU; `tiny` learns on a CPU.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from pydantic import Field
 from deft.config.loading import read_mapping, to_dict
 from deft.config.validation import Count, Fraction, NonNegative, NonNegativeInt, Positive, Switch, checked, settings
 from deft.errors import InputError
+
+log = logging.getLogger(__name__)
 
 
 @settings
@@ -221,7 +224,8 @@ def read_f1_config(source: str | Path | Mapping[str, Any] | F1Config) -> F1Confi
     """A config from a preset's name, a JSON/YAML file, or what such a file holds.
 
     A file is in the published layout (`und_expert_config`, …), with the memory's settings beside it, or names a
-    `preset` and what differs from it.
+    `preset` and what differs from it. Without a `preset`, sizes differ from `full`; a file without sizes is of the
+    preset with its `memory_hidden`, else of `tiny`.
     """
     if isinstance(source, F1Config):
         return copy.deepcopy(source)
@@ -239,7 +243,7 @@ def _from_mapping(mapping: Mapping[str, Any], where: str) -> F1Config:
     if "und_expert_config" in mapping:
         return _from_published(mapping, where)
     values = dict(mapping)
-    preset = values.pop("preset", "full")
+    preset = values.pop("preset", None) or _implied_preset(values, where)
     if preset not in PRESETS:
         raise InputError(f"{where}: preset is {preset!r}; choose {', '.join(PRESETS)}")
     base = to_dict(PRESETS[preset]())
@@ -247,6 +251,21 @@ def _from_mapping(mapping: Mapping[str, Any], where: str) -> F1Config:
         is_section = isinstance(base.get(name), dict) and isinstance(value, Mapping)
         base[name] = {**base[name], **value} if is_section else value
     return checked(F1Config, base)
+
+
+# Settings that only fit a model of one size.
+_SIZES = ("vision", "understanding", "generation", "action", "tokenizer", "num_layers", "num_heads", "head_dim")
+
+
+def _implied_preset(values: Mapping[str, Any], where: str) -> str:
+    """The preset that a mapping without a `preset` differs from; a choice is logged, for `full` has 4.8 B weights."""
+    if any(name in values for name in _SIZES):
+        return "full"
+    found = next((name for name, make in PRESETS.items() if make().memory_hidden == values.get("memory_hidden")), None)
+    reason = "with no sizes it is" if found is None else "its memory_hidden is that of"
+    chosen = found or "tiny"
+    log.warning("%s names no preset: %s %r; write preset: %s in it", where, reason, chosen, " or ".join(PRESETS))
+    return chosen
 
 
 # Where the published config keeps what ours has at the top.

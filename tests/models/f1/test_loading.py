@@ -153,6 +153,28 @@ def test_config_files(tmp_path):
         read_f1_config("huge")
 
 
+def test_the_documents_model_config_is_of_the_tiny_model(tmp_path, caplog):
+    """`debug_test.yaml` has three keys; 4.8 billion parameters are not what it says. The choice is logged."""
+    file = tmp_path / "debug_test.yaml"
+    file.write_text("n_obs_img_steps: 4\nn_pred_img_steps: 1\nobs_img_stride: 2\n")
+    tiny = PRESETS["tiny"]()
+    tiny.obs_img_stride = 2
+    assert read_f1_config(file) == tiny
+    assert "debug_test.yaml names no preset: with no sizes it is 'tiny'" in caplog.text
+    policy = load_f1_policy(file, device="cpu").policy
+    assert sum(parameter.numel() for parameter in policy.parameters()) < 3_000_000
+
+
+def test_the_documents_memory_settings_are_those_of_the_full_model(caplog):
+    memory = {"memory_enabled": True, "memory_hidden": 2048, "memory_num_layers": 4, "memory_project_to_vae_dim": True}
+    assert read_f1_config(memory) == PRESETS["full"]()
+    assert "its memory_hidden is that of 'full'" in caplog.text
+    assert read_f1_config({"memory_hidden": 512}).vision == PRESETS["small"]().vision
+    caplog.clear()
+    assert read_f1_config({"num_layers": 2}).vision == PRESETS["full"]().vision  # sizes differ from the published
+    assert not caplog.text
+
+
 def test_the_documents_memory_settings_stand_beside_a_published_config(tmp_path):
     small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     small |= {"hidden_size": 16, "intermediate_size": 32}
