@@ -132,12 +132,16 @@ class LeRobotFolder(Dataset):
         return spaces.Dict(streams)
 
     def _action_space(self) -> spaces.Box:
-        """Bounded by the range of the recorded actions; a dim that never moves gets 1 to either side."""
+        """Bounded by the range of the recorded actions; a dim that never moves gets 1 to either side.
+
+        The range is that of the folder's statistics, or where it has none, of the chosen episodes' tables.
+        """
         assert self.action_key is not None
         dim = int(np.prod(self.meta.features[self.action_key]["shape"]))
         found = read_range(self.meta, self.action_key)
         if found is None or found[0].shape != (dim,) or not np.isfinite(found).all():
-            return box(dim)
+            found = self._computed_range(self.action_key, dim)
+            log.info("%s: meta/ has no range of %s; computed from the tables", self.meta.root, self.action_key)
         low, high = found
         still = high - low < 1e-6
         low, high = np.where(still, low - 1, low), np.where(still, high + 1, high)
@@ -147,6 +151,13 @@ class LeRobotFolder(Dataset):
             np.nextafter(high.astype(np.float32), np.float32(np.inf)),
             dtype=np.float32,
         )
+
+    def _computed_range(self, key: str, dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """The smallest and largest values of a column in the chosen episodes."""
+        tables = DataFiles(self.meta, [key, "episode_index"] if self.meta.version == "v3.0" else [key])
+        columns = (tables.rows(entry)[key].reshape(-1, dim) for entry in self.entries)
+        bounds = [(rows.min(0), rows.max(0)) for rows in columns]
+        return np.min([low for low, _ in bounds], 0), np.max([high for _, high in bounds], 0)
 
     def _count_transitions(self) -> np.ndarray:
         """Transitions of each episode; looks at each one's last row where the folder says which rows are an end."""

@@ -172,6 +172,23 @@ def test_the_action_space_is_the_range_of_the_statistics(folder):
         assert all(folder.action_space.contains(action) for action in folder.episode(index).action)
 
 
+@pytest.mark.parametrize("version", ["v2.0", "v2.1", "v3.0"])
+@pytest.mark.parametrize("statistics", [None, {}, {"action": {"min": [0.0], "max": [1.0]}}])
+def test_the_range_of_actions_is_computed_where_there_are_no_statistics(tmp_path, version, statistics):
+    root = write_folder(tmp_path / "small", version)
+    file = root / "meta" / ("episodes_stats.jsonl" if version == "v2.1" else "stats.json")
+    if statistics is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps({"stats": statistics} if version == "v2.1" else statistics))
+    # Rows 0 to 20 have the actions [row + 0.5, 0, 1]; the second episode begins at row 12.
+    whole, part = load_dataset(root), load_dataset(root, episodes=[1])
+    np.testing.assert_allclose(whole.action_space.low, [0.5, -1, 0], atol=1e-6)
+    np.testing.assert_allclose(whole.action_space.high, [20.5, 1, 2], atol=1e-5)
+    np.testing.assert_allclose(part.action_space.low, [12.5, -1, 0], atol=1e-5)
+    assert all(whole.action_space.contains(action) for action in whole.episode(1).action)
+
+
 def test_windows_stay_in_their_episode(folder):
     windows = folder.windows(
         {"observation.state": [-0.2, 0], "action": [0, 0.1, 0.2], "observation.images.top": [-0.1, 0]}
