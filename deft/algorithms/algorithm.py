@@ -70,10 +70,14 @@ class Algorithm:
                 optimizer.average = processes.average
 
     @torch.no_grad()
-    def observe(self, parts: Iterable[Any]) -> None:
-        """Take observations into the normalisation of the policy, and of every copy of it that the algorithm holds."""
+    def observe(self, parts: Iterable[Any], value_only: bool = False) -> None:
+        """Take observations into the normalisation of the policy, and of every copy of it that the algorithm holds.
+
+        `value_only`: into statistics that no action depends on.
+        """
+        take = self.policy.observe_value if value_only else self.policy.observe
         for part in parts:
-            self.policy.observe(part)
+            take(part)
         if self.processes is not None:
             self.processes.merge_statistics(self.policy)
         self._copy_statistics()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
@@ -50,6 +50,7 @@ class PPO(Algorithm):
         freeze_statistics(policy)
         self.auxiliary = make_auxiliary(policy, self.settings)  # before the optimizer, which leaves its parameters out
         self.optimizer = self._make_optimizer()
+        self._held = self._held_in_warmup() if self.settings.value_warmup else []
         self.generator = torch.Generator().manual_seed(seed)
         self._warned_lengths: set[int] = set()
         self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
@@ -60,6 +61,7 @@ class PPO(Algorithm):
         """One rollout [T, N], several epochs of minibatches."""
         rollout = next(batches)
         schema.check_scalars(rollout)
+        warms_up = self._warms_up
         self._schedule_learning_rate()
         rollout = self._with_advantages(rollout)
         if self._is_stale(rollout):
@@ -76,12 +78,12 @@ class PPO(Algorithm):
                 break
         self.version += 1
         metrics = self._metrics(losses, first_of_last_epoch, rollout, stopped)
-        if self.version > self.settings.value_warmup:  # before that the policy does not move, and its KL says nothing
+        if not warms_up:  # else the policy has not moved, and its KL says nothing
             self._adapt_learning_rate(metrics["approx_kl"])
         if self.auxiliary is not None:
             rows = rollout.select(schema.OBSERVATION).flatten(0, 1)
             metrics |= self.auxiliary.update(rows, self.generator, self.progress)
-        self.observe([rollout])
+        self.observe([rollout], value_only=warms_up)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,6 +112,20 @@ class PPO(Algorithm):
 
     def _make_optimizer(self) -> FlatAdam | ShardedFlatAdam:
         return flat_adam(self.policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
+
+    # -- warm-up of the value ------------------------------------------------------------------------------------------
+
+    @property
+    def _warms_up(self) -> bool:
+        """Whether this update trains the value alone and leaves the distribution of actions bit for bit as it is."""
+        return self.version < self.settings.value_warmup
+
+    def _held_in_warmup(self) -> list[nn.Parameter]:
+        """The parameters that wait: all that an action depends on."""
+        trained = {id(parameter) for parameter in self.policy.value_only_parameters()}
+        if not trained:
+            raise InputError("value_warmup: the policy has no parameters of the value alone; use value_warmup 0")
+        return [parameter for parameter in self.policy.parameters() if id(parameter) not in trained]
 
     # -- before the epochs ---------------------------------------------------------------------------------------------
 
@@ -220,6 +236,10 @@ class PPO(Algorithm):
         self.optimizer.zero_gradients()
         in_parts = self.settings.gradient_accumulation > 1
         losses = self._backward_in_parts(minibatch) if in_parts else self._backward(minibatch)
+        if self._warms_up:  # Adam does not move what never had a gradient
+            for parameter in self._held:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
         self._share_gradients()
         losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
         return losses
@@ -229,7 +249,7 @@ class PPO(Algorithm):
         scored = self._scored(minibatch)
         losses, gradients = self._losses({name: value.detach() for name, value in scored.items()}, minibatch)
         names = [name for name in gradients if scored[name].requires_grad]
-        if self.version < self.settings.value_warmup:
+        if self._warms_up:
             names = ["value"]
         if share != 1.0:
             gradients = {name: gradient * share for name, gradient in gradients.items()}

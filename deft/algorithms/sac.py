@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
@@ -47,6 +47,7 @@ class SAC(SoftPolicy):
         self._policy_metrics: Metrics = {}
         self._former_scale = float(policy.reward_scale)  # of the rewards that the policy's critics learned from
         self.anchor = frozen_copy(policy) if self.settings.anchor_coef else None
+        self._held = self._held_in_warmup() if self.settings.critic_warmup else []
         self.anchor_weight = torch.full((), self.settings.anchor_coef, device=policy.center.device)
         if self.settings.compile:  # draws as in eager mode, so that both learn the same
             options: dict[str, Any] = {"fallback_random": True}
@@ -94,8 +95,12 @@ class SAC(SoftPolicy):
         state, action, next_state, reward, discount = self._read(batch)
         reward = reward * self.policy.reward_scale
         still = state._replace(features=state.features.detach())
-        q_loss, mean_q = self._critic_loss(state.features, action, next_state, reward, discount)
-        if self.version < self.settings.critic_warmup or self.version % self.settings.policy_delay:
+        warms_up = self.version < self.settings.critic_warmup
+        features = still.features if warms_up and self._held else state.features
+        q_loss, mean_q = self._critic_loss(features, action, next_state, reward, discount)
+        if warms_up:
+            self._descend_critics_alone(q_loss.sum())
+        elif self.version % self.settings.policy_delay:
             descend(q_loss.sum(), self.critic_optimizer)
         else:
             policy_loss, alpha_loss, log_prob, divergence = self._policy_losses(still, self._anchored(batch))
@@ -110,6 +115,19 @@ class SAC(SoftPolicy):
                 self._policy_metrics["anchor_kl"] = divergence.detach().mean()
         self.critics.move_target(self.settings.tau)
         return {"q_loss": q_loss.detach().mean(), "mean_q": mean_q, **self._policy_metrics}
+
+    def _held_in_warmup(self) -> list[nn.Parameter]:
+        """What the critics share with the policy: the encoder of images and words, unless it is theirs alone."""
+        free = {id(parameter) for parameter in self.policy.value_only_parameters()}
+        return [parameter for parameter in self.policy.encoder_parameters() if id(parameter) not in free]
+
+    def _descend_critics_alone(self, loss: Tensor) -> None:
+        """One step of the critics that leaves the policy bit for bit as it is, its encoder too."""
+        before = [parameter.detach().clone() for parameter in self._held]
+        descend(loss, self.critic_optimizer)
+        with torch.no_grad():
+            for parameter, value in zip(self._held, before, strict=True):
+                parameter.copy_(value)  # weight decay moves what has no gradient
 
     def _critic_loss(
         self, features: Tensor, action: Tensor, next_state: Encoded, reward: Tensor, discount: Tensor

@@ -89,7 +89,7 @@ class PPOSettings(AlgorithmSettings):
     adam_epsilon: Positive = 1e-5
     """Adam's epsilon."""
     value_warmup: NonNegativeInt = 0
-    """Updates at the start that train the value alone, for a policy that comes without a good one."""
+    """Updates at the start that train the value alone: its own layers, and nothing that an action depends on."""
     auxiliary_learning_rate: NonNegative = 0.0
     """Step size, at first, of what it learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
     auxiliary_epochs: Count = 1
@@ -349,7 +349,7 @@ class SACSettings(OffPolicySettings):
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
     """Of the policy and the temperature: `cosine` goes to 0 at the end of training."""
     critic_warmup: NonNegativeInt = 0
-    """Updates at the start that train the critics alone."""
+    """Updates at the start that train the critics alone, and nothing that an action depends on."""
     anchor_coef: NonNegative = 0.0
     """Weight of the policy's KL divergence from the policy that was given, beside values of mean size 1; 0: none."""
     anchor_half_life: Positive | None = None

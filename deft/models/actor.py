@@ -256,6 +256,10 @@ class Actor(ContinuousActor):
         """The value network."""
         yield from self.value.parameters()
 
+    def value_only_parameters(self) -> Iterator[nn.Parameter]:
+        """The value network: the encoder is the actor's too."""
+        return self.value_parameters()
+
     @torch.no_grad()
     def member(self, index: int) -> Actor:
         """One member as a policy of its own, with a copy of its weights; itself where it is alone."""

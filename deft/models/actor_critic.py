@@ -6,7 +6,7 @@ Built from the environment's spaces and `PolicyConfig`; trained by the on-policy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -157,6 +157,10 @@ class ActorCritic(Policy):
         if self.memory is not None:
             features, _ = self._remember(features, td[schema.MEMORY])
         return self.towers(features)[1].squeeze(-1)
+
+    def value_only_parameters(self) -> Iterator[nn.Parameter]:
+        """Both towers: the value's gradient is 0 in the actor's. The encoder and the memory are shared."""
+        return self.towers.parameters()
 
     def observe(self, td: TensorDictBase) -> None:
         """Take a rollout's observations into the normalisation."""

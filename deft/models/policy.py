@@ -80,6 +80,16 @@ class Policy(nn.Module):
         """The memory at an episode's first step, [num_envs, layers, hidden] of zeros; None without memory."""
         return None
 
+    def value_only_parameters(self) -> Iterable[nn.Parameter]:
+        """Parameters that the value's gradient moves without changing any action: `value_warmup` trains no others."""
+        raise InputError(
+            f"value_warmup: {type(self).__name__} does not name the parameters that only its value depends on; define "
+            "value_only_parameters(), or use value_warmup 0"
+        )
+
+    def observe_value(self, td: TensorDictBase) -> None:
+        """Take a rollout's observations into statistics that only the value depends on, where there are any."""
+
     def observe(self, td: TensorDictBase) -> None:
         """Take a rollout's observations into the running statistics. Called after the update, never during it."""
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -258,6 +258,10 @@ class PPOPolicy(Policy):
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation) [B]."""
         return self.value_head(self._inputs(*self._frozen(td)))
+
+    def value_only_parameters(self) -> Iterator[nn.Parameter]:
+        """The value's head."""
+        return self.value_head.parameters()
 
     def open_residual(self, share: float) -> None:
         """How much of `residual_bound` the correction may use from here on."""

@@ -1,5 +1,5 @@
 """What holds for every algorithm: which loss trains a shared encoder, what copies of a policy see, which statistics
-change."""
+change, and what a warm-up leaves as it is."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
+from vla_worlds import PlainModel
 
 from deft import schema
 from deft.algorithms.cql import CQL
@@ -22,6 +23,7 @@ from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings, SACSettings, SFTSettings
 from deft.config.settings import ActorConfig, PolicyConfig
+from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
 from deft.models.normalization import normalizers
@@ -57,26 +59,34 @@ def make_actor(distribution: str = "gaussian") -> Actor:
     return Actor(STREAMS, ACTIONS, ActorConfig(hidden_dim=16, encoder_dim=16), distribution)
 
 
-def transitions(count: int = 8) -> dict[Any, Any]:
+def transitions(count: int = 8, look: Callable[[int], TensorDict] = seen) -> dict[Any, Any]:
     return {
-        schema.OBSERVATION: dict(seen(count).items()),
+        schema.OBSERVATION: dict(look(count).items()),
         schema.ACTION: torch.rand(count, 2) * 2 - 1,
         schema.NEXT_REWARD: torch.randn(count),
-        schema.NEXT_OBSERVATION: dict(seen(count).items()),
+        schema.NEXT_OBSERVATION: dict(look(count).items()),
         schema.NEXT_TERMINATED: torch.zeros(count),
     }
 
 
 @torch.no_grad()
-def played(policy: Any, look: Callable[[int], TensorDict] = seen, steps: int = 4, num_envs: int = 4) -> TensorDict:
+def played(
+    policy: Any, look: Callable[[int], TensorDict] = seen, steps: int = 4, num_envs: int = 4, version: int = 0
+) -> TensorDict:
     """A rollout [T, N] that the policy acted on random observations."""
-    rows = []
+    rows, memory = [], policy.initial_memory(num_envs)
     for _ in range(steps):
-        td = policy.act(TensorDict({schema.OBSERVATION: look(num_envs)}, [num_envs]))
+        td = TensorDict({schema.OBSERVATION: look(num_envs)}, [num_envs])
+        if memory is not None:
+            td[schema.MEMORY] = memory
+        policy.act(td)
+        if memory is not None:
+            memory = td[schema.NEXT_MEMORY]
+        td = td.exclude(schema.NEXT)
         td[schema.NEXT_REWARD], td[schema.NEXT_VALUE] = torch.rand(num_envs), torch.rand(num_envs)
         for key in (schema.NEXT_TERMINATED, schema.NEXT_TRUNCATED):
             td[key] = torch.zeros(num_envs, dtype=torch.bool)
-        td[schema.POLICY_VERSION] = torch.zeros(num_envs, dtype=torch.int64)
+        td[schema.POLICY_VERSION] = torch.full((num_envs,), version)
         td[schema.STEP_MASK] = torch.ones(num_envs, dtype=torch.bool)
         rows.append(td)
     return torch.stack(rows)
@@ -302,3 +312,100 @@ def test_a_resumed_run_treats_the_statistics_as_it_did_before(kind, name, traine
     else:  # 16 more of each stream that it normalises
         counts = {key: float(part) for key, part in statistics(resumed).items() if key.endswith("count") and part}
         assert set(counts.values()) == {32.0}
+
+
+# -- warm-up of the value, and of critics ------------------------------------------------------------------------------
+
+VECTOR = spaces.Box(-9, 9, (3,), np.float32)
+IMAGE = spaces.Box(0, 255, (3, SIDE, SIDE), np.uint8)
+
+
+def vectors(count: int) -> Tensor:
+    return 2.0 * torch.randn(count, 3) + 5.0
+
+
+def make_warmed(name: str) -> tuple[Any, Callable[[int], Any]]:
+    """A policy whose value shares something with its actions, and what it sees."""
+    torch.manual_seed(0)
+    kind, _, option = name.partition(" ")
+    if kind == "actor-critic":
+        space, look = (VECTOR, vectors) if "vectors" in option else (IMAGE, lambda count: spots(count)[0])
+        memory = 8 if "recurrent" in option else 0
+        return ActorCritic(space, ACTIONS, PolicyConfig(hidden_sizes=[16], encoder_dim=16, memory_hidden=memory)), look
+    if kind == "vla-tiny":
+        made = {"head": option or "gaussian", "value_gradient": True, "chunk_length": 2, "width": 16}
+        return VLAPolicy(TinyVLAModel(**KEYS, **made, proprio_key="proprio")), felt
+    return (VLAPolicy(GPTVLAModel(**KEYS)) if kind == "gpt-vla" else make_robot_policy(option)), felt
+
+
+WARMED = [
+    "actor-critic vectors",
+    "actor-critic images",
+    "actor-critic recurrent vectors",
+    "actor-critic recurrent images",
+    "gpt-vla",
+    "vla-tiny",
+    "vla-tiny token",
+    "vla-tiny flow",
+    "robot actor",
+    "robot gpt-vla",
+    "robot vla-tiny",
+]
+
+
+@pytest.mark.parametrize("name", WARMED)
+def test_warm_up_of_the_value_leaves_every_action_as_it_is(name):
+    policy, look = make_warmed(name)
+    algorithm = PPO(policy, PPOSettings(value_warmup=2, batch_size=16, n_epochs=2, learning_rate=1e-2))
+    fixed = played(policy, look)
+    rows = fixed if policy.recurrent else fixed.flatten(0, 1)
+
+    def scored() -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {key: value.clone() for key, value in policy.evaluate_actions(rows).items()}
+
+    first = scored()
+    for version in range(2):
+        metrics = algorithm.update(iter([played(policy, look, version=version)]))
+        assert float(metrics["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
+    second = scored()
+    assert torch.equal(second["log_prob"], first["log_prob"])
+    assert torch.equal(second["entropy"], first["entropy"])
+    assert not torch.equal(second["value"], first["value"])
+    algorithm.update(iter([played(policy, look, version=2)]))
+    assert not torch.equal(scored()["log_prob"], first["log_prob"])
+
+
+def test_a_value_with_statistics_of_its_own_takes_them_in_while_it_warms_up():
+    policy = make_robot_policy("gpt-vla")  # the model has none: they are those of the encoder under V
+    PPO(policy, PPOSettings(value_warmup=1, batch_size=16)).update(iter([played(policy, felt)]))
+    assert {float(part.count) for _, part in normalizers(policy)} == {16.0}
+
+
+def test_a_model_that_does_not_name_its_value_is_not_warmed_up():
+    policy = VLAPolicy(PlainModel())
+    PPO(policy)
+    with pytest.raises(InputError, match=r"value_warmup: PlainModel .*value_parameters\(\)"):
+        PPO(policy, PPOSettings(value_warmup=1))
+
+
+@pytest.mark.parametrize("name", ["actor", "gpt-vla"])
+def test_warm_up_of_critics_leaves_every_action_as_it_is(name):
+    policy = make_robot_policy(name)
+    algorithm = SAC(policy, SACSettings(critic_warmup=2, weight_decay=0.1, learning_rate=1e-2))
+    rows = played(policy, felt).flatten(0, 1)
+    with torch.no_grad():
+        before = policy.evaluate_actions(rows)["log_prob"]
+    encoder = next(policy.encoder_parameters()).clone()
+    critics = next(algorithm.critics.parameters()).clone()
+    for _ in range(2):
+        algorithm.update(iter([transitions(look=felt)]))
+    with torch.no_grad():
+        assert torch.equal(policy.evaluate_actions(rows)["log_prob"], before)
+    assert not torch.equal(next(algorithm.critics.parameters()), critics)
+    # That of the actor is the policy's too; under a VLA model the critics have an encoder of their own.
+    assert torch.equal(next(policy.encoder_parameters()), encoder) == (name == "actor")
+    algorithm.update(iter([transitions(look=felt)]))
+    with torch.no_grad():
+        assert not torch.equal(policy.evaluate_actions(rows)["log_prob"], before)
+    assert not torch.equal(next(policy.encoder_parameters()), encoder)

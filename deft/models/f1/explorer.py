@@ -7,6 +7,7 @@ model inside is the teacher's, and frozen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,10 @@ class ExplorerPolicy(Policy):
         ]
         chosen = {id(parameter) for parameter in others}
         return [parameter for parameter in named.values() if id(parameter) not in chosen], others
+
+    def value_only_parameters(self) -> Iterator[nn.Parameter]:
+        """The value's head, on the action expert's features."""
+        return self.value_head.parameters()
 
     def initial_memory(self, num_envs: int) -> Tensor:
         """Zeros [num_envs, layers, hidden]."""

@@ -200,6 +200,11 @@ class VLAActor(VLAPolicy, ContinuousActor):
         """The value network, or the value of the model."""
         yield from self.model.value_parameters() if self.shares_trunk else self.value.parameters()
 
+    def value_only_parameters(self) -> Iterator[nn.Parameter]:
+        """The value, and the encoder that it shares with the critics alone."""
+        yield from self.encoder_parameters()
+        yield from self.value_parameters()
+
     # -- for the collector and the trainer -----------------------------------------------------------------------------
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
@@ -229,9 +234,13 @@ class VLAActor(VLAPolicy, ContinuousActor):
 
     def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
         """Take observations into the normalisation of the critics' vectors, and into that of a model that has one."""
+        self.observe_value(td)
+        super().observe(td)
+
+    def observe_value(self, td: TensorDictBase | Mapping[str, Any]) -> None:
+        """Take observations into the normalisation of the critics' vectors."""
         if not self.shares_trunk:
             self.encoder.observe(td[schema.OBSERVATION])
-        super().observe(td)
 
     # -- the border to the model ---------------------------------------------------------------------------------------
 

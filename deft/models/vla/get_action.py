@@ -162,6 +162,12 @@ class GetActionModel(nn.Module):
             return torch.zeros(len(observations), 1, device=self.center.device)
         return self.value(self.encoder(observations).unsqueeze(0))[0]
 
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """The value and its encoder."""
+        assert self.encoder is not None
+        yield from self.encoder.parameters()
+        yield from self.value.parameters()
+
     # -- the border to the object --------------------------------------------------------------------------------------
 
     def _mean(self, observations: Any) -> Tensor:
@@ -242,6 +248,8 @@ class GetActionPolicy(VLAPolicy):
     def observe(self, td: TensorDictBase) -> None:
         """Take a rollout's observations into the normalisation of the value's vectors."""
         self.model.encoder.observe(td[schema.OBSERVATION])
+
+    observe_value = observe
 
     def _observations(self, td: TensorDictBase) -> tuple[Any, int]:
         return td[schema.OBSERVATION], td.batch_size[0]

@@ -9,7 +9,7 @@ gives actions, log-probs and value.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,6 +324,10 @@ class GPTVLAModel(nn.Module):
         """Mean [B, A] and log deviation [A] of what `forward` draws from; [B, K, A] and [K, A] with chunks."""
         mean, _ = self._distribution_and_value(observations)
         return (mean.squeeze(1), self.log_std.squeeze(0)) if self.chunk_length == 1 else (mean, self.log_std)
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """The value's head: the actions' queries attend to the value's, and share all else with it."""
+        return self.value_head.parameters()
 
     # How it is computed ----------------------------------------------------------------------------------------------
 

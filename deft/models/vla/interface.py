@@ -44,6 +44,7 @@ class VLAModelInterface(Protocol):
       `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
       `features`, so that one pass serves all. With `taught(observations) -> (features, loss [B] or None)` the
       features that they learn from may know more than those that it acts on (labels), and IQL adds the loss.
+    - `value_parameters()`: the parameters that only the value depends on. PPO's `value_warmup` needs it.
     - `observe(observations)`: takes observations into a normalisation of the model's own, between updates. Statistics
       in a `deft.models.normalization.RunningNormalizer` are frozen when a trained model is trained further; a model
       with statistics of another kind does that in `settle()`, which is called after a dataset was observed and after

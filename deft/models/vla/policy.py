@@ -187,6 +187,15 @@ class VLAPolicy(ActionScale):
         if callable(getattr(self.model, "settle", None)):
             self.model.settle()
 
+    def value_only_parameters(self) -> Iterable[nn.Parameter]:
+        """By the model's optional method `value_parameters`."""
+        if not callable(getattr(self.model, "value_parameters", None)):
+            raise InputError(
+                f"value_warmup: {self.model_name} does not name the parameters that only its value depends on; give it "
+                "a method `value_parameters()` that returns them, or use value_warmup 0"
+            )
+        return self.model.value_parameters()
+
     def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
         """By the model's optional method of that name."""
         observations, batch = self._observations(td)

@@ -405,6 +405,7 @@ class PretrainedVLA(nn.Module):
     A subclass builds `self.backbone` and defines `act` and `evaluate`; the three methods of the interface follow.
     """
 
+    value_head: ValueHead
     reads_folder = True  # `load_vla_model` hands such a class the folder, which holds more than weights
     keeps_sample = False
 
@@ -432,6 +433,10 @@ class PretrainedVLA(nn.Module):
     ) -> tuple[Any, ...]:
         """Actions, their log-prob [B], the value [B, 1], and what else was random (where `keeps_sample`)."""
         raise TypeError(f"{type(self).__name__} does not define act")
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """What only the value depends on."""
+        return self.value_head.parameters()
 
     def gathered_layers(self) -> list[nn.Module]:
         """The transformer's layers, each called as a module: FSDP gathers their weights one at a time."""

@@ -450,7 +450,7 @@ class TinyVLAModel(ScoredInParts, nn.Module):
             yield from module.parameters()
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
-        """What the value's loss trains."""
+        """What only the value depends on."""
         yield from self.value_head.parameters()
 
     def observe(self, observations: TensorDictBase | Mapping[str, Tensor]) -> None:
