@@ -57,6 +57,17 @@ def test_chunks_end_with_their_episode() -> None:
     assert {0, 1} == set(episode.tolist())
 
 
+def test_given_transitions_are_gathered_in_their_order_and_draw_nothing() -> None:
+    # Episodes of 5, 3 and 4 steps: transition 4 is the last of episode 0, 5 the first of episode 1, 8 of episode 2.
+    buffer, other = (StreamingBuffer(Counted([5, 3, 4]), seed=0, chunk_length=2) for _ in range(2))
+    batch = buffer.gather(np.array([8, 4, 5]))
+    assert batch[schema.OBSERVATION]["state"].tolist() == [[2, 0], [0, 4], [1, 0]]
+    assert batch[schema.STEP_MASK].tolist() == [[True, True], [True, False], [True, True]]
+    assert buffer.dataset.reads == 3  # each episode once
+    drawn, expected = (one.sample(8)[schema.OBSERVATION]["state"] for one in (buffer, other))
+    assert torch.equal(drawn, expected)
+
+
 def test_without_the_next_observation_a_batch_is_otherwise_the_same() -> None:
     with_next, without = (StreamingBuffer(Counted([5, 3]), seed=0, next_observation=wanted) for wanted in (True, False))
     full, small = with_next.sample(20), without.sample(20)

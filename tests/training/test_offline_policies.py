@@ -301,6 +301,23 @@ def test_ppo_takes_over_the_whole_policy(tmp_path, reach):
         assert not torch.equal(policy.state_dict()[name], before[name])
 
 
+@pytest.mark.parametrize("loss", ["log_prob", "mse"])
+def test_chunks_of_a_vla_model_are_validated(tmp_path, reach, loss):
+    """One of the two episodes of chance, streamed: images, words, and chunks that end with their episode."""
+    policy = {
+        **SMALL,
+        "name": "vla",
+        "chunk_length": 4,
+        "vla_config": {"model_class": "vla-tiny", "model_config": {"width": 16}},
+    }
+    cfg = {"val_fraction": 0.5, "augment": ["shift", "color"], "loss": loss}
+    trainer = make_trainer(tmp_path, "sft", reach, policy, cfg=cfg)
+    summary = trainer.train()
+    trainer.close()
+    assert np.isfinite(summary["val_loss"])
+    assert trainer.num_transitions < 90
+
+
 def test_a_decision_transformer_is_no_vla_model(tmp_path, reach):
     with pytest.raises(InputError, match="transformer of its own"):
         make_trainer(tmp_path, "dt", reach, vla())
