@@ -126,6 +126,11 @@ def command_line(trusted: bool) -> Iterator[None]:
             os.environ[SAFE_PATH] = safe_path
 
 
+def on_command_line() -> bool:
+    """Whether this process runs the command `deft`, which does not search the current directory by itself."""
+    return _state.command_line
+
+
 def snapshot() -> _State:
     """The state of this process, for `restore` in another one."""
     state = copy.deepcopy(_state)

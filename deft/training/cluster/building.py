@@ -20,6 +20,7 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.policy import Policy
+from deft.models.vla.loading import find_vla_class
 from deft.training.cluster import connection
 from deft.training.cluster.inference import LARGE_POLICY
 from deft.training.cluster.pool import ClusterEnv, PoolSettings, WorkerPool
@@ -41,6 +42,9 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
             f"{env.num_workers * (group_size or 1)} or more, or fewer workers"
         )
     check_id(env)  # a Ray that is started takes seconds
+    for policy in (config.policy, getattr(config.policy, "actor", None)):
+        if (model := getattr(policy, "vla_config", None)) is not None:
+            find_vla_class(model.model_class)
     wanted = env.num_workers or min(most, max(1, available_cores() - 1))
     opened = connection.connect(cluster.ray_address, (wanted + cluster.spare_workers) * cluster.worker_cpus + 1)
     try:

@@ -5,13 +5,20 @@ Called by the collectors and by `deft doctor --cluster`. Ray is an extra, import
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ipaddress
 import logging
 import math
 import os
+import secrets
+import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +32,10 @@ _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "1"
 
 
 KNOCK_TIMEOUT = 5.0  # seconds
+DELETE_ATTEMPTS = 20
+LONGEST_PLACE = 24  # bytes of the temporary directory: the path of a socket may have 107, of which Ray takes about 80
+# At 0 Ray uses the loopback interface alone, as by default on macOS and Windows, which gave the variable its name.
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def import_ray() -> Any:
@@ -42,32 +53,118 @@ def connect(address: str, num_cpus: float = 0.0) -> bool:
     """Join the cluster at `address`; True where this call opened the connection, which the caller then closes.
 
     `local` starts a Ray on this machine, with room for `num_cpus` however many cores it has, unless the process is
-    connected already; `auto` finds the cluster that `ray start` made here, or that RAY_ADDRESS names.
+    connected already; it listens on the loopback interface and asks for a token. `auto` finds the cluster that
+    `ray start` made here, or that RAY_ADDRESS names.
     """
     ray = import_ray()
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
+    if trust.on_command_line():
+        options |= _path_of_workers(ray)
     if address == "local":
         options |= {"include_dashboard": False, "num_cpus": max(math.ceil(num_cpus), available_cores())}
     if address not in ("local", "auto"):  # what a cluster sends back is unpickled
         refusal = "Deft does not join a cluster that only a file names"
         trust.check(address, "ray_address", refusal, f"--ray-address {address}")
     handler = signal.getsignal(signal.SIGTERM)
-    try:
-        _knock(address)
-        ray.init(**options)
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray's own aborts with its stack while workers start
-    except InputError:
-        raise
-    except OSError as error:
-        raise InputError(
-            f"ray_address: no cluster answers at {address!r}: start one with `ray start --head`, or use local"
-        ) from error
-    except (ValueError, RuntimeError) as error:
-        raise RunError(f"ray_address: {address!r} cannot be used: {' '.join(str(error).split())[:200]}") from error
+    with contextlib.ExitStack() as undo:
+        try:
+            _knock(address)
+            if address == "local":
+                undo.callback(_own.close, ray)
+                options["_temp_dir"] = _own.open(ray)
+            ray.init(**options)
+            if handler is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray's own aborts with its stack while workers start
+        except InputError:
+            raise
+        except OSError as error:
+            raise InputError(
+                f"ray_address: no cluster answers at {address!r}: start one with `ray start --head`, or use local"
+            ) from error
+        except (ValueError, RuntimeError) as error:
+            raise RunError(f"ray_address: {address!r} cannot be used: {' '.join(str(error).split())[:200]}") from error
+        undo.pop_all()
+    if address == "local" and not (found := ipaddress.ip_address(nodes()[0]["address"])).is_loopback:
+        log.warning("this Ray listens on %s: other machines may reach it", found)
     return True
+
+
+def _path_of_workers(ray: Any) -> dict[str, Any]:
+    """Options that keep the current directory from the front of the workers' path, where Ray puts it.
+
+    It is put last, as in this process, where the user named a module that is in it.
+    """
+
+    class Job(ray.job_config.JobConfig):
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True  # Ray then leaves the path alone
+
+    options: dict[str, Any] = {"job_config": Job()}
+    if sys.path[-1:] == [here := os.getcwd()]:
+
+        def search_here() -> None:
+            import sys  # in the worker
+
+            sys.path.append(here)
+
+        options["runtime_env"] = {"worker_process_setup_hook": search_here}
+    return options
+
+
+class _OwnRay:
+    """What belongs to a Ray that this process starts: its folder, and the settings that keep others out.
+
+    Settings of Ray that the user has made hold. Those made here are taken back when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._folder: str | None = None
+        self._before: dict[str, str | None] = {}
+        self._uses_network = True
+
+    def open(self, ray: Any) -> str:
+        """Make its settings and return the folder for its files, in one that other users cannot open."""
+        place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir=place if len(place) <= LONGEST_PLACE else "/tmp")
+        settings = {LOOPBACK_ONLY: "0"}
+        if "RAY_AUTH_MODE" not in os.environ:
+            settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._before = {name: os.environ.get(name) for name in settings}
+        os.environ |= settings
+        self._uses_network = ray._private.ray_constants.ENABLE_RAY_CLUSTER
+        self._apply(ray, uses_network=False)
+        atexit.register(disconnect)
+        return os.path.join(self._folder, "r")
+
+    def close(self, ray: Any) -> None:
+        """Delete the folder; nothing where this process has started no Ray."""
+        if self._folder is None:
+            return
+        atexit.unregister(disconnect)
+        for name, value in self._before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        self._apply(ray, self._uses_network)
+        for _ in range(DELETE_ATTEMPTS):  # its processes may write until they are gone
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not os.path.exists(self._folder):
+                break
+            time.sleep(0.1)
+        self._folder, self._before = None, {}
+
+    @staticmethod
+    def _apply(ray: Any, uses_network: bool) -> None:
+        """Have a Ray that is imported already read these settings again."""
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = uses_network
+        with contextlib.suppress(AttributeError):  # a Ray without these reads the token in its new processes alone
+            ray._raylet.Config.initialize("")
+            ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+_own = _OwnRay()
 
 
 def _knock(address: str) -> None:
@@ -86,8 +183,10 @@ def _knock(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster; a Ray of this process's own ends."""
-    import_ray().shutdown()
+    """Leave the cluster; a Ray of this process's own ends, and its files are deleted."""
+    ray = import_ray()
+    ray.shutdown()
+    _own.close(ray)
 
 
 def nodes() -> list[dict[str, Any]]:

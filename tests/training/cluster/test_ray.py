@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray", reason="needs the extra scale")
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    places = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(Path(worlds.__file__).parent)}  # what the workers import
+    places = {"PYTHONPATH": str(Path(worlds.__file__).parent)}  # what the workers import
     before = {name: os.environ.get(name) for name in places}
     os.environ |= places
     for name in ("Numbered", "Failing"):
