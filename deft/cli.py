@@ -117,14 +117,17 @@ def parse_train(arguments: list[str]) -> tuple[RunConfig, bool]:
 
 
 def _complete_model(settings: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Who names a model means a VLA policy, with the chunks that the model is made for."""
+    """Make the policy that of a model that is named, with the chunks it is made for, but for SAC's single steps."""
+    from deft.config.algorithm_settings import ALGORITHM_SETTINGS
     from deft.config.flags import MODEL_CLASS
     from deft.config.settings import MODEL_CHUNKS
 
     model = given.get(MODEL_CLASS)
     if model is not None and "policy.name" not in given:
         settings["policy"]["name"] = "vla"
-        if model in MODEL_CHUNKS and "policy.chunk_length" not in given and "chunk_length" in settings["policy"]:
+        learns_chunks = ALGORITHM_SETTINGS[settings["algorithm"]["name"]].LEARNS_FROM != "replay"
+        is_open = "policy.chunk_length" not in given and "chunk_length" in settings["policy"]
+        if model in MODEL_CHUNKS and learns_chunks and is_open:
             settings["policy"]["chunk_length"] = MODEL_CHUNKS[model]
 
 

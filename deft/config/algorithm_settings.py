@@ -325,7 +325,7 @@ class SACSettings(OffPolicySettings):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (AdamW)."""
     buffer_size: Count = 1_000_000
-    """Transitions that the replay buffer holds; the oldest go first."""
+    """Transitions that the replay buffer holds; the oldest go first. It takes memory for `total_timesteps` at most."""
     learning_starts: NonNegativeInt = 10_000
     """Env steps before the first update."""
     random_steps: NonNegativeInt | None = None

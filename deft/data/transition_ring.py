@@ -25,7 +25,7 @@ _MORE_FRAMES = 8  # an episode's last image starts no transition: room for one s
 
 
 class TransitionRing:
-    """`capacity` transitions; the oldest are overwritten.
+    """`capacity` transitions; the oldest are overwritten. Memory is taken for as many, or for those of `reserve`.
 
     With `n_step` n a transition is (s_t, a_t, Σ γ^k r_{t+k}, s_{t+n}), cut short where the episode ends; it carries
     `schema.DISCOUNT`, γ^n or 0 after a terminal step. Draws come from a generator of its own, or the one given.
@@ -43,6 +43,7 @@ class TransitionRing:
         generator: torch.Generator | None = None,
     ) -> None:
         self.capacity, self.n_step, self.gamma = capacity, n_step, gamma
+        self._room = capacity  # transitions that there is memory for, or will be: transition i is row i % room
         self.device = torch.device(device)
         self.generator = generator or torch.Generator(self.device).manual_seed(seed)
         self._columns: dict[Key, Tensor] = {}
@@ -58,6 +59,34 @@ class TransitionRing:
     def __len__(self) -> int:
         """Transitions that can be drawn."""
         return self._written - self._oldest
+
+    def reserve(self, count: int) -> bool:
+        """Take memory for `count` more steps alone, where that is less than the capacity; whether any rows were moved.
+
+        For a run that will write no more. Should more come nevertheless, they get more memory.
+        """
+        waiting = sum(map(len, self._waiting.values()))
+        room = min(self.capacity, max(len(self) + waiting + count, 1))
+        if not self._columns and not self._frames:
+            self._room = room
+            return False
+        if room > self._room:
+            self._grow(room)
+            return True
+        return False
+
+    def _grow(self, room: int) -> None:
+        self._room = room
+        numbers = torch.arange(self._oldest, self._written, device=self.device)
+        for key, column in self._columns.items():
+            self._columns[key] = _moved(column, numbers, room)
+        if self._frames:
+            numbers = torch.arange(
+                max(0, self._num_frames - self._frame_capacity), self._num_frames, device=self.device
+            )
+            self._frame_capacity = max(self._frames_for(self._num_envs), self._frame_capacity)
+            for key, frames in self._frames.items():
+                self._frames[key] = _moved(frames, numbers, self._frame_capacity)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -146,15 +175,18 @@ class TransitionRing:
             self._append({key: np.asarray(value)[None] for key, value in first.items()}, 1)
 
     def _append(self, rows: dict[Key, Any], count: int) -> None:
+        held = len(self) + count
+        if held > self._room < self.capacity:
+            self._grow(min(self.capacity, max(held, 2 * self._room)))
         if not self._columns:
             self._allocate(rows, count)
-        place = self._written % self.capacity
-        room = self.capacity - place
+        place = self._written % self._room
+        left = self._room - place
         for key, column in self._columns.items():
             values = to_device(torch.as_tensor(np.asarray(rows[key]), dtype=column.dtype), self.device)
-            column[place : place + count] = values[:room]
-            if count > room:
-                column[: count - room] = values[room:]
+            column[place : place + count] = values[:left]
+            if count > left:
+                column[: count - left] = values[left:]
         self._written += count
         self._oldest = max(self._oldest, self._written - self.capacity)
         if self._frames:
@@ -166,10 +198,10 @@ class TransitionRing:
         if count > self.capacity:
             raise InputError(f"buffer_size: {self.capacity} is less than the {count} environments; use a larger one")
         examples = {key: torch.as_tensor(np.asarray(value)) for key, value in rows.items()}
-        _check_memory(self.capacity, sum(example.nbytes for example in examples.values()) // count, self.device)
+        _check_memory(self._room, sum(example.nbytes for example in examples.values()) // count, self.device)
         for key, example in examples.items():
             dtype = torch.float32 if example.is_floating_point() else example.dtype
-            self._columns[key] = torch.zeros(self.capacity, *example.shape[1:], dtype=dtype, device=self.device)
+            self._columns[key] = torch.zeros(self._room, *example.shape[1:], dtype=dtype, device=self.device)
 
     # -- images --------------------------------------------------------------------------------------------------------
 
@@ -194,7 +226,8 @@ class TransitionRing:
         return numbers, next_numbers
 
     def _frames_for(self, num_envs: int) -> int:
-        return self.capacity + self.capacity // _MORE_FRAMES + 4 * (self.n_step + 1) * num_envs
+        most = self.capacity + self.capacity // _MORE_FRAMES
+        return min(most, 2 * self._room) + 4 * (self.n_step + 1) * num_envs  # a transition has at most two of its own
 
     def _keep(self, images: dict[Key, Any]) -> int:
         for key, image in images.items():
@@ -210,7 +243,7 @@ class TransitionRing:
         """
         slack = 2 * (self.n_step + 1) * self._num_envs
         numbers, gone = self._columns[_FRAME], self._num_frames - self._frame_capacity + slack
-        while gone > 0 and self._oldest < self._written and int(numbers[self._oldest % self.capacity]) < gone:
+        while gone > 0 and self._oldest < self._written and int(numbers[self._oldest % self._room]) < gone:
             self._oldest += 1
 
     def cut(self, numbers: Sequence[int] | None = None) -> None:
@@ -228,7 +261,7 @@ class TransitionRing:
         else:  # the bounds change between replays of a recording, so they are read on the device
             share = torch.rand(batch_size, generator=self.generator, device=self.device, dtype=torch.float64)
             drawn = (self._bounds[0] + share * self._bounds[1]).long()
-        return self._rows(drawn % self.capacity)
+        return self._rows(drawn % self._room)
 
     def _rows(self, index: Tensor) -> Batch:
         batch: Batch = {}
@@ -243,13 +276,13 @@ class TransitionRing:
         """Every observation that a transition starts from, in blocks; for normalisers."""
         for start in range(self._oldest, self._written, block):
             index = torch.arange(start, min(start + block, self._written), device=self.device)
-            yield self._rows(index % self.capacity)[schema.OBSERVATION]
+            yield self._rows(index % self._room)[schema.OBSERVATION]
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, the transitions in their order: a run that goes on from here draws the same batches."""
-        index = torch.arange(self._oldest, self._written, device=self.device) % self.capacity
+        index = torch.arange(self._oldest, self._written, device=self.device) % self._room
         first = max(0, self._num_frames - self._frame_capacity)
         kept = torch.arange(first, self._num_frames, device=self.device)
         return {
@@ -279,6 +312,8 @@ class TransitionRing:
         }
         self._num_envs, self._last_frame = state["num_envs"], dict(state["last_frame"])
         self._columns, self._frames = {}, {}
+        count = state["written"] - state["oldest"]
+        self._room = min(self.capacity, max(self._room, count))
         self._written = self._oldest = state["oldest"]
         frames = {_split(key): kept for key, kept in state["frames"].items()}
         if frames:
@@ -292,13 +327,19 @@ class TransitionRing:
                 self._frames[key][numbers % self._frame_capacity] = kept.to(self.device)
         self._num_frames = state["num_frames"]
         columns = {_split(key): column.numpy() for key, column in state["columns"].items()}
-        count = state["written"] - state["oldest"]
         for start in range(0, count, 65_536):
             part = {key: column[start : start + 65_536] for key, column in columns.items()}
             size = min(65_536, count - start)
             for piece in range(0, size, self.capacity):
                 rows = {key: column[piece : piece + self.capacity] for key, column in part.items()}
                 self._append(rows, len(next(iter(rows.values()))))
+
+
+def _moved(rows: Tensor, numbers: Tensor, size: int) -> Tensor:
+    """A ring of rows, those of these numbers, in a ring of another size."""
+    moved = rows.new_zeros(size, *rows.shape[1:])
+    moved[numbers % size] = rows[numbers % len(rows)]
+    return moved
 
 
 def _as_array(value: Any) -> np.ndarray:

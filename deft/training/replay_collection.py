@@ -39,8 +39,11 @@ class ReplayCollection(Collection):
 
     buffer: TransitionRing
 
-    def __init__(self, collector: Collector, algorithm: SAC, seed: int, fresh_policy: bool) -> None:
+    def __init__(
+        self, collector: Collector, algorithm: SAC, seed: int, fresh_policy: bool, planned_steps: int | None = None
+    ) -> None:
         settings = algorithm.settings
+        self._planned_steps = planned_steps
         self.algorithm, self.settings = algorithm, settings
         ring = TransitionRing(settings.buffer_size, seed, collector.device, settings.n_step, settings.gamma)
         super().__init__(collector, ring)
@@ -61,8 +64,10 @@ class ReplayCollection(Collection):
         if settings.capture == "on" and not on_gpu:
             raise InputError("capture: 'on' needs a GPU; use auto")
         captures = on_gpu and (settings.capture == "on" or (settings.capture == "auto" and not settings.compile))
-        self._captured = CapturedUpdate(algorithm, self, settings.batch_size) if captures else None
-        self._captured_warmup = CapturedUpdate(algorithm, self, settings.batch_size) if captures else None
+        self._captured: CapturedUpdate | None = None
+        self._captured_warmup: CapturedUpdate | None = None
+        if captures:
+            self._record_anew()
         self._metrics: Metrics = {}
         self._is_beside = captures and type(collector) is Collector  # which steps the environments in this process
         if self._is_beside:
@@ -70,8 +75,17 @@ class ReplayCollection(Collection):
         set_precision(collector.device, settings.precision)
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
-        """Say where the run ends."""
-        self.collector.steps_left = None if total_steps is None else total_steps * self.collector.env.num_envs
+        """Say where the run ends, and take no memory for more transitions than there will be."""
+        left = None if total_steps is None else max(total_steps, 0) * self.collector.env.num_envs
+        self.collector.steps_left = left
+        moved = left is not None and self.buffer.reserve(left)
+        if moved and self._captured is not None:
+            self._record_anew()
+
+    def _record_anew(self) -> None:
+        """Recordings of updates that read the buffer where it is now."""
+        self._captured = CapturedUpdate(self.algorithm, self, self.settings.batch_size)
+        self._captured_warmup = CapturedUpdate(self.algorithm, self, self.settings.batch_size)
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Step until so many steps wait to be learned from; False if `stop` came first."""
@@ -142,6 +156,8 @@ class ReplayCollection(Collection):
 
     def load_state_dict(self, state: dict[str, Any], buffer: dict[str, Any], same_rollout: bool) -> bool:
         """Go on from there; False where the environments begin new episodes."""
+        if self._planned_steps is not None:
+            self.buffer.reserve(self._planned_steps)
         if buffer:
             self.buffer.load_state_dict(buffer)
         own = state.get("replay")

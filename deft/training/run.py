@@ -97,6 +97,8 @@ def build_trainer(
     seed_everything(config.seed)
     check_extras(config.logging)
     chunk_length: int = getattr(policy, "chunk_length", config.policy.chunk_length)
+    if isinstance(config, ReplayRunConfig) and chunk_length > 1:
+        raise InputError(_no_chunks(config, policy, chunk_length))
     gamma = config.algorithm.cfg.gamma
     video_env: Callable[[], gymnasium.Env]
     if env is None:
@@ -154,6 +156,19 @@ def build_trainer(
     return trainer
 
 
+def _no_chunks(config: ReplayRunConfig, policy: Any, length: int) -> str:
+    """What to do about a policy of action chunks where the replay buffer holds single steps."""
+    name = config.algorithm.name
+    if policy is not None:
+        what, cure = f"policy: {type(policy).__name__} decides", "build the policy with chunk_length 1"
+    elif config.model_path is not None:
+        what = f"model_path: the policy of {config.model_path} decides"
+        cure = "train that run anew with --chunk_length 1 and start from it"
+    else:
+        what, cure = "chunk_length: the policy would decide", "use --chunk_length 1"
+    return f"{what} {length} steps at a time, and {name} learns from single steps: {cure}, or train it with ppo or grpo"
+
+
 def _make_envs(config: RunConfig, chunk_length: int, gamma: float) -> VectorEnv:
     """The environments that a run trains in: in this process, or in the workers of a cluster."""
     if config.cluster.collectors == "ray":
@@ -167,11 +182,6 @@ def build_policy(config: RunConfig, env: VectorEnv, weights_follow: bool = False
     `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
     """
     if isinstance(config, ReplayRunConfig):
-        if config.policy.chunk_length > 1:
-            raise InputError(
-                f"chunk_length {config.policy.chunk_length}: {config.algorithm.name} learns from single steps; a "
-                "policy of action chunks goes on with ppo or grpo"
-            )
         return _build_actor(config.policy, config.algorithm.cfg, env, weights_follow)
     _check_action_dim(config, env)
     if config.policy.actor is not None:

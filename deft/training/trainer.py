@@ -342,7 +342,8 @@ class Trainer:
             collector = Collector(self.env, self.acting, self._env_seed, **wanted)
         if algorithm.experience == "replay":
             assert isinstance(algorithm, SAC)
-            return ReplayCollection(collector, algorithm, self._env_seed, self._fresh_policy)
+            planned = math.ceil(settings.total_timesteps / self._num_envs) * self.env.num_envs
+            return ReplayCollection(collector, algorithm, self._env_seed, self._fresh_policy, planned)
         if settings.buffer_type == "vla":
             ring = VLABuffer(settings.buffer_size * max(1, settings.max_staleness))
             return BackgroundCollection(collector, ring, self.acting, settings.max_staleness, timeout)

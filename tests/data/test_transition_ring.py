@@ -30,7 +30,7 @@ def row(*steps, image: bool = False):
 
 def content(ring: TransitionRing) -> list[tuple[float, ...]]:
     """(s, reward, discount, s') of everything in it, oldest first."""
-    index = torch.arange(ring._oldest, ring._written) % ring.capacity
+    index = torch.arange(ring._oldest, ring._written) % ring._room
     rows = ring._rows(index)
     first, following = (rows[key].flatten(1)[:, 0].tolist() for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION))
     rewards, discounts = (rows[key].tolist() for key in (schema.NEXT_REWARD, schema.DISCOUNT))
@@ -215,6 +215,37 @@ def test_episodes_of_a_dataset(n_step):
             (102, 1, 0.0, 103),
         ]
     assert content(ring) == expected
+
+
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_memory_is_taken_for_the_steps_that_come(image, n_step):
+    """A buffer of more transitions than the machine holds, for a run of 12 steps; 16 come, and then another 20."""
+    whole = TransitionRing(1000, seed=1, n_step=n_step)
+    ring = TransitionRing(10**13, seed=1, n_step=n_step)
+    assert not ring.reserve(12)
+
+    def write(steps):
+        for t in steps:  # two environments; an episode lasts two steps, so images are many
+            for one in (whole, ring):
+                one.write(row((t, t, False, t % 2 == 1), (100 + t, t, t % 2 == 1, False), image=image))
+
+    write(range(6))
+    assert len(ring._columns[schema.ACTION]) == 12
+    assert content(ring) == content(whole)
+    write(range(6, 8))
+    assert len(ring._columns[schema.ACTION]) == 24  # twice as many
+    assert ring.reserve(20)  # 16 and 20 are 36
+    write(range(8, 18))
+    assert len(ring._columns[schema.ACTION]) == 36
+    assert content(ring) == content(whole)
+    assert len(ring) == 36
+    assert torch.equal(*(one.sample(50)[schema.NEXT_OBSERVATION] for one in (ring, whole)))
+    again = TransitionRing(10**13, seed=2, n_step=n_step)
+    again.reserve(40)
+    again.load_state_dict(ring.state_dict())
+    assert len(again._columns[schema.ACTION]) == 40
+    assert content(again) == content(ring)
 
 
 def test_a_buffer_beyond_the_machine_is_refused():

@@ -12,6 +12,8 @@ from deft.config.loading import load_config, resolve
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.models.vla import gpt
+from deft.models.vla.actor import VLAActor
+from deft.models.vla.tiny import TinyVLAModel
 from deft.training import run
 from deft.training.handover import checkpoint_folder
 from deft.training.logging import logged_evaluations
@@ -408,6 +410,52 @@ def test_a_vla_model_trains(tmp_path, monkeypatch):
     trainer.train()
     after = trainer.policy.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("model."))
+    trainer.close()
+
+
+def test_a_vla_model_of_chunks_is_told_how_to_train(tmp_path, capsys):
+    """By its name vla-tiny decides four steps at a time; for SAC it decides one, unless more are asked for."""
+    world = [
+        "--env",
+        "reach",
+        "--env-kwargs",
+        "observation=vla",
+        "image_size=16",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    flags = ["--model", "vla-tiny", "--vla-model-config", "width=8", "--console-level", "ERROR", "--eval-freq", "0"]
+    few = ["--total-timesteps", "12", "--learning-starts", "10", "--batch-size", "4"]
+    assert cli.main(["train", "sac", *world, *flags, *few, "--chunk-length", "4"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "chunk_length: the policy would decide 4 steps at a time" in error
+    assert "use --chunk_length 1, or train it with ppo or grpo" in error
+    assert cli.main(["train", "sac", *world, *flags, *few]) == 0
+    assert load_config(tmp_path / "run" / "config.yaml").policy.chunk_length == 1
+    # A policy object, in Python
+    space = spaces.Dict({"rgb": spaces.Box(0, 255, (16, 16, 3), np.uint8)})
+    model = TinyVLAModel(
+        action_dim=1, image_keys=["rgb"], image_size=16, proprio_key=None, instruction_key=None, width=8
+    )
+    policy = VLAActor(model, space, spaces.Box(-2.0, 4.0, (4, 1), np.float32))
+    with pytest.raises(InputError, match=r"policy: VLAActor decides 4 steps .* build the policy with chunk_length 1"):
+        SACTrainer(env=Target(image=True), policy=policy)
+
+
+def test_a_buffer_takes_memory_for_the_steps_of_the_run(tmp_path):
+    """10^12 transitions are more than any machine holds, and a run of 40 steps has 40 of them, also resumed at 60."""
+    settings = {"cfg": {"buffer_size": 10**12}, "trainer": {"total_timesteps": 40}}
+    trainer = build_trainer(config(tmp_path, **settings))
+    trainer.train()
+    assert len(trainer.collection.buffer._columns["action"]) == 40
+    trainer.close()
+    longer = config(tmp_path, **settings | {"trainer": {"total_timesteps": 60}}, resume=str(tmp_path / "run"))
+    trainer = build_trainer(longer)
+    trainer.train()
+    assert len(trainer.collection.buffer) == len(trainer.collection.buffer._columns["action"]) == 60
+    trainer.train(70)  # of its own, in Python
+    assert len(trainer.collection.buffer) == len(trainer.collection.buffer._columns["action"]) == 70
     trainer.close()
 
 

@@ -247,7 +247,9 @@ def test_from_demonstrations_to_reinforcement(tmp_path, monkeypatch, capsys, hea
     assert config.policy.chunk_length == 4
     assert config.env.kwargs == {"observation": "vla", "image_size": SIZE}
     assert cli.main(["train", "sac", "--env", "reach", "--model-path", "sft", "--output-dir", "sac"]) == 2
-    assert "learns from single steps" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "model_path: the policy of sft decides 4 steps at a time, and sac learns from single steps" in error
+    assert "with --chunk_length 1 and start from it, or train it with ppo or grpo" in error
     flags = ["--model-path", "sft", "--group-size", 2, "--iterations", 1, "--output-dir", "grpo"]
     assert deft(capsys, "train", "grpo", *online, *flags)["timesteps"] > 0
     assert deft(capsys, "evaluate", "iql_ppo", "--episodes", 2, "--json")["episodes"] == 2
