@@ -23,6 +23,7 @@ from deft.config.settings import MOVED_SETTINGS, SHORTHANDS, OfflineRunConfig, R
 from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
 from deft.ownership import record
+from deft.plain_data import parse_bounded, read_bounded
 
 PRESETS = Path(__file__).parent / "presets"
 AnyRunConfig: TypeAlias = RunConfig | OfflineRunConfig
@@ -55,7 +56,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if reader is None:
         raise InputError(f"{path}: the ending '{path.suffix}' is not one of {', '.join(_READERS)}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path)
     except FileNotFoundError:
         raise InputError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -64,7 +65,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         if line.strip().rstrip(",") == "...":
             raise InputError(f"{path}, line {number}: '...' stands for what was left out; write it, or remove the line")
     try:
-        mapping = reader(text)
+        mapping = parse_bounded(text, reader)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from None
     except yaml.MarkedYAMLError as error:
