@@ -2,8 +2,8 @@
 
 Every case copies a valid input into a fresh folder, damages it (values replaced, keys removed or doubled, deep nesting,
 huge numbers, YAML aliases, bytes flipped, files cut), and opens it by the call that a command uses. A case fails where
-another exception than Deft's own comes out, where it takes more than 10 seconds of CPU time, or where a file outside its folder is
-opened for writing. The seed of a case repeats it alone.
+another exception than Deft's own comes out, where it takes more than 10 seconds of CPU time, or where a file outside
+its folder is opened for writing. The seed of a case repeats it alone.
 
     python benchmarks/fuzz_inputs.py --cases 10000 --json fuzz.json
     python benchmarks/fuzz_inputs.py --only 1234 --kind lerobot

@@ -6,6 +6,7 @@ The Minari reader and the recorder of `deft collect` share it: what one writes t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ import numpy as np
 from gymnasium import spaces
 
 from deft.errors import InputError
+from deft.plain_data import parse_bounded
 from deft.schema import channels_first, channels_last, decode_text, encode_text, has_channels_last
 
+MAX_SIZE = 2**26  # numbers in one observation or action
 READABLE = "Box, Discrete, MultiDiscrete, MultiBinary, Text, and Dict or Tuple of these"
 
 
@@ -26,7 +29,7 @@ def space_to_json(space: spaces.Space) -> str:
 
 def space_from_json(text: str) -> spaces.Space:
     """The inverse of `space_to_json`; a ValueError, KeyError or TypeError where the text is no space."""
-    return _from_plain(json.loads(text))
+    return _from_plain(parse_bounded(text))
 
 
 def _to_plain(space: spaces.Space) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def _from_plain(plain: dict[str, Any]) -> spaces.Space:
     kind = plain["type"]
     if kind == "Box":
         shape, dtype = tuple(plain["shape"]), np.dtype(plain["dtype"])
+        _check_size(math.prod(shape))
         low, high = (np.broadcast_to(np.array(plain[bound], dtype), shape) for bound in ("low", "high"))
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
@@ -61,14 +65,21 @@ def _from_plain(plain: dict[str, Any]) -> spaces.Space:
     if kind == "MultiDiscrete":
         return spaces.MultiDiscrete(plain["nvec"], start=plain.get("start"))
     if kind == "MultiBinary":
+        _check_size(math.prod(np.atleast_1d(plain["n"]).tolist()))
         return spaces.MultiBinary(plain["n"])
     if kind == "Text":
+        _check_size(plain["max_length"])
         return spaces.Text(plain["max_length"], min_length=plain["min_length"], charset=plain["charset"])
     if kind == "Dict":
         return spaces.Dict({name: _from_plain(part) for name, part in plain["subspaces"].items()})
     if kind == "Tuple":
         return spaces.Tuple([_from_plain(part) for part in plain["subspaces"]])
     raise _unsupported(kind)
+
+
+def _check_size(size: int) -> None:
+    if not 0 < size <= MAX_SIZE:
+        raise InputError(f"a space of {size:,} numbers is not supported; it must have 1 to {MAX_SIZE:,}")
 
 
 def _unsupported(kind: str) -> InputError:

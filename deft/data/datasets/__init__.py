@@ -18,7 +18,7 @@ from typing import Any
 from deft import trust
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
-from deft.errors import InputError
+from deft.errors import DeftError, InputError
 
 __all__ = ["Dataset", "Episode", "VectorDataset", "dataset_folders", "find_dataset", "load_dataset", "open_dataset"]
 
@@ -60,7 +60,12 @@ def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Datase
     for option, value in options.items():
         if parameters[option].annotation in (bool, "bool") and not isinstance(value, bool):
             raise InputError(f"{option}: {value!r} is not true or false")
-    dataset: Dataset = loader.load(path, name, **options)
+    try:
+        dataset: Dataset = loader.load(path, name, **options)
+    except DeftError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of its reader
+        raise InputError(f"{path}: damaged: {type(error).__name__}: {' '.join(str(error).split())}") from error
     return dataset
 
 

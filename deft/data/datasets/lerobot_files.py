@@ -6,7 +6,8 @@ loader `lerobot.py` reads both through the same `EpisodeEntry`.
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 
 from deft.data.datasets.dataset import check_finite, damaged
 from deft.errors import InputError
+from deft.plain_data import parse_bounded, read_bounded
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,8 +76,10 @@ def read_meta(root: Path) -> LeRobotMeta:
     if version not in VERSIONS:
         raise InputError(f"{path}: codebase_version is {version}; Deft reads {', '.join(VERSIONS)}")
     features = info.get("features")
-    if not isinstance(features, dict) or not isinstance(info.get("fps"), int | float) or info["fps"] <= 0:
-        raise damaged(path, "the top", "features" if info.get("fps") else "fps", "is missing or of the wrong kind")
+    if not isinstance(features, dict) or not all(isinstance(feature, dict) for feature in features.values()):
+        raise damaged(path, "the top", "features", "is missing or of the wrong kind")
+    if not isinstance(info.get("fps"), int | float) or not 0 < info["fps"] < math.inf:
+        raise damaged(path, "the top", "fps", "is missing or not a positive number")
     if not isinstance(info.get("data_path"), str):
         raise damaged(path, "the top", "data_path", "is missing")
     video_keys = [key for key, feature in features.items() if feature.get("dtype") == "video"]
@@ -85,6 +89,10 @@ def read_meta(root: Path) -> LeRobotMeta:
     tasks, episodes = read(root, info, video_keys)
     if not episodes:
         raise InputError(f"{root}: meta/ lists no episodes")
+    numbers = [episode.index for episode in episodes]
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise damaged(root / "meta", "the list of episodes", "episode_index", f"{twice} is listed twice")
     return LeRobotMeta(root, version, float(info["fps"]), features, tasks, sorted(episodes, key=lambda e: e.index))
 
 
@@ -253,6 +261,8 @@ def _pointer(path: Path) -> str:
 def _place(root: Path, info: dict[str, Any], pattern: str, **names: Any) -> Path:
     """A path by one of the patterns of `info.json`, inside the folder."""
     path = root / "meta" / "info.json"
+    if re.search(r"\{[^}]*:[^}]*\d{3}", info[pattern]):  # {episode_index:2000000000d} has two billion
+        raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for a width of more than two digits")
     try:
         place = Path(info[pattern].format(**names))
     except (KeyError, IndexError, ValueError) as error:
@@ -264,7 +274,7 @@ def _place(root: Path, info: dict[str, Any], pattern: str, **names: Any) -> Path
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = parse_bounded(read_bounded(path))
     except FileNotFoundError:
         raise InputError(f"{path} is missing; the folder is not a whole LeRobot dataset") from None
     except (OSError, ValueError) as error:
@@ -277,7 +287,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a jsonl file."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_bounded(path).splitlines()
     except FileNotFoundError:
         raise InputError(f"{path} is missing; the folder is not a whole LeRobot dataset") from None
     except (OSError, ValueError) as error:
@@ -287,7 +297,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            found.append(json.loads(line))
+            found.append(parse_bounded(line))
         except ValueError as error:
             raise damaged(path, f"line {number + 1}", "JSON", _one_line(error)) from None
         if not isinstance(found[-1], dict):

@@ -29,6 +29,7 @@ from deft.data.recording_minari import DATA_FOLDER, EPISODE_FILE, EPISODES_FILE,
 from deft.data.spaces import Stream, action_stream, space_from_json, stream_space, streams
 from deft.data.transitions import TransitionTable
 from deft.errors import DeftError, InputError
+from deft.plain_data import parse_bounded, read_bounded
 
 if TYPE_CHECKING:
     import pyarrow
@@ -206,7 +207,7 @@ def _data_folder(path: Path) -> Path | None:
     for folder in folders:
         if (folder / METADATA_FILE).is_file():
             try:
-                found = json.loads((folder / METADATA_FILE).read_bytes())
+                found = parse_bounded(read_bounded(folder / METADATA_FILE))
             except (OSError, ValueError):  # a damaged file is told by `load`
                 found = {"minari_version": "?"} if (folder / EPISODES_FILE).exists() else None
             if isinstance(found, dict) and ("minari_version" in found or "data_format" in found):
@@ -225,7 +226,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
         metadata = {name: value.item() if hasattr(value, "item") else value for name, value in attributes.items()}
     else:
         try:
-            metadata = json.loads(file.read_text(encoding="utf-8"))
+            metadata = parse_bounded(read_bounded(file))
         except (OSError, ValueError) as error:
             raise InputError(f"{file}: damaged: {one_line(error)}") from None
     count = metadata.get("total_episodes") if isinstance(metadata, dict) else None
@@ -273,7 +274,7 @@ def _env_spec(metadata: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        spec = json.loads(text)
+        spec = parse_bounded(text)
         if not isinstance(spec["id"], str):
             raise TypeError("id is not a string")
     except (KeyError, TypeError, ValueError) as error:

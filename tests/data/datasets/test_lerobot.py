@@ -620,3 +620,27 @@ def test_symbolic_links_are_followed(tmp_path):
     (tmp_path / "folder" / "data").rename(tmp_path / "blobs")
     (tmp_path / "folder" / "data").symlink_to(tmp_path / "blobs")
     assert load_dataset(tmp_path / "folder").num_episodes == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fps": float("nan")}, "fps"),
+        ({"fps": float("inf")}, "fps"),
+        ({"data_path": "{episode_index:2000000000d}"}, "asks for a width of more than two digits"),
+    ],
+)
+def test_metadata_that_would_hang_or_mislead_is_rejected(tmp_path, change, words):
+    write_folder(tmp_path / "data")
+    path = tmp_path / "data/meta/info.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=words):
+        load_dataset(tmp_path / "data")
+
+
+def test_an_episode_that_is_listed_twice_is_rejected(tmp_path):
+    write_folder(tmp_path / "data")
+    path = tmp_path / "data/meta/episodes.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines()[1] + "\n")
+    with pytest.raises(InputError, match="1 is listed twice"):
+        load_dataset(tmp_path / "data")
