@@ -383,6 +383,33 @@ def play(arguments: list[str]) -> int:
     return _report(watch(config), as_json)
 
 
+def datasets(arguments: list[str]) -> int:
+    """`deft datasets fetch NAME [flags]`."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: deft datasets fetch NAME [flags]\n\nDownload a dataset. deft datasets fetch --help: its flags.")
+        return 0
+    if arguments[0] != "fetch":
+        raise InputError(f"datasets {arguments[0]}: no such command; the one there is, is `deft datasets fetch NAME`")
+    from deft.config.settings import FetchConfig
+
+    config, as_json = _parse_command(
+        FetchConfig,
+        arguments[1:],
+        "datasets fetch NAME",
+        "Download a dataset of D4RL, resumed where it was interrupted, and verify it.",
+        word=("name", "one dataset's name"),
+    )
+    import dataclasses
+
+    from deft.data.datasets import download_folder
+    from deft.data.datasets.fetch import fetch_dataset, shown_progress
+
+    folder = download_folder() if config.out is None else Path(config.out)
+    with shown_progress(config.name) as progress:
+        found = fetch_dataset(config.name, folder, config.url, config.sha256, config.overwrite, progress)
+    return _report(dataclasses.asdict(found), as_json)
+
+
 def _parse_command(
     cls: type[Any],
     arguments: list[str],
@@ -478,6 +505,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "collect": (collect, "record a dataset:    deft collect --policy RUN|random|expert --out DATASET [flags]"),
     "compare": (compare, "compare policies:    deft compare RUN RUN … [--env ID] [--episodes N] [flags]"),
     "play": (play, "watch a policy:      deft play --env ID [--task NAME] --policy RUN|random|expert --video FILE"),
+    "datasets": (datasets, "download a dataset:  deft datasets fetch NAME [--sha256 HEX] [--out FOLDER]"),
     "report": (report, "report on a run:     deft report RUN"),
     "doctor": (doctor, "examine the machine: deft doctor [--cluster] [--json]"),
 }

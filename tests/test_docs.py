@@ -282,7 +282,8 @@ SETTINGS_CLASSES: dict[str, tuple[str, str]] = {  # class → an algorithm whose
     "OfflineTrainerConfig": ("iql", "trainer"),
 }
 COMMAND_CLASSES = (
-    "EvaluateConfig", "CompareRunsConfig", "CollectConfig", "PlayConfig", "PPOConfig", "WaypointSFTConfig",
+    "EvaluateConfig", "CompareRunsConfig", "CollectConfig", "PlayConfig", "FetchConfig", "PPOConfig",
+    "WaypointSFTConfig",
     "WaypointRecordingConfig", "CompareConfig", "ModelSection", "TrainingConfig", "TeacherSection", "RunSection",
     "StudentSection", "StudentRewards", "ExplorerSettings", "AdversarialSection", "AllSection",
 )  # fmt: skip
@@ -356,7 +357,7 @@ def rows(class_name: str) -> Iterator[tuple[str, str, str, str, str]]:
             continue
         flag = flags_of(class_name)[name]
         spelled = [f"`--{other.replace('_', '-')}`" for other in (flag.name, *flag.aliases)]
-        if class_name == "EvaluateConfig" and name == "path":
+        if (class_name, name) in (("EvaluateConfig", "path"), ("FetchConfig", "name")):
             spelled = ["the first word"]
         if class_name == "CompareRunsConfig" and name == "runs":
             spelled = ["the first words"]

@@ -344,7 +344,7 @@ class DatasetConfig:
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the loader of its format."""
     download: Switch = False
-    """Fetch a Minari id that is not on this machine."""
+    """Download a D4RL name or a Minari id that is not on this machine."""
     reference_returns: tuple[Number, Number] | None = None
     """Returns of a random and an expert policy, which the normalised score is made of; by default the dataset's own."""
     cache_gb: Positive = 2.0
@@ -550,6 +550,22 @@ class PlayConfig:
     """A time limit in place of the environment's own."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+
+@settings
+class FetchConfig:
+    """What to download, from where, and how to verify it."""
+
+    name: str
+    """A D4RL name (`hopper-medium-v2`), or with `url` a name of your own."""
+    url: str | None = None
+    """Download this http, https or file URL in place of D4RL's own."""
+    sha256: str | None = None
+    """The SHA-256 that the file must have; D4RL publishes none, so by default size and HDF5 layout are verified."""
+    out: str | None = None
+    """The folder to put it in; by default the first of DEFT_DATASETS, or `~/.deft/datasets`."""
+    overwrite: Switch = False
+    """Download it again where it is there already."""
 
 
 # Settings that may also be written in another place of a file: there → where they belong.

@@ -17,10 +17,20 @@ from typing import Any
 
 from deft import trust
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
+from deft.data.datasets.fetch import d4rl_url, fetch_dataset, shown_progress
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
 from deft.errors import DeftError, InputError
 
-__all__ = ["Dataset", "Episode", "VectorDataset", "dataset_folders", "find_dataset", "load_dataset", "open_dataset"]
+__all__ = [
+    "Dataset",
+    "Episode",
+    "VectorDataset",
+    "dataset_folders",
+    "download_folder",
+    "find_dataset",
+    "load_dataset",
+    "open_dataset",
+]
 
 FORMATS = {
     "minari": "Minari folder",
@@ -31,7 +41,7 @@ FORMATS = {
 }
 MOST_LOOKED_AT = 20  # of what lies in a folder that is no dataset itself
 MINARI_ID = r"[\w-]+(/[\w-]+)+-v\d+"
-D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
+OWN_DATASET = r"(driving|reach|tabletop|carla)-(expert|random)-v\d+"  # names of what `deft collect` records
 
 
 @trust.takes_remote_code
@@ -40,9 +50,9 @@ def load_dataset(
 ) -> Dataset:
     """Load recorded episodes by path, by D4RL name (`hopper-medium-v2`) or by Minari id (`mujoco/hopper/medium-v0`).
 
-    `download` fetches a Minari id that is not on this machine; `trust_remote_code` allows the module of the environment
-    that the dataset names to be imported; `options` are those of the format's `load`: `observation_keys` and `split`
-    for robomimic, and so on.
+    `download` fetches a D4RL name or a Minari id that is not on this machine; `trust_remote_code` allows the module of
+    the environment that the dataset names to be imported; `options` are those of the format's `load`:
+    `observation_keys` and `split` for robomimic, and so on.
     """
     return open_dataset(name_or_path, {"download": download, **options})
 
@@ -78,6 +88,12 @@ def dataset_folders() -> list[Path]:
     return [*own, Path("datasets"), home / ".deft" / "datasets", home / ".d4rl" / "datasets", minari, lerobot]
 
 
+def download_folder() -> Path:
+    """Where downloads go: the first folder of DEFT_DATASETS, or `~/.deft/datasets`."""
+    own = next((folder for folder in os.environ.get("DEFT_DATASETS", "").split(os.pathsep) if folder), None)
+    return Path.home() / ".deft" / "datasets" if own is None else Path(own)
+
+
 def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path, str]:
     """The file or folder of a dataset and the name it goes by; `download` as in `load_dataset`."""
     text = str(name_or_path)
@@ -99,6 +115,10 @@ def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path
                 if os.path.exists(folder / spelling):
                     return folder / spelling, text.removesuffix(".hdf5")
     failure = ""
+    if download and d4rl_url(text) is not None:
+        with shown_progress(text) as progress:
+            found = fetch_dataset(text, download_folder(), progress=progress)
+        return Path(found.dataset), text
     if download and re.fullmatch(MINARI_ID, text):
         try:
             return _format("minari").download(text), text
@@ -112,12 +132,13 @@ def _not_found(text: str, folders: list[Path], failure: str) -> str:
     looked = ", ".join(str(folder) for folder in folders)
     if re.fullmatch(MINARI_ID, text):
         advice = f"download=True (--download) fetches it, as does `minari download {text}`"
+    elif url := d4rl_url(text):
+        advice = f"`deft datasets fetch {text}` downloads it from {url}"
+    elif own := re.fullmatch(OWN_DATASET, text):
+        command = f"deft collect --env {own[1]} --policy {own[2]} --episodes 200 --out datasets/{text}"
+        advice = f"it is recorded with `{command}`"
     elif re.fullmatch(r"[\w-]+-v\d+", text):
-        stem, _, version = text.rpartition("-v")
-        file = f"gym_mujoco_v{version}/{stem.replace('-', '_')}-v{version}.hdf5"
-        advice = (
-            f"D4RL's MuJoCo files lie at {D4RL_ADDRESS}/{file} and the like; put the file into one of these folders"
-        )
+        advice = "`deft datasets fetch` downloads D4RL's datasets, such as hopper-medium-v2"
     else:
         advice = "LeRobot datasets: `hf download NAME --repo-type dataset --local-dir FOLDER`"
     return (

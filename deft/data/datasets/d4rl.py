@@ -35,12 +35,19 @@ def load(path: Path, name: str, max_episode_steps: int | None = None) -> VectorD
     D4RL's own names it is known.
     """
     with open_hdf5(path) as file:
-        columns = {key: column(file, key, path) for key in ("observations", "actions", "rewards")}
-        columns["terminals"] = column(
-            file, "dones" if "dones" in file and "terminals" not in file else "terminals", path
-        )
-        columns |= {key: column(file, key, path) for key in ("timeouts", "next_observations") if key in file}
-        return _build(columns, path, name, max_episode_steps)
+        return _build(_columns(file, path), path, name, max_episode_steps)
+
+
+def check_layout(path: Path) -> None:
+    """Raise an error where a file lacks D4RL's columns, or they differ in length; their values are not read."""
+    with open_hdf5(path) as file:
+        _check_shapes(_columns(file, path), path)
+
+
+def _columns(file: Any, path: Path) -> dict[str, Any]:
+    columns = {key: column(file, key, path) for key in ("observations", "actions", "rewards")}
+    columns["terminals"] = column(file, "dones" if "dones" in file and "terminals" not in file else "terminals", path)
+    return columns | {key: column(file, key, path) for key in ("timeouts", "next_observations") if key in file}
 
 
 def from_d4rl_arrays(

@@ -79,7 +79,12 @@ def test_paths_are_taken_as_they_are_and_names_do_not_decide_the_format(own_fold
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("hopper-medium-v2", r"/gym_mujoco_v2/hopper_medium-v2\.hdf5 .*put the file into one of these folders"),
+        ("hopper-medium-v2", r"`deft datasets fetch hopper-medium-v2` downloads it from http.*hopper_medium-v2\.hdf5"),
+        (
+            "driving-expert-v1",
+            r"`deft collect --env driving --policy expert --episodes 200 --out datasets/driving-expert-v1`",
+        ),
+        ("nowhere-medium-v2", r"`deft datasets fetch` downloads D4RL's datasets, such as hopper-medium-v2"),
         ("lerobot/pusht", "hf download NAME --repo-type dataset"),
         ("some/where.hdf5", "was not found: no such path"),
     ],
