@@ -159,7 +159,7 @@ def test_a_report_of_one_phase(whole, tmp_path):
     assert '<section id="student"' in text
     assert '<section id="teacher"' not in text
     assert "Memory divergence" in text
-    with pytest.raises(InputError, match="no run of teacher, student, adversarial"):
+    with pytest.raises(InputError, match=r"no run in it to report on; .* runs of teacher, student, adversarial"):
         write_report(tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_settings_of_a_phase(tmp_path, model_file):
     ("command", "message"),
     [
         ("report", "report: give one run folder; got none"),
-        ("report {tmp}", "no run of teacher, student, adversarial in it"),
+        ("report {tmp}", "no run in it to report on"),
         ("train all --resume {tmp}", "not a folder of `deft train all`"),
         ("train all --num-episodes 3", "--num-episodes"),
         ("train all --output-dir {file}", "is a file; name a folder"),
