@@ -308,7 +308,7 @@ def test_nan_loss_is_a_clear_failure():
     policy = make_policy()
     rollout = make_rollout(policy)
     rollout[schema.NEXT_REWARD][0, 0] = float("nan")
-    with pytest.raises(RunError, match="loss became nan"):
+    with pytest.raises(RunError, match="the gradient is no longer finite, so the update was not applied"):
         PPO(policy, PPOSettings()).update(iter([rollout]))
 
 

@@ -99,7 +99,7 @@ class WaypointTrainer(Trainer):
 
     def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
         """Success, collisions, ADE and FDE of the policy as it is now, on the held-out episodes."""
-        results = self.held_out.evaluate(self.policy)
+        results = {**self.held_out.evaluate(self.policy), "action_selection": self.policy.action_selection(True)}
         iteration = self.algorithm.version
         self.eval_metrics = [entry for entry in self.eval_metrics if entry["iteration"] != iteration]
         self.eval_metrics.append({"iteration": iteration, "timesteps": self.num_timesteps, **results})
