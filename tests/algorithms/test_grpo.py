@@ -417,7 +417,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
     algorithm = make_grpo()
     rollout = make_round(algorithm.policy)
     rollout[schema.LOG_PROB][0] = float("nan")
-    with pytest.raises(RunError, match="the loss became nan"):
+    with pytest.raises(RunError, match="the gradient is no longer finite"):
         algorithm.update(iter([rollout]))
 
 
