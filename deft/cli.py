@@ -290,7 +290,7 @@ def _evaluate_phase(phase: str, config: EvaluateConfig, as_json: bool) -> int:
         results, table = (evaluate_student if phase == "student" else evaluate_adversarial)(*given), explorer_table
     if not as_json:
         print(table(results), flush=True)
-        shown = ("episodes", "frames", "checkpoint", "checkpoint_choice", "plots", "video")
+        shown = ("episodes", "frames", "action_selection", "checkpoint", "checkpoint_choice", "plots", "video")
         results = {name: results[name] for name in shown if name in results}
     return _report(results, as_json)
 

@@ -224,7 +224,9 @@ def _against_random(
 ) -> tuple[dict[str, Any], Collected]:
     own, found = explore(explorer, world_model, config, episodes, seed)
     random, _ = explore(explorer, world_model, config, episodes, seed, random=True)
-    return {"episodes": len(found.episodes), "explorer": own, "random": random}, found
+    selection = explorer.action_selection(deterministic=False)
+    results = {"episodes": len(found.episodes), "explorer": own, "random": random, "action_selection": selection}
+    return results, found
 
 
 def _bars(results: dict[str, Any], name: str) -> dict[str, dict[str, float]]:

@@ -169,6 +169,7 @@ def test_the_evaluations_compare(whole):
     student = json.loads((folder / "student" / "evaluation.json").read_text())
     assert student["explorer"]["steps"] == student["random"]["steps"] == 6
     assert {"cells", "wm_error", "memory_divergence"} <= student["explorer"].keys() <= student["untrained"].keys()
+    assert student["action_selection"] == "sample"
     game = json.loads((folder / "adversarial" / "evaluation.json").read_text())
     assert set(game["world_model"]) == {"present", "at the start"}
     assert game["cross_entropy"] == game["world_model"]["present"]["cross_entropy"]
