@@ -18,6 +18,7 @@ from typing import Any
 from deft import trust
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
+from deft.data.datasets.renamed import RenamedDataset
 from deft.errors import InputError
 
 __all__ = ["Dataset", "Episode", "VectorDataset", "dataset_folders", "find_dataset", "load_dataset", "open_dataset"]
@@ -36,21 +37,28 @@ D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
 
 @trust.takes_remote_code
 def load_dataset(
-    name_or_path: str | Path, download: bool = False, *, trust_remote_code: bool = False, **options: Any
+    name_or_path: str | Path,
+    download: bool = False,
+    rename_streams: Mapping[str, str] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Dataset:
     """Load recorded episodes by path, by D4RL name (`hopper-medium-v2`) or by Minari id (`mujoco/hopper/medium-v0`).
 
-    `download` fetches a Minari id that is not on this machine; `trust_remote_code` allows the module of the environment
+    `download` fetches a Minari id that is not on this machine; `rename_streams` gives streams other names, as {new
+    name: the dataset's name}; `trust_remote_code` allows the module of the environment
     that the dataset names to be imported; `options` are those of the format's `load`: `observation_keys` and `split`
     for robomimic, and so on.
     """
-    return open_dataset(name_or_path, {"download": download, **options})
+    return open_dataset(name_or_path, {"download": download, "rename_streams": rename_streams, **options})
 
 
 def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Dataset:
     """`load_dataset` with options that may come from a file: `trust_remote_code` is not one of them."""
     options = dict(options)
     path, name = find_dataset(name_or_path, options.pop("download", False))
+    names = options.pop("rename_streams", None) or {}
     loader = _loader_for(path)
     parameters = inspect.signature(loader.load).parameters
     allowed = [*parameters][2:]
@@ -61,7 +69,7 @@ def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Datase
         if parameters[option].annotation in (bool, "bool") and not isinstance(value, bool):
             raise InputError(f"{option}: {value!r} is not true or false")
     dataset: Dataset = loader.load(path, name, **options)
-    return dataset
+    return RenamedDataset(dataset, names) if names else dataset
 
 
 def dataset_folders() -> list[Path]:
