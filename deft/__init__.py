@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
     from deft.envs.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
     from deft.envs.waypoints.toy import ToyWaypointEnv
+    from deft.evaluation.vla_model import VLAModel
     from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
     from deft.models.f1.batch import BatchBuilder, MemoryStateManager
@@ -98,6 +99,7 @@ _MODULES = {
     "setup_sapien_gpu": "deft.envs.sapien_gpu",
     "Actor": "deft.models.actor",
     "ActorCritic": "deft.models.actor_critic",
+    "VLAModel": "deft.evaluation.vla_model",
     "VLAModelInterface": "deft.models.vla.interface",
     "load_vla_model": "deft.models.vla.loading",
     "VLAPolicy": "deft.models.vla.policy",
@@ -160,6 +162,7 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "VLABuffer",
+    "VLAModel",
     "VLAModelInterface",
     "VLAPolicy",
     "ValueHead",
