@@ -25,17 +25,17 @@ def read_bounded(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig")
 
 
-def parse_bounded(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
+def parse_bounded(text: str, parse: Callable[[str], Any] = json.loads, most: int = MAX_VALUES) -> Any:
     """The plain data that `text` holds; a ValueError where it nests or expands too far."""
     try:
         value = parse(text)
     except RecursionError:
         raise ValueError(f"nests deeper than {MAX_DEPTH} levels") from None
-    check_bounds(value)
+    check_bounds(value, most)
     return value
 
 
-def check_bounds(value: Any) -> None:
+def check_bounds(value: Any, most: int = MAX_VALUES) -> None:
     """Raise a ValueError where plain data nests too deep, or where shared parts (YAML aliases) expand too far."""
     layer, count = [value], 0
     for _ in range(MAX_DEPTH):
@@ -43,8 +43,8 @@ def check_bounds(value: Any) -> None:
         for part in layer:
             inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
             parts += inner
-            if count + len(parts) > MAX_VALUES:
-                raise ValueError(f"holds more than {MAX_VALUES:,} values")
+            if count + len(parts) > most:
+                raise ValueError(f"holds more than {most:,} values")
         if not parts:
             return
         count += len(parts)
