@@ -134,6 +134,8 @@ def on_command_line() -> bool:
 def snapshot() -> _State:
     """The state of this process, for `restore` in another one."""
     state = copy.deepcopy(_state)
+    for text in state.files:  # a module that this process has imported may be imported there too
+        state.modules |= {text.partition(":")[0], text.rpartition(".")[0]} & sys.modules.keys()
     if state.command_line:  # names that are not the user's are rejected, whichever file they are from
         state.files.clear()
         state.vouched.clear()
