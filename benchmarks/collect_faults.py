@@ -130,12 +130,15 @@ def fill_disk(folder: Path, data_format: str, megabytes: int, briefly: bool) -> 
     with disk(folder, 64 if briefly else megabytes) as place:
         faults = Faults(place, data_format)
         process = faults.start()
-        if briefly:
-            faults.wait_for_episodes(process, 5)
-            fill(place / "filler")
-            time.sleep(FULL_SECONDS)
-            (place / "filler").unlink()
-        message = process.communicate(timeout=300)[1].splitlines()
+        try:
+            if briefly:
+                faults.wait_for_episodes(process, 5)
+                fill(place / "filler")
+                time.sleep(FULL_SECONDS)
+                (place / "filler").unlink()
+            message = process.communicate(timeout=300)[1].splitlines()
+        finally:
+            process.kill()
         assert process.returncode == 1, f"exit status {process.returncode}: {message[-3:]}"
         lines = [line for line in message if not line[:2].isdigit()]  # without the progress
         assert len(lines) == 1, f"{len(lines)} lines: {lines[:3]}"
@@ -159,16 +162,15 @@ def disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 def fill(path: Path) -> None:
     """Take all the space that is left."""
-    with open(path, "wb") as file, contextlib.suppress(OSError):
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
-            file.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--disks", type=int, default=5)
+    parser.add_argument("--disks", type=int, default=5, help="the last of them is full for half a second only")
     parser.add_argument("--formats", nargs="+", default=["minari", "lerobot"])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

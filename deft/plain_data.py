@@ -25,17 +25,17 @@ def read_bounded(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig")
 
 
-def parse_bounded(text: str, parse: Callable[[str], Any] = json.loads, most: int = MAX_VALUES) -> Any:
+def parse_bounded(text: str, parse: Callable[[str], Any] = json.loads, max_values: int = MAX_VALUES) -> Any:
     """The plain data that `text` holds; a ValueError where it nests or expands too far."""
     try:
         value = parse(text)
     except RecursionError:
         raise ValueError(f"nests deeper than {MAX_DEPTH} levels") from None
-    check_bounds(value, most)
+    check_bounds(value, max_values)
     return value
 
 
-def check_bounds(value: Any, most: int = MAX_VALUES) -> None:
+def check_bounds(value: Any, max_values: int = MAX_VALUES) -> None:
     """Raise a ValueError where plain data nests too deep, or where shared parts (YAML aliases) expand too far."""
     layer, count = [value], 0
     for _ in range(MAX_DEPTH):
@@ -43,8 +43,8 @@ def check_bounds(value: Any, most: int = MAX_VALUES) -> None:
         for part in layer:
             inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
             parts += inner
-            if count + len(parts) > most:
-                raise ValueError(f"holds more than {most:,} values")
+            if count + len(parts) > max_values:
+                raise ValueError(f"holds more than {max_values:,} values")
         if not parts:
             return
         count += len(parts)

@@ -258,7 +258,7 @@ class LeRobotFiles:
         if not index:
             files[OWN_PATH] = _json(self.own)
         files[STATS_PATH] = _json({key: {name: v.tolist() for name, v in merged[key].items()} for key in merged})
-        files[_numbered(EPISODES_PATH, number)] = _parquet(episodes)
+        files[_numbered(EPISODES_PATH, number)] = _parquet([_import_parquet()[0].concat_tables(episodes)])
         self._next = _State(
             index + 1, state.num_frames + length, state.num_steps + len(episode),
             tasks, merged, number, rows, episodes, videos,

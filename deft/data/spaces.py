@@ -29,7 +29,7 @@ def space_to_json(space: spaces.Space) -> str:
 
 def space_from_json(text: str) -> spaces.Space:
     """The inverse of `space_to_json`; a ValueError, KeyError or TypeError where the text is no space."""
-    return _from_plain(parse_bounded(text, most=2 * MAX_SIZE))  # both bounds of every number
+    return _from_plain(parse_bounded(text, max_values=2 * MAX_SIZE))  # both bounds of every number
 
 
 def _to_plain(space: spaces.Space) -> dict[str, Any]:

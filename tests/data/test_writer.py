@@ -110,6 +110,15 @@ def test_step_by_step_is_the_same(settings, tmp_path):
     assert found.terminated.tolist() == [False, False, False, True]
 
 
+def test_a_large_camera_comes_back(tmp_path):
+    """The metadata lists both bounds of each of its 921,600 numbers."""
+    camera = np.arange(2 * 480 * 640 * 3, dtype=np.uint32).reshape(2, 480, 640, 3).astype(np.uint8)
+    with DatasetWriter(tmp_path / "own-v0") as writer:
+        writer.add_episode({"top": camera}, np.zeros((1, 2)))
+    found = load_dataset(tmp_path / "own-v0").episode(0).observation["top"]
+    np.testing.assert_array_equal(channels_first(found), channels_first(camera))
+
+
 def test_lerobot_may_do_without_the_final_observation(tmp_path):
     """As the reader has it: T rows make T − 1 transitions, and T where the last one terminated."""
     with DatasetWriter(tmp_path / "own", "lerobot", fps=20, use_videos=False) as writer:
