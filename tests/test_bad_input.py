@@ -632,13 +632,13 @@ def test_an_environment_that_never_keeps_to_its_space(tmp_path: Path, deft: Comm
     assert_one_line(lines, "environment 0 (bad/Faulty-v0)", "(7,)", "observation_space", "(2,)")
 
 
-def test_a_loss_that_is_not_finite(tmp_path: Path, deft: Command) -> None:
+def test_a_gradient_that_is_not_finite(tmp_path: Path, deft: Command) -> None:
     run = tmp_path / "run"
     status, lines = deft(
         f"train ppo {TINY} --env bad/Faulty-v0 --output-dir {run} --learning-rate 1e30 --total-timesteps 320"
     )
     assert status == 1
-    assert_one_line(lines, "loss", "learning_rate")
+    assert_one_line(lines, "gradient", "learning_rate")
     saved, problems = checkpoint.latest_whole_checkpoint(run)
     assert saved is not None
     assert not problems

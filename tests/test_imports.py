@@ -8,12 +8,13 @@ import pytest
 import deft
 
 ROOT = Path(deft.__file__).parent
-BASE = {"config", "schema", "errors", "machine", "ownership", "trust"}
+BASE = {"config", "schema", "errors", "machine", "ownership", "plain_data", "trust"}
 ALLOWED = {
     "schema": {"errors"},
     "errors": set(),
     "machine": set(),
     "ownership": {"errors"},
+    "plain_data": {"errors"},
     "trust": {"errors"},
     "config": BASE,
     "envs": BASE | {"envs"},

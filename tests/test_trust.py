@@ -85,6 +85,7 @@ def write_dataset(path, env_spec):
     with h5py.File(path / "data" / "main_data.hdf5", "w") as file:
         for name, shape in {"observations": (17, 3), "actions": (16, 1), "rewards": (16,)}.items():
             file[f"episode_0/{name}"] = np.zeros(shape, np.float32)
+        file["episode_0/rewards"][-1] = 1.0
         file["episode_0/terminations"], file["episode_0/truncations"] = np.arange(16) == 15, np.zeros(16, bool)
     return path
 

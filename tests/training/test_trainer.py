@@ -19,6 +19,7 @@ from deft.envs.make import make_vector_env, wrap
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.state import decode, encode
 from deft.errors import InputError, RunError
+from deft.ownership import MANIFEST
 
 FAST = {"learning_rate": 3e-3, "n_epochs": 8, "batch_size": 64}
 QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False)
@@ -295,6 +296,7 @@ def test_a_checkpoint_whose_images_have_their_channels_last_is_resumed(tmp_path)
         image = decode(saved["observation"][""])
         saved["observation"][""] = encode(np.ascontiguousarray(np.moveaxis(image, -3, -1)))
     torch.save(state, file)
+    (file.parent / MANIFEST).unlink()  # those versions wrote none
     resumed = make_trainer(tmp_path / "half", env=[Blinking(), Blinking()])
     resumed.load(tmp_path / "half")
     resumed.train(128)
