@@ -1,11 +1,13 @@
 """The command `deft`: it parses and calls, nothing else.
 
-Errors are one line on stderr. Exit status: 0 done, 1 failed, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM.
+Errors are one line on stderr. Exit status: 0 done, 1 failed, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM,
+129 after SIGHUP, 138 after SIGUSR1.
 What a command needs is imported when it runs, so that `deft --help` is quick.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -31,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with trust.command_line(trust.FLAG in [word.replace("_", "-") for word in arguments]):
             return _dispatch(arguments)
-    except SystemExit as stop:  # the end of --help, or of a run that SIGTERM stopped
-        if stop.code == 128 + signal.SIGTERM:
-            _complain("stopped by SIGTERM")
-        return int(stop.code or 0)
+    except SystemExit as stop:  # the end of --help, or of a run that a signal stopped
+        code = int(stop.code or 0)
+        if code - 128 in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            _complain(f"stopped by {signal.Signals(code - 128).name}")
+        return code
     except BrokenPipeError:  # the reader of our output has seen enough, as in `deft --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -589,7 +592,8 @@ def _plain(value: Any) -> Any:
 
 
 def _complain(message: str) -> None:
-    print(f"deft: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # of a terminal that was closed
+        print(f"deft: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _keep_traceback(show: bool) -> str:

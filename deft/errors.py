@@ -10,6 +10,10 @@ class DeftError(Exception):
     exit_status = 1
 
 
+class Stopped(Exception):
+    """A stop request (a signal) ended what was under way, such as an evaluation, before it was complete."""
+
+
 class InputError(DeftError, ValueError):
     """A setting, file, call or environment that cannot be used as given."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import gymnasium
@@ -105,6 +107,20 @@ class Failing(Counting):
             if self.how == "hang":
                 time.sleep(3600)
         return (observation, *rest)
+
+
+class Signalling(Counting):
+    """Sends the process a signal at a given step of its life; `life` counts the steps that were made all the same."""
+
+    def __init__(self, at: int, number: signal.Signals, length: int = 50) -> None:
+        super().__init__(length)
+        self.at, self.number, self.life = at, number, 0
+
+    def step(self, action):
+        self.life += 1
+        if self.life == self.at:
+            os.kill(os.getpid(), self.number)
+        return super().step(action)
 
 
 class Numbered(gymnasium.Env):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
@@ -57,6 +57,11 @@ class Algorithm:
     """How many updates the policy's weights have seen; transitions carry it as `schema.POLICY_VERSION`."""
     progress: float = 0.0
     """How much of training is done, 0 to 1; set by the trainer, read by schedules."""
+
+    should_stop: Callable[[], bool] = staticmethod(lambda: False)
+    """Asked between two minibatches: where it says yes, `update` returns at once, and `unfinished` holds the rest."""
+    unfinished: Any = None
+    """An update that was stopped; part of the state. The next call of `update` completes it, without a new batch."""
 
     processes: SharedTraining | None = None
     """The processes that train this policy together; None where it is this one alone."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.auxiliary import check_resumed, make_auxiliary
+from deft.algorithms.epochs import Epochs
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.ppo import approximate_kl
 from deft.algorithms.returns import discounted_sum
@@ -71,18 +72,15 @@ class GRPO(Algorithm):
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """All rounds of an iteration, several epochs of minibatches."""
-        rounds = list(batches)
-        for rollout in rounds:
-            schema.check_scalars(rollout)
-        if self.settings.learning_rate_schedule == "linear":
-            self.optimizer.learning_rate = self.settings.learning_rate * max(0.0, 1.0 - self.progress)
-        advantages = [self.advantages(rollout) for rollout in rounds]
-        metrics = self._group_metrics(rounds, advantages)
-        waits = self.version < self.settings.auxiliary_warmup
-        steps = None if waits else self._training_steps(rounds, advantages)
-        metrics |= self._no_step() if self._largest(0 if steps is None else 1) == 0 else self._train(steps)
+        epochs, self.unfinished = self.unfinished or self._begin(list(batches)), None
+        learns = self._largest(0 if epochs.data is None else 1) > 0
+        if learns and not self._train(epochs):
+            self.unfinished = epochs
+            return {}
+        metrics = {name: value for name, value in epochs.kept.items() if isinstance(value, Tensor)}
+        observed = [value for value in epochs.kept.values() if not isinstance(value, Tensor)]
+        metrics |= self._loss_metrics(epochs) if epochs.losses else self._no_step()
         self.version += 1
-        observed = [rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]] for rollout in rounds]
         if self.auxiliary is not None:
             metrics |= self.auxiliary.update(self._as_many(torch.cat(observed)), self.generator, self.progress)
         self.observe(part.to(self.device) for part in observed)
@@ -91,8 +89,21 @@ class GRPO(Algorithm):
             soft_update(self.reference, self.policy, 1.0)
         return metrics
 
+    def _begin(self, rounds: list[TensorDictBase]) -> Epochs:
+        """What an update trains on, and what it keeps: the metrics of the groups, and the observations by round."""
+        for rollout in rounds:
+            schema.check_scalars(rollout)
+        if self.settings.learning_rate_schedule == "linear":
+            self.optimizer.learning_rate = self.settings.learning_rate * max(0.0, 1.0 - self.progress)
+        advantages = [self.advantages(rollout) for rollout in rounds]
+        kept: dict[str, Any] = self._group_metrics(rounds, advantages)
+        for number, rollout in enumerate(rounds):
+            kept[f"observed {number}"] = rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]]
+        waits = self.version < self.settings.auxiliary_warmup
+        return Epochs(None if waits else self._training_steps(rounds, advantages), kept=kept)
+
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, generator, version and the reference's weights."""
+        """Optimizer, generator, version, the reference's weights, and an update that was stopped."""
         reference = None if self.reference is None else self.reference.state_dict()
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -101,6 +112,7 @@ class GRPO(Algorithm):
             "frozen_statistics": frozen_statistics(self.policy),
             "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
             "reference": reference and {name: value.cpu() for name, value in reference.items()},
+            "unfinished": None if self.unfinished is None else self.unfinished.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,6 +123,8 @@ class GRPO(Algorithm):
         self.generator.set_state(state["generator"])
         self.version = state["version"]
         restore_frozen_statistics(self.policy, state.get("frozen_statistics", ()))  # earlier versions froze none
+        unfinished = state.get("unfinished")
+        self.unfinished = None if unfinished is None else Epochs.from_state(unfinished, self.device)
         if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state["auxiliary"])
         if self.reference is None:
@@ -206,34 +220,35 @@ class GRPO(Algorithm):
 
     def _minibatches(self, steps: TensorDict, order: Tensor) -> Iterator[TensorDictBase]:
         """The steps (or sequences) in minibatches by `order`, the last one smaller where it does not come out even."""
-        length = steps.batch_size[0] if self.policy.recurrent else 1
-        for index in order.split(max(1, self.settings.batch_size // length)):
+        for index in order.split(self._minibatch_size(steps)):
             yield (steps[:, index] if self.policy.recurrent else steps[index]).to(self.device)
+
+    def _minibatch_size(self, steps: TensorDict) -> int:
+        return max(1, self.settings.batch_size // (steps.batch_size[0] if self.policy.recurrent else 1))
+
+    def _num_minibatches(self, steps: TensorDict) -> int:
+        return -(-steps.batch_size[-1] // self._minibatch_size(steps))
 
     # -- the epochs ----------------------------------------------------------------------------------------------------
 
-    def _train(self, steps: TensorDict | None) -> Metrics:
-        losses: list[Metrics] = []
-        first_of_last_epoch, stopped = 0, False
-        for _ in range(self.settings.n_epochs):
-            first_of_last_epoch = len(losses)
-            losses += self._epoch(steps)
-            limit = self.settings.target_kl
-            if limit is not None and self._largest(self._kl(losses[first_of_last_epoch:])) > 1.5 * limit:
-                stopped = True
-                break
-        return self._no_step() if not losses else self._loss_metrics(losses, losses[first_of_last_epoch:], stopped)
+    def _train(self, epochs: Epochs) -> bool:
+        """All epochs; False where the run is to stop before they are done."""
+        steps: Any = epochs.data
 
-    def _epoch(self, steps: TensorDict | None) -> list[Metrics]:
-        """All minibatches once. Processes take as many steps as the one with the most minibatches, each with a part of
-        its own, however small."""
-        minibatches: list[TensorDictBase | None] = []
-        if steps is not None:
-            order = torch.randperm(steps.batch_size[-1], generator=self.generator)
-            minibatches += self._minibatches(steps, order)
-        minibatches += [None] * (int(self._largest(len(minibatches))) - len(minibatches))
-        taken = [self._step(minibatch) for minibatch in minibatches]
-        return [metrics for metrics in taken if metrics]
+        def order() -> Tensor:
+            return torch.randperm(0 if steps is None else steps.batch_size[-1], generator=self.generator)
+
+        def minibatches(order: Tensor) -> Iterator[TensorDictBase | None]:
+            # Processes take as many steps as the one with the most minibatches, each with a part of its own, if any.
+            own = 0 if steps is None else self._num_minibatches(steps)
+            yield from () if steps is None else self._minibatches(steps, order)
+            yield from [None] * (int(self._largest(own)) - own)
+
+        def ends(losses: list[Metrics]) -> bool:
+            limit = self.settings.target_kl
+            return limit is not None and self._largest(self._kl(losses)) > 1.5 * limit
+
+        return epochs.train(self.settings.n_epochs, order, minibatches, self._step, ends, self.should_stop)
 
     def _step(self, minibatch: TensorDictBase | None) -> Metrics:
         """One step of the optimizer, on the mean over all processes' steps; this one may have none."""
@@ -312,8 +327,9 @@ class GRPO(Algorithm):
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 
-    def _loss_metrics(self, losses: list[Metrics], last: list[Metrics], stopped: bool) -> Metrics:
+    def _loss_metrics(self, epochs: Epochs) -> Metrics:
         """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
+        losses, last = epochs.losses, epochs.losses[epochs.first :]
         metrics = {
             name: torch.stack([loss[name] for loss in losses]).mean()
             for name in ("policy_loss", "kl", "entropy", "loss", "grad_norm")
@@ -327,7 +343,7 @@ class GRPO(Algorithm):
         metrics["approx_kl"] = approximate_kl(last)
         metrics["clip_fraction"] = torch.cat([loss["is_clipped"] for loss in last]).float().mean()
         metrics["learning_rate"] = torch.tensor(self.optimizer.learning_rate)
-        metrics["epochs_stopped_early"] = torch.tensor(float(stopped))
+        metrics["epochs_stopped_early"] = torch.tensor(float(epochs.ended_early))
         return metrics
 
     def _no_step(self) -> Metrics:

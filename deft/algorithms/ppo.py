@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.auxiliary import check_resumed, make_auxiliary
+from deft.algorithms.epochs import Epochs
 from deft.algorithms.optimization import FlatAdam, flat_adam
 from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.algorithms.sharded_optimization import ShardedFlatAdam
@@ -59,25 +61,21 @@ class PPO(Algorithm):
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """One rollout [T, N], several epochs of minibatches."""
-        rollout = next(batches)
-        schema.check_scalars(rollout)
+        epochs, self.unfinished = self.unfinished or self._begin(next(batches)), None
+        rollout: TensorDict = epochs.data
         warms_up = self._warms_up
-        self._schedule_learning_rate()
-        rollout = self._with_advantages(rollout)
-        if self._is_stale(rollout):
-            self._weigh_behavior(rollout)
-        losses: list[Metrics] = []
-        first_of_last_epoch = 0
-        stopped = False
-        for _ in range(self.settings.n_epochs):
-            first_of_last_epoch = len(losses)
-            for minibatch in self._minibatches(rollout):
-                losses.append(self._step(minibatch))
-            if self._kl_too_large(losses[first_of_last_epoch:]):
-                stopped = True
-                break
+        if not epochs.train(
+            self.settings.n_epochs,
+            partial(self._order, rollout),
+            partial(self._parts, rollout),
+            self._step,
+            self._kl_too_large,
+            self._stops,
+        ):
+            self.unfinished = epochs
+            return {}
         self.version += 1
-        metrics = self._metrics(losses, first_of_last_epoch, rollout, stopped)
+        metrics = self._metrics(epochs.losses, epochs.first, rollout, epochs.ended_early)
         if not warms_up:  # else the policy has not moved, and its KL says nothing
             self._adapt_learning_rate(metrics["approx_kl"])
         if self.auxiliary is not None:
@@ -86,8 +84,17 @@ class PPO(Algorithm):
         self.observe([rollout], value_only=warms_up)
         return metrics
 
+    def _begin(self, rollout: TensorDictBase) -> Epochs:
+        """What an update trains on: the rollout with advantages, and weights where an older policy acted."""
+        schema.check_scalars(rollout)
+        self._schedule_learning_rate()
+        prepared = self._with_advantages(rollout)
+        if self._is_stale(prepared):
+            self._weigh_behavior(prepared)
+        return Epochs(prepared)
+
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, generator, version and the carried returns."""
+        """Optimizer, generator, version, the carried returns, and an update that was stopped."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
@@ -95,6 +102,7 @@ class PPO(Algorithm):
             "frozen_statistics": frozen_statistics(self.policy),
             "running_return": self.running_return,
             "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
+            "unfinished": None if self.unfinished is None else self.unfinished.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,6 +115,8 @@ class PPO(Algorithm):
         self.version = state["version"]
         restore_frozen_statistics(self.policy, state.get("frozen_statistics", ()))  # earlier versions froze none
         self.running_return = state["running_return"]
+        unfinished = state.get("unfinished")
+        self.unfinished = None if unfinished is None else Epochs.from_state(unfinished, self.device)
         if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state["auxiliary"])
 
@@ -207,8 +217,13 @@ class PPO(Algorithm):
         """Things that are shuffled: transitions, or sequences for a policy with memory."""
         return rollout.numel() // (self._length(rollout) if self.policy.recurrent else 1)
 
-    def _minibatches(self, rollout: TensorDict) -> Iterator[TensorDictBase]:
-        return self._parts(rollout, torch.randperm(self._num_items(rollout), generator=self.generator))
+    def _order(self, rollout: TensorDict) -> Tensor:
+        """A new order of the things that are shuffled."""
+        return torch.randperm(self._num_items(rollout), generator=self.generator)
+
+    def _stops(self) -> bool:
+        """Whether an update is to end before its next minibatch."""
+        return self.should_stop()
 
     def _parts(self, rollout: TensorDict, order: Tensor) -> Iterator[TensorDictBase]:
         """The rollout in minibatches by `order`, the last one smaller where it does not come out even."""

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
+from deft.algorithms.epochs import Epochs
 from deft.algorithms.ppo import PPO
 from deft.config.algorithm_settings import PPOSettings
+from deft.errors import Stopped
 from deft.models.waypoint import PPOPolicy
 
 
@@ -53,20 +55,41 @@ class WaypointPPO(PPO):
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """PPO's update, then the penalty's coefficient and the residual's bound for the next rollout."""
-        rollout = _without_pictures(next(batches))
-        before = None if self.accept is None else self._remember()
-        with _small_matrices():
-            metrics = super().update(iter([rollout]))
-        self._adapt_kl_coef(float(metrics["reference_kl"]))
-        self._open_residual()
-        if self.accept is not None and before is not None:
+        if self.accept is None:
+            metrics = self._learn(map(_without_pictures, batches))
+            return metrics if self.unfinished is not None else self._with_own(metrics)
+        given, self.unfinished = self.unfinished, None
+        rollout = _without_pictures(next(batches)) if given is None else given.data
+        before = self._remember()
+        metrics = self._learn(iter([rollout]))
+        try:
             accepted = self.accept(self.policy)
-            if not accepted:
-                self._take_back(*before)
-            metrics["rolled_back"] = torch.tensor(float(not accepted))
+        except Stopped:  # before it was known whether the update counts: it is made again when the run continues
+            self._restore(*before)
+            self.unfinished = Epochs(rollout)
+            return {}
+        if not accepted:
+            self._take_back(*before)
+        metrics["rolled_back"] = torch.tensor(float(not accepted))
+        return self._with_own(metrics)
+
+    def _learn(self, batches: Iterator[TensorDictBase]) -> Metrics:
+        """PPO's update, and what follows from it for the next."""
+        with _small_matrices():
+            metrics = super().update(batches)
+        if self.unfinished is None:
+            self._adapt_kl_coef(float(metrics["reference_kl"]))
+            self._open_residual()
+        return metrics
+
+    def _with_own(self, metrics: Metrics) -> Metrics:
         metrics["kl_coef"] = torch.tensor(self.kl_coef)
         metrics["residual_scale"] = self.policy.residual_scale.clone()
         return metrics
+
+    def _stops(self) -> bool:
+        """An update that may be taken back is made whole: what it began from is not saved."""
+        return self.accept is None and super()._stops()
 
     def state_dict(self) -> dict[str, Any]:
         """PPO's, and the penalty's coefficient."""
@@ -111,9 +134,12 @@ class WaypointPPO(PPO):
         return weights, copy.deepcopy(self.state_dict())
 
     def _take_back(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """As before the update, but for its number and the order of minibatches, which go on."""
+        """As before the update, but for its number and the order of minibatches, which continue."""
+        self._restore(weights, {**state, "version": self.version, "generator": self.generator.get_state()})
+
+    def _restore(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.policy.load_state_dict(weights)
-        self.load_state_dict({**state, "version": self.version, "generator": self.generator.get_state()})
+        self.load_state_dict(state)
         self.kl_coef = state["kl_coef"]
 
 

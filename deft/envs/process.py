@@ -63,7 +63,8 @@ PARENT_CHECK_INTERVAL = 1.0  # seconds
 _SOFTWARE_RENDERER_THREADS = "LP_NUM_THREADS"  # Mesa's, where there is no GPU; 0: it draws in the worker's own thread
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _WORKER_CODE = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    # A stop request is for the run, which ends its workers.
+    "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]; "
     "from deft.envs.process import run_worker; run_worker({connection}, {memory}, {parent})"
 )
 DEFAULT_RESTARTS = 3

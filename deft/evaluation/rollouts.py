@@ -28,11 +28,13 @@ def play_episodes(
     deterministic: bool = True,
     frames: list[np.ndarray] | None = None,
     act: Callable[[], np.ndarray] | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> list[Episode]:
     """`num_episodes` episodes, episode i from seed + i, whatever the policy and the number of environments.
 
     `policy` None acts at random, or as `act` decides (actions [N, …], from whatever it knows of the environments).
-    Pictures of the first environment are appended to `frames`.
+    Pictures of the first environment are appended to `frames`. `watch` is called before every step with the number of
+    episodes that ended since its last call; what it raises ends the evaluation.
     """
     generator = np.random.default_rng(seed)
     device = torch.device("cpu") if policy is None else next(iter(policy.parameters())).device
@@ -44,7 +46,11 @@ def play_episodes(
         memory = None if policy is None else policy.initial_memory(env.num_envs)
         reward = np.zeros(env.num_envs, np.float32) if policy is not None and policy.needs_reward else None
         finished: dict[int, Episode] = {}
+        ended = 0
         while len(finished) < wanted:
+            if watch is not None:
+                watch(len(finished) - ended)
+                ended = len(finished)
             if frames is not None and 0 not in finished and (frame := env.render(0)) is not None:
                 frames.append(frame)
             if policy is None:
@@ -63,8 +69,15 @@ def play_episodes(
             for episode in step.episodes:
                 if episode.env_index < wanted:
                     finished.setdefault(episode.env_index, episode)
+        if watch is not None:
+            watch(len(finished) - ended)
         episodes += [finished[index] for index in range(wanted)]
     return episodes
+
+
+def num_played(policy: Policy | None, num_episodes: int) -> int:
+    """How many episodes `evaluate_policy` plays for `num_episodes`: so many for each target return."""
+    return num_episodes * (len(policy.target_returns) if isinstance(policy, DecisionTransformerPolicy) else 1)
 
 
 def evaluate_policy(
@@ -74,25 +87,28 @@ def evaluate_policy(
     seed: int = 0,
     played: list[Episode] | None = None,
     deterministic: bool = True,
+    watch: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """`play_episodes`, summed up, and how actions were selected; the episodes themselves are added to `played`.
 
     A policy with several target returns plays for each; the first one's results lead, and its episodes are kept.
     """
     if not isinstance(policy, DecisionTransformerPolicy):
-        episodes = play_episodes(policy, env, num_episodes, seed, deterministic)
+        episodes = play_episodes(policy, env, num_episodes, seed, deterministic, watch=watch)
         if played is not None:
             played += episodes
         return {**summarize(episodes), "action_selection": action_selection(policy, deterministic)}
     targets = policy.target_returns
     summaries: list[dict[str, Any]] = []
-    for target in targets:
-        policy.target_return.fill_(target)
-        episodes = play_episodes(policy, env, num_episodes, seed)
-        if played is not None and not summaries:
-            played += episodes
-        summaries.append(summarize(episodes))
-    policy.target_return.fill_(targets[0])
+    try:
+        for target in targets:
+            policy.target_return.fill_(target)
+            episodes = play_episodes(policy, env, num_episodes, seed, watch=watch)
+            if played is not None and not summaries:
+                played += episodes
+            summaries.append(summarize(episodes))
+    finally:
+        policy.target_return.fill_(targets[0])
     results = {
         "target_return": targets[0],
         **summaries[0],
@@ -109,14 +125,20 @@ def action_selection(policy: Policy | None, deterministic: bool) -> str:
 
 
 def film_episodes(
-    policy: Policy | None, env: gymnasium.Env, path: Path, num_episodes: int, seed: int, deterministic: bool = True
+    policy: Policy | None,
+    env: gymnasium.Env,
+    path: Path,
+    num_episodes: int,
+    seed: int,
+    deterministic: bool = True,
+    watch: Callable[[int], None] | None = None,
 ) -> Path:
     """A video of whole episodes, from the same seeds as `play_episodes`; `env` renders, and is closed."""
     frames: list[np.ndarray] = []
     fps = env.metadata.get("render_fps", 30)
     vector = wrap(env) if policy is None else wrap(env, chunk_length=policy.chunk_length)
     try:
-        play_episodes(policy, vector, num_episodes, seed, deterministic, frames=frames)
+        play_episodes(policy, vector, num_episodes, seed, deterministic, frames=frames, watch=watch)
     finally:
         vector.close()
     return write_video(frames, path, fps=fps)

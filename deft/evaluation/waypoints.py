@@ -5,7 +5,8 @@ The waypoint trainer, its safety check and `deft compare` call it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ MEASURES = ("success_rate", "collision_rate", "off_road_rate", "ade", "fde", "me
 MOST_COPIES = 64  # stepped together in an evaluation
 
 
+# Of the number of episodes: a context that yields what is called at every step (see `play_episodes`).
+Watching = Callable[[int], contextlib.AbstractContextManager[Any]]
+
+
 class HeldOut:
     """Episodes that no training sees: `episodes` of each environment, episode i from seed + i, always the same.
 
@@ -44,6 +49,7 @@ class HeldOut:
     ) -> None:
         self.episodes, self.seed = episodes, seed
         self.disturbed = False
+        self.watching: Watching = lambda _: contextlib.nullcontext()  # a trainer's shows progress, and may stop it
         self._shared = dict(shared or {})
         self.envs: dict[str, WaypointVectorEnv] = {}
         for name in names:
@@ -59,8 +65,8 @@ class HeldOut:
     def evaluate(self, policy: PPOPolicy) -> dict[str, Any]:
         """The measures of the policy's likeliest waypoints; with several environments also each one's as `name/…`."""
         self.disturbed = bool(self._shared)
-        with separate_random_state(self.seed):
-            results = {name: self._measure(policy, env) for name, env in self.envs.items()}
+        with self.watching(self.episodes * len(self.envs)) as watch, separate_random_state(self.seed):
+            results = {name: self._measure(policy, env, watch) for name, env in self.envs.items()}
         if len(results) == 1:
             return next(iter(results.values()))
         merged: dict[str, Any] = {"episodes": sum(result["episodes"] for result in results.values())}
@@ -70,8 +76,10 @@ class HeldOut:
                 merged[measure] = float(np.mean(values))
         return merged | {f"{name}/{key}": value for name, result in results.items() for key, value in result.items()}
 
-    def _measure(self, policy: PPOPolicy, env: WaypointVectorEnv) -> dict[str, Any]:
-        episodes = play_episodes(policy, env, self.episodes, self.seed)
+    def _measure(
+        self, policy: PPOPolicy, env: WaypointVectorEnv, watch: Callable[[int], None] | None
+    ) -> dict[str, Any]:
+        episodes = play_episodes(policy, env, self.episodes, self.seed, watch=watch)
         measured = [episode for episode in episodes if isinstance(episode, WaypointEpisode)]
         results = summarize(episodes)
         results["collision_rate"] = float(np.mean([episode.collision for episode in measured]))

@@ -10,6 +10,7 @@ that will train on the step, and while nothing unread would be overwritten.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -44,6 +45,8 @@ class Collection:
     def __init__(self, collector: Collector, buffer: Any) -> None:
         self.collector = collector
         self.buffer = buffer
+        self.in_update = 0
+        """Vector steps of an update that was stopped before it was complete; 0 where there is none."""
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
         """Called once, before the first `gather`. Nothing runs by itself."""
@@ -56,9 +59,16 @@ class Collection:
         """What the algorithm learns from."""
         return self.buffer.batches(num_vector_steps)
 
-    def update(self, algorithm: Algorithm, num_vector_steps: int) -> Metrics:
-        """Let the algorithm learn from them."""
-        return algorithm.update(self.batches(num_vector_steps))
+    def update(self, algorithm: Algorithm, num_vector_steps: int, stop: Callable[[], bool]) -> Metrics | None:
+        """Let the algorithm learn from them; None if `stop` came first, and the rest of the update is left to do."""
+        algorithm.should_stop = stop
+        metrics = algorithm.update(self.batches(num_vector_steps))
+        self.in_update = 0 if algorithm.unfinished is None else num_vector_steps
+        return None if self.in_update else metrics
+
+    def counts_in_update(self) -> list[int]:
+        """Env steps of each vector step of an update that was stopped."""
+        return list(itertools.islice(self.collector.step_counts, self.in_update))
 
     @property
     def pending(self) -> int:
@@ -148,7 +158,8 @@ class BackgroundCollection(Collection):
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
         """Begin to collect, in rollouts of `rollout_steps`, `total_steps` in all (what the buffer holds counted in)."""
         self._rollout_steps, self._total_steps = rollout_steps, total_steps
-        self._position, self._published = len(self.buffer), 0
+        # An update that was stopped is still to be published: the steps here are those of the next ones.
+        self._position, self._published = len(self.buffer), -1 if self.in_update else 0
         self._stopping, self._error, self.collector.stepping_since = False, None, None
         self.collector.policy.load_state_dict(self.learner.state_dict())
         self._thread = threading.Thread(target=self._run, name="deft-collector", daemon=True)

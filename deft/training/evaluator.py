@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import multiprocessing
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import evaluate_policy
 from deft.models.policy import Policy
 from deft.training.random_state import separate_random_state
+from deft.training.signals import STOPPING, never
+
+WATCH_INTERVAL = 0.2  # seconds between looks at the stop signal while waiting
 
 
 class Evaluator:
@@ -42,29 +46,40 @@ class Evaluator:
             self._env = self._make_env()
         return self._env
 
-    def evaluate(self, policies: list[Policy], episodes: int) -> list[dict[str, Any]]:
-        """The results of each policy, now."""
+    def evaluate(
+        self, policies: list[Policy], episodes: int, watch: Callable[[int], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """The results of each policy, now; `watch` as in `play_episodes`."""
         with separate_random_state(self._seed):
+            deterministic = self._deterministic
             return [
-                evaluate_policy(policy, self.env(), episodes, self._seed, deterministic=self._deterministic)
+                evaluate_policy(policy, self.env(), episodes, self._seed, deterministic=deterministic, watch=watch)
                 for policy in policies
             ]
 
-    def start(self, step: int, policies: list[Policy], episodes: int) -> list[tuple[int, list[dict[str, Any]]]]:
+    def start(
+        self, step: int, policies: list[Policy], episodes: int, watch: Callable[[int], None] | None = None
+    ) -> list[tuple[int, list[dict[str, Any]]]]:
         """Evaluate; results come at once, or later from `finished` where this runs beside."""
         if not self.beside:
-            return [(step, self.evaluate(policies, episodes))]
+            return [(step, self.evaluate(policies, episodes, watch))]
         if self._pool is None:
-            self._pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            context = multiprocessing.get_context("spawn")
+            self._pool = concurrent.futures.ProcessPoolExecutor(1, context, _ignore_signals)
         copies = [copy.deepcopy(policy).cpu() for policy in policies]
         task = (trust.snapshot(), self._make_env, copies, episodes, self._seed, self._deterministic)
         self._pending.append((step, self._pool.submit(_evaluate_beside, cloudpickle.dumps(task))))
         return []
 
-    def finished(self, wait: bool = False) -> list[tuple[int, list[dict[str, Any]]]]:
-        """What has come back since the last call, in order; all of it with `wait`."""
+    def finished(self, wait: bool = False, stop: Callable[[], bool] = never) -> list[tuple[int, list[dict[str, Any]]]]:
+        """What has come back since the last call, in order; all of it with `wait`, unless `stop` comes first."""
         results = []
         while self._pending and (wait or self._pending[0][1].done()):
+            if not self._pending[0][1].done():
+                if stop():
+                    break
+                concurrent.futures.wait([self._pending[0][1]], WATCH_INTERVAL)
+                continue
             step, future = self._pending.pop(0)
             try:
                 results.append((step, future.result()))
@@ -84,8 +99,12 @@ class Evaluator:
             self._env.close()
             self._env = None
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+            # An evaluation that nobody waits for any more would hold up the end of this process.
+            workers = list((self._pool._processes or {}).values()) if self._pending else []
+            self._pool.shutdown(wait=not workers, cancel_futures=True)
+            for worker in workers:
+                worker.kill()
+            self._pool, self._pending = None, []
 
 
 def check_spaces(env: VectorEnv, policy_observation: Any, policy_action: Any, where: str, advice: str) -> None:
@@ -103,6 +122,12 @@ def _shape(space: Any) -> Any:
     if isinstance(nested, dict):
         return {name: _shape(part) for name, part in nested.items()}
     return tuple(space.shape) if space.shape is not None else str(space)
+
+
+def _ignore_signals() -> None:
+    """In the other process: a stop request is for the run, which then ends this."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _evaluate_beside(task: bytes) -> list[dict[str, Any]]:

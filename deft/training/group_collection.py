@@ -129,12 +129,13 @@ class GroupCollector(Collector):
         return super().take_step_count(len(self.step_counts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is carried from one iteration to the next."""
-        return {"env": None, "memory": None, "started": False, "step_counts": []}
+        """Nothing is carried from one iteration to the next; the steps of an update under way are counted."""
+        return {"env": None, "memory": None, "started": False, "step_counts": list(self.step_counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Every iteration starts new episodes: no state of the environments is needed."""
         self.step_counts.clear()
+        self.step_counts.extend(state["step_counts"])
         self._observation = None
         return True
 
@@ -200,6 +201,10 @@ class GroupCollection(Collection):
         self.max_rounds = wanted // self.groups_at_once + settings.max_resamples
         self.max_steps = max_steps
         self._has_warned = False
+
+    def counts_in_update(self) -> list[int]:
+        """Env steps of each round of an update that was stopped."""
+        return list(self.collector.step_counts) if self.in_update else []
 
     @property
     def pending(self) -> int:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timedelta
 from numbers import Real
 from pathlib import Path
@@ -30,7 +30,7 @@ from rich.text import Text
 from torch import Tensor
 
 from deft.config.settings import LoggingConfig
-from deft.errors import RunError
+from deft.errors import RunError, Stopped
 from deft.ownership import record, start_index
 from deft.training.sinks import open_sinks
 
@@ -158,6 +158,22 @@ class RunLogger:
         self._progress.latest = (step, shown)
         if time.monotonic() >= self._progress.next_draw:
             self._progress.draw(self.mean_reward)
+
+    @contextmanager
+    def evaluation(self, total: int, stop: Callable[[], bool]) -> Iterator[Callable[[int], None]]:
+        """Show the progress of an evaluation of `total` episodes, and end it when `stop` says so.
+
+        Yields what an evaluation calls at every step with the number of episodes that have just ended; it raises
+        `Stopped`.
+        """
+        with self._progress.evaluation(total) as count:
+
+            def watch(ended: int) -> None:
+                if stop():
+                    raise Stopped
+                count(ended)
+
+            yield watch
 
     def expect(self, total_timesteps: int) -> None:
         """How many steps there will be in all, where that shows only on the way."""
@@ -300,6 +316,12 @@ def _drop_lines_after(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def best_logged(run_dir: Path, step: int) -> float:
+    """The highest mean return of the evaluations up to a step; −∞ where there is none."""
+    found = (line["mean_reward"] for line in logged_evaluations(run_dir, step))
+    return max((value for value in found if value is not None), default=-math.inf)
 
 
 def logged_evaluations(run_dir: Path, step: int) -> list[dict[str, Any]]:
@@ -447,7 +469,40 @@ class _ProgressDisplay:
             done = 100 * min(1.0, step / self._total)  # a last round may go beyond
             logger.info("%.0f%% of %s · %s", done, f"{self._total:,}", text)
         else:
-            self._bar.update(self._task, completed=step, description=text, refresh=True)
+            self._update_bar(self._task, step, text)
+
+    @contextmanager
+    def evaluation(self, total: int) -> Iterator[Callable[[int], None]]:
+        """A second bar, or lines, during an evaluation of `total` episodes; yields what counts those that ended."""
+        started = time.monotonic()
+        next_draw, done = started + self._interval, 0
+        task = None if self._bar is None else self._bar.add_task("evaluating", total=total)
+
+        def count(ended: int) -> None:
+            nonlocal next_draw, done
+            done += ended
+            now = time.monotonic()
+            if now < next_draw:
+                return
+            next_draw = now + self._interval
+            left = _clock((total - done) * (now - started) / done) if done else "-:--:--"
+            text = f"evaluating: {done} of {total} episodes · {left} left · {_clock(now - started)} elapsed"
+            if task is None:
+                logger.info("%s", text)
+            else:
+                self._update_bar(task, done, text)
+
+        try:
+            yield count
+        finally:
+            if self._bar is not None and task is not None:
+                self._bar.remove_task(task)
+
+    def _update_bar(self, task: Any, completed: int, text: str) -> None:
+        """Redraw; a terminal that was closed (SIGHUP) must not end the run that is being saved."""
+        if self._bar is not None:
+            with suppress(OSError):
+                self._bar.update(task, completed=completed, description=text, refresh=True)
 
     def _describe(self, step: int, now: float, mean_reward: float | None, shown: Mapping[str, float]) -> str:
         (first_time, first_step), (last_time, last_step) = self._samples[0], self._samples[-1]
@@ -467,7 +522,8 @@ class _ProgressDisplay:
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
             self._bar = None
             _ProgressDisplay.bar_in_use = False
 

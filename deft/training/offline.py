@@ -21,20 +21,20 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.settings import LoggingConfig, OfflineTrainerConfig
 from deft.data.datasets.dataset import same_fingerprint
-from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import film_episodes, merge_results
+from deft.errors import InputError, RunError, Stopped
+from deft.evaluation.rollouts import film_episodes, merge_results, num_played
 from deft.models.policy import Policy
 from deft.training import checkpoint, sharding
 from deft.training.capture import CapturedUpdate, Sampler
 from deft.training.compute import is_small, threads_for
 from deft.training.evaluator import Evaluator
 from deft.training.intervals import crossed
-from deft.training.logging import RunLogger, logged_evaluations
+from deft.training.logging import RunLogger, best_logged, logged_evaluations
 from deft.training.precision import set_precision
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.seeds import process_seed
-from deft.training.signals import StopSignal
+from deft.training.signals import StopSignal, never
 from deft.training.validation import Validation, check_held_out
 from deft.training.watch import OFFLINE_RANGES, RangeWatch
 
@@ -95,6 +95,8 @@ class OfflineTrainer:
         self.best_reward = -math.inf
         self.last_evaluation: dict[str, Any] = {}  # what it found; empty in all processes but the first
         self._evaluated_at = -1  # updates
+        self._owes_evaluation = False  # the run was saved for one, and ended before it was complete
+        self._stop: Callable[[], bool] = never
         self.evaluator = evaluator if self.processes.is_first else None
         self._evaluated_elsewhere = evaluator is not None and not self.processes.is_first
         self._score = score or (lambda _: None)
@@ -145,13 +147,15 @@ class OfflineTrainer:
     def train(self, num_epochs: int | None = None, evaluates_last: bool = False) -> dict[str, Any]:
         """Train to `num_epochs` epochs in all, and return a summary.
 
-        Ctrl-C and SIGTERM stop between two updates; the run is saved, and so it is when it fails. `evaluates_last`:
-        evaluate when all updates are done, also between two periodic evaluations, so that the end can be the best.
+        A signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) stops between two updates, or two steps of an evaluation; the run is
+        saved, and so it is when it fails. `evaluates_last`: evaluate when all updates are done, also between two
+        periodic evaluations, so that the end can be the best.
         """
         epochs = self.settings.num_epochs if num_epochs is None else num_epochs
         total = OfflineTrainerConfig(num_epochs=epochs).num_epochs * self.updates_per_epoch
         self._total = total
         stop, started = StopSignal(), time.monotonic()
+        self._stop = stop
         # oneDNN is what knows bf16; without it such products are emulated.
         small = is_small(self.policy) and self.algorithm.settings.precision != "bf16"
         threads = self.threads.applied(small)
@@ -161,11 +165,13 @@ class OfflineTrainer:
             self._log = run_log
             try:
                 self._start(total)
+                if self.is_evaluated and self.processes.share(self._owes_evaluation):
+                    self._save_and_evaluate(run_log)
                 self._loop(total, stop, run_log)
                 if evaluates_last and self._evaluated_at != self.num_updates and not self._stops(stop):
-                    self._evaluate_together(run_log)
-                self._take_evaluations(run_log, wait=True)
+                    self._save_and_evaluate(run_log)
                 self._save_once()
+                self._take_evaluations(run_log, wait=True)
                 if self._whole is not None:  # for an evaluation at the end
                     self._whole.take()
             except BaseException as error:
@@ -173,7 +179,7 @@ class OfflineTrainer:
                 raise
             finally:
                 self._log_state = run_log.state_dict()
-                self._log = None
+                self._log, self._stop = None, never
             summary = self._summary(time.monotonic() - started)
             if stop():
                 log.warning("stopped by %s at %d updates", stop.received.name, self.num_updates)  # type: ignore[union-attr]
@@ -220,7 +226,7 @@ class OfflineTrainer:
                 )
             self._watch.check(step, values)
         if self.is_evaluated and crossed(previous, step, settings.eval_freq * epoch):
-            self._evaluate_together(run_log)
+            self._save_and_evaluate(run_log)
         chosen = bool(validated) and self._validation_chooses()
         if chosen or crossed(previous, step, settings.save_freq * epoch):
             self._save_once()
@@ -265,31 +271,33 @@ class OfflineTrainer:
             summary["video"] = str(film_episodes(first, self._video_env(), video, 1, self.seed, deterministic))
         return summary
 
-    def _evaluate_together(self, run_log: RunLogger) -> None:
-        """Evaluate in the first process; the others take part in what it needs of them."""
-        self._evaluated_at = self.num_updates
-        if self.processes.count > 1:
-            self._save_once()  # all together: what comes out of the evaluation only the first process knows
+    def _save_and_evaluate(self, run_log: RunLogger) -> None:
+        """Save, so that nothing of the evaluation can lose what was learned; then evaluate in the first process."""
+        self._owes_evaluation = True  # the checkpoint says so, until the metrics say what was found
+        self._save_once()
+        self._owes_evaluation = False
         if self._whole is not None:
             self._whole.take()
         if self.evaluator is not None:
-            self._evaluate_now(run_log)
+            with contextlib.suppress(Stopped):
+                self._evaluate_now(run_log)
+            self._prune()
         if self._whole is not None:
             self._whole.free()
+        self._evaluated_at = self.processes.share(self._evaluated_at)
 
     def _evaluate_now(self, run_log: RunLogger) -> None:
         assert self.evaluator is not None
-        for step, results in self.evaluator.start(
-            self.num_updates, members_of(self.acting), self.settings.eval_episodes
-        ):
+        policies, episodes = members_of(self.acting), self.settings.eval_episodes
+        with run_log.evaluation(sum(num_played(policy, episodes) for policy in policies), self._stop) as watch:
+            found = self.evaluator.start(self.num_updates, policies, episodes, watch)
+        self._evaluated_at = self.num_updates
+        for step, results in found:
             self._record_evaluation(step, results, run_log)
-        if self.evaluator.beside:  # what comes back later may be the best
-            self._save_once()
-        self._prune()
 
     def _take_evaluations(self, run_log: RunLogger, wait: bool = False) -> None:
         if self.evaluator is not None:
-            finished = self.evaluator.finished(wait)
+            finished = self.evaluator.finished(wait, self._stop)
             for step, results in finished:
                 self._record_evaluation(step, results, run_log)
             if finished:  # not between two that came back together: the second may be the best
@@ -308,11 +316,10 @@ class OfflineTrainer:
             "" if score is None else f", normalized_score {score:.1f}",
             merged["action_selection"],
         )
-        if merged["mean_reward"] >= self.best_reward:  # on a tie the later weights, which saw more
+        # On a tie the later weights, which saw more.
+        if merged["mean_reward"] >= self.best_reward or not (self.run_dir / checkpoint.BEST).exists():
             self.best_reward = merged["mean_reward"]
             folder = self.run_dir / f"checkpoint-{step}"
-            if step == self.num_updates:
-                self._save_once()
             if folder.exists():
                 checkpoint.mark_best(self.run_dir, folder)
 
@@ -359,6 +366,7 @@ class OfflineTrainer:
             "num_updates": self.num_updates,
             "updates_per_epoch": self.updates_per_epoch,
             "best_reward": self.best_reward,
+            "owes_evaluation": self._owes_evaluation,
             "sampler": self.sampler.state_dict(),
             "transitions": self.num_transitions,
             "processes": count,
@@ -419,9 +427,11 @@ class OfflineTrainer:
         evaluations = logged_evaluations(folder.parent, self.num_updates)
         is_own = folder.parent.resolve() == self.run_dir.resolve()  # another folder has its own best
         if is_own:
-            self.best_reward = max([state["best_reward"], *(line["mean_reward"] for line in evaluations)])
+            self.best_reward = max(state["best_reward"], best_logged(folder.parent, self.num_updates))
+        is_logged = bool(evaluations) and evaluations[-1]["step"] == self.num_updates
+        self._owes_evaluation = state.get("owes_evaluation", False) and not is_logged
         is_same = _evaluates(state.get("config")) == _evaluates(self._run_config)
-        if is_own and is_same and evaluations and evaluations[-1]["step"] == self.num_updates:
+        if is_own and is_same and is_logged:
             self._evaluated_at = self.num_updates
             own = ("type", "step", "time")  # of the line
             self.last_evaluation = {name: value for name, value in evaluations[-1].items() if name not in own}

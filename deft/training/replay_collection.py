@@ -94,16 +94,18 @@ class ReplayCollection(Collection):
 
     def batches(self, num_vector_steps: int) -> Iterator[Batch]:
         """The batches that are due for the steps that wait."""
-        self._count_due()
-        while self._due >= 1.0:
+        while self._due >= 1.0 and not self.algorithm.should_stop():
             self._due -= 1.0
             yield self.sample(self.settings.batch_size)
 
-    def update(self, algorithm: Algorithm, num_vector_steps: int) -> Metrics:
-        """The updates that are due, replayed from a recording where there is one."""
+    def update(self, algorithm: Algorithm, num_vector_steps: int, stop: Callable[[], bool]) -> Metrics | None:
+        """The updates that are due, replayed from a recording where there is one; None if `stop` came first."""
+        if not self.in_update:  # else the steps have been counted
+            self._count_due()
         if self._captured is None:
-            return super().update(algorithm, num_vector_steps)
-        self._count_due()
+            metrics = super().update(algorithm, num_vector_steps, stop)
+            self.in_update = num_vector_steps if self._due >= 1.0 else 0
+            return None if self.in_update else metrics
         if not self._is_beside:
             self._run_recorded()
         return self._metrics

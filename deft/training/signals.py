@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM as a request to stop between two steps, so that a run can save itself first."""
+"""Signals as a request to stop between two steps, so that a run can save itself first.
+
+SIGINT (Ctrl-C) and SIGTERM, and what schedulers and closed terminals send: SIGHUP and SIGUSR1.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,19 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def never() -> bool:
+    """The stop request of whoever has none."""
+    return False
+
 
 class StopSignal:
-    """While active, the first SIGINT or SIGTERM only sets `received`; a second SIGINT interrupts at once."""
+    """While active, the first signal of `STOPPING` only sets `received`; a second SIGINT interrupts at once.
+
+    A signal that the process was started to ignore stays ignored: `nohup` does so with SIGHUP.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -21,7 +34,9 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOPPING:
+                if number in (signal.SIGHUP, signal.SIGUSR1) and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 

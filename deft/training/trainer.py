@@ -30,7 +30,7 @@ from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
 from deft.envs.make import make_another, wrap
 from deft.envs.vector import Episode, VectorEnv
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.rollouts import evaluate_policy, film_episodes
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy
@@ -44,12 +44,12 @@ from deft.training.compute import is_small, threads_for
 from deft.training.curriculum import Curriculum
 from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.intervals import crossed
-from deft.training.logging import WINDOW, RunLogger
+from deft.training.logging import WINDOW, RunLogger, best_logged, logged_evaluations
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.replay_collection import ReplayCollection
 from deft.training.seeds import EVALUATION_SEED, process_seed, training_seed
-from deft.training.signals import StopSignal
+from deft.training.signals import StopSignal, never
 from deft.training.watch import ON_POLICY_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,8 @@ class Trainer:
         self.best_reward = -math.inf
         self.last_evaluation: dict[str, Any] = {}  # what it found; empty in all processes but the first
         self._evaluated_at = -1  # steps
+        self._owes_evaluation = False  # the run was saved for one, and ended before it was complete
+        self._stop: Callable[[], bool] = never
         name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.run_dir = Path(output_dir) if output_dir is not None else output_base() / name
         self.logging_config = logging_config or LoggingConfig()
@@ -163,12 +165,13 @@ class Trainer:
     def train(self, total_timesteps: int | None = None, evaluates_last: bool = False) -> dict[str, Any]:
         """Train until `total_timesteps` env steps in all, and return a summary.
 
-        Ctrl-C and SIGTERM stop between two steps; the run is saved, and so it is when it fails. `evaluates_last`:
-        evaluate when all steps are done, also between two periodic evaluations, so that the end can be the best.
+        A signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) stops between two steps, of an evaluation too; the run is saved, and
+        so it is when it fails. `evaluates_last`: evaluate when all steps are done, also between two periodic
+        evaluations, so that the end can be the best.
         """
         total = self._total(total_timesteps)
         self._most_updates = self.settings.iterations if total_timesteps is None else None
-        stop = StopSignal()
+        self._stop = stop = StopSignal()
         started = time.monotonic()
         in_bfloat16 = getattr(self.algorithm.settings, "precision", None) == "bf16"  # the critics too: oneDNN's
         threads = self.threads.applied(is_small(self.policy) and not in_bfloat16)
@@ -176,23 +179,23 @@ class Trainer:
             self._log = run_log
             try:
                 self._start(total)
-                if not self._fresh_policy and self.settings.eval_freq and not self.num_timesteps and not self._loaded:
-                    self._save_and_prune(self._evaluated(run_log))  # what it could do before
+                is_given = not self._fresh_policy and not self.num_timesteps and not self._loaded
+                if self.settings.eval_freq and (is_given or self.processes.share(self._owes_evaluation)):
+                    self._save_and_evaluate(run_log)  # what it could do before
                 self._loop(total, stop, run_log)
                 self.collection.close()
                 self._record_episodes(run_log)
-                improved = evaluates_last and not self._stops(stop) and self._evaluated_last(run_log)
-                if self._unsaved():
-                    self._save_and_prune(improved)
-                elif improved and self.processes.is_first:
-                    checkpoint.mark_best(self.run_dir, self.run_dir / f"checkpoint-{self.num_timesteps}")
+                if evaluates_last and self._evaluated_at != self.num_timesteps and not self._stops(stop):
+                    self._save_and_evaluate(run_log)
+                elif self._unsaved():
+                    self._save_and_prune()
             except BaseException as error:
                 self._save_after_failure(error)
                 raise
             finally:
                 self.collection.close()
                 self._log_state = run_log.state_dict()
-                self._log = None
+                self._log, self._stop = None, never
             summary = self._summary(run_log, time.monotonic() - started)
             if stop():
                 log.warning("stopped by %s at %d steps", stop.received.name, self.num_timesteps)  # type: ignore[union-attr]
@@ -203,13 +206,16 @@ class Trainer:
         """Collect, train, publish, repeat."""
         while self.num_timesteps < total and self.algorithm.version != self._most_updates and not self._stops(stop):
             self.threads.begin()
-            steps = self._rollout_steps(total)
-            if not self.collection.gather(steps, self._ticking(stop, run_log)):
+            steps = self.collection.in_update or self._rollout_steps(total)
+            if not self.collection.in_update and not self.collection.gather(steps, self._ticking(stop, run_log)):
                 break
             self.algorithm.progress = self._progress(total)
             self._free_weights()
-            metrics = self.collection.update(self.algorithm, steps)
+            # Several processes stop together, between two updates.
+            metrics = self.collection.update(self.algorithm, steps, stop if self.processes.count == 1 else never)
             self._take_weights()
+            if metrics is None:
+                break
             previous = self.num_timesteps
             self.num_timesteps += self._steps_of_all(self.collection.collector.take_step_count(steps))
             self.threads.tick(self.num_timesteps - previous)
@@ -242,12 +248,19 @@ class Trainer:
         count = self.settings.eval_episodes if num_episodes is None else num_episodes
         # A collector at work beside this draws from the same generators, which then cannot be set back.
         beside = self.settings.buffer_type == "vla" and self.settings.max_staleness > 0
-        with contextlib.nullcontext() if beside else separate_random_state(seed):
-            deterministic = self.settings.eval_deterministic
-            results = evaluate_policy(self._player(), self._evaluation_env(), count, seed, deterministic=deterministic)
+        deterministic = self.settings.eval_deterministic
+        with self._watched(count) as watch, contextlib.nullcontext() if beside else separate_random_state(seed):
+            results = evaluate_policy(
+                self._player(), self._evaluation_env(), count, seed, deterministic=deterministic, watch=watch
+            )
             if video is not None:
-                results["video"] = str(film_episodes(self.acting, self._video_env(), video, 1, seed, deterministic))
+                filmed = film_episodes(self.acting, self._video_env(), video, 1, seed, deterministic, watch)
+                results["video"] = str(filmed)
         return results
+
+    def _watched(self, num_episodes: int) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
+        """While the run trains: shows how far an evaluation is, and ends it when the run is to stop."""
+        return contextlib.nullcontext() if self._log is None else self._log.evaluation(num_episodes, self._stop)
 
     def _player(self) -> Policy:
         """The policy that evaluations play with; one of small matrices acts three times as quickly on the CPU."""
@@ -295,13 +308,21 @@ class Trainer:
         self.num_timesteps = state["num_timesteps"]
         self.threads.load_state_dict(state.get("threads"))
         if folder.parent.resolve() == self.run_dir.resolve():  # another folder has its own best
-            self.best_reward = state["best_reward"]
+            self.best_reward = max(state["best_reward"], best_logged(folder.parent, self.num_timesteps))
+        is_logged = any(
+            line["step"] == self.num_timesteps for line in logged_evaluations(folder.parent, self.num_timesteps)
+        )
+        self._owes_evaluation = state.get("owes_evaluation", False) and not is_logged
         reason = self.env.state_obstacle() or "it was not saved: a failure, or a collector beside training"
         if _env_settings(state.get("config")) != _env_settings(self._run_config):
             saved, reason = {**saved, **UNKNOWN_COLLECTOR}, "the environment's settings changed"
         same_rollout = state.get("rollout_steps") == self.settings.buffer_size
         if not self.collection.load_state_dict(saved, state["buffer"], same_rollout):
             log.warning("resumed with new episodes, unlike an uninterrupted run: no environment state (%s)", reason)
+        counts = state.get("in_update", [])
+        self.collection.in_update = len(counts)
+        if len(self.collection.collector.step_counts) < len(counts):  # forgotten with the environments' state
+            self.collection.collector.step_counts.extendleft(reversed(counts))
         if self.curriculum is not None and state.get("curriculum") is not None:
             self.curriculum.load_state_dict(state["curriculum"])
         self._log_state = state["log"]
@@ -420,7 +441,9 @@ class Trainer:
         remaining = math.ceil((total - self.num_timesteps) / self._num_envs) if exact else None
         held = self.collection.pending
         whole = held % self.settings.buffer_size == 0  # its last step is a segment's end, with its bootstrap
-        if held and remaining is not None and (remaining < held or (remaining == held and not whole)):
+        if self.collection.in_update:
+            remaining = None if remaining is None else max(0, remaining - self.collection.in_update)
+        elif held and remaining is not None and (remaining < held or (remaining == held and not whole)):
             count = self.collection.drop()
             if count:
                 log.warning("%d collected steps are dropped: total_timesteps ends before their rollout does", count)
@@ -457,43 +480,46 @@ class Trainer:
             run_log.log_metrics(step, {**metrics, "rollout/lost_episodes": lost} if lost else metrics)
             if self.processes.is_first:
                 self._watch.check(step, metrics)
-        improved = False
-        if crossed(previous, step, self.settings.eval_freq):
-            improved = self._evaluated(run_log, filming=crossed(previous, step, self.settings.video_freq))
-        if improved or crossed(previous, step, self.settings.save_freq):
+        evaluates, saves = (
+            crossed(previous, step, every) for every in (self.settings.eval_freq, self.settings.save_freq)
+        )
+        if evaluates or saves:
             self._last_metrics = {name: float(value) for name, value in metrics.items()}
-            self._save_and_prune(improved)
+        if evaluates:
+            self._save_and_evaluate(run_log, filming=crossed(previous, step, self.settings.video_freq))
+        elif saves:
+            self._save_and_prune()
         run_log.progress(step)
 
-    def _evaluated_last(self, run_log: RunLogger) -> bool:
-        """Evaluate, unless these weights have been; whether it is the best so far."""
-        return self._evaluated_at != self.num_timesteps and self._evaluated(run_log)
+    def _save_and_evaluate(self, run_log: RunLogger, filming: bool = False) -> None:
+        """Save, so that nothing of the evaluation can lose what was learned; evaluate while other processes wait."""
+        if self._unsaved():
+            self._owes_evaluation = True  # the checkpoint says so, until the metrics say what was found
+            self.save()
+        self._owes_evaluation = False
+        if self.processes.is_first:
+            with contextlib.suppress(Stopped):
+                self._evaluate_now(run_log, filming)
+            checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_timesteps)
+        self._evaluated_at = self.processes.share(self._evaluated_at)
 
-    def _evaluated(self, run_log: RunLogger, filming: bool = False) -> bool:
-        """Evaluate in the first process, while the others wait; whether it is the best so far."""
-        self._evaluated_at = self.num_timesteps
-        improved = self._evaluate_now(run_log, filming) if self.processes.is_first else False
-        return bool(self.processes.share(improved))
-
-    def _evaluate_now(self, run_log: RunLogger, filming: bool = False) -> bool:
-        """Evaluate and write it down; whether it is the best so far."""
-        step = self.num_timesteps
+    def _evaluate_now(self, run_log: RunLogger, filming: bool) -> None:
+        """Evaluate and log it; the checkpoint of now is the best where it is as good as the best so far."""
+        step, best = self.num_timesteps, self.run_dir / checkpoint.BEST
         results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
+        self._evaluated_at, self.last_evaluation = step, results
         run_log.log_evaluation(step, results)
         values = (results["mean_reward"], results["std_reward"], results["action_selection"])
         log.info("evaluation at %d steps: mean_reward %.4g ± %.3g (actions: %s)", step, *values)
-        improved = bool(results["mean_reward"] >= self.best_reward)  # on a tie the later weights, which saw more
-        self.best_reward = max(self.best_reward, results["mean_reward"])
-        self.last_evaluation = results
-        return improved
+        # On a tie the later weights, which saw more.
+        if results["mean_reward"] >= self.best_reward or not best.exists():
+            self.best_reward = results["mean_reward"]
+            checkpoint.mark_best(self.run_dir, self.run_dir / f"checkpoint-{step}")
 
-    def _save_and_prune(self, best: bool) -> None:
-        folder = self.save()
-        if not self.processes.is_first:
-            return
-        if best:
-            checkpoint.mark_best(self.run_dir, folder)
-        checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_timesteps)
+    def _save_and_prune(self) -> None:
+        self.save()
+        if self.processes.is_first:
+            checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_timesteps)
 
     def _record_episodes(self, run_log: RunLogger) -> list[Episode]:
         episodes = [one for part in self.processes.gather(self.collection.collector.take_episodes()) for one in part]
@@ -503,8 +529,16 @@ class Trainer:
 
     def _unsaved(self) -> bool:
         """Whether something happened since the latest checkpoint: updates, or steps that wait for one."""
-        unsaved = self.collection.pending > 0 or not (self.run_dir / f"checkpoint-{self.num_timesteps}").exists()
+        unsaved = self.collection.pending > 0 or not (self.run_dir / f"checkpoint-{self._saved_as}").exists()
         return bool(self.processes.share(unsaved))
+
+    @property
+    def _saved_as(self) -> int:
+        """The number of a checkpoint: env steps, those of an update counted in that was stopped.
+
+        Its weights are no longer those of the checkpoint before it, which may be the best.
+        """
+        return self.num_timesteps + sum(self.collection.counts_in_update())
 
     def _summary(self, run_log: RunLogger, seconds: float) -> dict[str, Any]:
         return {
@@ -566,10 +600,12 @@ class Trainer:
             "algorithm": algorithm,
             "num_timesteps": self.num_timesteps,
             "best_reward": self.best_reward,
+            "owes_evaluation": self._owes_evaluation,
             "observation_space": str(self.env.observation_space),
             "action_space": str(self.env.action_space),
             "collector": collector,
             "buffer": buffer,
+            "in_update": self.collection.counts_in_update(),
             "log": self._log.state_dict() if self._log is not None else self._log_state or {"window": []},
             "random": get_random_state(),
             "rollout_steps": self.settings.buffer_size,
@@ -581,7 +617,7 @@ class Trainer:
         weights = {name: value.detach().cpu() for name, value in self.acting.state_dict().items()}
         written = checkpoint.save_checkpoint(
             folder,
-            self.num_timesteps,
+            self._saved_as,
             weights,
             state,
             self._last_metrics,

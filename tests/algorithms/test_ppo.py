@@ -20,6 +20,11 @@ OBSERVATIONS = spaces.Box(-1, 1, (3,), np.float32)
 PLAIN = {"normalize_observation": False, "normalize_reward": False}
 
 
+def minibatches(algorithm: PPO, rollout):
+    """Those of one epoch."""
+    return algorithm._parts(rollout, algorithm._order(rollout))
+
+
 def make_policy(action_space=None, **settings) -> ActorCritic:
     torch.manual_seed(0)
     return ActorCritic(OBSERVATIONS, action_space or spaces.Box(-1, 1, (2,)), PolicyConfig(**{**PLAIN, **settings}))
@@ -118,7 +123,7 @@ def test_a_minibatch_in_parts_takes_the_step_of_the_whole(memory_hidden):
 def test_before_the_first_gradient_step_every_ratio_is_one(policy):
     algorithm = PPO(policy, PPOSettings(batch_size=16, sequence_length=4))
     rollout = algorithm._with_advantages(make_rollout(policy))
-    for minibatch in algorithm._minibatches(rollout):
+    for minibatch in minibatches(algorithm, rollout):
         log_ratio = losses_of(algorithm, minibatch)["log_ratio"]
         torch.testing.assert_close(log_ratio.exp(), torch.ones_like(log_ratio), atol=1e-5, rtol=0)
 
@@ -193,10 +198,10 @@ def test_every_transition_is_trained_on_and_small_rollouts_too():
     policy = make_policy()
     algorithm = PPO(policy, PPOSettings(batch_size=10))
     rollout = algorithm._with_advantages(make_rollout(policy, steps=8, num_envs=4))
-    sizes = [len(minibatch) for minibatch in algorithm._minibatches(rollout)]
+    sizes = [len(minibatch) for minibatch in minibatches(algorithm, rollout)]
     assert sizes == [10, 10, 10, 2]  # 32 = 3·10 + 2: the partial one is not dropped
     algorithm.settings.batch_size = 1000  # more than there is: one minibatch of all
-    assert [len(minibatch) for minibatch in algorithm._minibatches(rollout)] == [32]
+    assert [len(minibatch) for minibatch in minibatches(algorithm, rollout)] == [32]
     before = copy.deepcopy(policy.state_dict())
     algorithm.update(iter([make_rollout(policy, steps=1, num_envs=1)]))  # a single transition: no NaN from its spread
     assert all(torch.isfinite(value).all() for value in policy.state_dict().values())
@@ -211,7 +216,7 @@ def test_sequences_keep_an_environments_steps_together():
         for env in range(3):
             rollout[schema.OBSERVATION][t, env] = torch.tensor([t, env, 0.0])
     seen = []
-    for minibatch in algorithm._minibatches(algorithm._with_advantages(rollout)):
+    for minibatch in minibatches(algorithm, algorithm._with_advantages(rollout)):
         assert minibatch.batch_size[0] == 4
         for column in minibatch[schema.OBSERVATION].unbind(1):
             assert (column[1:, 0] - column[:-1, 0] == 1).all()  # consecutive steps
@@ -235,7 +240,7 @@ def test_stale_data_is_weighed_by_the_proximal_policy():
     weight = (expected - rollout[schema.LOG_PROB]).exp().clamp(max=5.0)
     torch.testing.assert_close(prepared[BEHAVIOR_WEIGHT], weight)
     # … and the ratio to the proximal policy starts at 1, so that the clip range is around it
-    minibatch = next(algorithm._minibatches(prepared))
+    minibatch = next(minibatches(algorithm, prepared))
     assert losses_of(algorithm, minibatch)["log_ratio"].abs().max() < 1e-5
     assert algorithm.update(iter([rollout]))["staleness"].item() == 1.0
 

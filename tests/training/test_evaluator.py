@@ -1,4 +1,5 @@
 import os
+import signal
 import time
 
 import pytest
@@ -66,6 +67,21 @@ def test_a_process_beside_finds_what_this_one_finds():
     assert results == [*expected, (20, expected[0][1][1:])]
     assert beside.finished(wait=True) == []
     here.close()
+
+
+def endless_env():
+    time.sleep(3600)
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_beside_and_ends_its_process():
+    beside = Evaluator(endless_env, seed=7, beside=True)
+    beside.start(10, [small_actor(2, 1)], 3)
+    (worker,) = beside._pool._processes.values()
+    assert beside.finished(wait=True, stop=lambda: True) == []
+    assert beside.pending == [10]
+    beside.close()
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_evaluating_leaves_the_random_state_of_the_run():

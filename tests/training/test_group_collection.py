@@ -326,6 +326,35 @@ def test_a_run_stopped_in_the_middle_of_an_iteration_is_resumed(tmp_path):
     assert lines(tmp_path / "whole") == lines(tmp_path / "half")
 
 
+@pytest.mark.parametrize("policy", [{}, {"memory_hidden": 4}], ids=["feed-forward", "recurrent"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_run_stopped_in_the_middle_of_an_update_is_resumed(tmp_path, policy, at):
+    """The third update is stopped before one of its gradient steps."""
+    settings = {"policy": policy, "sequence_length": 8, "batch_size": 8, "kl_coef": 0.1}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    stopped = make_trainer(tmp_path / "half", **settings)
+    algorithm, calls = stopped.algorithm, []
+    step = algorithm._step
+
+    def signalling(minibatch):
+        if algorithm.version == 2:
+            calls.append(minibatch)
+            if len(calls) == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return step(minibatch)
+
+    algorithm._step = signalling
+    with pytest.raises(SystemExit):
+        stopped.train()
+    assert len(calls) == at
+    resumed = make_trainer(tmp_path / "half", **settings)
+    resumed.load(tmp_path / "half")
+    assert resumed.algorithm.version == 2
+    resumed.train()
+    assert_equal(whole, resumed)
+
+
 def test_the_progress_never_goes_back():
     """Environments that wait for the others' episodes to end make no steps."""
     collection = make_collection(SerialVectorEnv([Draw() for _ in range(3)]))

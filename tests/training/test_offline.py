@@ -138,6 +138,51 @@ def test_a_signal_saves_in_the_middle_of_an_epoch_and_the_resumed_run_is_the_sam
         trainer.close()
 
 
+@pytest.mark.parametrize("num_epochs", [2, 1], ids=["in a periodic evaluation", "in the last evaluation"])
+def test_a_signal_ends_an_evaluation_within_a_step_and_nothing_is_lost(tmp_path, num_epochs):
+    """13 updates an epoch. The signal comes in the third of the eight steps that four episodes have."""
+    settings = {"env": ENV, "num_epochs": num_epochs, "eval_freq": 1, "eval_episodes": 4}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train(evaluates_last=True)
+    stopped = make_trainer(tmp_path / "stopped", **settings)
+    env, steps = stopped.evaluator.env(), 0
+    step = env.step
+
+    def signalling(actions):
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(actions)
+
+    env.step = signalling  # type: ignore[method-assign]
+    with pytest.raises(SystemExit) as ended:
+        stopped.train(evaluates_last=True)
+    assert (ended.value.code, steps) == (143, 1)
+    assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-13"]
+    assert not lines(tmp_path / "stopped", "evaluation")
+    resumed = make_trainer(tmp_path / "stopped", **settings, run={"auto_resume": True})
+    resumed.train(evaluates_last=True)
+    assert_equal(whole, resumed)
+    assert lines(tmp_path / "whole") == lines(tmp_path / "stopped")  # the evaluation was made up for
+    for trainer in (whole, stopped, resumed):
+        trainer.close()
+
+
+def test_a_run_is_saved_before_it_is_evaluated(tmp_path):
+    trainer = make_trainer(tmp_path, env=ENV, num_epochs=2, eval_freq=1)
+
+    def fail(*_: Any) -> Any:
+        raise RunError("the gripper fell off")
+
+    trainer.evaluator.evaluate = fail  # type: ignore[method-assign, union-attr]
+    trainer._save_after_failure = lambda error: None  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="gripper"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-13" / "model.pt").exists()
+    trainer.close()
+
+
 def test_a_failure_saves_what_was_learned_since(tmp_path):
     def fail() -> None:
         raise OSError("the disk is gone")
@@ -257,7 +302,7 @@ def test_going_on_from_an_earlier_checkpoint_replaces_the_later_ones(tmp_path):
 def scripted(trainer: OfflineTrainer, returns: list[float]) -> None:
     """The evaluations' results, in place of episodes."""
     results = iter(returns)
-    trainer.evaluator.evaluate = lambda policies, episodes: [  # type: ignore[method-assign, union-attr]
+    trainer.evaluator.evaluate = lambda policies, episodes, watch: [  # type: ignore[method-assign, union-attr]
         {"episodes": episodes, "mean_reward": next(results), "std_reward": 0.0, "action_selection": "mode"}
         for _ in policies
     ]
@@ -324,7 +369,7 @@ class Late:
     def __init__(self, returns: list[float]) -> None:
         self.returns, self._waiting = iter(returns), []
 
-    def start(self, step: int, policies: Any, episodes: int) -> list[Any]:
+    def start(self, step: int, policies: Any, episodes: int, watch: Any) -> list[Any]:
         result = {"episodes": episodes, "mean_reward": next(self.returns), "std_reward": 0.0}
         result["action_selection"] = "mode"
         self._waiting.append((step, [result]))
@@ -334,7 +379,7 @@ class Late:
     def pending(self) -> list[int]:
         return [step for step, _ in self._waiting]
 
-    def finished(self, wait: bool = False) -> list[Any]:
+    def finished(self, wait: bool, stop: Any) -> list[Any]:
         done, self._waiting = (self._waiting, []) if wait else ([], self._waiting)
         return done
 

@@ -1,5 +1,8 @@
 """Runs of SAC: that they learn, resume, mix in other data, and go on with policies from elsewhere."""
 
+import os
+import signal
+
 import gymnasium
 import numpy as np
 import pytest
@@ -118,6 +121,32 @@ def test_training_on_equals_training_twice(tmp_path, cfg):
     )
     assert_equal(whole.collection.buffer.state_dict()["columns"], second.collection.buffer.state_dict()["columns"])
     for trainer in (whole, first, second):
+        trainer.close()
+
+
+def test_a_signal_stops_between_updates_and_the_resumed_run_is_the_same(tmp_path):
+    """20 vector steps of two environments, then 40 updates: the signal comes in the 70th of all."""
+    cfg = {"train_freq": 20}
+    whole = build_trainer(config(tmp_path, "whole", cfg=cfg))
+    whole.train()
+    stopped = build_trainer(config(tmp_path, "half", cfg=cfg))
+    step = stopped.algorithm.step
+
+    def signalling(batch):
+        if stopped.algorithm.version == 69:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(batch)
+
+    stopped.algorithm.step = signalling
+    with pytest.raises(SystemExit):
+        stopped.train()
+    assert stopped.algorithm.version == 70
+    resumed = build_trainer(config(tmp_path, "half", cfg=cfg, auto_resume=True))
+    assert (resumed.algorithm.version, resumed.num_timesteps) == (70, stopped.num_timesteps)
+    resumed.train()
+    assert whole.algorithm.version == resumed.algorithm.version > 70
+    assert_equal(weights(whole), weights(resumed))
+    for trainer in (whole, stopped, resumed):
         trainer.close()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from worlds import Counting, Failing, Identity, Recall
+from worlds import Counting, Failing, Identity, Recall, Signalling
 
 from deft import PPO, ActorCritic, Trainer
 from deft.config.algorithm_settings import PPOSettings
@@ -226,6 +226,125 @@ def test_a_signal_stops_between_steps_and_the_resumed_run_is_the_same(tmp_path, 
     resumed.load(tmp_path / "half")
     resumed.train(512)
     assert_equal(whole, resumed)
+
+
+STOP_SIGNALS = [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+
+
+@pytest.mark.parametrize(("number", "status"), STOP_SIGNALS)
+@pytest.mark.parametrize("total", [192, 96], ids=["in a periodic evaluation", "in the last evaluation"])
+def test_a_signal_ends_an_evaluation_within_a_step_and_nothing_is_lost(tmp_path, number, status, total):
+    def run(folder, eval_env):
+        settings = {"env": [Counting(7)], "eval_freq": 96, "eval_episodes": 2, "eval_env": eval_env}
+        return make_trainer(tmp_path / folder, **settings)
+
+    whole = run("whole", Counting(50))
+    whole.train(total, evaluates_last=True)
+    signalling = Signalling(at=20, number=number)
+    stopped = run("stopped", signalling)
+    with pytest.raises(SystemExit) as ended:
+        stopped.train(total, evaluates_last=True)
+    assert ended.value.code == status
+    assert signalling.life == 20  # of 100 that two episodes have
+    assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-96"]
+    assert not [line for line in metrics(tmp_path / "stopped") if line["type"] == "evaluation"]
+    resumed = run("stopped", Counting(50))
+    resumed.load(tmp_path / "stopped")
+    resumed.train(total, evaluates_last=True)
+    assert_equal(whole, resumed)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "stopped")  # the evaluation was made up for
+    assert (tmp_path / "stopped" / "best").resolve().name == f"checkpoint-{total}"
+
+
+def stop_in_update(trainer: Trainer, at: int, number: signal.Signals = signal.SIGTERM) -> list[int]:
+    """Send a signal before the `at`-th gradient step of the run; the steps that were made all the same are counted."""
+    step, made = trainer.algorithm._step, [0]
+
+    def signalling(minibatch):
+        made[0] += 1
+        if made[0] == at:
+            os.kill(os.getpid(), number)
+        return step(minibatch)
+
+    trainer.algorithm._step = signalling
+    return made
+
+
+@pytest.mark.parametrize("mode", [{"buffer_type": "standard"}, {"buffer_type": "vla", "max_staleness": 0}])
+@pytest.mark.parametrize("policy", [{}, {"memory_hidden": 8}], ids=["feed-forward", "recurrent"])
+@pytest.mark.parametrize("at", [18, 17, 24])
+def test_a_signal_stops_between_minibatches_and_the_resumed_run_is_the_same(tmp_path, mode, policy, at):
+    """8 gradient steps an update: 64 transitions in minibatches of 16, two epochs. The third update has 17 to 24."""
+    algorithm = {"target_kl": 10.0, "batch_size": 16}
+    settings = {"policy": policy, "algorithm": algorithm, "save_freq": 64, "eval_freq": 128, **mode}
+    settings["eval_env"] = gymnasium.make("CartPole-v1")
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train(300)  # the last rollout is a short one
+    stopped = make_trainer(tmp_path / "half", **settings)
+    made = stop_in_update(stopped, at)
+    with pytest.raises(SystemExit):
+        stopped.train(300)
+    assert made == [at]
+    assert stopped.num_timesteps == (128 if at < 24 else 192)  # after the last minibatch there is nothing left to do
+    best = (tmp_path / "half" / "best").resolve().name
+    assert best == "checkpoint-128"  # what was evaluated, not the weights in the midst of the next update
+    assert (tmp_path / "half" / "checkpoint-192").exists()
+    resumed = make_trainer(tmp_path / "half", **settings)
+    resumed.load(tmp_path / "half")
+    assert resumed.num_timesteps == stopped.num_timesteps
+    resumed.train(300)
+    assert_equal(whole, resumed)
+    # Episodes that ended before the stop are written at the step of then, not at that of the update they belong to.
+    one, other = (
+        [{**line, "step": 0} if line["type"] == "episode" else line for line in metrics(tmp_path / folder)]
+        for folder in ("whole", "half")
+    )
+    assert sorted(one, key=str) == sorted(other, key=str)
+
+
+def test_a_short_last_rollout_that_was_being_learned_from_is_not_dropped(tmp_path):
+    whole = make_trainer(tmp_path / "whole")
+    whole.train(80)  # a rollout of 64 and one of 16: 8 and 2 gradient steps
+    stopped = make_trainer(tmp_path / "half")
+    stop_in_update(stopped, at=9)
+    with pytest.raises(SystemExit):
+        stopped.train(80)
+    resumed = make_trainer(tmp_path / "half")
+    resumed.load(tmp_path / "half")
+    resumed.train(80)
+    assert_equal(whole, resumed)
+
+
+def test_a_run_is_saved_before_it_is_evaluated(tmp_path):
+    trainer = make_trainer(tmp_path, env=[Counting()], eval_freq=32, eval_env=Failing(at=5, length=50))
+    with pytest.raises(RunError, match="gripper"):
+        trainer.train(96)
+    state = torch.load(tmp_path / "checkpoint-32" / "training_state.pt", weights_only=True)
+    assert state["collector"]["env"] is not None  # a whole checkpoint, not one that was rescued from the failure
+
+
+def test_a_policy_that_was_given_is_saved_before_its_first_evaluation(tmp_path):
+    signalling = Signalling(at=20, number=signal.SIGTERM)
+    trainer = make_trainer(tmp_path, env=[Counting()], eval_freq=32, eval_env=signalling, fresh_policy=False)
+    with pytest.raises(SystemExit):
+        trainer.train(64)
+    assert (tmp_path / "checkpoint-0" / "model.pt").exists()
+    resumed = make_trainer(tmp_path, env=[Counting()], eval_freq=32, eval_env=Counting(), fresh_policy=False)
+    resumed.load(tmp_path)
+    resumed.train(64)
+    assert [line["step"] for line in metrics(tmp_path) if line["type"] == "evaluation"] == [0, 32, 64]
+
+
+def test_the_best_is_known_also_where_its_evaluation_came_after_the_checkpoint(tmp_path):
+    """Checkpoints are written before they are evaluated; the metrics say what came of it."""
+    trainer = make_trainer(tmp_path, env=[Counting()], eval_freq=32, eval_env=Counting(9))
+    trainer.train(32)
+    assert trainer.best_reward == 9.0
+    resumed = make_trainer(tmp_path, env=[Counting()], eval_freq=32, eval_env=Counting(5))
+    resumed.load(tmp_path)
+    assert resumed.best_reward == 9.0
+    resumed.train(64)
+    assert (tmp_path / "best").resolve().name == "checkpoint-32"
 
 
 def test_a_run_stopped_in_its_first_rollout_is_resumed(tmp_path):

@@ -30,7 +30,11 @@ from deft.errors import DeftError, InputError, RunError
 SCENES = 2**31  # training's scenes have seeds below it, held-out ones from it on
 NICENESS = 5  # collecting takes what training leaves of a core
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-WORKER_CODE = "from deft.training.phases.exploration import work; work({connection}, {parent})"
+WORKER_CODE = (
+    # A stop request is for the run, which ends its workers.
+    "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGHUP, signal.SIGUSR1)]; "
+    "from deft.training.phases.exploration import work; work({connection}, {parent})"
+)
 
 
 @dataclass

@@ -94,6 +94,9 @@ class WaypointTrainer(Trainer):
             on_start=on_start,
         )
         self.config, self.held_out, self.safety = config, held_out, safety
+        for played in (held_out, None if safety is None else safety.held_out):
+            if played is not None:
+                played.watching = self._watched
         self.train_metrics: list[dict[str, Any]] = []
         self.eval_metrics: list[dict[str, Any]] = []
 
@@ -117,6 +120,8 @@ class WaypointTrainer(Trainer):
         reached = self.algorithm.version
         for name, lines in ((TRAIN_METRICS, self.train_metrics), (EVAL_METRICS, self.eval_metrics)):
             lines[:] = [line for line in read_json(self.run_dir / name) if line["iteration"] <= reached]
+        if self.eval_metrics and self.eval_metrics[-1]["iteration"] == reached:
+            self._evaluated_at, self.last_evaluation = self.num_timesteps, self.eval_metrics[-1]
 
     def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
         iteration = self.algorithm.version
@@ -158,8 +163,8 @@ def train_ppo(config: PPOConfig, logging_config: LoggingConfig | None = None) ->
     try:
         baseline = trainer.evaluate() if not trainer.eval_metrics else trainer.eval_metrics[0]
         write_json(to_dict(config), trainer.run_dir / CONFIG)
-        summary = trainer.train()
-        final = trainer.evaluate()
+        summary = trainer.train(evaluates_last=True)
+        final = trainer.last_evaluation
         summary["checkpoint"] = str(trainer.write_policy(FINAL))
         for name in ("success_rate", "collision_rate", "ade", "fde"):
             if name in final:

@@ -1,6 +1,8 @@
 """Waypoint PPO as a whole: it learns the toy, leaves the supervised policy alone, and writes what it says."""
 
 import json
+import os
+import signal
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +15,7 @@ from deft.models.waypoint import PPOPolicy
 from deft.training.seeds import EVALUATION_SEED
 from deft.training.waypoints.compare import compare_policies
 from deft.training.waypoints.files import load_ppo, load_sft, same_sft
-from deft.training.waypoints.ppo import SAFETY_SEED, build_waypoint_trainer, train_ppo
+from deft.training.waypoints.ppo import SAFETY_SEED, WaypointTrainer, build_waypoint_trainer, train_ppo
 from deft.training.waypoints.safety import SafetyCheck
 
 
@@ -191,6 +193,50 @@ def test_safety_never_deploys_what_is_worse_than_supervised(sft, tmp_path, toy, 
     final = HeldOut(["toy"], "medium", 16, SAFETY_SEED, toy).evaluate(load_ppo(tmp_path)[0])["ade"]
     assert final == pytest.approx(lines[-1]["safety/ade"], rel=1e-5)
     assert (tmp_path / "plots" / "safety.png").exists()
+
+
+@pytest.mark.parametrize("which", ["the safety check", "an evaluation", "the last evaluation"])
+def test_a_signal_ends_what_is_played_within_a_step_and_the_resumed_run_is_the_same(
+    sft, tmp_path, toy, quiet, monkeypatch, which
+):
+    """The toy's episodes have four decisions here: evaluations are stopped at their second step of eight."""
+    settings = {"safety": which == "the safety check", "safety_episodes": 16, "eval_interval": 2, "num_iterations": 3}
+    toy = {**toy, "horizon": 4}
+    train_ppo(config(sft, tmp_path / "whole", toy, **settings), quiet)
+    steps, at_iteration = [], {"the safety check": 1, "an evaluation": 2, "the last evaluation": 3}[which]
+
+    class Signalling(WaypointTrainer):
+        def __init__(self, *given):
+            super().__init__(*given)
+            played = self.safety.held_out if self.safety is not None else self.held_out
+            env = played.envs["toy"]
+            step = env.step
+
+            def signalling(actions):
+                # The safety check plays in an update, which the algorithm has counted by then.
+                if self.algorithm.version == at_iteration and self._log is not None:
+                    steps.append(len(steps))
+                    if len(steps) == 2:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                return step(actions)
+
+            env.step = signalling
+
+    monkeypatch.setattr("deft.training.waypoints.ppo.WaypointTrainer", Signalling)
+    with pytest.raises(SystemExit):
+        train_ppo(config(sft, tmp_path / "half", toy, **settings), quiet)
+    assert len(steps) == 2
+    monkeypatch.setattr("deft.training.waypoints.ppo.WaypointTrainer", WaypointTrainer)
+    train_ppo(config(sft, tmp_path / "half", toy, **settings, resume=True), quiet)
+    one, other = (load_ppo(tmp_path / name)[0].state_dict() for name in ("whole", "half"))
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+    for file in ("train_metrics.json", "eval_metrics.json"):
+        first, second = (json.loads((tmp_path / name / file).read_text()) for name in ("whole", "half"))
+        for line in (*first, *second):  # means over the episodes that had been written by then
+            line.pop("mean_reward")
+            line.pop("success_rate")
+        assert first == second
 
 
 def test_the_comparison_drives_both_policies(sft, tmp_path, toy, quiet):
