@@ -273,18 +273,18 @@ class OfflineTrainer:
 
     def _save_and_evaluate(self, run_log: RunLogger) -> None:
         """Save, so that nothing of the evaluation can lose what was learned; then evaluate in the first process."""
-        self._owes_evaluation = True  # the checkpoint says so, until the metrics say what was found
+        self._owes_evaluation = True  # the checkpoint says so, until the metrics hold the result
         self._save_once()
-        self._owes_evaluation = False
         if self._whole is not None:
             self._whole.take()
         if self.evaluator is not None:
             with contextlib.suppress(Stopped):
                 self._evaluate_now(run_log)
+                self._owes_evaluation = False
             self._prune()
         if self._whole is not None:
             self._whole.free()
-        self._evaluated_at = self.processes.share(self._evaluated_at)
+        self._evaluated_at, self._owes_evaluation = self.processes.share((self._evaluated_at, self._owes_evaluation))
 
     def _evaluate_now(self, run_log: RunLogger) -> None:
         assert self.evaluator is not None

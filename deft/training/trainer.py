@@ -493,15 +493,15 @@ class Trainer:
 
     def _save_and_evaluate(self, run_log: RunLogger, filming: bool = False) -> None:
         """Save, so that nothing of the evaluation can lose what was learned; evaluate while other processes wait."""
+        self._owes_evaluation = True  # the checkpoint says so, until the metrics hold the result
         if self._unsaved():
-            self._owes_evaluation = True  # the checkpoint says so, until the metrics say what was found
             self.save()
-        self._owes_evaluation = False
         if self.processes.is_first:
             with contextlib.suppress(Stopped):
                 self._evaluate_now(run_log, filming)
+                self._owes_evaluation = False
             checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_timesteps)
-        self._evaluated_at = self.processes.share(self._evaluated_at)
+        self._evaluated_at, self._owes_evaluation = self.processes.share((self._evaluated_at, self._owes_evaluation))
 
     def _evaluate_now(self, run_log: RunLogger, filming: bool) -> None:
         """Evaluate and log it; the checkpoint of now is the best where it is as good as the best so far."""
