@@ -7,6 +7,7 @@ Importing this module does not import torch: environment workers use it too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +89,22 @@ def check_scalars(transition: TensorDictBase) -> None:
         value: Any = transition.get(key, None)
         if value is not None and tuple(value.shape) != batch_size:
             raise InputError(f"{key} has shape {tuple(value.shape)}; a per-step scalar must have {batch_size}")
+
+
+def renamed_streams(names: Iterable[str], rename: Mapping[str, str], where: str) -> dict[str, str]:
+    """What each stream of `where` is called from now on, by its own name; `rename` is {new name: own name}."""
+    known, new = list(names), {own: name for name, own in rename.items()}
+    if len(new) < len(rename):
+        raise InputError(f"rename_streams: {dict(rename)} gives one stream two names; give each one")
+    if unknown := [own for own in new if own not in known]:
+        raise InputError(
+            f"rename_streams: {where} has no stream {unknown[0]!r}; it has {', '.join(known) or 'no named streams'}: "
+            "write NEW_NAME=STREAM with one of these"
+        )
+    renamed = {name: new.get(name, name) for name in known}
+    if twice := [name for name in rename if list(renamed.values()).count(name) > 1]:
+        raise InputError(f"rename_streams: {where} has another stream {twice[0]!r} already; rename that one too")
+    return renamed
 
 
 def has_channels_last(shape: tuple[int, ...], dtype: Any) -> bool:

@@ -141,3 +141,31 @@ class SeeingModel(nn.Module):
         image = observations["camera"]
         self.seen.add((image.dtype, tuple(image.shape[1:])))
         return image.float().mean((2, 3)) / 255
+
+
+class TwoCameras(gymnasium.Env):
+    """A bright and a dark camera, and two sensors; the reward is the action where the first of each is the brighter.
+
+    `names` are those of the cameras and the sensors: a policy trained under some must not confuse them under others.
+    """
+
+    def __init__(self, names: tuple[str, ...] = ("top", "wrist", "arm", "hand")) -> None:
+        self.names = tuple(names)
+        camera, sensor = spaces.Box(0, 255, (SIDE, SIDE, 3), np.uint8), spaces.Box(-1, 1, (2,), np.float32)
+        self.observation_space = spaces.Dict(dict(zip(self.names, (camera, camera, sensor, sensor), strict=True)))
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observation(), {}
+
+    def step(self, action):
+        return self._observation(), float(action[0]), False, False, {}
+
+    def _observation(self):
+        bright, dark = (self.np_random.integers(low, low + 100, (SIDE, SIDE, 3), np.uint8) for low in (150, 0))
+        values = (bright, dark, np.full(2, 0.9, np.float32), np.full(2, -0.9, np.float32))
+        return dict(zip(self.names, values, strict=True))
+
+
+gymnasium.register(id="TwoCameras-v0", entry_point="vla_worlds:TwoCameras", max_episode_steps=4)

@@ -84,6 +84,8 @@ class EnvConfig:
     """How often in a row a worker process that hangs or dies is replaced, losing its episodes; 0: it ends the run."""
     reward_weights: dict[str, Number] = Field(default_factory=dict)
     """Weights of the reward's named terms: the reward becomes their weighted sum. A term not named has weight 1."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
     curriculum: CurriculumConfig | None = None
     """Levels of difficulty that the environment goes through; None: it stays as it is."""
 
@@ -345,6 +347,8 @@ class DatasetConfig:
     """Passed to the loader of its format."""
     download: Switch = False
     """Download a D4RL name or a Minari id that is not on this machine."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the dataset, as NEW_NAME=STREAM, to the names that the policy has."""
     reference_returns: tuple[Number, Number] | None = None
     """Returns of a random and an expert policy, which the normalised score is made of; by default the dataset's own."""
     cache_gb: Positive = 2.0
@@ -361,6 +365,8 @@ class EvaluationEnvConfig:
     """Passed to the environment's constructor."""
     max_episode_steps: Count | None = None
     """A time limit in place of the environment's own."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the environment, as NEW_NAME=STREAM; by default as in the dataset, where needed."""
 
 
 @settings
@@ -431,6 +437,8 @@ class EvaluateConfig:
     """Name an object of the scene by chance, whatever the goal is: how much of the success hangs on the words."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor, beside those of the run."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
     random_policy: Switch = False
     """Play uniformly random actions instead, on the same seeds: the baseline."""
     deterministic: Switch = True
@@ -451,6 +459,8 @@ class CompareRunsConfig:
     """Any Gymnasium id, or one of Deft's own; by default each run's own."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor, beside those of each run."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
     task: str | None = None
     """The environment's `task`; the same as `--env-kwargs task=…`."""
     episodes: Count = 100
@@ -510,6 +520,8 @@ class CollectConfig:
     """How the copies run: in this process, or in worker processes."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor, beside those of the policy's run."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
     max_episode_steps: Count | None = None
     """A time limit in place of the environment's own."""
     append: Switch = False
@@ -546,6 +558,8 @@ class PlayConfig:
     """Episode i starts from seed + i."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor, beside those of the policy's run."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
     max_episode_steps: Count | None = None
     """A time limit in place of the environment's own."""
     device: str = "auto"

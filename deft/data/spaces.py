@@ -22,9 +22,9 @@ MAX_SIZE = 2**26  # numbers in one observation or action
 READABLE = "Box, Discrete, MultiDiscrete, MultiBinary, Text, and Dict or Tuple of these"
 
 
-def space_to_json(space: spaces.Space) -> str:
-    """A space as Minari's metadata has it."""
-    return json.dumps(_to_plain(space))
+def space_to_json(space: spaces.Space, compact: bool = False) -> str:
+    """A space as Minari's metadata has it; `compact`: bounds that are the same everywhere as one number."""
+    return json.dumps(_to_plain(space, compact))
 
 
 def space_from_json(text: str) -> spaces.Space:
@@ -32,9 +32,12 @@ def space_from_json(text: str) -> spaces.Space:
     return _from_plain(parse_bounded(text, max_values=2 * MAX_SIZE))  # both bounds of every number
 
 
-def _to_plain(space: spaces.Space) -> dict[str, Any]:
+def _to_plain(space: spaces.Space, compact: bool = False) -> dict[str, Any]:
     if isinstance(space, spaces.Box):
         bounds = {"low": space.low.tolist(), "high": space.high.tolist()}
+        if compact:
+            both = {"low": space.low, "high": space.high}
+            bounds |= {name: bound.flat[0].item() for name, bound in both.items() if (bound == bound.flat[0]).all()}
         return {"type": "Box", "dtype": str(space.dtype), "shape": list(space.shape), **bounds}
     if isinstance(space, spaces.Discrete):
         return {"type": "Discrete", "dtype": "int64", "start": int(space.start), "n": int(space.n)}
@@ -47,9 +50,9 @@ def _to_plain(space: spaces.Space) -> dict[str, Any]:
         lengths = {"max_length": space.max_length, "min_length": space.min_length}
         return {"type": "Text", **lengths, "charset": space.characters}
     if isinstance(space, spaces.Dict):
-        return {"type": "Dict", "subspaces": {name: _to_plain(part) for name, part in space.spaces.items()}}
+        return {"type": "Dict", "subspaces": {name: _to_plain(part, compact) for name, part in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
-        return {"type": "Tuple", "subspaces": [_to_plain(part) for part in space.spaces]}
+        return {"type": "Tuple", "subspaces": [_to_plain(part, compact) for part in space.spaces]}
     raise _unsupported(type(space).__name__)
 
 

@@ -24,6 +24,7 @@ from deft.config.settings import EnvConfig
 from deft.envs.chunk import ActionChunk
 from deft.envs.difficulty import SPEC as DIFFICULTY
 from deft.envs.difficulty import forward_difficulty
+from deft.envs.rename import rename
 from deft.envs.reward_weights import weigh
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, one_line
@@ -111,6 +112,8 @@ def make_vector_env(
 ) -> VectorEnv:
     """The copies that a config asks for, independent of each other: copy i is seeded with `seed + i`."""
     count = config.num_envs if num_envs is None else num_envs
+    if config.rename_streams and config.vector in ("envpool", "gpu"):
+        raise InputError(f"rename_streams: not with env.vector {config.vector}; use sync or process")
     if config.vector == "envpool":
         from deft.envs.envpool_adapter import EnvPoolVectorEnv
 
@@ -127,7 +130,7 @@ def make_vector_env(
     if config.vector == "gpu":
         return _make_on_gpu(config, count, chunk_length)
     spec = _find_spec(config)
-    if config.vector == "sync" and chunk_length == 1:
+    if config.vector == "sync" and chunk_length == 1 and not config.rename_streams:
         native = _native_vector_class(spec)
         if native is not None:
             return _make_native(native, spec, config, count)
@@ -262,6 +265,7 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
         raise
     except BaseException as error:  # sys.exit() too: it would end the run as if it were done
         raise InputError(f"environment {spec.id} with env.kwargs {kwargs} cannot be made: {one_line(error)}") from error
+    env = rename(env, config.rename_streams)
     return _chunked(weigh(env, config.reward_weights), chunk_length, gamma)
 
 

@@ -219,6 +219,11 @@ class ObservationLayout:
             self._leaves[0].space if self._is_single else spaces.Dict({leaf.name: leaf.space for leaf in self._leaves})
         )
 
+    @property
+    def paths(self) -> list[tuple[str, ...]]:
+        """Where the streams are found in an observation; none where it is one array."""
+        return [] if self._is_single else [leaf.path for leaf in self._leaves]
+
     def allocate(self, num_rows: int, allocate: Allocate = _zeros) -> Observation:
         """Zeroed arrays for `num_rows` observations."""
         arrays = {leaf.name: allocate((num_rows, *leaf.shape), leaf.dtype) for leaf in self._leaves}

@@ -148,7 +148,7 @@ def _matches(name: str) -> list[str]:
 def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict[str, list[_Contender]]:
     """The policies of each row; scripted ones play where the first run does."""
     trust.name(config.env, config.env_kwargs)
-    kwargs = world_kwargs(config.env_kwargs, config.task, None)
+    kwargs, names = world_kwargs(config.env_kwargs, config.task, None), config.rename_streams
     found = {name: find_run(Path(name)) for names in groups.values() for name in names if name not in SCRIPTED}
     first = next(iter(found.values()), None)
     if first is None and config.env is None:
@@ -157,14 +157,14 @@ def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict
     def contender(name: str) -> _Contender:
         if name in SCRIPTED:
             shared = EnvConfig(id=str(config.env), kwargs=kwargs)
-            return _Contender(name, shared if first is None else env_of_run(first[1], config.env, kwargs), 1)
+            return _Contender(name, shared if first is None else env_of_run(first[1], config.env, kwargs, names), 1)
         folder, run = found[name]
 
         def load(env: VectorEnv) -> list[Policy]:
             return members_of(load_policy(folder, run, env, config.device))
 
         about = {"checkpoint": str(folder), "training_seed": run.seed}
-        return _Contender(name, env_of_run(run, config.env, kwargs), run.policy.chunk_length, load, about)
+        return _Contender(name, env_of_run(run, config.env, kwargs, names), run.policy.chunk_length, load, about)
 
     contenders = {label: [contender(name) for name in names] for label, names in groups.items()}
     _warn_of_equal_seeds(contenders)

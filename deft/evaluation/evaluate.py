@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from deft.training.compute import choose_device
 from deft.training.handover import saved_config
 from deft.training.offline import members_of
 from deft.training.offline_run import build_offline_policy
+from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, build_policy
 from deft.training.run_folder import CONFIG_FILE, checkpoint_choice
@@ -54,6 +55,7 @@ def evaluate_run(
     shuffle_instructions: bool = False,
     videos: str | Path | None = None,
     deterministic: bool = True,
+    rename_streams: Mapping[str, str] | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -62,12 +64,13 @@ def evaluate_run(
     `deterministic` plays the most likely actions, else sampled ones; `action_selection` in the results says what was
     played (`Policy.action_selection`). With `random_policy` uniformly random actions play instead: the baseline, on
     the same seeds. Where the world names its tasks and instructions, the results have a table of each; success rates
-    come with their Wilson interval. `trust_remote_code` allows the modules that the run's files name to be imported.
+    come with their Wilson interval. `rename_streams` is {name in the policy: name in the environment}.
+    `trust_remote_code` allows the modules that the run's files name to be imported.
     """
     trust.name(env, env_kwargs)
     folder, config = find_run(Path(path))
     seed_everything(seed)
-    env_config = env_of_run(config, env, world_kwargs(env_kwargs, task, split, shuffle_instructions))
+    env_config = env_of_run(config, env, world_kwargs(env_kwargs, task, split, shuffle_instructions), rename_streams)
     seen = config.env.kwargs.get("split", "train")
     if split == "held-out" and seen != "train":
         logger.warning("%s was trained with split %s: these combinations are not new to it", path, seen)
@@ -172,10 +175,12 @@ def film_outcomes(
 
 def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorEnv, device: str = "auto") -> Policy:
     """The policy of a checkpoint, for an environment like the one that it was trained in or for."""
+    observation = policy_space(PolicySpaces.read(folder), env.observation_space, folder, "the environment")
     if isinstance(config, OfflineRunConfig):
-        policy = build_offline_policy(config, env.observation_space, env.action_space, weights_follow=True)
+        policy = build_offline_policy(config, observation, env.action_space, weights_follow=True)
     else:
-        policy = build_policy(config, env, weights_follow=True)
+        policy = build_policy(config, observation, env.action_space, weights_follow=True)
+    check_streams(policy, observation, env.observation_space, "the environment")
     weights = checkpoint.load_part(folder, checkpoint.MODEL)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
     if isinstance(policy, ActionScale):
@@ -184,18 +189,25 @@ def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorE
     return policy
 
 
-def env_of_run(config: RunConfig | OfflineRunConfig, env: str | None, kwargs: dict[str, Any]) -> EnvConfig:
+def env_of_run(
+    config: RunConfig | OfflineRunConfig,
+    env: str | None,
+    kwargs: dict[str, Any],
+    rename_streams: Mapping[str, str] | None = None,
+) -> EnvConfig:
     """Where a run's policy is played: its own environment or the one given, with arguments beside the run's own."""
+    names = dict(rename_streams or {})
     own = config.env.id
     if env is None and own is None:
         raise InputError("env: the run's dataset names no environment; give one with --env")
     env_id = env or own
     assert env_id is not None
     if own is None or SHORT_NAMES.get(env_id, env_id) == SHORT_NAMES.get(own, own):
-        kwargs = {**config.env.kwargs, **kwargs}
+        kwargs, names = {**config.env.kwargs, **kwargs}, {**config.env.rename_streams, **names}
+    changes: dict[str, Any] = {"id": env_id, "kwargs": kwargs, "rename_streams": names}
     if isinstance(config, RunConfig):
-        return dataclasses.replace(replace(config, **{"env.vector": "sync"}).env, id=env_id, kwargs=kwargs)
-    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps)
+        return dataclasses.replace(replace(config, **{"env.vector": "sync"}).env, **changes)
+    return EnvConfig(max_episode_steps=config.env.max_episode_steps, **changes)
 
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:

@@ -72,15 +72,15 @@ def _env_config(config: PlayConfig, run: AnyRunConfig | None) -> EnvConfig:
     kwargs = dict(config.env_kwargs)
     if config.task is not None and kwargs.setdefault("task", config.task) != config.task:
         raise InputError(f"--task {config.task}: --env-kwargs says {kwargs['task']!r}; give one of them")
-    limit = config.max_episode_steps
+    limit, names = config.max_episode_steps, config.rename_streams
     own_id = None if run is None else run.env.id
     env_id = config.env or (DEFAULT_ENV if run is None else own_id)
     if env_id is None:
         raise InputError(f"--env: missing; the run {config.policy} names no environment")
     if run is not None and own_id and SHORT_NAMES.get(env_id, env_id) == SHORT_NAMES.get(own_id, own_id):
-        kwargs = {**run.env.kwargs, **kwargs}
+        kwargs, names = {**run.env.kwargs, **kwargs}, {**run.env.rename_streams, **names}
         limit = run.env.max_episode_steps if limit is None else limit
-    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=limit)
+    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=limit, rename_streams=names)
 
 
 def _expert(vector: VectorEnv, env: gymnasium.Env) -> Callable[[], np.ndarray]:

@@ -31,6 +31,8 @@ class Policy(nn.Module):
     """Whether `act` reads `schema.PREVIOUS_REWARD`."""
     chunk_length: int = 1
     """Env steps that one call of `act` decides."""
+    streams: frozenset[str] | None = None
+    """Names of the observation's streams that it reads; None: all that it was made for."""
     reports_tokens: bool = False
     """Set by an algorithm that asks for `token_log_prob` [B, tokens] from `evaluate_actions`, where a policy has it."""
     reward_normalizer: RewardNormalizer | None

@@ -37,6 +37,15 @@ def _bounds(center: Tensor, width: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return (center - width).cpu().numpy(), (center + width).cpu().numpy()
 
 
+def with_bounds(space: gymnasium.Space) -> gymnasium.Space:
+    """A Box with bounds of ±1 where it has none: for a policy whose weights bring a scale of their own."""
+    if not isinstance(space, spaces.Box):
+        return space
+    low, high = (np.where(np.isfinite(bound), bound, one) for bound, one in ((space.low, -1.0), (space.high, 1.0)))
+    bad = low >= high
+    return spaces.Box(np.where(bad, -1.0, low), np.where(bad, 1.0, high), dtype=np.float32)
+
+
 class ActionScale(Policy):
     """action = center + width · unit, in each dim; `center` and `width` are buffers, [A] or [K · A] for chunks of K."""
 

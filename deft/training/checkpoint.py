@@ -3,6 +3,7 @@
     checkpoint-{step}/model.pt            the policy's weights and normalisation
     checkpoint-{step}/training_state.pt   optimizer, schedules, environments, buffer, random state, counters
     checkpoint-{step}/metrics.pt          the latest metrics
+    checkpoint-{step}/spaces.json         the observations and actions that the policy was made for
     checkpoint-{step}/process-{rank}.pt   what each further process of the run keeps for itself
     checkpoint-{step}/deft_manifest.json  size and hash of each file, verified on load
     best -> checkpoint-{step}             the best by evaluation
@@ -43,6 +44,7 @@ from deft.ownership import (
     write_manifest,
 )
 from deft.training import sharding
+from deft.training.policy_spaces import PolicySpaces
 
 log = logging.getLogger(__name__)
 FORMAT = "deft-checkpoint-1"
@@ -66,6 +68,7 @@ def save_checkpoint(
     metrics: dict[str, Any],
     name: str | None = None,
     write_more: Callable[[Path], None] | None = None,
+    spaces: PolicySpaces | None = None,
 ) -> Path:
     """Write `checkpoint-{step}` (or a folder of another name), whole or not at all.
 
@@ -89,8 +92,11 @@ def save_checkpoint(
                 file.flush()
                 os.fsync(file.fileno())
                 hashed[part] = hashing.entry
+        if spaces is not None:
+            spaces.write(temporary)
         if write_more is not None:
             write_more(temporary)
+        if spaces is not None or write_more is not None:
             for path in temporary.rglob("*"):  # on the disk before the folder has its name
                 _sync(path)
         write_manifest(temporary, hashed)

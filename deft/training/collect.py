@@ -113,11 +113,13 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
     copies = min(config.num_envs, config.steps or config.episodes or 1)
     kwargs = world_kwargs(config.env_kwargs, config.task, None)
     settings: dict[str, Any] = {"num_envs": copies, "vector": config.vector, "kwargs": kwargs}
+    settings["rename_streams"] = config.rename_streams
     if config.max_episode_steps is not None:
         settings["max_episode_steps"] = config.max_episode_steps
     own = None if run is None else run.env.id
     if run is not None and own is not None and config.env in (None, own, SHORT_NAMES.get(own)):
         settings["kwargs"] = {**run.env.kwargs, **kwargs}
+        settings["rename_streams"] = {**run.env.rename_streams, **config.rename_streams}
         settings.setdefault("max_episode_steps", run.env.max_episode_steps)
         return EnvConfig(id=own, **settings)
     if config.env is None:

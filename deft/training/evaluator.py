@@ -108,13 +108,15 @@ class Evaluator:
 
 
 def check_spaces(env: VectorEnv, policy_observation: Any, policy_action: Any, where: str, advice: str) -> None:
-    """Refuse an environment whose observations or actions are not the dataset's."""
-    for kind, theirs, own in (
-        ("observation", env.observation_space, policy_observation),
-        ("action", env.action_space, policy_action),
-    ):
-        if _shape(theirs) != _shape(own):
-            raise InputError(f"{where}: the environment's {kind}s are {theirs}, the dataset's {own}; {advice}")
+    """Raise an error if an environment's observations or actions are not the dataset's."""
+    check_space("observation", env.observation_space, policy_observation, where, advice)
+    check_space("action", env.action_space, policy_action, where, advice)
+
+
+def check_space(kind: str, theirs: Any, own: Any, where: str, advice: str) -> None:
+    """Raise an error if the space of an environment has other names or shapes than the dataset's."""
+    if _shape(theirs) != _shape(own):
+        raise InputError(f"{where}: the environment's {kind}s are {theirs}, the dataset's {own}; {advice}")
 
 
 def _shape(space: Any) -> Any:

@@ -173,11 +173,15 @@ def _in_its_world(config: RunConfig, source: RunConfig | OfflineRunConfig) -> Ru
     own, theirs = (
         None if env_id is None else SHORT_NAMES.get(env_id, env_id) for env_id in (config.env.id, source.env.id)
     )
-    missing = {name: value for name, value in source.env.kwargs.items() if name not in config.env.kwargs}
-    if own != theirs or not missing:
+    if own != theirs:
         return config
-    log.info("%s is made as in the run that it starts from: %s", config.env.id, missing)
-    return replace(config, **{"env.kwargs": {**missing, **config.env.kwargs}})
+    changes: dict[str, Any] = {}
+    for setting in ("kwargs", "rename_streams"):
+        given, before = getattr(config.env, setting), getattr(source.env, setting)
+        if missing := {name: value for name, value in before.items() if name not in given}:
+            log.info("%s is made as in the run that it starts from: %s %s", config.env.id, setting, missing)
+            changes[f"env.{setting}"] = {**missing, **given}
+    return replace(config, **changes)
 
 
 def _with_model(config: AnyConfig, source: RunConfig | OfflineRunConfig) -> AnyConfig:

@@ -30,6 +30,7 @@ from deft.training.compute import is_small, threads_for
 from deft.training.evaluator import Evaluator
 from deft.training.intervals import crossed
 from deft.training.logging import RunLogger, best_logged, logged_evaluations
+from deft.training.policy_spaces import PolicySpaces
 from deft.training.precision import set_precision
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
@@ -73,6 +74,7 @@ class OfflineTrainer:
         processes: Processes | None = None,
         acting: sharding.WholeCopy | None = None,
         check_weights: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+        spaces: PolicySpaces | None = None,
         validation: Validation | None = None,
         **settings: Any,
     ) -> None:
@@ -101,6 +103,7 @@ class OfflineTrainer:
         self._evaluated_elsewhere = evaluator is not None and not self.processes.is_first
         self._score = score or (lambda _: None)
         self._fingerprint = fingerprint
+        self._spaces = spaces
         self._video_env = video_env
         self._run_config, self._on_start, self._check_weights = run_config, on_start, check_weights
         self._loaded = False
@@ -386,6 +389,7 @@ class OfflineTrainer:
             self._last_metrics,
             name=None if path is None else Path(path).name,
             write_more=partial(checkpoint.move_process_parts, place, self.num_updates, count),
+            spaces=self._spaces,
         )
         if count > 1:
             self.processes.wait()

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,27 +21,31 @@ from deft.config.loading import read_mapping, replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset, normalized_score
+from deft.data.datasets.renamed import RenamedDataset
 from deft.envs.make import check_id, make_another, make_env, make_vector_env, wrap
+from deft.envs.rename import rename
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
-from deft.models.unit_actions import UnitActions
+from deft.models.unit_actions import UnitActions, with_bounds
 from deft.training import checkpoint, sharding
 from deft.training.compute import choose_device
-from deft.training.evaluator import Evaluator, check_spaces
+from deft.training.evaluator import Evaluator, check_space
 from deft.training.handover import check_heads, take_over_offline
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
+from deft.training.policy_spaces import PolicySpaces, check_streams
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
-from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer
+from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer, space_for_weights
 from deft.training.run_folder import CONFIG_FILE, open_run_folder, place_run
 from deft.training.seeds import EVALUATION_SEED
 from deft.training.sinks import check_extras
 from deft.training.validation import make_validation, split
 
 log = logging.getLogger(__name__)
+ADVICE = "give the --env of this dataset, or the dataset of this environment"
 FARTHEST_REACH = 1.5  # of actions, in units of the range of weights that are trained on
 
 
@@ -78,17 +84,30 @@ def build_offline_trainer(
     check_extras(config.logging)
     if dataset is None:
         assert config.dataset.path is not None
-        dataset = open_dataset(config.dataset.path, {"download": config.dataset.download, **config.dataset.options})
+        source = config.dataset
+        own = {"download": source.download, "rename_streams": source.rename_streams}
+        dataset = open_dataset(config.dataset.path, {**own, **source.options})
+    elif config.dataset.rename_streams:
+        dataset = RenamedDataset(dataset, config.dataset.rename_streams)
     env_config = None if eval_env is not None else evaluation_env(config, dataset)
     if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
         log.warning("nothing is evaluated, since the dataset's environment cannot be used: %s", missing)
         env_config = None
     config = _told(config, dataset, env_config, eval_env)
-    assert config.output_dir is not None
     evaluator, video_env = None, None
-    action_space = dataset.action_space
+    action_space, played_in = dataset.action_space, None
     make: Callable[..., VectorEnv] | None = None
+    names = config.env.rename_streams
+    if config.dataset.rename_streams and not names:
+        if eval_env is not None:
+            names = _names_to_give(_copies(eval_env, 1), config.dataset.rename_streams)
+        elif env_config is not None:
+            names = _names_to_give(make_vector_env(env_config, num_envs=1), config.dataset.rename_streams)
+            env_config = dataclasses.replace(env_config, rename_streams=names)
+        config = replace(config, **{"env.rename_streams": names})
+    assert config.output_dir is not None
     if eval_env is not None:
+        eval_env = rename(eval_env, names)
         make, video_env = partial(_copies, eval_env), partial(make_another, eval_env, "rgb_array")
     elif env_config is not None:
         make, video_env = partial(make_vector_env, env_config), partial(make_env, env_config, render_mode="rgb_array")
@@ -102,13 +121,18 @@ def build_offline_trainer(
             deterministic=config.trainer.eval_deterministic,
         )
         name = env_config.id if env_config else str(eval_env)
-        action_space = _checked_env(partial(make, num_envs=1), dataset, name)
+        played_in, action_space = _checked_env(partial(make, num_envs=1), dataset, name)
         _warn_of_actions_outside(dataset, action_space, name)
     if spaces is not None:
         _check_policy_spaces(spaces, dataset.observation_space, action_space)
+    observation_space = space_for_weights(config, resume_from, dataset.observation_space, f"dataset {dataset.name}")
     if policy is None:
         weights_follow = resume_from is not None or config.model_path is not None
-        policy = build_offline_policy(config, dataset.observation_space, action_space, weights_follow)
+        policy = build_offline_policy(config, observation_space, action_space, weights_follow)
+    observation_space = getattr(getattr(policy, "encoder", None), "space", observation_space)
+    check_streams(policy, observation_space, dataset.observation_space, f"dataset {dataset.name}")
+    if played_in is not None:
+        check_streams(policy, observation_space, played_in, f"env {name}", "--env_rename_streams")
     policy.to("cpu" if shards else device)  # which may not hold all of it
     starts_from = config.model_path if resume_from is None else None  # a run that goes on has its own weights
     whole = starts_from is not None and load_policy_weights(policy, starts_from)
@@ -142,6 +166,7 @@ def build_offline_trainer(
         processes=processes,
         acting=acting,
         check_weights=partial(_check_scale, policy, action_space),
+        spaces=PolicySpaces(observation_space, action_space),
         validation=validation,
         **to_dict(config.trainer),
     )
@@ -173,6 +198,7 @@ def build_offline_policy(
     `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
     """
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+    action_space = with_bounds(action_space) if weights_follow else action_space
     settings, members = config.algorithm.cfg, config.trainer.num_seeds
     return algorithm_class.make_policy(
         observation_space, action_space, config.policy, settings, members, weights_follow
@@ -211,7 +237,15 @@ def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | No
     if env_id is None:
         return None
     kwargs = config.env.kwargs or (dataset.env_kwargs if config.env.id is None else {})
-    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps)
+    names = config.env.rename_streams
+    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps, rename_streams=names)
+
+
+def _names_to_give(env: VectorEnv, names: dict[str, str]) -> dict[str, str]:
+    """Of a dataset's renaming, what an environment needs too: it lacks the new name, and has the old one."""
+    with contextlib.closing(env):
+        own = env.observation_space.spaces if isinstance(env.observation_space, gymnasium.spaces.Dict) else {}
+    return {new: old for new, old in names.items() if new not in own and old in own}
 
 
 def _missing(config: EnvConfig) -> str | None:
@@ -239,13 +273,12 @@ def _warn_of_actions_outside(dataset: Dataset, space: gymnasium.Space, name: str
         )  # fmt: skip
 
 
-def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> gymnasium.Space:
-    """The action space of the evaluation environment, which must have the dataset's observations and actions."""
+def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> tuple[gymnasium.Space, gymnasium.Space]:
+    """The spaces of the evaluation environment, which must have the dataset's actions."""
     env = make()
     try:
-        advice = "give the --env of this dataset, or the dataset of this environment"
-        check_spaces(env, dataset.observation_space, dataset.action_space, f"env {name}", advice)
-        return env.action_space
+        check_space("action", env.action_space, dataset.action_space, f"env {name}", ADVICE)
+        return env.observation_space, env.action_space
     finally:
         env.close()
 

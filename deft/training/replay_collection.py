@@ -195,7 +195,10 @@ def _read_prior(settings: SACSettings, collector: Collector, generator: torch.Ge
     """The dataset that batches are mixed with, in memory."""
     assert settings.prior_data is not None
     dataset = load_dataset(settings.prior_data)
-    where, advice = f"prior_data {settings.prior_data}", "give data of the environment that is trained in"
+    where, advice = (
+        f"prior_data {settings.prior_data}",
+        "give data of the environment that is trained in (--rename_streams names streams alike)",
+    )
     check_spaces(collector.env, dataset.observation_space, dataset.action_space, where, advice)
     size = len(dataset)
     if not size:

@@ -18,17 +18,17 @@ from deft.algorithms.offline import PRECISIONS
 from deft.algorithms.ppo import PPO
 from deft.algorithms.sac import SAC
 from deft.config.loading import replace, to_dict
-from deft.config.settings import OnlineActorConfig, ReplayRunConfig, RunConfig
+from deft.config.settings import OfflineRunConfig, OnlineActorConfig, ReplayRunConfig, RunConfig
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
+from deft.envs.rename import rename
 from deft.envs.reward_weights import weigh
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.models.actor import Actor, ContinuousActor
 from deft.models.actor_critic import ActorCritic
-from deft.models.encoders import ObservationEncoder
 from deft.models.policy import Policy
-from deft.models.unit_actions import ActionScale
+from deft.models.unit_actions import ActionScale, with_bounds
 from deft.models.vla.actor import convert_weights, make_vla_actor
 from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import load_vla_model_for
@@ -37,6 +37,7 @@ from deft.training import checkpoint, sharding
 from deft.training.cluster.building import make_cluster_env
 from deft.training.compute import choose_device
 from deft.training.handover import GOES_ON_WITH, adopt_critics, checkpoint_folder, take_over
+from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run_folder import open_run_folder, place_run
@@ -109,20 +110,28 @@ def build_trainer(
     else:
         if config.cluster.collectors == "ray":
             raise InputError("collectors: Ray workers make their own environments; give an id, not an environment")
-        weights = config.env.reward_weights
-        vector_env = wrap(weigh(env, weights), chunk_length=chunk_length, gamma=gamma)
-        eval_env = eval_env or (lambda: weigh(make_another(env), weights))
-        video_env = partial(make_another, env, render_mode="rgb_array")
+        weights, names = config.env.reward_weights, config.env.rename_streams
+        vector_env = wrap(weigh(rename(env, names), weights), chunk_length=chunk_length, gamma=gamma)
+        eval_env = eval_env or (lambda: weigh(rename(make_another(env), names), weights))
+        video_env = lambda: rename(make_another(env, render_mode="rgb_array"), names)  # noqa: E731
     try:
+        where = f"environment {config.env.id}" if env is None else "the environment"
+        observation = space_for_weights(config, resume_from, vector_env.observation_space, where)
+        action = vector_env.action_space
         if policy is None:
             weights_follow = resume_from is not None or config.model_path is not None
-            policy = build_policy(config, vector_env, weights_follow)
-        policy = wrap_policy(policy, vector_env.observation_space, vector_env.action_space, config.policy, chunk_length)
+            policy = build_policy(config, observation, action, weights_follow)
+        policy = wrap_policy(policy, observation, action, config.policy, chunk_length)
+        observation = getattr(getattr(policy, "encoder", None), "space", observation)  # of a policy that was given
         policy.to("cpu" if shards else device)  # which may not hold all of it
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
             policy.settle()
-        _check_fits(policy, vector_env, config.algorithm.name)
+        if config.algorithm.name == SAC.name and not isinstance(policy, ContinuousActor):
+            raise InputError(f"policy: {SAC.name} {GOES_ON_WITH}; {type(policy).__name__} is of another kind")
+        check_streams(policy, observation, vector_env.observation_space, where)
+        if isinstance(policy, ActionScale):
+            policy.check_box(action)
         acting = sharding.shard_policy(policy, processes, device) if shards else None
         algorithm = kind(policy, config.algorithm.cfg, seed=process_seed(config.seed, processes.rank))
         if isinstance(algorithm, SAC) and not fresh_policy:
@@ -146,6 +155,7 @@ def build_trainer(
             curriculum=config.env.curriculum,
             processes=processes,
             acting=acting,
+            spaces=PolicySpaces(observation, action, vector_env.action_mask),
             **to_dict(config.trainer),
         )
         if resume_from is not None:
@@ -176,42 +186,53 @@ def _make_envs(config: RunConfig, chunk_length: int, gamma: float) -> VectorEnv:
     return make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
 
 
-def build_policy(config: RunConfig, env: VectorEnv, weights_follow: bool = False) -> Policy:
-    """The policy that a config names, for an environment's spaces.
+def space_for_weights(
+    config: RunConfig | OfflineRunConfig, resume_from: Path | None, given: gymnasium.Space, where: str
+) -> gymnasium.Space:
+    """The observation space to build a run's policy for: that of the weights it starts from, else the one given."""
+    if resume_from is not None:
+        recorded = PolicySpaces.read(resume_from)  # without it, `Trainer.load` compares the spaces
+        return given if recorded is None else policy_space(recorded, given, resume_from, where)
+    folder = None if config.model_path is None else checkpoint_folder(Path(config.model_path))
+    return given if folder is None else policy_space(PolicySpaces.read(folder), given, folder, where)
+
+
+def build_policy(
+    config: RunConfig, observation: gymnasium.Space, action: gymnasium.Space, weights_follow: bool = False
+) -> Policy:
+    """The policy that a config names, for the spaces of an environment.
 
     `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
     """
     if isinstance(config, ReplayRunConfig):
-        return _build_actor(config.policy, config.algorithm.cfg, env, weights_follow)
-    _check_action_dim(config, env)
+        return _build_actor(config.policy, config.algorithm.cfg, observation, action, weights_follow)
+    _check_action_dim(config, action)
     if config.policy.actor is not None:
-        return _build_actor(config.policy.actor, None, env, weights_follow)
+        return _build_actor(config.policy.actor, None, observation, action, weights_follow)
     if config.policy.name == "actor_critic":
-        return ActorCritic(env.observation_space, env.action_space, config.policy)
-    return _build_vla_policy(config, env, weights_follow)
-
-
-def _build_actor(actor: OnlineActorConfig, settings: Any, env: VectorEnv, weights_follow: bool) -> Policy:
-    """The actor of a run that learns from a replay buffer, or that was taken over from one on a dataset."""
-    dtype = PRECISIONS["float32" if settings is None else settings.precision]
-    if actor.vla_config is not None:
-        return make_vla_actor(actor, env.observation_space, env.action_space, "the environment", dtype, weights_follow)
-    return Actor(env.observation_space, env.action_space, actor, actor.distribution, dtype=dtype)
-
-
-def _build_vla_policy(config: RunConfig, env: VectorEnv, weights_follow: bool) -> VLAPolicy:
+        return ActorCritic(observation, action, config.policy)
     settings = config.policy
     assert settings.vla_config is not None
     model = load_vla_model_for(
-        settings.vla_config,
-        env.observation_space,
-        env.action_space,
-        config.env.id,
-        settings.chunk_length,
-        weights_follow,
+        settings.vla_config, observation, action, config.env.id, settings.chunk_length, weights_follow
     )
-    assert env.action_space.shape is not None
-    return VLAPolicy(model, int(env.action_space.shape[-1]), settings.chunk_length, settings.normalize_reward)
+    assert action.shape is not None
+    return VLAPolicy(model, int(action.shape[-1]), settings.chunk_length, settings.normalize_reward)
+
+
+def _build_actor(
+    actor: OnlineActorConfig,
+    settings: Any,
+    observation: gymnasium.Space,
+    action: gymnasium.Space,
+    weights_follow: bool,
+) -> Policy:
+    """The actor of a run that learns from a replay buffer, or that starts from one trained on a dataset."""
+    dtype = PRECISIONS["float32" if settings is None else settings.precision]
+    action = with_bounds(action) if weights_follow else action
+    if actor.vla_config is not None:
+        return make_vla_actor(actor, observation, action, "the environment", dtype, weights_follow)
+    return Actor(observation, action, actor, actor.distribution, dtype=dtype)
 
 
 def load_policy_weights(policy: Policy, path: str | Path) -> bool:
@@ -233,24 +254,13 @@ def load_policy_weights(policy: Policy, path: str | Path) -> bool:
     return adapted is None
 
 
-def _check_action_dim(config: RunConfig, env: VectorEnv) -> None:
+def _check_action_dim(config: RunConfig, action: gymnasium.Space) -> None:
     wanted = config.policy.action_dim
     if wanted is None:
         return
-    actual = int(env.action_space.shape[-1]) if env.action_space.shape else 1
+    actual = int(action.shape[-1]) if action.shape else 1
     if wanted != actual:
         raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
-
-
-def _check_fits(policy: Policy, env: VectorEnv, algorithm: str) -> None:
-    """Refuse a policy of another kind than the algorithm trains, or for other observations or actions."""
-    if algorithm == SAC.name and not isinstance(policy, ContinuousActor):
-        raise InputError(f"policy: {algorithm} {GOES_ON_WITH}; {type(policy).__name__} is of another kind")
-    encoder = getattr(policy, "encoder", None)
-    if isinstance(encoder, ObservationEncoder) and encoder.space.shape != env.observation_space.shape:
-        raise InputError(f"policy: made for observations {encoder.space}, the environment has {env.observation_space}")
-    if isinstance(policy, ActionScale):
-        policy.check_box(env.action_space)
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:

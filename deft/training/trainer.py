@@ -45,6 +45,7 @@ from deft.training.curriculum import Curriculum
 from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.intervals import crossed
 from deft.training.logging import WINDOW, RunLogger, best_logged, logged_evaluations
+from deft.training.policy_spaces import PolicySpaces
 from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.replay_collection import ReplayCollection
@@ -54,6 +55,8 @@ from deft.training.watch import ON_POLICY_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
+# What of `env` makes the environments what they are.
+ENV_SETTINGS = ("id", "kwargs", "max_episode_steps", "reward_weights", "rename_streams")
 # What `Trainer.load` reads of a checkpoint's training state.
 STATE_KEYS = (
     "algorithm_name",
@@ -100,6 +103,7 @@ class Trainer:
         curriculum: CurriculumConfig | None = None,
         processes: Processes | None = None,
         acting: sharding.WholeCopy | None = None,
+        spaces: PolicySpaces | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -114,6 +118,8 @@ class Trainer:
         if batch_size is not None:
             algorithm.settings.batch_size = batch_size
         self.env = self._wrap(env)
+        own = self.env
+        self._spaces = spaces or PolicySpaces(own.observation_space, own.action_space, own.action_mask)
         self.seed = seed
         self.device = next(iter(policy.parameters())).device
         self.processes = processes or Processes()
@@ -623,6 +629,7 @@ class Trainer:
             self._last_metrics,
             name=None if path is None else Path(path).name,
             write_more=partial(checkpoint.move_process_parts, folder, self.num_timesteps, count),
+            spaces=self._spaces,
         )
         if count > 1:
             self.processes.wait()
@@ -668,7 +675,7 @@ class Trainer:
 def _env_settings(run_config: dict[str, Any] | None) -> dict[str, Any]:
     """What of a run's settings makes its environments what they are; a saved state belongs to these alone."""
     env = (run_config or {}).get("env", {})
-    return {name: env.get(name) or None for name in ("id", "kwargs", "max_episode_steps", "reward_weights")}
+    return {name: env.get(name) or None for name in ENV_SETTINGS}
 
 
 def _channels_first(space: str) -> str:

@@ -54,5 +54,5 @@ def test_switches_and_lists_are_told_from_plain_values() -> None:
     assert [flags[name].takes_several for name in ("hidden_sizes", "env_kwargs", "seed")] == [True, True, False]
     assert [flag.name for flag in class_flags(EvaluateConfig)] == [
         "path", "episodes", "video", "videos", "env", "task", "split", "shuffle_instructions", "env_kwargs",
-        "random_policy", "deterministic", "seed", "device",
+        "rename_streams", "random_policy", "deterministic", "seed", "device",
     ]  # fmt: skip

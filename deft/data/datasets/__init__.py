@@ -19,6 +19,7 @@ from deft import trust
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
 from deft.data.datasets.fetch import d4rl_url, fetch_dataset, shown_progress
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
+from deft.data.datasets.renamed import RenamedDataset
 from deft.errors import DeftError, InputError
 
 __all__ = [
@@ -46,21 +47,28 @@ OWN_DATASET = r"(driving|reach|tabletop|carla)-(expert|random)-v\d+"  # names of
 
 @trust.takes_remote_code
 def load_dataset(
-    name_or_path: str | Path, download: bool = False, *, trust_remote_code: bool = False, **options: Any
+    name_or_path: str | Path,
+    download: bool = False,
+    rename_streams: Mapping[str, str] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Dataset:
     """Load recorded episodes by path, by D4RL name (`hopper-medium-v2`) or by Minari id (`mujoco/hopper/medium-v0`).
 
-    `download` fetches a D4RL name or a Minari id that is not on this machine; `trust_remote_code` allows the module of
-    the environment that the dataset names to be imported; `options` are those of the format's `load`:
-    `observation_keys` and `split` for robomimic, and so on.
+    `download` fetches a D4RL name or a Minari id that is not on this machine; `rename_streams` gives streams other
+    names, as {new name: the dataset's name}; `trust_remote_code` allows the module of the environment that the dataset
+    names to be imported; `options` are those of the format's `load`: `observation_keys` and `split` for robomimic, and
+    so on.
     """
-    return open_dataset(name_or_path, {"download": download, **options})
+    return open_dataset(name_or_path, {"download": download, "rename_streams": rename_streams, **options})
 
 
 def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Dataset:
     """`load_dataset` with options that may come from a file: `trust_remote_code` is not one of them."""
     options = dict(options)
     path, name = find_dataset(name_or_path, options.pop("download", False))
+    names = options.pop("rename_streams", None) or {}
     loader = _loader_for(path)
     parameters = inspect.signature(loader.load).parameters
     allowed = [*parameters][2:]
@@ -76,7 +84,7 @@ def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Datase
         raise
     except Exception as error:  # whatever a damaged file makes of its reader
         raise InputError(f"{path}: damaged: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    return dataset
+    return RenamedDataset(dataset, names) if names else dataset
 
 
 def dataset_folders() -> list[Path]:

@@ -66,6 +66,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
             self.encoder = make_encoder(observation_space, config)
             self.feature_dim = self.encoder.dim
             self.value = BatchedMLP(1, self.feature_dim, self.hidden_sizes, 1, dtype=dtype)
+            self.streams = None  # the encoder reads all of them
         self._has_gaussian = callable(getattr(model, "gaussian", None))
         self._imitates = callable(getattr(model, "imitation_loss", None))
         self._is_taught = callable(getattr(model, "taught", None))

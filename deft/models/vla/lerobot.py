@@ -155,14 +155,19 @@ class LeRobotVLA(PretrainedVLA):
     # How it is computed ----------------------------------------------------------------------------------------------
 
     def _match(self, image_keys: Sequence[str], cameras: Mapping[str, str] | None) -> dict[str, str]:
-        """Which stream is which of the policy's cameras."""
+        """Which stream is which of the policy's cameras: by name, the whole one or its last part; one alone is it."""
         wanted = list(self.config.image_features)
-        found = dict(cameras) if cameras is not None else dict(zip(image_keys, wanted, strict=False))
+        if cameras is not None:
+            found = dict(cameras)
+        elif len(wanted) == len(image_keys) == 1:
+            found = {image_keys[0]: wanted[0]}
+        else:
+            found = {key: name for key in image_keys for name in wanted if key in (name, name.rpartition(".")[2])}
         missing = [name for name in wanted if name not in found.values()]
         if missing:
             raise InputError(
-                f"the policy sees {', '.join(wanted)}, and nothing is given for {', '.join(missing)}: set image_keys, "
-                "or cameras {stream: name}"
+                f"the policy sees {', '.join(wanted)}, and nothing is given for {', '.join(missing)} by the streams "
+                f"{', '.join(image_keys)}: use --rename_streams, or set cameras in model_config to {{stream: name}}"
             )
         return found
 

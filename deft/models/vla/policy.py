@@ -70,6 +70,7 @@ class VLAPolicy(ActionScale):
             self._acts and self._evaluates and "sample" in inspect.signature(evaluate).parameters
         )
         self._said_sampling = False
+        self.streams = _streams_of(model)
         self.reward_normalizer = RewardNormalizer() if normalize_reward else None
         self.model.eval()
 
@@ -296,6 +297,15 @@ class VLAPolicy(ActionScale):
                 f"value of {self.model_name}.{method} has shape {list(values.shape)}; it must have [{batch}, 1]"
             )
         return values.squeeze(1)
+
+
+def _streams_of(model: nn.Module) -> frozenset[str] | None:
+    """The streams that a model names in `image_keys`, `proprio_key` and `instruction_key`; None if one is absent."""
+    keys = [getattr(model, name, "") for name in ("image_keys", "proprio_key", "instruction_key")]
+    if "" in keys:
+        return None
+    images, *others = keys
+    return frozenset([*images, *(key for key in others if key is not None)])
 
 
 def takes_keyword(method: Any, keyword: str) -> bool:

@@ -1,0 +1,121 @@
+"""A policy from one run to the next: cloned from a robot's recordings, trained on in an environment of that robot."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from lerobot_worlds import CAMERA_SIDE, ENV_ID, JOINTS, LIMIT, PickAndPlace
+from shared_data import shared_data
+from tensordict import TensorDict
+
+from deft import DatasetWriter, cli, schema
+from deft.envs.make import wrap
+from deft.evaluation.evaluate import find_run, load_policy
+from deft.models.vla.actor import VLAActor
+from deft.training import run
+
+DATASET = "lerobot_v2/robot_sim_picknplace"
+ENV = f"lerobot_worlds:{ENV_ID}"
+SMALL = ["--vla-model-config", "image_size=32", "width=32", "cell=4"]
+COMMON = ["--eval-freq", 0, "--threads", 1, "--device", "cpu", "--json"]
+ONLINE = [*COMMON, "--env", ENV, "--num-envs", 2]
+PPO = ["--rollout-steps", 4, "--batch-size", 8, "--n-epochs", 1]
+GRPO = ["--group-size", 2, "--batch-size", 8, "--n-epochs", 1, "--num-iterations", 1]
+STILL = ["--learning-rate", 1e-30]
+
+
+@pytest.fixture(autouse=True)
+def _no_plots(monkeypatch):
+    monkeypatch.setattr(run, "plot_run", lambda folder: [])
+
+
+@pytest.fixture
+def deft(capsys, tmp_path, monkeypatch):
+    """Runs a command that must succeed; what it prints as JSON."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        assert status == 0, output.err
+        return json.loads(output.out.splitlines()[-1])
+
+    return command
+
+
+def clone(deft, dataset, folder, *more):
+    data = ["--dataset", dataset, "--dataset-options", "skip_missing=true", "image_size=64", "episodes=[0]"]
+    short = ["--num-epochs", 1, "--updates-per-epoch", 2, "--batch-size", 4, "--val-fraction", 0]
+    return deft("train", "sft", *data, "--model", "vla-tiny", *SMALL, *short, *COMMON, "--output-dir", folder, *more)
+
+
+def recorded(folder):
+    """A LeRobot dataset with the streams of the real one; its actions are far from ±1, and one joint never moves."""
+    generator, length = np.random.default_rng(0), 12
+    actions = generator.uniform(-2, 0.5, (length, JOINTS))
+    actions[:, 11] = -3
+    observations = {
+        "state": generator.normal(size=(length, JOINTS)),
+        "ego_view": np.full((length, CAMERA_SIDE, CAMERA_SIDE, 3), 90, np.uint8),
+    }
+    with DatasetWriter(folder, format="lerobot", fps=20) as writer:
+        writer.add_episode(observations, actions, instruction="pick the squash from the counter")
+    return folder
+
+
+def play(folder):
+    """The policy of a run, and what it draws in an environment."""
+    checkpoint, config = find_run(folder)
+    env = wrap([PickAndPlace()], chunk_length=config.policy.chunk_length)
+    policy = load_policy(checkpoint, config, env, "cpu")
+    env.close()
+    torch.manual_seed(0)
+    streams = {
+        "state": torch.randn(3, 44),
+        "ego_view": torch.randint(0, 256, (3, 3, 256, 256), dtype=torch.uint8),
+        "instruction": torch.randint(97, 123, (3, 40), dtype=torch.uint8),
+    }
+    with torch.no_grad():
+        return policy, policy.act(TensorDict({schema.OBSERVATION: TensorDict(streams, [3])}, [3]))
+
+
+def test_a_policy_cloned_from_a_lerobot_dataset_continues_with_ppo_grpo_and_sac(deft, tmp_path):
+    """The dataset's actions have ranges of their own, such as -4 to -2; the environment's Box is that of the robot."""
+    clone(deft, shared_data(DATASET), "sft")
+    clone(deft, shared_data(DATASET), "single", "--chunk-length", 1)
+    ppo = [*PPO, "--total-timesteps", 32, *STILL]
+    deft("train", "ppo", "--model-path", "sft", *ONLINE, *ppo, "--output-dir", "ppo")
+    deft("train", "ppo", "--model", "vla-tiny", "--model-path", "sft", *ONLINE, *ppo, "--output-dir", "named")
+    deft("train", "grpo", "--model-path", "sft", *ONLINE, *GRPO, *STILL, "--output-dir", "grpo")
+    sac = ["--learning-starts", 4, "--batch-size", 4, "--total-timesteps", 8, "--buffer-size", 8]
+    sac += ["--policy-learning-rate", 1e-30]
+    deft("train", "sac", "--model-path", "single", *ONLINE, *sac, "--output-dir", "sac")
+
+    # With a learning rate of 1e-30 each is still the cloned policy: one action distribution in the robot's units.
+    for source, names in (("sft", ["ppo", "named", "grpo"]), ("single", ["sac"])):
+        policy, cloned = play(tmp_path / source)
+        assert policy.center[11].item() == pytest.approx(-3)  # a joint that never moves: -3 ± 1
+        for name in names:
+            other, acted = play(tmp_path / name)
+            assert isinstance(other, VLAActor) == (name != "named")
+            assert torch.equal(acted[schema.ACTION], cloned[schema.ACTION]), name
+            assert torch.equal(acted[schema.LOG_PROB], cloned[schema.LOG_PROB]), name
+            assert other.model.image_size == 32
+    assert np.abs(cloned[schema.ACTION].numpy()).max() > 1  # not the unit actions
+    assert PickAndPlace().action_space.high[0] == LIMIT
+
+
+def test_three_commands_take_a_recorded_dataset_to_a_policy_that_learned_online(deft, tmp_path):
+    clone(deft, recorded(tmp_path / "recorded"), "sft")
+    learn = ["--learning-rate", 1e-3]
+    deft("train", "ppo", "--model-path", "sft", *ONLINE, *PPO, *learn, "--total-timesteps", 32, "--output-dir", "ppo")
+    deft("train", "ppo", "--resume", "ppo", "--config", "ppo/config.yaml", "--total-timesteps", 64, "--json")
+    deft("train", "grpo", "--model-path", "ppo", *ONLINE, *GRPO, *learn, "--output-dir", "grpo")
+    cloned, tuned, last = (play(tmp_path / name)[0] for name in ("sft", "ppo", "grpo"))
+    assert cloned.center[11].item() == pytest.approx(-3)
+    for before, after in ((cloned, tuned), (tuned, last)):
+        assert torch.equal(after.center, before.center)
+        assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    results = deft("evaluate", "grpo", "--env", ENV, "--episodes", 2, "--device", "cpu", "--json")
+    assert results["episodes"] == 2
