@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
     from deft.envs.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
     from deft.envs.waypoints.toy import ToyWaypointEnv
+    from deft.evaluation.loaded_policy import load_policy
     from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
     from deft.models.f1.batch import BatchBuilder, MemoryStateManager
@@ -98,6 +99,7 @@ _MODULES = {
     "setup_sapien_gpu": "deft.envs.sapien_gpu",
     "Actor": "deft.models.actor",
     "ActorCritic": "deft.models.actor_critic",
+    "load_policy": "deft.evaluation.loaded_policy",
     "VLAModelInterface": "deft.models.vla.interface",
     "load_vla_model": "deft.models.vla.loading",
     "VLAPolicy": "deft.models.vla.policy",
@@ -169,6 +171,7 @@ __all__ = [
     "get_training_config",
     "load_dataset",
     "load_f1_policy",
+    "load_policy",
     "load_rl_config",
     "load_vla_model",
     "make_env",

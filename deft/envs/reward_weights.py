@@ -55,7 +55,7 @@ class WeightedVectorEnv(VectorEnv):
         self.env = env
         self.num_envs = env.num_envs
         self.observation_space = env.observation_space
-        self.action_space = env.action_space
+        self.action_space, self.env_action_space = env.action_space, env.env_action_space
         self.action_mask = env.action_mask
         self.chunk_length = env.chunk_length
         self.reward_terms = env.reward_terms

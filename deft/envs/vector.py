@@ -321,7 +321,7 @@ class ActionLayout:
         self._low: np.ndarray | None = None
         self._high: np.ndarray | None = None
         self._is_scalar = isinstance(space, spaces.Discrete)
-        self.space: spaces.Space
+        self.env_space, self.space = space, space
         if isinstance(space, spaces.Box) and not space.shape:
             raise InputError(f"actions of {space} have no dimension; use a Box of shape (1,)")
         if isinstance(space, spaces.Box) and space.dtype.kind == "f":
@@ -560,6 +560,8 @@ class VectorEnv(ABC):
     """Of one environment: nested Dict flattened, Text as uint8, floats as float32, channels of images first."""
     action_space: spaces.Space
     """Of one environment, as a policy sees it."""
+    env_action_space: spaces.Space
+    """Of one environment, as it has it: Discrete may count from another number than 0, MultiBinary stays that."""
     action_mask: np.ndarray | None
     """bool [A]: which of the padded action dims are real; from the environment's attribute of that name."""
     chunk_length: int
@@ -583,7 +585,7 @@ class VectorEnv(ABC):
     ) -> None:
         self.num_envs = num_envs
         self.observation_space = observation_layout.space
-        self.action_space = action_layout.space
+        self.action_space, self.env_action_space = action_layout.space, action_layout.env_space
         self.action_mask = None if action_mask is None else np.asarray(action_mask, bool)
         self.chunk_length = chunk_length
         self.reward_terms = tuple(reward_terms)

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+
 from deft import trust
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
@@ -176,17 +178,26 @@ def film_outcomes(
 def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorEnv, device: str = "auto") -> Policy:
     """The policy of a checkpoint, for an environment like the one that it was trained in or for."""
     observation = policy_space(PolicySpaces.read(folder), env.observation_space, folder, "the environment")
-    if isinstance(config, OfflineRunConfig):
-        policy = build_offline_policy(config, observation, env.action_space, weights_follow=True)
-    else:
-        policy = build_policy(config, observation, env.action_space, weights_follow=True)
+    policy = rebuild_policy(folder, config, observation, env.action_space, device)
     check_streams(policy, observation, env.observation_space, "the environment")
-    weights = checkpoint.load_part(folder, checkpoint.MODEL)
-    checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
     if isinstance(policy, ActionScale):
         policy.check_box(env.action_space)
-    policy.to(choose_device(device))
     return policy
+
+
+def rebuild_policy(
+    folder: Path,
+    config: RunConfig | OfflineRunConfig,
+    observation: gymnasium.Space,
+    action: gymnasium.Space,
+    device: str = "auto",
+) -> Policy:
+    """The policy of a checkpoint, built for these spaces, with its weights."""
+    build: Any = build_offline_policy if isinstance(config, OfflineRunConfig) else build_policy
+    policy: Policy = build(config, observation, action, weights_follow=True)
+    weights = checkpoint.load_part(folder, checkpoint.MODEL)
+    checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
+    return policy.to(choose_device(device))
 
 
 def env_of_run(

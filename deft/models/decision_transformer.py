@@ -258,11 +258,11 @@ class DecisionTransformerPolicy(UnitActions):
             batch_size=[num_envs],
         )
 
-    @torch.no_grad()
     def action_selection(self, deterministic: bool) -> str:
         """Its actions are never sampled."""
         return MODE
 
+    @torch.no_grad()
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """The action for the return still wanted: the target, less the rewards so far. Always deterministic.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from deft import schema, trust
+from deft import trust
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import CollectConfig, EnvConfig
 from deft.data.datasets.dataset import Episode
@@ -19,14 +19,13 @@ from deft.data.recording import Recording, environment_details
 from deft.data.recording_lerobot import LeRobotFiles
 from deft.data.recording_minari import MinariFiles, dataset_path
 from deft.data.spaces import action_stream
-from deft.data.tensors import policy_inputs, zero_rows
 from deft.envs.make import SHORT_NAMES, TASK_KWARGS, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import Observation, VectorEnv, VectorStep, take_rows
 from deft.errors import DeftError, InputError
+from deft.evaluation.acting import PolicyActor
 from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
-from deft.models.policy import Policy
 from deft.training.logging import show_progress
 from deft.training.offline import members_of
 from deft.training.random_state import seed_everything
@@ -158,56 +157,6 @@ class _Function:
         """Nothing is remembered."""
 
 
-class _PolicyActor:
-    """A trained policy. A chunk of K actions is played to its end, or the episode's, before it is asked again."""
-
-    def __init__(self, policy: Policy, env: VectorEnv, deterministic: bool) -> None:
-        if policy.needs_reward:
-            raise InputError("--policy: a decision transformer acts by its rewards, which recording does not tell it")
-        self._policy, self._deterministic = policy, deterministic
-        self.action_selection = policy.action_selection(deterministic)
-        self._device = next(iter(policy.parameters())).device
-        self._memory = policy.initial_memory(env.num_envs)
-        mask = env.action_mask
-        self._mask = None if mask is None else torch.as_tensor(mask, device=self._device).expand(env.num_envs, -1)
-        self._chunks: np.ndarray | None = None  # [N, K, …]
-        self._played = np.full(env.num_envs, policy.chunk_length)  # [N]: how much of its chunk each has played
-
-    def act(self, observation: Observation) -> np.ndarray:
-        is_due = self._played >= self._policy.chunk_length
-        if is_due.any():
-            self._decide(observation, is_due)
-        assert self._chunks is not None
-        actions = self._chunks[np.arange(len(is_due)), self._played]
-        self._played += 1
-        return actions
-
-    def ended(self, done_index: np.ndarray) -> None:
-        self._played[done_index] = self._policy.chunk_length
-        if self._memory is not None:
-            self._memory = zero_rows(self._memory, done_index)
-
-    def _decide(self, observation: Observation, is_due: np.ndarray) -> None:
-        """New chunks for the environments that are due, from their rows of the observation alone."""
-        due = np.flatnonzero(is_due)
-        rows = torch.as_tensor(due, device=self._device)
-        memory = None if self._memory is None else self._memory[rows]
-        mask = None if self._mask is None else self._mask[rows]
-        td = self._policy.act(
-            policy_inputs(take_rows(observation, due), self._device, memory, mask), self._deterministic
-        )
-        chunks = td[schema.ACTION].numpy(force=True)
-        if self._policy.chunk_length == 1:
-            chunks = chunks[:, None]
-        if self._chunks is None:
-            self._chunks = np.zeros((len(is_due), *chunks.shape[1:]), chunks.dtype)
-        self._chunks[due] = chunks
-        self._played[due] = 0
-        if self._memory is not None:
-            self._memory = self._memory.clone()
-            self._memory[rows] = td[schema.NEXT_MEMORY]
-
-
 class _Noisy:
     """Another actor with noise on its actions, clipped to the bounds of the space.
 
@@ -255,7 +204,9 @@ def _actor(
             policy = members_of(load_policy(folder, run_config, built_for, config.device))[0]
         finally:
             built_for.close()
-        actor = _PolicyActor(policy, env, config.deterministic)
+        if policy.needs_reward:
+            raise InputError("--policy: a decision transformer acts by its rewards, which recording does not tell it")
+        actor = PolicyActor(policy, env.num_envs, env.action_mask, config.deterministic)
     elif config.policy == RANDOM:
         actor = _Function(lambda: random_actions(env, generator), RANDOM)
     else:

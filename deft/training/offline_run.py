@@ -95,7 +95,7 @@ def build_offline_trainer(
         env_config = None
     config = _told(config, dataset, env_config, eval_env)
     evaluator, video_env = None, None
-    action_space, played_in = dataset.action_space, None
+    action_space, played_in, action_mask = dataset.action_space, None, None
     make: Callable[..., VectorEnv] | None = None
     names = config.env.rename_streams
     if config.dataset.rename_streams and not names:
@@ -121,7 +121,7 @@ def build_offline_trainer(
             deterministic=config.trainer.eval_deterministic,
         )
         name = env_config.id if env_config else str(eval_env)
-        played_in, action_space = _checked_env(partial(make, num_envs=1), dataset, name)
+        played_in, action_space, action_mask = _checked_env(partial(make, num_envs=1), dataset, name)
         _warn_of_actions_outside(dataset, action_space, name)
     if spaces is not None:
         _check_policy_spaces(spaces, dataset.observation_space, action_space)
@@ -166,7 +166,7 @@ def build_offline_trainer(
         processes=processes,
         acting=acting,
         check_weights=partial(_check_scale, policy, action_space),
-        spaces=PolicySpaces(observation_space, action_space),
+        spaces=PolicySpaces(observation_space, action_space, action_mask),
         validation=validation,
         **to_dict(config.trainer),
     )
@@ -273,12 +273,12 @@ def _warn_of_actions_outside(dataset: Dataset, space: gymnasium.Space, name: str
         )  # fmt: skip
 
 
-def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> tuple[gymnasium.Space, gymnasium.Space]:
-    """The spaces of the evaluation environment, which must have the dataset's actions."""
+def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> tuple[Any, Any, Any]:
+    """The spaces and the action mask of the evaluation environment, which must have the dataset's actions."""
     env = make()
     try:
         check_space("action", env.action_space, dataset.action_space, f"env {name}", ADVICE)
-        return env.observation_space, env.action_space
+        return env.observation_space, env.action_space, env.action_mask
     finally:
         env.close()
 

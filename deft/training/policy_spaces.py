@@ -35,6 +35,7 @@ class PolicySpaces:
 
     observation: spaces.Space
     action: spaces.Space
+    """As the environment has it (`VectorEnv.env_action_space`); in an online run of action chunks that of a chunk."""
     action_mask: np.ndarray | None = None
 
     def write(self, folder: Path) -> None:

@@ -155,7 +155,7 @@ def build_trainer(
             curriculum=config.env.curriculum,
             processes=processes,
             acting=acting,
-            spaces=PolicySpaces(observation, action, vector_env.action_mask),
+            spaces=PolicySpaces(observation, vector_env.env_action_space, vector_env.action_mask),
             **to_dict(config.trainer),
         )
         if resume_from is not None:

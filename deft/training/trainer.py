@@ -119,7 +119,7 @@ class Trainer:
             algorithm.settings.batch_size = batch_size
         self.env = self._wrap(env)
         own = self.env
-        self._spaces = spaces or PolicySpaces(own.observation_space, own.action_space, own.action_mask)
+        self._spaces = spaces or PolicySpaces(own.observation_space, own.env_action_space, own.action_mask)
         self.seed = seed
         self.device = next(iter(policy.parameters())).device
         self.processes = processes or Processes()

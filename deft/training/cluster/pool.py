@@ -337,6 +337,7 @@ class ClusterEnv(VectorEnv):
         self.num_workers = len(pool.slots) if config.ray_address == "local" else 0  # on this machine's cores
         self.observation_space = described["observation_space"]
         self.action_space = described["action_space"]
+        self.env_action_space = described["env_action_space"]
         self.action_mask = described["action_mask"]
         self.chunk_length = described["chunk_length"]
         self.reward_terms = described["reward_terms"]

@@ -151,6 +151,7 @@ class CollectWorker:
         return {
             "observation_space": self.env.observation_space,
             "action_space": self.env.action_space,
+            "env_action_space": self.env.env_action_space,
             "action_mask": self.env.action_mask,
             "chunk_length": self.env.chunk_length,
             "reward_terms": self.env.reward_terms,

@@ -1,0 +1,66 @@
+"""How a trained policy acts step by step: memory carried along, chunks of actions played to their end.
+
+`deft collect` and `deft.load_policy` act with it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deft import schema
+from deft.data.tensors import policy_inputs, zero_rows
+from deft.envs.vector import Observation, take_rows
+from deft.models.policy import Policy
+
+
+class PolicyActor:
+    """A policy for `num_envs` environments. A chunk of K actions is played to its end, or the episode's."""
+
+    def __init__(self, policy: Policy, num_envs: int, action_mask: np.ndarray | None, deterministic: bool) -> None:
+        self._policy, self._deterministic = policy, deterministic
+        self.action_selection = policy.action_selection(deterministic)
+        self._device = next(iter(policy.parameters())).device
+        self._memory = policy.initial_memory(num_envs)
+        self._mask = None
+        if action_mask is not None:
+            self._mask = torch.as_tensor(action_mask, device=self._device).expand(num_envs, -1)
+        self._chunks: np.ndarray | None = None  # [N, K, …]
+        self._played = np.full(num_envs, policy.chunk_length)  # [N]: how much of its chunk each has played
+
+    @torch.inference_mode()
+    def act(self, observation: Observation, reward: np.ndarray | None = None) -> np.ndarray:
+        """Actions [N, …], as `VectorEnv.step` takes them; `reward` [N] of the last ones for `Policy.needs_reward`."""
+        is_due = self._played >= self._policy.chunk_length
+        if is_due.any():
+            self._decide(observation, is_due, reward)
+        assert self._chunks is not None
+        actions = self._chunks[np.arange(len(is_due)), self._played]
+        self._played += 1
+        return actions
+
+    def ended(self, done_index: np.ndarray) -> None:
+        """Begin a new episode in these environments."""
+        self._played[done_index] = self._policy.chunk_length
+        if self._memory is not None:
+            self._memory = zero_rows(self._memory, done_index)
+
+    def _decide(self, observation: Observation, is_due: np.ndarray, reward: np.ndarray | None) -> None:
+        """New chunks for the environments that are due, from their rows of the observation alone."""
+        due = np.flatnonzero(is_due)
+        rows = torch.as_tensor(due, device=self._device)
+        memory = None if self._memory is None else self._memory[rows]
+        mask = None if self._mask is None else self._mask[rows]
+        rewards = None if reward is None else reward[due]
+        inputs = policy_inputs(take_rows(observation, due), self._device, memory, mask, rewards)
+        td = self._policy.act(inputs, self._deterministic)
+        chunks = td[schema.ACTION].numpy(force=True)
+        if self._policy.chunk_length == 1:
+            chunks = chunks[:, None]
+        if self._chunks is None:
+            self._chunks = np.zeros((len(is_due), *chunks.shape[1:]), chunks.dtype)
+        self._chunks[due] = chunks
+        self._played[due] = 0
+        if self._memory is not None:
+            self._memory = self._memory.clone()
+            self._memory[rows] = td[schema.NEXT_MEMORY]

@@ -1,0 +1,195 @@
+"""`deft.load_policy`: the policy of a run without its environment. Observations in, actions out, as numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from deft import schema, trust
+from deft.config.settings import RunConfig
+from deft.envs.make import wrap
+from deft.envs.vector import ActionLayout, ObservationLayout
+from deft.errors import InputError, RunError
+from deft.evaluation import evaluate
+from deft.evaluation.acting import PolicyActor
+from deft.models.decision_transformer import DecisionTransformerPolicy
+from deft.models.encoders import ObservationEncoder, is_image
+from deft.models.policy import Policy
+from deft.models.vla.policy import VLAPolicy
+from deft.training.compute import choose_device
+from deft.training.offline import members_of
+from deft.training.policy_spaces import SPACES_FILE, PolicySpaces
+from deft.training.waypoints.files import FINAL, load_ppo
+
+
+@trust.takes_remote_code
+def load_policy(
+    path: str | Path,
+    *,
+    deterministic: bool = True,
+    device: str = "auto",
+    target_return: float | None = None,
+    env: gymnasium.Env | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedPolicy:
+    """Load the policy of a run directory (its best checkpoint) or of a checkpoint, ready to act.
+
+    `deterministic` selects actions as `deft evaluate` does by default, else they are sampled. `target_return` is the
+    return that a Decision Transformer aims at. `env` gives the spaces in place of the checkpoint's `spaces.json`, as
+    for `deft evaluate`: checkpoints of earlier versions need it. Of a run of several seeds the first one acts.
+    `trust_remote_code` allows the modules that the run's files name to be imported.
+    """
+    path = Path(path)
+    if path.is_file() or (path / FINAL).is_file():
+        policy, own = _load_waypoints(path)
+        policy.to(choose_device(device))
+    else:
+        folder, config = evaluate.find_run(path)
+        if env is not None:
+            vector = wrap([env], chunk_length=config.policy.chunk_length)
+            whole = evaluate.load_policy(folder, config, vector, device)
+            own = PolicySpaces(vector.observation_space, vector.env_action_space, vector.action_mask)
+        else:
+            recorded = PolicySpaces.read(folder)
+            if recorded is None:
+                raise InputError(
+                    f"{folder}: has no {SPACES_FILE}, since an earlier version saved it; give load_policy(…, env=…) an "
+                    "environment with the observations and actions of the policy"
+                )
+            own = recorded
+            observation, action = ObservationLayout(own.observation).space, ActionLayout(own.action).space
+            whole = evaluate.rebuild_policy(folder, config, observation, action, device)
+            own = PolicySpaces(observation, own.action, own.action_mask)
+        if isinstance(config, RunConfig) and config.policy.chunk_length > 1:
+            own = PolicySpaces(own.observation, _single_step(own.action), own.action_mask)
+        policy = members_of(whole)[0]
+    if isinstance(policy, DecisionTransformerPolicy):
+        policy.target_return.fill_(policy.target_returns[0] if target_return is None else target_return)
+    elif target_return is not None:
+        raise InputError(f"target_return {target_return}: only a Decision Transformer takes one; leave it out")
+    return LoadedPolicy(policy, own, deterministic)
+
+
+class LoadedPolicy:
+    """A trained policy in a control loop: `get_action(observation)` at every step, `reset()` before every episode.
+
+    Memory is carried from step to step, and a chunk of actions is played to its end before the next observation counts.
+    """
+
+    policy: Policy
+    observation_space: spaces.Space
+    """Of the rows that the policy reads: channels of images first, texts as uint8."""
+    action_space: spaces.Space
+    """Of one step. Box actions are clipped to its bounds, as an environment of the policy clips them."""
+    action_selection: str
+    """`mode`, `sample` or `sampled noise`, as in the results of `deft evaluate`."""
+
+    def __init__(self, policy: Policy, own: PolicySpaces, deterministic: bool = True) -> None:
+        self.policy = policy.eval()
+        self.observation_space, self.action_space = own.observation, own.action
+        self._actor = PolicyActor(policy, 1, own.action_mask, deterministic)
+        self.action_selection = self._actor.action_selection
+        self._actions = ActionLayout(own.action)
+        has_encoder = isinstance(getattr(policy, "encoder", None), ObservationEncoder)  # for images of one size
+        self._scales_images = isinstance(policy, VLAPolicy) and not has_encoder
+        self._is_first = True
+
+    @property
+    def streams(self) -> list[str]:
+        """Names of the streams that an observation must have; none where it is one array."""
+        space = self.observation_space
+        names = list(space.spaces) if isinstance(space, spaces.Dict) else []
+        return [name for name in names if self.policy.streams is None or name in self.policy.streams]
+
+    def reset(self) -> None:
+        """Begin an episode: the memory is empty, and the rest of a chunk is dropped."""
+        self._actor.ended(np.zeros(1, np.int64))
+        self._is_first = True
+
+    def get_action(self, observation: Any, reward: float | None = None) -> np.ndarray:
+        """The action for one observation: an array, or a dict of the policy's streams (more streams are ignored).
+
+        Images are uint8 with the channels first or last, instructions are text. `reward` is what the last action
+        earned; only a Decision Transformer reads it.
+        """
+        rewards = None
+        if self.policy.needs_reward:
+            if reward is None and not self._is_first:
+                raise InputError("get_action: a Decision Transformer needs the reward of its last action; give reward=")
+            rewards = np.array([reward or 0.0], np.float32)
+        action = self._actor.act(self._rows(observation), rewards)
+        self._is_first = False
+        if action.dtype.kind == "f" and not np.isfinite(action).all():
+            raise RunError(f"get_action: the policy's action {action[0]} is not finite; its weights are damaged")
+        prepared: np.ndarray = self._actions.prepare(action, 1)[0]
+        return prepared
+
+    def _rows(self, observation: Any) -> np.ndarray | dict[str, np.ndarray]:
+        """The observation as a batch of one, as the policy reads it."""
+        space = self.observation_space
+        if not isinstance(space, spaces.Dict):
+            return self._row("the observation", observation, space)[None]
+        given = dict(_named(observation)) if isinstance(observation, Mapping) else {}
+        if any(name not in given for name in self.streams):
+            raise InputError(
+                f"get_action: the observation has the streams {', '.join(given) or 'none'}; the policy reads "
+                f"{', '.join(self.streams)}: give a dict with all of these"
+            )
+        return {
+            name: self._row(f"stream {name!r}", given[name], part)[None]
+            if name in given
+            else np.zeros((1, *(part.shape or ())), part.dtype)  # one that the policy does not read
+            for name, part in space.spaces.items()
+        }
+
+    def _row(self, what: str, value: Any, space: spaces.Space) -> np.ndarray:
+        shape, dtype = tuple(space.shape or ()), np.dtype(space.dtype)
+        if isinstance(value, str) and dtype == np.uint8 and len(shape) == 1:
+            return schema.encode_text(value, shape[0])
+        row = np.asarray(value)
+        if is_image(space):
+            if schema.has_channels_last(row.shape, row.dtype):
+                row = np.ascontiguousarray(schema.channels_first(row))
+            if self._scales_images and row.ndim == len(shape) and row.shape[:-2] == shape[:-2]:
+                shape = row.shape
+        if row.shape != shape or not np.can_cast(row.dtype, dtype, "same_kind"):
+            raise InputError(f"get_action: {what} is {row.dtype} {row.shape}, the policy reads {dtype} {shape}")
+        if row.dtype.kind == "f" and not np.isfinite(row).all():
+            raise InputError(f"get_action: {what} holds values that are infinite or not a number")
+        return row.astype(dtype, copy=False)
+
+
+def _named(observation: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The streams of an observation by name, those of nested dicts joined with a slash."""
+    for name, value in observation.items():
+        if isinstance(value, Mapping):
+            yield from _named(value, (*path, name))
+        else:
+            yield "/".join((*path, name)), value
+
+
+def _single_step(space: spaces.Space) -> spaces.Space:
+    """The action space of one step of an `ActionChunk`."""
+    if isinstance(space, spaces.Box):
+        return spaces.Box(space.low[0], space.high[0], dtype=space.dtype.type)
+    assert isinstance(space, spaces.MultiDiscrete)
+    return spaces.Discrete(int(space.nvec[0]), start=int(space.start[0]))
+
+
+def _load_waypoints(path: Path) -> tuple[Policy, PolicySpaces]:
+    """The policy of `deft train waypoint-ppo`; its actions are waypoints [K, 2] in metres."""
+    policy, _ = load_ppo(path)
+    shape = policy.sft.shape
+    waypoints = spaces.Box(-np.inf, np.inf, (shape.num_waypoints, 2), np.float32)
+    streams: dict[str, spaces.Space] = {
+        schema.CAMERA: spaces.Box(0, 255, (3, shape.camera_size, shape.camera_size), np.uint8),
+        schema.MOTION: spaces.Box(-np.inf, np.inf, (shape.motion_dim,), np.float32),
+        schema.SFT_OFFSET: waypoints,  # zeros outside of environments that disturb the supervised waypoints
+    }
+    policy.streams = frozenset((schema.CAMERA, schema.MOTION))
+    return policy, PolicySpaces(spaces.Dict(streams), waypoints)
