@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from deft.envs.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
     from deft.envs.waypoints.toy import ToyWaypointEnv
     from deft.evaluation.loaded_policy import load_policy
+    from deft.evaluation.vla_model import VLAModel
     from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
     from deft.models.f1.batch import BatchBuilder, MemoryStateManager
@@ -100,6 +101,7 @@ _MODULES = {
     "Actor": "deft.models.actor",
     "ActorCritic": "deft.models.actor_critic",
     "load_policy": "deft.evaluation.loaded_policy",
+    "VLAModel": "deft.evaluation.vla_model",
     "VLAModelInterface": "deft.models.vla.interface",
     "load_vla_model": "deft.models.vla.loading",
     "VLAPolicy": "deft.models.vla.policy",
@@ -162,6 +164,7 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "VLABuffer",
+    "VLAModel",
     "VLAModelInterface",
     "VLAPolicy",
     "ValueHead",

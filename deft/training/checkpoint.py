@@ -300,8 +300,15 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def find_best(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or of a run folder the best, where one is marked, else the latest."""
-    best = Path(path) / BEST
+    """The checkpoint that a path means: itself, or of a run folder the best, where one is marked, else the latest.
+
+    `RUN/best` of a run that was never evaluated is its latest checkpoint too, and the log says so.
+    """
+    path = Path(path)
+    if path.name == BEST and not os.path.lexists(path) and list_checkpoints(path.parent):
+        log.warning("%s: no evaluation has chosen a best checkpoint; the latest one is taken", path)
+        return find_checkpoint(path.parent)
+    best = path / BEST
     return find_checkpoint(best if os.path.exists(best) else path)
 
 

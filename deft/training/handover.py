@@ -106,7 +106,7 @@ def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any]
 
 def checkpoint_folder(path: Path) -> Path | None:
     """The checkpoint that a `model_path` means: of a run folder its best, else its latest; None for another file."""
-    if not path.is_dir():
+    if not path.is_dir() and path.name != checkpoint.BEST:
         return (
             path.parent
             if path.name == checkpoint.MODEL and (path.parent / checkpoint.TRAINING_STATE).is_file()
