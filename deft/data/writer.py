@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from deft import trust
 from deft.data.datasets.dataset import Episode, action_space_of, space_of
 from deft.data.recording import Recording, environment_details
 from deft.data.recording_lerobot import LeRobotFiles
@@ -213,7 +213,8 @@ def _environment(env: str | gymnasium.Env | None) -> dict[str, str]:
     module, _, name = env.rpartition(":")
     try:
         if module:
-            importlib.import_module(module)
+            trust.name(env)  # given by the caller
+            trust.import_module(module, env, "env", "env=")
         return environment_details(gymnasium.spec(name), env)
     except (gymnasium.error.Error, ImportError) as error:
         raise InputError(f"env is {env!r}, which Gymnasium does not know: {' '.join(str(error).split())}") from None

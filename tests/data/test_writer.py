@@ -188,6 +188,8 @@ def test_the_environment_is_kept(tmp_path):
         writer.add_episode(*arrays)
     kept = json.loads((tmp_path / "b" / "meta" / "deft.json").read_text())
     assert (kept["lab"], kept["env_module"], json.loads(kept["env_spec"])["id"]) == ("5", "gymnasium", "CartPole-v1")
+    with pytest.raises(InputError, match="env 'no module:CartPole-v1': 'no module' is not the name of a module"):
+        DatasetWriter(tmp_path / "c-v0", env="no module:CartPole-v1")
 
 
 def add(**changed):

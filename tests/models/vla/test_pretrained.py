@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from pretrained_models import OTHERS, PALIGEMMA, PI0, PROPRIO, STREAMS, observations
 from tensordict import TensorDict
 from torch.distributions import Normal
 
 from deft import PPO, VLAPolicy, load_vla_model, schema
 from deft.config.algorithm_settings import PPOSettings
+from deft.config.settings import ActorConfig
 from deft.errors import InputError
 from deft.models.flow_chain import sample_chain
+from deft.models.vla.actor import VLAActor
 from deft.models.vla.openvla import BINS, ActionTokens, TokenVLA
 from deft.models.vla.pi0 import Pi0VLA
 from deft.models.vla.pretrained import Pictures, Statistics, Words, read_statistics
@@ -245,6 +248,20 @@ def test_a_copy_of_a_checkpointed_model_has_layers_of_its_own() -> None:
 def test_pi0_refuses_what_does_not_fit(changed: dict[str, Any], line: str) -> None:
     with pytest.raises(InputError, match=line):
         Pi0VLA(**({"architecture": PI0, **STREAMS, **PROPRIO} | changed))
+
+
+def test_td3_bc_trains_the_denoised_action_of_pi0_and_cql_rejects_it(pi0: Pi0VLA) -> None:
+    seen, low = observations(3), -np.ones((2, 3), np.float32)
+    images = {name: spaces.Box(0, 255, (3, 20, 20), np.uint8) for name in ("head_rgb", "wrist_rgb")}
+    others = {"state": spaces.Box(-9, 9, (5,), np.float32), "instruction": spaces.Box(0, 255, (40,), np.uint8)}
+    config = ActorConfig(hidden_dim=8, encoder_dim=8)
+    actor = VLAActor(copy.deepcopy(pi0), spaces.Dict({**images, **others}), spaces.Box(low, -low), config)
+    state = actor.encode(seen)
+    actor.mean(state).square().sum().backward()
+    reached = [name for name, weight in actor.model.backbone.named_parameters() if weight.grad is not None]
+    assert any("vision" in name for name in reached)  # from the action, through the denoising, to the images
+    with pytest.raises(InputError, match="no log-prob of an action alone"):
+        actor.sample(state, 2)
 
 
 def test_pi0_does_not_score_an_action_without_its_chain(pi0: Pi0VLA) -> None:
