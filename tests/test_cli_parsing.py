@@ -153,6 +153,12 @@ def test_flags_set_their_settings(flags: str, settings: dict[str, Any]) -> None:
     assert parsed("ppo", *flags.split()) == replace(RunConfig(), **settings)
 
 
+def test_names_of_streams_stay_text_and_may_be_separated_by_commas() -> None:
+    expected = {"top": "z_top", "wrist": "0", "on": "true"}
+    for words in (["top=z_top,wrist=0", "on=true"], ["top=z_top", "wrist=0", "on=true"], [json.dumps(expected)]):
+        assert parsed("ppo", "--env", "x", "--rename_streams", *words).env.rename_streams == expected
+
+
 def test_env_kwargs_as_json() -> None:
     assert parsed("ppo", "--env-kwargs", '{"goal": [1, 2], "name": "a b"}').env.kwargs == {
         "goal": [1, 2],
@@ -269,7 +275,7 @@ def test_train_calls_the_offline_run(calls: list[Any], capsys: pytest.CaptureFix
 def test_evaluate_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", "--episodes", "3", "--json", "outputs/a", "--video", "a.mp4"]) == 0
     rest = {"env": None, "env_kwargs": {}, "random_policy": False, "seed": 0, "device": "auto", "deterministic": True}
-    rest |= {"videos": None, "task": None, "split": None, "shuffle_instructions": False}
+    rest |= {"videos": None, "task": None, "split": None, "shuffle_instructions": False, "rename_streams": {}}
     assert calls == [("outputs/a", {"episodes": 3, "video": "a.mp4", **rest})]
     assert json.loads(capsys.readouterr().out) == {"mean_reward": None}  # JSON has no NaN
 

@@ -294,7 +294,7 @@ def _value(flag: Flag, words: list[str], written: str) -> Any:
     """The words after a flag as a value. What cannot be read as its type stays text, for the validation to refuse."""
     kinds, may_be_none = _alternatives(flag.annotation)
     if get_origin(kinds[0]) is dict:
-        return _mapping(words, written)
+        return _mapping(words, written, of_texts=get_args(kinds[0])[1] is str)
     if get_origin(kinds[0]) is tuple:
         if may_be_none and [word.lower() for word in words] in (["none"], ["null"]):
             return None
@@ -313,20 +313,25 @@ def _scalar(word: str, annotation: Any) -> Any:
     return word
 
 
-def _mapping(words: list[str], written: str) -> dict[str, Any]:
-    """A mapping written as one JSON object, or as KEY=VALUE words with values as in YAML."""
+def _mapping(words: list[str], written: str, of_texts: bool) -> dict[str, Any]:
+    """A mapping written as one JSON object, or as KEY=VALUE words with values as in YAML.
+
+    In a mapping of texts values stay as they are written, and commas may separate them too: `top=z_top,wrist=a_wrist`.
+    """
     if words and words[0].startswith("{"):
         try:
             return json.loads(" ".join(words))
         except json.JSONDecodeError as error:
             raise InputError(f"{written}: not valid JSON: {error.msg} (column {error.colno})") from None
+    if of_texts:
+        words = [part for word in words for part in word.split(",") if part]
     mapping: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise InputError(f"{written}: {shown(word)} is not KEY=VALUE, nor a JSON object")
         try:
-            mapping[key] = parse_yaml(text)
+            mapping[key] = text if of_texts else parse_yaml(text)
         except yaml.YAMLError:
             mapping[key] = text
     return mapping
