@@ -52,7 +52,8 @@ KINDS: dict[str, list[object]] = {
     "cql": ["cql", "--dataset", "{data}", "--cql-samples", 2, *SMALL, *OFFLINE],
     "td3-bc": ["td3-bc", "--dataset", "{data}", *SMALL, *OFFLINE],
     "dt": ["dt", "--dataset", "{data}", "--embed-dim", 16, "--n-layer", 1, "--context-length", 5, *OFFLINE],
-    "teacher": ["teacher", "--num-episodes", 16, "--batch-size", 2, "--motion-warmup", 0, *F1],
+    # Episodes that are collected beside training (overlap) arrive at other updates in every run.
+    "teacher": ["teacher", "--num-episodes", 24, "--batch-size", 2, "--motion-warmup", 0, "--no-overlap", *F1],
     "student": ["student", "--num-episodes", 10, "--episodes-per-update", 1, *F1],
     "adversarial": ["adversarial", "--total-iterations", 6, "--episodes-per-update", 1, "--wm-updates", 1]
     + ["--wm-warmup", 1, "--random-episodes", 1, "--batch-size", 2, *F1],
