@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deft import trust
-from deft.errors import DeftError, InputError
+from deft.errors import DeftError, InputError, printable
 
 if TYPE_CHECKING:
     from deft.config.settings import EvaluateConfig, RunConfig
@@ -593,7 +593,7 @@ def _plain(value: Any) -> Any:
 
 def _complain(message: str) -> None:
     with contextlib.suppress(OSError):  # of a terminal that was closed
-        print(f"deft: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"deft: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def _keep_traceback(show: bool) -> str:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import unicodedata
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -134,6 +135,13 @@ def delete_files(folder: Path, names: Iterable[str]) -> None:
     for parent in sorted(parents - {Path()}, key=lambda one: -len(one.parts)):
         if (folder / parent).is_dir() and not any((folder / parent).iterdir()):
             (folder / parent).rmdir()
+
+
+def check_output_path(path: str | Path) -> str | Path:
+    """The path as it is, unless it holds control characters: logs, tables and the index have one name per line."""
+    if odd := [character for character in str(path) if unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")]:
+        raise InputError(f"the path {str(path)!r} holds the control character {odd[0]!r}; use a name without it")
+    return path
 
 
 # -- the index of a run folder ---------------------------------------------------------------------------------------

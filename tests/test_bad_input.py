@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import pickle
 import shlex
 import shutil
 import signal
@@ -27,11 +28,22 @@ from gymnasium import spaces
 from worlds import Counting
 
 import deft.training.logging as run_logging
-from deft import PPO, ActorCritic, PPOTrainer, RLConfig, RolloutBuffer, Trainer, VLABuffer, load_vla_model
+from deft import (
+    PPO,
+    ActorCritic,
+    DatasetWriter,
+    PPOTrainer,
+    RLConfig,
+    RolloutBuffer,
+    Trainer,
+    VLABuffer,
+    load_vla_model,
+)
 from deft.cli import main
 from deft.config.settings import LoggingConfig
 from deft.envs.make import wrap
 from deft.errors import InputError
+from deft.evaluation.evaluate import evaluate_run
 from deft.training import checkpoint
 
 # A run of two rollouts with a checkpoint after each; --console-level leaves stderr to the one line of an error.
@@ -721,6 +733,12 @@ def test_a_folder_in_the_place_of_the_best_checkpoint(tmp_path: Path, deft: Comm
     assert (run / "best").is_symlink()
 
 
+def test_messages_are_one_line_that_no_terminal_acts_on() -> None:
+    error = InputError("config.yaml: 'a\nb' and \x1b[2J\x00 and \u202e are not allowed: é")
+    assert str(error) == r"config.yaml: 'a b' and \x1b[2J\x00 and \u202e are not allowed: é"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
 # -- from Python -------------------------------------------------------------------------------------------------------
 
 
@@ -771,6 +789,26 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a checkpoint that is missing": (
         lambda path: trainer_with(path, Counting()).load(path / "nowhere"),
         r"nowhere: there is no such checkpoint",
+    ),
+    "an evaluation of no episodes": (
+        lambda path: trainer_with(path, Counting(), eval_env=Counting()).evaluate(0),
+        r"num_episodes: 0 is out of range; must be at least 1",
+    ),
+    "a run's evaluation of no episodes": (
+        lambda path: evaluate_run(path / "run", episodes=0),
+        r"num_episodes: 0 is out of range; must be at least 1",
+    ),
+    "a line break in the output path": (
+        lambda path: RLConfig(output_dir=f"{path}/a\nb"),
+        r"output_dir: the path '.*/a\\nb' holds the control character '\\n'; use a name without it",
+    ),
+    "a line break in the folder of a run": (
+        lambda path: trainer_with(path / "a\nb", Counting()).train(32),
+        r"holds the control character",
+    ),
+    "a control character in a dataset's path": (
+        lambda path: DatasetWriter(path / "a\x1b[1mb", format="lerobot", fps=10).close(),
+        r"holds the control character '\\x1b'",
     ),
     "evaluation without another environment": (
         lambda path: trainer_with(path, Counting()).evaluate(1),

@@ -18,6 +18,7 @@ from deft.config.validation import (
     Noise,
     NonNegative,
     NonNegativeInt,
+    OutputPath,
     Place,
     Positive,
     Seed,
@@ -144,7 +145,7 @@ class TrainingConfig:
 class TeacherSection:
     """Phase 1, the world model."""
 
-    output_dir: str = "./outputs/teacher_rl"
+    output_dir: OutputPath = "./outputs/teacher_rl"
     """The run folder."""
 
 
@@ -210,7 +211,7 @@ class ExplorerSettings(PPOSettings):
 class StudentSection:
     """Phase 2, the explorer."""
 
-    output_dir: str = "./outputs/student_rl"
+    output_dir: OutputPath = "./outputs/student_rl"
     """The run folder."""
     teacher_path: str | None = None
     """Whose world model is reused: a run, a checkpoint, a weights file; by default the one that ships, of `tiny`."""
@@ -222,7 +223,7 @@ class StudentSection:
 class AdversarialSection:
     """Phase 3, world model against explorer."""
 
-    output_dir: str = "./outputs/adversarial_rl"
+    output_dir: OutputPath = "./outputs/adversarial_rl"
     """The run folder."""
     total_iterations: Count = 100_000
     """Iterations: in each the explorer acts, `wm_updates` train the world model, and PPO trains the explorer once."""
@@ -268,7 +269,7 @@ class AdversarialSection:
 class AllSection:
     """The three phases in order, each from the best checkpoint of the one before."""
 
-    output_dir: str = "./outputs/all"
+    output_dir: OutputPath = "./outputs/all"
     """The folder of the whole: a run folder for each phase, and `report.html`."""
     teacher_episodes: Count = 2_000
     """Episodes of phase 1."""

@@ -19,6 +19,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    OutputPath,
     Place,
     Positive,
     Seed,
@@ -86,7 +87,7 @@ class OfflineRLConfig:
     overwrite: Switch = OfflineRunConfig.overwrite
 
     # Output
-    output_dir: str | None = "./output/offline_rl"
+    output_dir: OutputPath | None = "./output/offline_rl"
 
     def to_run_config(self, algorithm: str, **own: Any) -> OfflineRunConfig:
         """The same settings for one algorithm, with those of its own.

@@ -30,6 +30,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    OutputPath,
     Place,
     Positive,
     Seed,
@@ -179,7 +180,7 @@ class RLConfig:
     overwrite: Switch = RunConfig.overwrite
 
     # Output
-    output_dir: str | None = "./output/online_rl"
+    output_dir: OutputPath | None = "./output/online_rl"
 
     @model_validator(mode="wrap")
     @classmethod

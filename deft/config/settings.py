@@ -18,6 +18,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    OutputPath,
     Place,
     Positive,
     Seed,
@@ -297,7 +298,7 @@ class AlgorithmConfig:
 class RunSettings:
     """What every run has, whatever it trains on."""
 
-    output_dir: str | None = None
+    output_dir: OutputPath | None = None
     """The run directory; by default `<algorithm>-<env or dataset>-<time>` in `$OUTPUT_BASE`, else in `outputs`."""
     seed: Seed = 0
     """One seed, one result."""
@@ -423,9 +424,9 @@ class EvaluateConfig:
     """A run folder (its best or latest checkpoint) or a checkpoint."""
     episodes: Count = 10
     """How many episodes."""
-    video: str | None = None
+    video: OutputPath | None = None
     """Write a video of the first episodes to this file (`.mp4`)."""
-    videos: str | None = None
+    videos: OutputPath | None = None
     """Write videos of single episodes into this folder: three that succeed and three that fail, where there are."""
     env: str | None = None
     """Play in this environment instead of the run's own."""
@@ -471,7 +472,7 @@ class CompareRunsConfig:
     """Add a column in which the words name an object by chance."""
     deterministic: Switch = True
     """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
-    out: str | None = None
+    out: OutputPath | None = None
     """Folder for `comparison.json` and its plot; by default `comparison` in the last run's folder."""
     seed: Seed = 0
     """Episode i of every policy starts from seed + i; another seed gives a new set of test episodes."""
@@ -494,7 +495,7 @@ class CollectConfig:
 
     policy: str
     """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
-    out: str
+    out: OutputPath
     """The dataset's folder, named as Minari names datasets: `datasets/reach/expert-v0`."""
     format: Literal["minari", "lerobot"] = "minari"
     """The layout to write: Minari's, or LeRobot's (v3.0), which needs continuous actions."""
@@ -548,7 +549,7 @@ class PlayConfig:
     """The environment's `task`; the same as `--env-kwargs task=…`."""
     policy: str = "expert"
     """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
-    video: str | None = None
+    video: OutputPath | None = None
     """Write a video of the episodes to this file (`.mp4`)."""
     episodes: Count = 3
     """How many episodes."""
@@ -576,7 +577,7 @@ class FetchConfig:
     """Download this http, https or file URL in place of D4RL's own."""
     sha256: str | None = None
     """The SHA-256 that the file must have; D4RL publishes none, so by default size and HDF5 layout are verified."""
-    out: str | None = None
+    out: OutputPath | None = None
     """The folder to put it in; by default the first of DEFT_DATASETS, or `~/.deft/datasets`."""
     overwrite: Switch = False
     """Download it again where it is there already."""

@@ -6,7 +6,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deft.config.validation import Count, Fraction, NonNegative, NonNegativeInt, Positive, Seed, Switch, settings
+from deft.config.validation import (
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    OutputPath,
+    Positive,
+    Seed,
+    Switch,
+    settings,
+)
 
 
 @settings
@@ -23,7 +33,7 @@ class TokenizerTrainingConfig:
     """Which picture streams of the dataset; by default all."""
     init_weights: str | None = None
     """Start from this tokenizer: a file, or `tiny_tokenizer`, which ships with Deft; none: from new weights."""
-    output_dir: str = "outputs/tokenizer"
+    output_dir: OutputPath = "outputs/tokenizer"
     """The run folder; `tokenizer.safetensors` in it is the result."""
     num_updates: Count = 1600
     """Gradient updates."""

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from deft.errors import InputError
+from deft.ownership import check_output_path
 
 Settings = TypeVar("Settings")
 
@@ -49,6 +50,7 @@ Fraction = Annotated[float, Strict(), Field(ge=0, le=1), BeforeValidator(_real)]
 Share = Annotated[float, Strict(), Field(gt=0, le=1), BeforeValidator(_real)]
 Switch = Annotated[bool, Strict()]
 Place = Annotated[str, Field(min_length=1)]  # '' would be the working folder
+OutputPath = Annotated[str, AfterValidator(check_output_path)]
 
 
 @dataclass_transform(field_specifiers=(Field,))

@@ -15,6 +15,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    OutputPath,
     Positive,
     Seed,
     Switch,
@@ -46,7 +47,7 @@ class PPOConfig:
 
     sft_checkpoint: str
     """The supervised policy: `model.pt` of `deft train waypoint-sft`, or its folder. It is loaded, frozen and used."""
-    out_dir: str = "out/rl_delta_ppo_v0"
+    out_dir: OutputPath = "out/rl_delta_ppo_v0"
     """The run folder."""
     env: tuple[str, ...] = ("toy",)
     """`toy`, `driving`, `highway` or `carla`; several are trained in together, each in its share of the copies."""
@@ -147,7 +148,7 @@ class WaypointSFTConfig:
 
     dataset: str
     """A recording of `deft collect waypoints`."""
-    out_dir: str = "out/sft_waypoint_bc_torch_v0"
+    out_dir: OutputPath = "out/sft_waypoint_bc_torch_v0"
     """Where `model.pt`, `config.json` and `train_metrics.json` are written."""
     num_epochs: Count = 15
     """Passes over the recording."""
@@ -177,7 +178,7 @@ class WaypointSFTConfig:
 class WaypointRecordingConfig:
     """What to record for supervised training, and where."""
 
-    out: str
+    out: OutputPath
     """The file (`.npz`)."""
     env: str = "driving"
     """`toy`, `driving`, `highway` or `carla`; its scripted driver drives."""
@@ -220,7 +221,7 @@ class CompareConfig:
     """Held-out episodes, the same for both."""
     seed: Seed = 1_000_000
     """Episode i starts from seed + i; training and its evaluations use seeds from 2^24 on."""
-    out: str | None = None
+    out: OutputPath | None = None
     """Where the figures (`comparison.json`) and the picture are written; by default the PPO run's folder."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor, beside those of the PPO run."""

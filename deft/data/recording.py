@@ -28,6 +28,7 @@ from gymnasium.envs.registration import EnvSpec
 from deft.data.datasets.dataset import Episode
 from deft.data.spaces import Stream
 from deft.errors import InputError, RunError
+from deft.ownership import check_output_path
 
 STAGING = ".deft-partial"  # in the dataset's folder: files of the episode that is being written
 SYNC_SECONDS = 1.0  # at most so often, files are forced to the disk before they are renamed
@@ -78,6 +79,7 @@ class Recording:
     """
 
     def __init__(self, path: Path, files: EpisodeFiles, *, append: bool = False) -> None:
+        check_output_path(path)
         self.path = path
         self._files = files
         self._new = path.with_name(f".{path.name}{STAGING}")  # where a new dataset is made

@@ -322,8 +322,8 @@ class ActionLayout:
         self._high: np.ndarray | None = None
         self._is_scalar = isinstance(space, spaces.Discrete)
         self.env_space, self.space = space, space
-        if isinstance(space, spaces.Box) and not space.shape:
-            raise InputError(f"actions of {space} have no dimension; use a Box of shape (1,)")
+        if isinstance(space, spaces.Box | spaces.MultiDiscrete) and not (space.shape and math.prod(space.shape)):
+            raise InputError(f"actions of {space} hold no number; use a space of shape (1,) or more")
         if isinstance(space, spaces.Box) and space.dtype.kind == "f":
             self.space = space
             self._low = space.low if np.isfinite(space.low).any() else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
 from deft.evaluation.captions import Film
-from deft.evaluation.rollouts import evaluate_policy, film_episodes, merge_results, play_episodes
+from deft.evaluation.rollouts import check_num_episodes, evaluate_policy, film_episodes, merge_results, play_episodes
 from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy
@@ -69,6 +70,7 @@ def evaluate_run(
     come with their Wilson interval. `rename_streams` is {name in the policy: name in the environment}.
     `trust_remote_code` allows the modules that the run's files name to be imported.
     """
+    check_num_episodes(episodes)
     trust.name(env, env_kwargs)
     folder, config = find_run(Path(path))
     seed_everything(seed)
@@ -167,7 +169,7 @@ def film_outcomes(
     try:
         for index in chosen:
             episode = play_episodes(policy, vector, 1, seed + index, deterministic)[0]
-            words = "-".join(episode.labels.get("instruction", "episode").split())
+            words = "-".join(re.findall(r"[\w-]+", episode.labels.get("instruction", "episode")))  # no slashes
             name = f"{'success' if episode.success else 'failure'}_{index}_{words}.mp4"
             written.append(write_video(film.last_episode, Path(folder) / name, fps=fps))
     finally:

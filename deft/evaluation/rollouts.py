@@ -14,6 +14,7 @@ from deft import schema
 from deft.data.tensors import policy_inputs, zero_rows
 from deft.envs.make import wrap
 from deft.envs.vector import Episode, VectorEnv
+from deft.errors import InputError
 from deft.evaluation.video import write_video
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.policy import Policy
@@ -36,6 +37,7 @@ def play_episodes(
     Pictures of the first environment are appended to `frames`. `watch` is called before every step with the number of
     episodes that ended since its last call; what it raises ends the evaluation.
     """
+    check_num_episodes(num_episodes)
     generator = np.random.default_rng(seed)
     device = torch.device("cpu") if policy is None else next(iter(policy.parameters())).device
     mask = None if env.action_mask is None else torch.as_tensor(env.action_mask, device=device).expand(env.num_envs, -1)
@@ -78,6 +80,12 @@ def play_episodes(
 def num_played(policy: Policy | None, num_episodes: int) -> int:
     """How many episodes `evaluate_policy` plays for `num_episodes`: so many for each target return."""
     return num_episodes * (len(policy.target_returns) if isinstance(policy, DecisionTransformerPolicy) else 1)
+
+
+def check_num_episodes(count: int) -> None:
+    """Raise an error for an evaluation of no episodes, which has no mean."""
+    if count < 1:
+        raise InputError(f"num_episodes: {count} is out of range; must be at least 1")
 
 
 def evaluate_policy(

@@ -156,7 +156,8 @@ class ObservationEncoder(nn.Module):
         self.space = space
         streams = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
         encoders = {name: _encoder(name, part, image_dim, normalize) for name, part in streams.items()}
-        self.streams = nn.ModuleDict(encoders)
+        self.names = list(encoders)
+        self.streams = nn.ModuleDict({_module_name(name): encoder for name, encoder in encoders.items()})
         self.dim = sum(encoder.dim for encoder in encoders.values())
         self.is_single = not isinstance(space, spaces.Dict)
 
@@ -164,10 +165,16 @@ class ObservationEncoder(nn.Module):
         """Features […, dim]."""
         if self.is_single or isinstance(observation, Tensor):
             return self.streams["observation"](observation)
-        return torch.cat([encoder(observation[name]) for name, encoder in self.streams.items()], -1)
+        encoders = zip(self.names, self.streams.values(), strict=True)
+        return torch.cat([encoder(observation[name]) for name, encoder in encoders], -1)
 
     def observe(self, observation: Tensor | TensorDictBase) -> None:
         """Update the running statistics of the vector streams."""
-        for name, encoder in self.streams.items():
+        for name, encoder in zip(self.names, self.streams.values(), strict=True):
             if isinstance(encoder, VectorEncoder):
                 encoder.observe(observation if isinstance(observation, Tensor) else observation[name])
+
+
+def _module_name(name: str) -> str:
+    """The name of a stream's encoder: torch rejects dots and the names of ModuleDict's own attributes (`type`)."""
+    return f"{name.replace('.', '·')}·" if "." in name or hasattr(nn.ModuleDict(), name) else name

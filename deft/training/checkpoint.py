@@ -36,6 +36,7 @@ from deft.models.policy import Policy
 from deft.ownership import (
     MANIFEST,
     HashingFile,
+    check_output_path,
     delete_files,
     read_manifest,
     relative_files,
@@ -145,6 +146,7 @@ def _process_file(rank: int) -> str:
 @contextlib.contextmanager
 def folder_lock(run_dir: Path) -> Iterator[None]:
     """Hold a run folder for this process; a second one is refused. The system frees it however the process ends."""
+    check_output_path(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         folder = os.open(run_dir, os.O_RDONLY)

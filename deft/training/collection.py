@@ -48,6 +48,9 @@ class Collection:
         self.in_update = 0
         """Vector steps of an update that was stopped before it was complete; 0 where there is none."""
 
+    def check_length(self, num_env_steps: int, planned: int) -> None:
+        """Raise an error if a run of `planned` env steps makes no update; warn if its first part makes none."""
+
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
         """Called once, before the first `gather`. Nothing runs by itself."""
 

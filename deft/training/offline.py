@@ -263,8 +263,6 @@ class OfflineTrainer:
         if self.evaluator is None:
             raise InputError("evaluate: the dataset names no environment; give one (--env, or env=)")
         episodes = self.settings.eval_episodes if num_episodes is None else num_episodes
-        if episodes < 1:
-            raise InputError(f"num_episodes: {episodes} is out of range; must be at least 1")
         results = self.evaluator.evaluate(members_of(self.acting), episodes)
         summary = merge_results(results, self._score)
         if video is not None:

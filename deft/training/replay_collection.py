@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from deft.training.collection import Collection
 from deft.training.collector import Collector
 from deft.training.evaluator import check_spaces
 from deft.training.precision import set_precision
+
+log = logging.getLogger(__name__)
 
 
 class ReplayCollection(Collection):
@@ -73,6 +76,17 @@ class ReplayCollection(Collection):
         if self._is_beside:
             collector.before_stepping = self._run_recorded
         set_precision(collector.device, settings.precision)
+
+    def check_length(self, num_env_steps: int, planned: int) -> None:
+        """Compare `learning_starts` with the env steps of this call and of the whole run."""
+        starts = self.settings.learning_starts
+        if planned < starts:
+            raise InputError(
+                f"learning_starts: {starts} is more than the {planned} env steps of the run, so it would make no "
+                f"update; use at most {planned}, or raise total_timesteps"
+            )
+        if num_env_steps < starts:
+            log.warning("the first %d env steps make no update: learning_starts is %d", num_env_steps, starts)
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
         """Say where the run ends, and take no memory for more transitions than there will be."""

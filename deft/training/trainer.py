@@ -176,6 +176,9 @@ class Trainer:
         evaluations, so that the end can be the best.
         """
         total = self._total(total_timesteps)
+        count = self.processes.count
+        if self.algorithm.version == 0:
+            self.collection.check_length(total // count, max(total, self._total(None)) // count)
         self._most_updates = self.settings.iterations if total_timesteps is None else None
         self._stop = stop = StopSignal()
         started = time.monotonic()

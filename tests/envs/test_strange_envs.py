@@ -5,12 +5,15 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
-from deft.envs.vector import ObservationLayout
+from deft.envs.vector import ActionLayout, ObservationLayout
 from deft.errors import InputError, RunError
+from deft.models.encoders import ObservationEncoder
 
 
 class Strange(gymnasium.Env):
@@ -98,6 +101,23 @@ def test_sys_exit_in_a_worker_process_is_named():
 def test_observation_spaces_that_cannot_be_used_are_named(space, words):
     with pytest.raises(InputError, match=words):
         ObservationLayout(space)
+
+
+@pytest.mark.parametrize("space", [spaces.Box(-1, 1, ()), spaces.Box(-1, 1, (0,)), spaces.MultiDiscrete([])])
+def test_action_spaces_without_a_number_are_named(space):
+    with pytest.raises(InputError, match="hold no number"):
+        ActionLayout(space)
+
+
+# torch rejects dots in the names of modules, and names of attributes that a ModuleDict has: type, keys, training.
+@pytest.mark.parametrize("names", [("a.b", "type"), ("..", "keys"), ("training", "a/b"), ("a\nb", "next")])
+def test_streams_of_any_name_are_encoded_under_it(names):
+    names = sorted(names)  # as Dict sorts them
+    space = spaces.Dict({name: spaces.Box(-1, 1, (1,)) for name in names})
+    encoder = ObservationEncoder(space, normalize=False)
+    inputs = TensorDict({name: torch.full((1, 1), number / 4) for number, name in enumerate(names)}, [1])
+    assert encoder(inputs).tolist() == [[0.0, 0.25]]
+    assert sorted(encoder.state_dict()) == sorted(ObservationEncoder(space, normalize=False).state_dict())
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

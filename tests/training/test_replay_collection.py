@@ -118,3 +118,20 @@ def _telling(method, said, word):
         return method(*arguments, **named)
 
     return told
+
+
+def test_a_run_that_ends_before_its_first_update_is_an_error(tmp_path):
+    trainer = build(tmp_path, "run", learning_starts=61)  # of 60 steps
+    with pytest.raises(InputError, match=r"learning_starts: 61 .* the 60 env steps .* use at most 60"):
+        trainer.train()
+    assert not (tmp_path / "run").exists()
+    trainer.train(64)  # an update is due after 62 steps, and made in the next turn
+    assert trainer.algorithm.version > 0
+    trainer.close()
+
+
+def test_a_first_part_without_an_update_is_warned_about(tmp_path, caplog):
+    trainer = build(tmp_path, "run")
+    trainer.train(STARTS - 2)
+    assert f"the first {STARTS - 2} env steps make no update: learning_starts is {STARTS}" in caplog.text
+    trainer.close()
