@@ -2,8 +2,9 @@
 
 Every case copies a valid input into a fresh folder, damages it (values replaced, keys removed or doubled, deep nesting,
 huge numbers, YAML aliases, bytes flipped, files cut), and opens it by the call that a command uses. A case fails where
-another exception than Deft's own comes out, where it takes more than 10 seconds of CPU time, or where a file outside
-its folder is opened for writing. The seed of a case repeats it alone.
+another exception than Deft's own comes out, or a message that is more than a line or quotes an exception, where it
+takes more than 10 seconds of CPU time, where a file outside its folder is opened for writing, or where the process
+ends. Cases run one after another in a worker process. The number of a case repeats it alone.
 
     python benchmarks/fuzz_inputs.py --cases 10000 --json fuzz.json
     python benchmarks/fuzz_inputs.py --only 1234 --kind lerobot
@@ -17,8 +18,10 @@ import contextlib
 import copy
 import json
 import logging
+import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -26,8 +29,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,10 @@ from deft.errors import DeftError
 from deft.evaluation.evaluate import evaluate_run
 
 SECONDS = 10
+HANGS_AFTER = 120  # seconds of a case that no signal interrupts, on a machine that may be busy
 MEMORY = 8 * 2**30
+LONGEST_MESSAGE = 1000  # characters; paths and lists of names are part of it
+EXCEPTION_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Warning)\b(?! \()")
 ODD: list[Any] = [None, True, -1, 0, 1e308, 10**18, 10**400, "", "../../x", "/etc/hostname", "\x00", "a\nb", "é" * 50]
 ODD += [[], {}, [[[]]], {"a": {}}, float("nan"), float("inf"), "1.0", "False", "{episode_index:2000000000d}", [1, "a"]]
 
@@ -260,7 +268,7 @@ class Guard:
                 raise WroteOutside(place)
 
 
-def run_case(kind: str, source: Path, number: int, root: Path, guard: Guard) -> tuple[str, str]:
+def run_case(kind: str, source: Path, number: int, seed: int, root: Path, guard: Guard) -> tuple[str, str]:
     """What came of one case: `loaded`, `rejected` or `failed`, and the message."""
     _, change, opens = KINDS[kind]
     folder = Path(os.path.realpath(root)) / f"{kind}-{number}-v0"
@@ -270,15 +278,14 @@ def run_case(kind: str, source: Path, number: int, root: Path, guard: Guard) -> 
         raise TooSlow
 
     try:
-        change(folder, random.Random(f"{kind}-{number}"))
+        change(folder, random.Random(f"{kind}-{number}" if seed == 0 else f"{kind}-{number}-{seed}"))
         signal.signal(signal.SIGPROF, too_slow)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # CPU time: other processes of the machine do not count
         guard.folder = folder
         opens(folder)
         return "loaded", ""
     except DeftError as error:
-        message = str(error)
-        return ("failed", f"more than one line: {message!r}") if "\n" in message else ("rejected", message)
+        return _judged(str(error))
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -290,44 +297,106 @@ def run_case(kind: str, source: Path, number: int, root: Path, guard: Guard) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _judged(message: str) -> tuple[str, str]:
+    """A message is clear if it is one line, not too long, and not the name and text of another library's exception."""
+    if not message.isprintable():
+        return "failed", f"more than one line: {message!r}"
+    if len(message) > LONGEST_MESSAGE:
+        return "failed", f"{len(message)} characters: {message[:200]}"
+    if raw := EXCEPTION_NAME.search(message):
+        return "failed", f"the exception of another library ({raw[0]}): {message}"
+    return "rejected", message
+
+
+def run_cases(cases: Sequence[tuple[str, int]], seed: int, root: Path, pipe: Connection) -> None:
+    """In a process of its own: run cases and send what came of each, with the CPU time it took."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    guard = Guard()
+    for kind, number in cases:
+        started = time.process_time()
+        outcome, message = run_case(kind, root / f"{kind}-v0", number, seed, root, guard)
+        pipe.send((outcome, message, time.process_time() - started))
+    pipe.close()
+
+
+def outcomes(cases: Sequence[tuple[str, int]], seed: int, root: Path) -> Iterator[tuple[str, str, float]]:
+    """What came of each case. A worker that dies or hangs in one is replaced, and the case has failed."""
+    fork, done = multiprocessing.get_context("fork"), 0
+    while done < len(cases):
+        reader, writer = fork.Pipe(duplex=False)
+        worker = fork.Process(target=run_cases, args=(cases[done:], seed, root, writer))
+        worker.start()
+        writer.close()
+        try:
+            while done < len(cases) and reader.poll(HANGS_AFTER):
+                yield reader.recv()
+                done += 1
+            if done < len(cases):
+                yield "failed", f"still running after {HANGS_AFTER} s", float(HANGS_AFTER)
+                done += 1
+        except EOFError:
+            worker.join()
+            yield "failed", f"ended the process (exit code {worker.exitcode})", 0.0
+            done += 1
+        finally:
+            worker.kill()
+            worker.join()
+
+
+def fuzz(kinds: Sequence[str], numbers: Sequence[int], seed: int = 0) -> dict[str, Any]:
+    """Run the cases of some kinds: counts by kind and outcome, failures with their cases, and the slowest case."""
+    cases = [(kind, number) for kind in kinds for number in numbers]
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    failures: dict[str, list[str]] = {}
+    messages: list[str] = []
+    slowest, slowest_case = 0.0, ""
+    with tempfile.TemporaryDirectory() as name:
+        for kind in kinds:
+            KINDS[kind][0](Path(name) / f"{kind}-v0")
+        for (kind, number), (outcome, message, seconds) in zip(cases, outcomes(cases, seed, Path(name)), strict=True):
+            counts[kind, outcome] += 1
+            if seconds > slowest:
+                slowest, slowest_case = seconds, f"{kind} {number}"
+            if outcome == "failed":
+                failures.setdefault(f"{kind}: {message}", []).append(f"{kind} {number}")
+            messages.append(f"{kind} {number}: {outcome} {message}")
+    return {"counts": counts, "failures": failures, "slowest": (slowest, slowest_case), "messages": messages}
+
+
 def main() -> None:
     """Run the cases and print what came of them; exit status 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000, help="in all, over the kinds in turn")
     parser.add_argument("--kind", choices=list(KINDS), help="this kind alone")
     parser.add_argument("--only", type=int, help="the case of this number alone")
+    parser.add_argument("--seed", type=int, default=0, help="of the mutations")
     parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--messages", help="write the outcome of every case here")
     options = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     kinds = [options.kind] if options.kind else list(KINDS)
-    numbers = [options.only] if options.only is not None else range(options.cases // len(kinds))
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    failures: dict[str, list[str]] = {}
-    slowest = 0.0
+    numbers = range(options.cases // len(kinds)) if options.only is None else range(options.only, options.only + 1)
     print_machine()
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        guard = Guard()
-        for kind in kinds:
-            source = root / f"{kind}-v0"
-            KINDS[kind][0](source)
-            for number in numbers:
-                started = time.process_time()
-                outcome, message = run_case(kind, source, number, root, guard)
-                slowest = max(slowest, time.process_time() - started)
-                counts[kind, outcome] += 1
-                if outcome == "failed":
-                    failures.setdefault(f"{kind}: {message}", []).append(f"{kind} {number}")
-                elif options.only is not None:
-                    print(outcome, message)
-    for message, cases in sorted(failures.items(), key=lambda item: -len(item[1])):
+    started = time.monotonic()
+    logging.disable(logging.CRITICAL)
+    found = fuzz(kinds, numbers, options.seed)
+    if options.only is not None:
+        print("\n".join(found["messages"]))
+    if options.messages:
+        Path(options.messages).write_text("\n".join(found["messages"]) + "\n")
+    for message, cases in sorted(found["failures"].items(), key=lambda item: -len(item[1])):
         print(f"{len(cases):5} {message} (case {cases[0]})")
-    outcomes = ("loaded", "rejected", "failed")
-    print_table(["input", *outcomes], [[kind, *(counts[kind, outcome] for outcome in outcomes)] for kind in kinds])
-    print(f"slowest case: {slowest:.1f} s")
-    write_json(options.json, {"counts": {" ".join(key): value for key, value in counts.items()}, "slowest_s": slowest})
-    sys.exit(1 if failures else 0)
+    counts, names = found["counts"], ("loaded", "rejected", "failed")
+    print_table(["input", *names], [[kind, *(counts[kind, name] for name in names)] for kind in kinds])
+    slowest, slowest_case = found["slowest"]
+    elapsed = time.monotonic() - started
+    print(f"slowest case: {slowest:.1f} s ({slowest_case}); seed {options.seed}; {elapsed:.0f} s in all")
+    write_json(
+        options.json,
+        {"counts": {" ".join(key): value for key, value in counts.items()}, "slowest_s": slowest, "seed": options.seed},
+    )
+    sys.exit(1 if found["failures"] else 0)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from deft.errors import InputError
 MAX_BYTES = 2**26
 MAX_DEPTH = 64
 MAX_VALUES = 2_000_000
+NESTS_TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels"
 
 
 def read_bounded(path: Path) -> str:
@@ -30,7 +31,7 @@ def parse_bounded(text: str, parse: Callable[[str], Any] = json.loads, max_value
     try:
         value = parse(text)
     except RecursionError:
-        raise ValueError(f"nests deeper than {MAX_DEPTH} levels") from None
+        raise ValueError(NESTS_TOO_DEEP) from None
     check_bounds(value, max_values)
     return value
 
@@ -49,4 +50,10 @@ def check_bounds(value: Any, max_values: int = MAX_VALUES) -> None:
             return
         count += len(parts)
         layer = parts
-    raise ValueError(f"nests deeper than {MAX_DEPTH} levels")
+    raise ValueError(NESTS_TOO_DEEP)
+
+
+def whole_number(value: Any) -> int | None:
+    """A count or an index of a description; None where it is missing, negative, no whole number or beyond 2⁵³."""
+    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 2**53
+    return int(value) if is_whole and value == int(value) else None

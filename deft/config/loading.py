@@ -23,7 +23,7 @@ from deft.config.settings import MOVED_SETTINGS, SHORTHANDS, OfflineRunConfig, R
 from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
 from deft.ownership import record
-from deft.plain_data import parse_bounded, read_bounded
+from deft.plain_data import MAX_DEPTH, NESTS_TOO_DEEP, parse_bounded, read_bounded
 
 PRESETS = Path(__file__).parent / "presets"
 AnyRunConfig: TypeAlias = RunConfig | OfflineRunConfig
@@ -235,20 +235,24 @@ def _without_comments(text: str) -> str:
 
 
 def _blank(comment: str) -> str:
+    if comment.startswith("/*") and not comment.endswith("*/"):
+        raise ValueError("a comment that '/*' opens is not closed")
     return " " + "\n" * comment.count("\n")
 
 
+MAX_MERGED = 10_000
 _STRING = r'"(?:\\.|[^"\\\n])*"'
-_COMMENT_OR_STRING = re.compile(_STRING + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMENT_OR_STRING = re.compile(_STRING + r"|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _TRAILING_COMMA_OR_STRING = re.compile(_STRING + r"|,\s*(?=[}\]])")
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    section: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in section:
             raise ValueError(f"'{name}' is given twice in one section")
-    return dict(pairs)
+        section[name] = value
+    return section
 
 
 def _read_json(text: str) -> Any:
@@ -263,12 +267,27 @@ class _Loader(yaml.SafeLoader):
         """A mapping, with its keys checked."""
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # no setting's name; the constructor raises an error
             if key.value in seen:
                 problem = f"'{key.value}' is given twice in one section"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge what `<<` names, within bounds: merged aliases of merged aliases multiply."""
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_MERGED:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"'<<' merges more than {MAX_MERGED:,} settings", node.start_mark
+            )
+
+    def fetch_flow_collection_start(self, token: type) -> None:
+        """Open a `[` or `{`. Too many of them are an error here: PyYAML scans ahead in each, for seconds."""
+        if self.flow_level >= MAX_DEPTH:
+            raise ValueError(NESTS_TOO_DEEP)
+        super().fetch_flow_collection_start(token)  # type: ignore[misc]
 
 
 class _Dumper(yaml.SafeDumper):

@@ -474,7 +474,7 @@ def test_a_vla_model_of_chunks_is_told_how_to_train(tmp_path, capsys):
 
 def test_a_buffer_takes_memory_for_the_steps_of_the_run(tmp_path):
     """10^12 transitions are more than any machine holds, and a run of 40 steps has 40 of them, also resumed at 60."""
-    settings = {"cfg": {"buffer_size": 10**12}, "trainer": {"total_timesteps": 40}}
+    settings = {"cfg": {"buffer_size": 10**12, "learning_starts": 10}, "trainer": {"total_timesteps": 40}}
     trainer = build_trainer(config(tmp_path, **settings))
     trainer.train()
     assert len(trainer.collection.buffer._columns["action"]) == 40

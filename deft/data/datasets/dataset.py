@@ -6,7 +6,9 @@ The loaders beside this file make these; replay buffers, sequence windows and of
 from __future__ import annotations
 
 import hashlib
+import io
 import re
+import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -21,6 +23,8 @@ from deft.data.transitions import TransitionTable
 from deft.errors import InputError
 
 Observation = np.ndarray | dict[str, np.ndarray]
+MAX_ROWS_PER_BYTE = 64  # in tables: one row of the most regular recording takes more than an eighth of a byte
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of the others, some run programs
 HASHED_EPISODES, HASHED_BLOCK, HASHED_BYTES = 16, 2**14, 2**26  # of a fingerprint; bytes of all files together
 
 
@@ -291,6 +295,33 @@ def task_of(name: str, observation_dim: int, action_dim: int) -> tuple[str | Non
 def damaged(path: Path | str, where: str, field: str, what: str) -> InputError:
     """The one line that a damaged file is reported with: the file, the episode or row, the field, what is wrong."""
     return InputError(f"{path}: damaged at {where}, field {field}: {what}")
+
+
+def check_rows(count: int, num_bytes: int, path: Path | str, where: str, field: str) -> None:
+    """Raise an error if a file declares more rows than its bytes can hold, before memory is taken for them."""
+    if count > MAX_ROWS_PER_BYTE * num_bytes:
+        raise damaged(path, where, field, f"declares {count:,} rows, more than its {num_bytes:,} bytes can hold")
+
+
+def decode_image(content: Any, size: tuple[int, int]) -> np.ndarray:
+    """The pixels of an image file of a dataset, uint8 [height, width, …]; a ValueError if it is none of that size.
+
+    The size that the file declares is compared with `size` (height, width) before anything is decoded: a few bytes can
+    declare an image of any size.
+    """
+    from PIL import Image, UnidentifiedImageError  # comes with imageio
+
+    try:
+        image = Image.open(io.BytesIO(bytes(content)), formats=IMAGE_FORMATS)
+        if image.size[::-1] != size:
+            raise ValueError(f"is {image.height} × {image.width} pixels, and the metadata says {size[0]} × {size[1]}")
+        return np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB"))
+    except Image.DecompressionBombError:
+        raise ValueError(f"is larger than the {size[0]} × {size[1]} pixels of the metadata") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"is no image of {', '.join(IMAGE_FORMATS)}") from None
+    except (OSError, TypeError, SyntaxError, EOFError, struct.error, zlib.error) as error:
+        raise ValueError(f"is no whole image: {' '.join(str(error).split())}") from None
 
 
 def check_finite(values: np.ndarray, path: Path | str, where: str, field: str) -> np.ndarray:

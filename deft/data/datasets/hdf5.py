@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 16_384  # read at a time: enough to be quick, little beside a dataset
 CHUNK_CACHE_BYTES = 2**20  # an array; from HDF5 2.0 on the default is 8 MiB, which adds up over the columns of a file
+MAX_EXPANSION = 4096  # bytes of values for one in the file: deflate reaches 1032
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -81,6 +82,9 @@ def column(group: Any, key: str, path: Path, where: str = "the top") -> h5py.Dat
         raise InputError(
             f"{path}: {key} at {where} has its values in another place, where Deft does not read; copy them"
         )
+    stored, declared = found.id.get_storage_size(), found.nbytes
+    if declared > MAX_EXPANSION * stored + CHUNK_CACHE_BYTES:
+        raise damaged(path, where, key, f"declares the shape {found.shape}, and the file holds {stored:,} bytes of it")
     return found
 
 
@@ -88,7 +92,7 @@ def read(array: Any, path: Path | str, where: str, field: str, rows: slice = sli
     """Rows of an array of a file; what cannot be decoded is reported with its place."""
     try:
         return array[rows]
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         raise damaged(path, where, field, f"cannot be decoded: {one_line(error)}") from None
 
 

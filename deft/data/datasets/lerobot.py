@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from deft.data.datasets.dataset import Dataset, Episode, box, damaged
+from deft.data.datasets.dataset import Dataset, Episode, box, damaged, decode_image
 from deft.data.datasets.lerobot_files import (
     Columns,
     DataFiles,
@@ -323,13 +322,14 @@ class LeRobotFolder(Dataset):
         cached = self.reader.cache.get(place)
         if cached is not None:
             return cached
-        from PIL import Image, UnidentifiedImageError  # comes with imageio
+        from PIL import Image
 
+        content = self.files.rows(entry)[key][row].as_py()
         try:
-            content = self.files.rows(entry)[key][row].as_py()
-            picture = Image.open(io.BytesIO(content["bytes"])).convert("RGB")
-        except (TypeError, KeyError, OSError, UnidentifiedImageError) as error:
-            raise damaged(entry.data_path, entry.where, key, f"row {row} is no picture: {error}") from None
+            pixels = decode_image(content["bytes"] if isinstance(content, dict) else b"", _picture_size(self.meta, key))
+        except ValueError as error:
+            raise damaged(entry.data_path, entry.where, key, f"row {row} {error}") from None
+        picture = Image.fromarray(pixels).convert("RGB")
         if self.reader.image_size is not None:
             height, width = self.reader.image_size
             picture = picture.resize((width, height), Image.Resampling.BOX)
@@ -534,7 +534,7 @@ def _picture_size(meta: LeRobotMeta, key: str) -> tuple[int, int]:
     """Height and width of a camera; channels stand first or last."""
     shape = [int(size) for size in meta.features[key].get("shape") or []]
     if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
-        raise damaged(meta.root / "meta" / "info.json", "features", key, f"shape {shape} is no picture of 3 channels")
+        raise damaged(meta.root / "meta" / "info.json", "features", key, f"shape {shape} is no image of 3 channels")
     return (shape[0], shape[1]) if shape[-1] == 3 else (shape[1], shape[2])
 
 

@@ -6,6 +6,7 @@ loader `lerobot.py` reads both through the same `EpisodeEntry`.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import OrderedDict
@@ -17,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deft.data.datasets.dataset import check_finite, damaged
+from deft.config.validation import shown
+from deft.data.datasets.dataset import check_finite, check_rows, damaged
+from deft.data.spaces import MAX_SIZE
 from deft.errors import InputError
-from deft.plain_data import parse_bounded, read_bounded
+from deft.plain_data import parse_bounded, read_bounded, whole_number
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+log = logging.getLogger(__name__)
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 TABLE_CACHE_BYTES = 256 * 2**20
 Columns = dict[str, Any]  # key → array of one episode's rows; pictures stored in the table stay encoded
@@ -75,10 +79,8 @@ def read_meta(root: Path) -> LeRobotMeta:
     version = str(info.get("codebase_version"))
     if version not in VERSIONS:
         raise InputError(f"{path}: codebase_version is {version}; Deft reads {', '.join(VERSIONS)}")
-    features = info.get("features")
-    if not isinstance(features, dict) or not all(isinstance(feature, dict) for feature in features.values()):
-        raise damaged(path, "the top", "features", "is missing or of the wrong kind")
-    if not isinstance(info.get("fps"), int | float) or not 0 < info["fps"] < math.inf:
+    features = _read_features(path, info)
+    if not _is_number(info.get("fps")) or not 0 < info["fps"] < math.inf:
         raise damaged(path, "the top", "fps", "is missing or not a positive number")
     if not isinstance(info.get("data_path"), str):
         raise damaged(path, "the top", "data_path", "is missing")
@@ -89,6 +91,9 @@ def read_meta(root: Path) -> LeRobotMeta:
     tasks, episodes = read(root, info, video_keys)
     if not episodes:
         raise InputError(f"{root}: meta/ lists no episodes")
+    total = _count(info, "total_episodes", path, "the top") if "total_episodes" in info else len(episodes)
+    if total != len(episodes):
+        log.warning("%s: total_episodes is %d, and meta/ lists %d episodes", path, total, len(episodes))
     numbers = [episode.index for episode in episodes]
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
@@ -96,18 +101,42 @@ def read_meta(root: Path) -> LeRobotMeta:
     return LeRobotMeta(root, version, float(info["fps"]), features, tasks, sorted(episodes, key=lambda e: e.index))
 
 
+def _read_features(path: Path, info: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The features of `info.json`: each with a dtype and, unless it is text, the shape of a row."""
+    features = info.get("features")
+    if not isinstance(features, dict):
+        raise damaged(path, "the top", "features", "is missing or not an object")
+    for key, feature in features.items():
+        where = f"feature {shown(key)}"
+        if not key or not isinstance(feature, dict):
+            raise damaged(path, where, "features", f"{shown(feature)} is not an object, or has no name")
+        if not isinstance(feature.get("dtype"), str):
+            raise damaged(path, where, "dtype", f"{shown(feature.get('dtype'))} is missing or not text")
+        shape = feature.setdefault("shape", [])
+        if not isinstance(shape, list) or None in map(whole_number, shape) or not 0 < math.prod(shape) <= MAX_SIZE:
+            raise damaged(path, where, "shape", f"{shown(shape)} is not a list of sizes of 1 to {MAX_SIZE:,} numbers")
+        for notes in ("info", "video_info"):
+            if not isinstance(feature.get(notes), dict | None):
+                raise damaged(path, where, notes, f"{shown(feature[notes])} is not an object")
+    return features
+
+
 def _read_v2(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[dict[int, str], list[EpisodeEntry]]:
     tasks_path, episodes_path = root / "meta" / "tasks.jsonl", root / "meta" / "episodes.jsonl"
-    tasks = {
-        int(_field(line, "task_index", tasks_path, number)): str(_field(line, "task", tasks_path, number))
-        for number, line in enumerate(_read_lines(tasks_path))
-    }
+    tasks = {}
+    for number, line in enumerate(_read_lines(tasks_path)):
+        where = f"line {number + 1}"
+        tasks[_count(line, "task_index", tasks_path, where)] = _text(line.get("task"), tasks_path, where)
+    chunk_size = _count({"chunks_size": 1000, **info}, "chunks_size", root / "meta" / "info.json", "the top")
+    if chunk_size == 0:
+        raise damaged(root / "meta" / "info.json", "the top", "chunks_size", "is 0; it must be at least 1")
     episodes = []
     for number, line in enumerate(_read_lines(episodes_path)):
-        index = int(_field(line, "episode_index", episodes_path, number))
-        names = {"episode_index": index, "episode_chunk": index // int(info.get("chunks_size", 1000))}
+        where = f"line {number + 1}"
+        index = _count(line, "episode_index", episodes_path, where)
+        names = {"episode_index": index, "episode_chunk": index // chunk_size}
         videos = {key: VideoPart(_place(root, info, "video_path", video_key=key, **names), None) for key in video_keys}
-        length = int(_field(line, "length", episodes_path, number))
+        length = _count(line, "length", episodes_path, where)
         episodes.append(EpisodeEntry(index, length, _place(root, info, "data_path", **names), videos))
     return tasks, episodes
 
@@ -119,7 +148,10 @@ def _read_v3(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[d
     texts = next((name for name in table.column_names if str(table.schema.field(name).type).endswith("string")), None)
     if texts is None or "task_index" not in table.column_names:
         raise damaged(tasks_path, "the top", "task" if texts is None else "task_index", "is missing")
-    tasks = dict(zip(table["task_index"].to_pylist(), table[texts].to_pylist(), strict=True))
+    tasks = {}
+    for number, row in enumerate(table.select(["task_index", texts]).to_pylist()):
+        where = f"row {number}"
+        tasks[_count(row, "task_index", tasks_path, where)] = _text(row[texts], tasks_path, where)
     files = sorted((root / "meta" / "episodes").glob("*/*.parquet"))
     if not files:
         raise InputError(f"{root}: meta/episodes holds no parquet files; the folder is not whole")
@@ -128,15 +160,17 @@ def _read_v3(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[d
         fields = ("episode_index", "length", "data/chunk_index", "data/file_index")
         parts = ("chunk_index", "file_index", "from_timestamp")
         columns = [*fields, *(f"videos/{key}/{part}" for key in video_keys for part in parts)]
-        for row in read_table(path, "the top", "episode_index", columns).to_pylist():
-            index, length, chunk, file = (int(row[name]) for name in fields)
+        for number, row in enumerate(read_table(path, "the top", "episode_index", columns).to_pylist()):
+            where = f"row {number}"
+            index, length, chunk, file = (_count(row, name, path, where) for name in fields)
             videos = {}
             for key in video_keys:
-                chunk_index, file_index, start = (row[f"videos/{key}/{part}"] for part in parts)
-                if start is None:
-                    raise damaged(path, f"episode {index}", f"videos/{key}/from_timestamp", "is empty")
-                names = {"video_key": key, "chunk_index": int(chunk_index), "file_index": int(file_index)}
-                videos[key] = VideoPart(_place(root, info, "video_path", **names), float(start))
+                start = row[f"videos/{key}/from_timestamp"]
+                if not _is_number(start):
+                    raise damaged(path, where, f"videos/{key}/from_timestamp", f"{shown(start)} is no time")
+                names = {part: _count(row, f"videos/{key}/{part}", path, where) for part in parts[:2]}
+                place = _place(root, info, "video_path", video_key=key, **names)
+                videos[key] = VideoPart(place, float(start))
             data_path = _place(root, info, "data_path", chunk_index=chunk, file_index=file)
             episodes.append(EpisodeEntry(index, length, data_path, videos))
     return tasks, episodes
@@ -148,15 +182,17 @@ def read_range(meta: LeRobotMeta, key: str) -> tuple[np.ndarray, np.ndarray] | N
     if not path.is_file():
         return None
     if meta.version == "v2.1":
-        found = [line.get("stats", {}).get(key, {}) for line in _read_lines(path)]
+        found = [_object(_object(line.get("stats"), path, "stats").get(key), path, key) for line in _read_lines(path)]
     else:
-        found = [_read_json(path).get(key, {})]
+        found = [_object(_read_json(path).get(key), path, key)]
     found = [statistics for statistics in found if "min" in statistics and "max" in statistics]
     if not found:
         return None
-    low = np.min([np.ravel(statistics["min"]) for statistics in found], axis=0)
-    high = np.max([np.ravel(statistics["max"]) for statistics in found], axis=0)
-    return low.astype(np.float64), high.astype(np.float64)
+    try:
+        low, high = (np.array([np.ravel(one[bound]) for one in found], np.float64) for bound in ("min", "max"))
+    except (TypeError, ValueError, OverflowError):
+        raise damaged(path, f"statistics of {key}", "min and max", "are not lists of numbers of one length") from None
+    return low.min(0), high.max(0)
 
 
 class DataFiles:
@@ -243,6 +279,7 @@ def read_table(path: Path, where: str, field: str, columns: Iterable[str] | None
             for name in wanted or ():
                 if name not in file.schema_arrow.names:
                     raise damaged(path, where, name, "the column is missing")
+            check_rows(file.metadata.num_rows, path.stat().st_size, path, where, field)
             return file.read(columns=wanted, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {_one_line(error)}") from None
@@ -263,6 +300,8 @@ def _place(root: Path, info: dict[str, Any], pattern: str, **names: Any) -> Path
     path = root / "meta" / "info.json"
     if re.search(r"\{[^}]*:[^}]*\d{3}", info[pattern]):  # {episode_index:2000000000d} has two billion
         raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for a width of more than two digits")
+    if re.search(r"\{[^}:]*[.\[!]", info[pattern]):
+        raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for more than a number or a name")
     try:
         place = Path(info[pattern].format(**names))
     except (KeyError, IndexError, ValueError) as error:
@@ -305,10 +344,31 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _field(line: dict[str, Any], name: str, path: Path, number: int) -> Any:
-    if name not in line:
-        raise damaged(path, f"line {number + 1}", name, "is missing")
-    return line[name]
+def _count(row: dict[str, Any], name: str, path: Path, where: str) -> int:
+    """A number of a row that counts something, or says which one it is."""
+    count = whole_number(row.get(name))
+    if count is None:
+        given = row.get(name)
+        raise damaged(
+            path, where, name, "is missing" if given is None else f"{shown(given)} is no whole number from 0 on"
+        )
+    return count
+
+
+def _text(value: Any, path: Path, where: str) -> str:
+    if not isinstance(value, str):
+        raise damaged(path, where, "task", f"{shown(value)} is missing or not text")
+    return value
+
+
+def _object(value: Any, path: Path, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        raise damaged(path, where, "statistics", f"{shown(value)} is not an object")
+    return value or {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one_line(error: BaseException) -> str:

@@ -5,8 +5,6 @@ Called by `load_dataset`. Minari itself is needed for nothing but the download o
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,12 +12,15 @@ import numpy as np
 from gymnasium import spaces
 
 from deft import trust
+from deft.config.validation import shown
 from deft.data.datasets.dataset import (
     Dataset,
     Episode,
     VectorDataset,
     check_finite,
+    check_rows,
     damaged,
+    decode_image,
     known_env,
     known_task,
     write_episode,
@@ -29,7 +30,7 @@ from deft.data.recording_minari import DATA_FOLDER, EPISODE_FILE, EPISODES_FILE,
 from deft.data.spaces import Stream, action_stream, space_from_json, stream_space, streams
 from deft.data.transitions import TransitionTable
 from deft.errors import DeftError, InputError
-from deft.plain_data import parse_bounded, read_bounded
+from deft.plain_data import parse_bounded, read_bounded, whole_number
 
 if TYPE_CHECKING:
     import pyarrow
@@ -229,9 +230,13 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
             metadata = parse_bounded(read_bounded(file))
         except (OSError, ValueError) as error:
             raise InputError(f"{file}: damaged: {one_line(error)}") from None
-    count = metadata.get("total_episodes") if isinstance(metadata, dict) else None
-    if not isinstance(count, int):
+    if not isinstance(metadata, dict):
+        raise damaged(file, "the top", "JSON", "is not an object")
+    if whole_number(metadata.get("total_episodes")) is None:
         raise damaged(file, "the top", "total_episodes", "is missing or not a whole number")
+    for field in ("dataset_id", "data_format", "env_spec", "eval_env_spec", "env_module"):
+        if not isinstance(metadata.get(field), str | None):
+            raise damaged(file, "the top", field, f"{shown(metadata[field])} is not text")
     return metadata
 
 
@@ -244,7 +249,7 @@ def _spaces(metadata: dict[str, Any], folder: Path) -> tuple[spaces.Space, space
                 found.append(space_from_json(metadata[field]))
             except DeftError as error:
                 raise InputError(f"{folder / METADATA_FILE}: {field}: {error}") from None
-            except (KeyError, TypeError, ValueError, AssertionError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
                 raise damaged(folder / METADATA_FILE, "the top", field, f"is no space: {one_line(error)}") from None
             continue
         spec = _env_spec(metadata, folder)
@@ -332,7 +337,7 @@ class _HDF5Source:
         if stream is not None and isinstance(stream.source, spaces.Text):
             return [text.decode("utf-8") if isinstance(text, bytes) else text for text in values]
         if stream is not None and _is_jpeg(values.ndim, stream):
-            return _decode_jpegs(values, self._path, where, key)
+            return _decode_images(values, stream, self._path, where, key)
         return values
 
     def close(self) -> None:
@@ -361,11 +366,19 @@ class _ArrowSource:
         return self._folder / str(index)
 
     def length(self, index: int) -> int:
-        file = self.file(index) / METADATA_FILE
+        folder, where = self.file(index), f"episode_{index}"
+        file = folder / METADATA_FILE
         try:
-            return int(json.loads(file.read_bytes())["total_steps"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise damaged(file, f"episode_{index}", "total_steps", f"cannot be read: {error!r}") from None
+            metadata = parse_bounded(read_bounded(file))
+        except FileNotFoundError:
+            raise damaged(file, where, "total_steps", "the file is not there") from None
+        except (OSError, ValueError) as error:
+            raise damaged(file, where, "total_steps", f"cannot be read: {one_line(error)}") from None
+        count = whole_number(metadata.get("total_steps") if isinstance(metadata, dict) else None)
+        if count is None:
+            raise damaged(file, where, "total_steps", "is missing or not a whole number")
+        check_rows(count, sum(part.stat().st_size for part in folder.iterdir()), folder, where, "total_steps")
+        return count
 
     def values(self, index: int, field: str, stream: Stream | None, count: int) -> Any:
         where, path = f"episode_{index}", self.file(index)
@@ -379,7 +392,7 @@ class _ArrowSource:
             if isinstance(stream.source, spaces.Text):
                 return array.to_pylist()
             if _is_jpeg(1 if _is_binary(array) else 1 + len(stream.shape), stream):
-                return _decode_jpegs([value.as_py() for value in array], path, where, field)
+                return _decode_images([value.as_py() for value in array], stream, path, where, field)
             if isinstance(stream.source, spaces.Discrete):
                 return array.to_numpy(zero_copy_only=False)
             flat = array.flatten().to_numpy(zero_copy_only=False)
@@ -424,13 +437,12 @@ def _is_jpeg(ndim: int, stream: Stream) -> bool:
     return is_picture and ndim < 1 + len(stream.shape)
 
 
-def _decode_jpegs(files: Any, path: Path, where: str, field: str) -> np.ndarray:
-    from PIL import Image
-
-    pictures = []
-    for row, data in enumerate(files):
+def _decode_images(files: Any, stream: Stream, path: Path, where: str, field: str) -> np.ndarray:
+    shape = stream.source.shape or ()
+    images = []
+    for row, content in enumerate(files):
         try:
-            pictures.append(np.asarray(Image.open(io.BytesIO(bytes(data))), np.uint8))
-        except (OSError, ValueError, TypeError) as error:
-            raise damaged(path, where, field, f"row {row} is no picture: {one_line(error)}") from None
-    return np.stack(pictures)
+            images.append(decode_image(content, (shape[0], shape[1])))
+        except ValueError as error:
+            raise damaged(path, where, field, f"row {row} {error}") from None
+    return np.stack(images)

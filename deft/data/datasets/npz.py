@@ -19,7 +19,7 @@ from deft.errors import InputError
 from deft.schema import has_channels_last
 
 OBSERVATION_KEYS = ("observation", "image")  # DrQ-v2's name and Dreamer's
-UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+UNREADABLE = (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 def matches(path: Path) -> bool:

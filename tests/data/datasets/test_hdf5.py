@@ -126,3 +126,49 @@ def test_a_file_that_changes_is_looked_through_again(secrets):
         linked(file, str(secrets / "secret.hdf5"))
     with pytest.raises(InputError, match="observations is a link to another file"):
         load_dataset(path)
+
+
+# 10¹¹ rows of an array that was never written take a few hundred bytes: they would be 373 GiB of zeros.
+@pytest.mark.parametrize("layout", ["d4rl", "robomimic", "minari"])
+@pytest.mark.parametrize("rows", [10**7, 10**11])
+def test_rows_that_a_file_declares_and_does_not_hold_are_an_error(tmp_path, layout, rows):
+    def declare(group, lengthened=()):
+        for key in [key for key in group if isinstance(group[key], h5py.Dataset)]:
+            shape, kind = (rows + (key in lengthened), *group[key].shape[1:]), group[key].dtype
+            del group[key]
+            group.create_dataset(key, shape, kind, chunks=(1024, *shape[1:]))
+
+    path = tmp_path / ("main_data.hdf5" if layout == "minari" else "data.hdf5")
+    with h5py.File(path, "w") as file:
+        if layout == "d4rl":
+            write_columns(file)
+            declare(file)
+        elif layout == "robomimic":
+            write_demo(file.create_group("data/demo_0"))
+            declare(file["data/demo_0"])
+        else:
+            write_episode(file.create_group("episode_0"))
+            declare(file["episode_0"], ["observations"])
+    assert path.stat().st_size < 100_000
+    if layout == "minari":
+        space = {"type": "Box", "dtype": "float32", "low": -1, "high": 1}
+        metadata = {"total_episodes": 1, "minari_version": "0.5", "data_format": "hdf5"}
+        for field, shape in (("observation_space", [2]), ("action_space", [1])):
+            metadata[field] = json.dumps({**space, "shape": shape})
+        (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(InputError, match=rf"declares the shape \({rows}.*, and the file holds 0 bytes of it"):
+        load_dataset(
+            tmp_path if layout == "minari" else path,
+            **({"observation_keys": ["object"]} if layout == "robomimic" else {}),
+        )
+
+
+def test_what_compresses_well_is_read(tmp_path):
+    path = tmp_path / "zeros.hdf5"
+    rows = 300_000  # 2.4 MB of zeros in about 2 kB
+    with h5py.File(path, "w") as file:
+        for key, shape in {"observations": (rows, 2), "actions": (rows, 1), "rewards": (rows,)}.items():
+            file.create_dataset(key, data=np.zeros(shape, np.float32), compression=9)
+        for key in ("terminals", "timeouts"):
+            file.create_dataset(key, data=np.arange(rows) % 1000 == 999, compression=9)
+    assert len(load_dataset(path)) == rows

@@ -4,7 +4,10 @@ import io
 import json
 import logging
 import pickle
+import re
 import shutil
+import struct
+import zlib
 from fractions import Fraction
 
 import numpy as np
@@ -431,6 +434,120 @@ def test_unreadable_meta_is_named(tmp_path):
     (root / "meta/episodes.jsonl").write_text('{"episode_index": 0}\n')
     with pytest.raises(InputError, match=r"episodes\.jsonl: damaged at line 1, field length: is missing"):
         load_dataset(root)
+
+
+def set_info(**change):
+    def changed(root):
+        path = root / "meta/info.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+    return changed
+
+
+def set_feature(key, **change):
+    def changed(root):
+        path = root / "meta/info.json"
+        info = json.loads(path.read_text())
+        info["features"][key] |= change
+        path.write_text(json.dumps(info))
+
+    return changed
+
+
+def set_file(name, content):
+    return lambda root: (root / "meta" / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_info(features=[]), "field features: is missing or not an object"),
+        (set_info(features=None), "field features: is missing or not an object"),
+        (set_info(features={"action": 3}), "feature 'action', field features: 3 is not an object"),
+        (set_info(chunks_size=0), "field chunks_size: is 0"),
+        (set_info(chunks_size="many"), "field chunks_size: 'many' is no whole number"),
+        (set_info(total_episodes=-1), "field total_episodes: -1 is no whole number"),
+        (set_info(fps="10"), "field fps"),
+        (set_info(fps=True), "field fps"),
+        (set_info(data_path=["a"]), "field data_path: is missing"),
+        (set_info(data_path="data/{episode_index[0]}"), "data_path: .* asks for more than a number"),
+        (set_info(data_path="data/{episode_index.real}"), "data_path: .* asks for more than a number"),
+        (set_info(data_path="data/\x00{episode_index}"), r"none of its tables is on disk; .*data/\\x000"),
+        (set_feature("action", shape="3"), "feature 'action', field shape: '3' is not a list of sizes"),
+        (set_feature("action", shape=[[3]]), r"field shape: \[\[3\]\] is not"),
+        (set_feature("action", shape=[-3]), r"field shape: \[-3\] is not"),
+        (set_feature("action", shape=[0]), r"field shape: \[0\] is not"),
+        (set_feature("action", shape=[10**400]), "field shape: .* is not"),
+        (
+            set_feature("action", shape=[10**9]),
+            r"\[1000000000\] is not a list of sizes of 1 to 67,108,864 numbers",
+        ),
+        (set_feature("action", dtype=None), "field dtype: None is missing or not text"),
+        (set_feature("observation.images.top", info=[1]), r"field info: \[1\] is not an object"),
+        (set_feature("observation.images.top", shape=[2, 2]), "no image of 3 channels"),
+        (set_file("info.json", b""), "info.json: damaged"),
+        (set_file("info.json", b"null"), "info.json: damaged at the top, field JSON: is not an object"),
+        (set_file("info.json", b"\xff\xfe"), "info.json: damaged"),
+        (set_file("tasks.jsonl", b'{"task_index": 0}'), "tasks.jsonl: damaged at line 1, field task: None is missing"),
+        (set_file("tasks.jsonl", b'{"task_index": "x", "task": "a"}'), "field task_index: 'x' is no whole number"),
+        (set_file("tasks.jsonl", b"[1]"), "line 1, field JSON: is not an object"),
+        (set_file("episodes.jsonl", b'{"episode_index": 0, "length": -4}'), "field length: -4 is no whole number"),
+        (
+            set_file("episodes.jsonl", b'{"episode_index": 0, "length": 1e300}'),
+            "field length: 1e.300 is no whole number",
+        ),
+        (set_file("episodes.jsonl", b'{"episode_index": [], "length": 4}'), r"field episode_index: \[\] is no whole"),
+        (set_file("episodes.jsonl", b'{"episode_index": 0, "length": 4}'), "12 rows, and meta/ says 4"),
+        (set_file("stats.json", b'{"action": {"min": "a", "max": [1]}}'), "min and max: are not lists of numbers"),
+        (set_file("stats.json", b'{"action": 5}'), "field statistics: 5 is not an object"),
+    ],
+)
+def test_malformed_meta_is_named(tmp_path, change, message):
+    root = write_folder(tmp_path / "small", stored=True)
+    change(root)
+    with pytest.raises(InputError, match=message) as caught:
+        load_dataset(root).episode(0)
+    assert not re.search(r"\w+Error", str(caught.value))
+
+
+def test_a_total_that_differs_from_the_list_is_warned_about(tmp_path, caplog):
+    root = write_folder(tmp_path / "small", stored=True)
+    set_info(total_episodes=3)(root)
+    load_dataset(root)
+    assert "total_episodes is 3, and meta/ lists 2 episodes" in caplog.text
+
+
+def image_that_declares(kind, width, height):
+    """A few hundred bytes that declare any size."""
+    from PIL import Image
+
+    target = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(target, kind)
+    content = bytearray(target.getvalue())
+    if kind == "PNG":  # the first chunk: length, IHDR, width, height, …, CRC
+        content[16:24] = struct.pack(">II", width, height)
+        content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    elif kind == "JPEG":
+        start = content.index(b"\xff\xc0") + 5
+        content[start : start + 4] = struct.pack(">HH", height, width)
+    else:
+        content[6:10] = struct.pack("<HH", width, height)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF"])
+@pytest.mark.parametrize("side", [9000, 60_000])  # 81 million pixels, and 3.6 billion
+def test_an_image_that_declares_another_size_is_not_decoded(tmp_path, kind, side, monkeypatch):
+    from PIL import ImageFile
+
+    root = write_folder(tmp_path / "small", stored=True)
+    rewrite(root, set_value("observation.images.top", 4, {"bytes": image_that_declares(kind, side, side), "path": ""}))
+    monkeypatch.setattr(ImageFile.ImageFile, "load_prepare", None)  # which would take the memory
+    place = r"episode 1, field observation\.images\.top: row 4 "
+    with pytest.raises(
+        InputError, match=place + rf"is (larger than the|{side} × {side} pixels, and .*) {SIDE} × {SIDE}"
+    ):
+        load_dataset(root).pictures(load_dataset(root).entries[1], "observation.images.top", np.array([4]))
 
 
 def test_decoded_frames_stay_within_the_budget(tmp_path):

@@ -281,7 +281,7 @@ def test_damaged_tables(storage, tmp_path):
     with pytest.raises(InputError, match="damaged at episode_1, field observations: cannot be read"):
         load_dataset(path)
     (path / "data" / "0" / "metadata.json").unlink()
-    with pytest.raises(InputError, match="damaged at episode_0, field total_steps: cannot be read"):
+    with pytest.raises(InputError, match="damaged at episode_0, field total_steps: the file is not there"):
         load_dataset(path)
 
 
@@ -293,7 +293,7 @@ def test_a_damaged_picture(tmp_path):
     whole = np.frombuffer(encoded.getvalue(), np.uint8)
     change_file(path, "episode_0/observations", np.stack([whole, np.zeros_like(whole), whole]))
     dataset = load_dataset(path)
-    with pytest.raises(InputError, match="episode_0, field observations: row 1 is no picture"):
+    with pytest.raises(InputError, match="episode_0, field observations: row 1 is no image"):
         dataset.episode(0)
 
 
