@@ -287,7 +287,7 @@ class _Loader(yaml.SafeLoader):
         """Open a `[` or `{`. Too many of them are an error here: PyYAML scans ahead in each, for seconds."""
         if self.flow_level >= MAX_DEPTH:
             raise ValueError(NESTS_TOO_DEEP)
-        super().fetch_flow_collection_start(token)  # type: ignore[misc]
+        super().fetch_flow_collection_start(token)
 
 
 class _Dumper(yaml.SafeDumper):
