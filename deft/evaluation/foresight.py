@@ -18,6 +18,7 @@ from deft.evaluation.video import write_video
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.policy import F1Policy
 from deft.ownership import record
+from deft.training.signals import raise_if_stopped
 
 STEPS_TOGETHER = 16
 SHOWN_FRAMES = 8
@@ -44,6 +45,7 @@ def foresee_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> Fore
     rows = torch.tensor([[row]])
     predicted = []
     for start in range(0, length, STEPS_TOGETHER):
+        raise_if_stopped()
         times = torch.arange(start, min(start + STEPS_TOGETHER, length))[:, None]
         steps = batch.steps(rows.expand_as(times), times)
         found = policy.predict_images_only(steps, memory)

@@ -36,6 +36,7 @@ from deft.training.phases.recorded import DatasetExplorer
 from deft.training.phases.teacher import make_exploration
 from deft.training.phases.world_model_trainer import encode_frames
 from deft.training.run_folder import checkpoint_choice
+from deft.training.signals import raise_if_stopped
 from deft.training.waypoints.files import write_json
 
 EVALUATION_FILE = "evaluation.json"  # in the run folder, for its report
@@ -162,6 +163,7 @@ def episode_losses(policy: F1Policy, batches: list[EpisodeBatch], together: int 
         memory = policy.initial_memory(len(batch.lengths)) if policy.config.memory_enabled else None
         losses = torch.zeros(len(batch.lengths), device=policy.device)
         for start in range(0, batch.longest, together):
+            raise_if_stopped()
             cut = batch.chunk(start, together)
             assert cut is not None
             steps, rows = cut[0], cut[1].to(policy.device)
@@ -217,6 +219,7 @@ def foresee(
     memory = policy.initial_memory(len(batch.lengths)) if has_memory else None
     length = reset_every or HORIZON
     for start in range(0, min(batch.longest, LONGEST), length):
+        raise_if_stopped()
         cut = batch.chunk(start, length)
         assert cut is not None
         if memory is not None and reset_every is not None:

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from deft.errors import Stopped
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -16,6 +21,28 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def never() -> bool:
     """The stop request of whoever has none."""
     return False
+
+
+_stop_request: ContextVar[Callable[[], bool]] = ContextVar("stop_request", default=never)
+
+
+@contextmanager
+def interruptible(stop: Callable[[], bool]) -> Iterator[None]:
+    """Let `raise_if_stopped` end what runs in this context once `stop` returns True."""
+    token = _stop_request.set(stop)
+    try:
+        yield
+    finally:
+        _stop_request.reset(token)
+
+
+def raise_if_stopped() -> None:
+    """Raise `Stopped` if a stop was requested and the caller's work is `interruptible`.
+
+    Collection and evaluation call it between two steps. Outside `interruptible` it does nothing.
+    """
+    if _stop_request.get()():
+        raise Stopped
 
 
 class StopSignal:

@@ -127,8 +127,10 @@ class AdversarialTrainer(WorldModelTrainer):
         """The explorer acts and learns, then the world model learns what came of it."""
         game = self.config.adversarial
         self.policy.eval()
-        found = self.rollouts.collect(version=self.ppo.version)
-        metrics: Metrics = dict(self.reward.pay(self.policy, found))
+        with self.stoppable():
+            found = self.rollouts.collect(version=self.ppo.version)
+            wandered = self._wander(game.random_episodes)
+            metrics: Metrics = dict(self.reward.pay(self.policy, found))
         spread, saturated = action_spread(found, game.explorer_scale)
         metrics |= {
             "train/reward": found.rollout[schema.NEXT_REWARD].mean(),
@@ -138,14 +140,27 @@ class AdversarialTrainer(WorldModelTrainer):
         if self.episode >= game.wm_warmup:
             self.ppo.progress = self.progress
             metrics |= {f"ppo/{name}": value for name, value in self.ppo.update(iter([found.rollout])).items()}
-        self._keep(found.episodes)
+        self._keep(found.episodes, wandered)
         metrics |= self._train_world_model()
         self.reward.end_iteration(self.policy, self.episode + 1)
-        held_out = self.held_out_loss()
-        metrics |= {"train/held_out_loss": held_out, "game/warm_up": self.warms_up}
-        metrics |= {"game/replay": len(self.replay), "game/random": len(self.wandered)}
-        self._look_for_a_collapse(held_out, spread, saturated, float(metrics["reward/paid_steps"]))
+        metrics |= {"game/warm_up": self.warms_up, "game/replay": len(self.replay), "game/random": len(self.wandered)}
         return 1, metrics
+
+    def evaluate_round(self, metrics: Metrics) -> Metrics:
+        """The held-out loss; with it and the round's metrics the guard looks for a collapse."""
+        held_out = self.held_out_loss()
+        of_actions = (float(metrics[name]) for name in ("game/action_spread", "game/actions_at_limit"))
+        self._look_for_a_collapse(held_out, *of_actions, float(metrics["reward/paid_steps"]))
+        return {"train/held_out_loss": held_out}
+
+    def collection_state(self) -> tuple[dict[str, Any], int]:
+        """Which scenes come next, the explorer's and the random ones."""
+        return self.rollouts.state_dict(), self.num_random
+
+    def restore_collection(self, state: tuple[dict[str, Any], int]) -> None:
+        """The inverse of `collection_state`."""
+        self.rollouts.load_state_dict(state[0])
+        self.num_random = state[1]
 
     def _look_for_a_collapse(self, held_out: float, spread: float, saturated: float, paid: float) -> None:
         """Of all processes alike: of each measure the one that is furthest from a collapse."""
@@ -160,13 +175,13 @@ class AdversarialTrainer(WorldModelTrainer):
         """1 while the world model alone learns, else 0."""
         return float(self.episode < self.config.adversarial.wm_warmup)
 
-    def _keep(self, episodes: list[RobotEpisode]) -> None:
+    def _keep(self, episodes: list[RobotEpisode], wandered: list[RobotEpisode]) -> None:
         """The explorer's new episodes; those they displace become older data. And some random ones."""
         strength = self.training.colour_augmentation
         displaced = max(0, len(self.recent) + len(episodes) - (self.recent.episodes.maxlen or 0))
         self.replay.add(list(self.recent.episodes)[:displaced])
         self.recent.add(self._coded(recoloured(episode, self.generator, strength)) for episode in episodes)
-        self.wandered.add(self._coded(episode) for episode in self._wander(self.config.adversarial.random_episodes))
+        self.wandered.add(self._coded(episode) for episode in wandered)
 
     def _wander(self, count: int) -> list[RobotEpisode]:
         """The next random episodes; with `overlap`, those of the next iteration are collected meanwhile.

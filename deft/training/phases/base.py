@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from deft.config.f1_settings import PhaseConfig
 from deft.config.loading import to_dict
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, read_phase_config, write_phase_config
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, Stopped
 from deft.models.f1.config import F1Config, read_f1_config
 from deft.models.f1.experts import GatedMLP
 from deft.models.f1.loading import load_f1_policy
@@ -40,7 +40,7 @@ from deft.training.processes import Processes, SilentLogger
 from deft.training.random_state import get_random_state, seed_everything, set_random_state
 from deft.training.run_folder import remove_run
 from deft.training.seeds import process_seed
-from deft.training.signals import StopSignal
+from deft.training.signals import StopSignal, interruptible, never
 from deft.training.waypoints.files import write_json
 
 log = logging.getLogger(__name__)
@@ -91,6 +91,9 @@ class BaseRLTrainer(ABC):
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._is_saved = False  # whether a checkpoint of this run holds all that it has learned
+        self._stop: Callable[[], bool] = never
+        self._unfinished: tuple[int, Metrics] | None = None
+        """A round whose updates are done, not yet evaluated and logged: `episode` before it, and its metrics."""
         self._started = time.monotonic()
         self.ends_with: RunError | None = None  # what a round found, after which the run must not go on
 
@@ -98,7 +101,21 @@ class BaseRLTrainer(ABC):
 
     @abstractmethod
     def train_round(self) -> tuple[int, Metrics]:
-        """Train on some episodes; how many they were in all processes, and what is to be logged of it."""
+        """Train on some episodes; how many they were in all processes, and what is to be logged of it.
+
+        What comes before the first update is `stoppable`: a run that stops there repeats the round when it is resumed.
+        """
+
+    def evaluate_round(self, metrics: Metrics) -> Metrics:
+        """Evaluate after a round with these metrics; called once the round is saved. Returns further metrics."""
+        return {}
+
+    def collection_state(self) -> Any:
+        """What collecting changes, apart from the random state."""
+        return None
+
+    def restore_collection(self, state: Any) -> None:  # noqa: B027
+        """The inverse of `collection_state`."""
 
     def choose_what_learns(self) -> None:
         """Which weights of the policy get gradients."""
@@ -184,11 +201,14 @@ class BaseRLTrainer(ABC):
     def train(self) -> dict[str, Any]:
         """Train until `total` or `max_minutes`, and return a summary.
 
-        Ctrl-C and SIGTERM stop between two rounds; the run is saved then, and also when it fails.
+        A signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) stops between two steps of collection and evaluation, or after the
+        updates of a round. The run is saved then, and also when it fails.
         """
         if self.resume_from is not None:
             self.load(self.resume_from)
         total, stop = self.total, StopSignal()
+        # Several processes stop together, between two rounds.
+        self._stop = stop if self.processes.count == 1 else never
         threads = self._threads.applied()
         with stop, threads, self._run_folder(total) as run_log:
             self._log = run_log
@@ -203,10 +223,10 @@ class BaseRLTrainer(ABC):
                 log.warning("nothing to do: the run has had its %g minutes (max_minutes)", self.training.max_minutes)
             self._started = time.monotonic() - self.elapsed
             try:
+                if self._unfinished is not None:
+                    self._finish_round(run_log)
                 while not self._is_over(stop):
                     self._round(run_log)
-                    if self.ends_with is not None:
-                        raise self.ends_with
                 if (self.processes.is_first or self.is_sharded) and not self._is_saved:
                     self.save()
             except BaseException as error:
@@ -232,44 +252,79 @@ class BaseRLTrainer(ABC):
         over = self.episode >= self.total or stop() or self.progress >= 1.0
         return bool(self.processes.largest(float(over), self.device))
 
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let a stop request end collection or evaluation, and restore what it has changed by then."""
+        random_state, state = get_random_state(), self.collection_state()
+        try:
+            with interruptible(self._stop):
+                yield
+        except Stopped:
+            set_random_state(random_state)
+            self.restore_collection(state)
+            raise
+
     def _round(self, run_log: RunLogger) -> None:
-        previous = self.episode
         self._threads.begin()
-        count, metrics = self.train_round()
+        try:
+            count, metrics = self.train_round()
+        except Stopped:  # before the first update
+            return
+        self._unfinished = (self.episode, metrics)
         self.episode += count
         self._is_saved = False
         self._threads.tick(count)
         self.elapsed = self.processes.share(time.monotonic() - self._started)
         self._set_learning_rate()
+        self._finish_round(run_log)
+
+    def _finish_round(self, run_log: RunLogger) -> None:
+        """Save if it is due, then evaluate and log the round, and draw samples: nothing of that can lose the round."""
+        assert self._unfinished is not None
+        previous, metrics = self._unfinished
         settings, number = self.training, self.episode
-        is_last = self.progress >= 1.0 or self.ends_with is not None
-        is_logged = crossed(previous, number, settings.log_every) or is_last
+        is_logged = crossed(previous, number, settings.log_every) or self.progress >= 1.0
         is_saved = crossed(previous, number, settings.save_every)
-        if self.is_sharded and is_logged:
+        saves = self.processes.is_first or self.is_sharded
+        if is_logged and saves:
             self._check_finite()
-        if not self.processes.is_first:
-            if self.is_sharded and is_saved:
-                self.save()  # gives the first process its part
-            return
-        if is_logged:
-            self._last_metrics = {name: float(value) for name, value in metrics.items()}
-            if not self.is_sharded:
-                self._check_finite()
-            run_log.log_metrics(number, self._last_metrics)
-        for row, shown_as in self._due(previous, settings.sample_save_every):
-            self.write_sample(self.run_dir / "samples" / f"episode_{shown_as}.png", row)
-        for row, shown_as in self._due(previous, settings.video_save_every):
-            self.write_video(self.run_dir / "videos" / f"episode_{shown_as}.mp4", row)
-        if is_saved:
+            self._last_metrics = metrics = _floats(metrics)
+        if is_saved and saves and not self._is_saved:
             self.save()
-            if self.ends_with is None:  # else those before are the good ones
+        try:
+            with self.stoppable():
+                metrics = {**metrics, **self.evaluate_round(metrics)}
+        except Stopped:
+            return
+        self._unfinished = None
+        if self.ends_with is not None:
+            is_logged, self._is_saved = True, False  # what the evaluation found is part of the state
+        if self.processes.is_first:
+            if is_logged:
+                self._last_metrics = _floats(metrics)
+                run_log.log_metrics(number, self._last_metrics)
+            if is_saved and self.ends_with is None:  # else those before are the good ones
                 checkpoint.prune_checkpoints(self.run_dir, settings.keep_checkpoints, number)
-        if settings.max_minutes is not None:
-            run_log.expect(max(number, round(number / self.progress)))  # where the clock will end it
+            with contextlib.suppress(Stopped), interruptible(self._stop):
+                self._write_samples(previous)
+            self._show_progress(run_log)
+        if self.ends_with is not None:
+            raise self.ends_with
+
+    def _write_samples(self, previous: int) -> None:
+        """The images and videos that are due after a round."""
+        for row, shown_as in self._due(previous, self.training.sample_save_every):
+            self.write_sample(self.run_dir / "samples" / f"episode_{shown_as}.png", row)
+        for row, shown_as in self._due(previous, self.training.video_save_every):
+            self.write_video(self.run_dir / "videos" / f"episode_{shown_as}.mp4", row)
+
+    def _show_progress(self, run_log: RunLogger) -> None:
+        if self.training.max_minutes is not None:
+            run_log.expect(max(self.episode, round(self.episode / self.progress)))  # where the clock will end it
         shown = {
             name: self._last_metrics[f"train/{name}"] for name in self.shown if f"train/{name}" in self._last_metrics
         }
-        run_log.progress(number, **shown)
+        run_log.progress(self.episode, **shown)
 
     def _due(self, previous: int, interval: int) -> list[tuple[int, int]]:
         """Rows of this process's last batch, and the numbers of their episodes that are multiples of `interval`.
@@ -326,6 +381,7 @@ class BaseRLTrainer(ABC):
             "log": self._log.state_dict() if self._log is not None else self._log_state,
             "config": to_dict(self.config),
             "state": self.state_dict(),
+            "unfinished": None if self._unfinished is None else [self._unfinished[0], _floats(self._unfinished[1])],
         }
         if self.is_sharded:
             weights = sharding.whole_weights(self.policy)
@@ -386,6 +442,8 @@ class BaseRLTrainer(ABC):
         if folder.resolve() == (self.run_dir / f"checkpoint-{self.episode}").resolve():
             self._is_saved = True
         self._log_state, self._random_state = state["log"], state["random"]
+        unfinished = state.get("unfinished")  # earlier versions had none
+        self._unfinished = None if unfinished is None else (unfinished[0], unfinished[1])
         self.load_state_dict(state["state"])
 
     def _check_finite(self) -> None:
@@ -496,10 +554,15 @@ class BaseRLTrainer(ABC):
             write_phase_config(self.config, self.run_dir / CONFIG_FILE)
             write_json(to_dict(self.policy.config), self.run_dir / MODEL_FILE)
             run_config = to_dict(self.config)
-            with RunLogger(self.run_dir, self.config.logging, total, self.episode, run_config, self.unit) as run_log:
+            logged = self.episode if self._unfinished is None else self._unfinished[0]
+            with RunLogger(self.run_dir, self.config.logging, total, logged, run_config, self.unit) as run_log:
                 if self._log_state is not None:
                     run_log.load_state_dict(self._log_state)
                 yield run_log
+
+
+def _floats(metrics: Metrics) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def find_start(setting: str, given: str | Path) -> Path:

@@ -26,9 +26,11 @@ from deft.data.augmentation import recoloured
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, TeacherEnv
 from deft.errors import DeftError, InputError, RunError
+from deft.training.signals import raise_if_stopped
 
 SCENES = 2**31  # training's scenes have seeds below it, held-out ones from it on
 NICENESS = 5  # collecting takes what training leaves of a core
+WAIT_INTERVAL = 0.2  # seconds between looks at a stop request
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER_CODE = (
     # A stop request is for the run, which ends its workers.
@@ -76,6 +78,7 @@ class Exploration:
         observations, over = [observation], False
         actions: list[np.ndarray] = []
         while not over:
+            raise_if_stopped()
             action = self.choose(env, generator, len(actions))
             observation, _, terminated, truncated, info = env.step(action.astype(np.float32))
             over = terminated or truncated
@@ -187,10 +190,11 @@ class ProcessExplorer:
         """The next `count` episodes; waits for them."""
         with self._changed:
             while len(self._waiting) < count and self._failure is None:
+                raise_if_stopped()
                 under_way = len(self._busy) * self._kept
                 self._allowed = max(self._allowed, count - len(self._waiting) - under_way)
                 self._give_work()
-                self._changed.wait(1.0)
+                self._changed.wait(WAIT_INTERVAL)
             self._check()
             return [self._waiting.popleft() for _ in range(count)]
 

@@ -45,6 +45,7 @@ from deft.training.phases.exploration import Exploration
 from deft.training.phases.rewards import Measures
 from deft.training.processes import Processes
 from deft.training.seeds import process_seed
+from deft.training.signals import raise_if_stopped
 
 log = logging.getLogger(__name__)
 STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass
@@ -188,6 +189,7 @@ class ExplorerRollouts:
         records = [_Record(number, seen, codes.cpu(), column) for column, number in enumerate(self._numbers())]
         done: list[_Record] = []
         for time in range(self.num_steps):
+            raise_if_stopped()
             td = TensorDict(
                 {
                     schema.OBSERVATION: self._observation(seen, codes),
@@ -355,6 +357,7 @@ def measure(world_model: F1Policy, found: Collected) -> Measures:
     columns: dict[str, list[Tensor]] = {"wm_losses": [], "wm_entropies": [], "remembered": []}
     memory = world_model.initial_memory(len(batch.lengths))
     for start in range(0, batch.longest, STEPS_TOGETHER):
+        raise_if_stopped()
         cut = batch.chunk(start, STEPS_TOGETHER)
         assert cut is not None
         steps, rows = cut[0], cut[1].to(memory.device)

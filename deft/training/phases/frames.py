@@ -30,6 +30,7 @@ from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.frames import to_model, to_pictures
 from deft.training.phases.recorded import split, trained_on
+from deft.training.signals import raise_if_stopped
 
 COPIES = 32  # of the tabletop, however many workers there are: the order of the pictures depends on it
 HELD_OUT_SEED = 1_000_000  # added to the run's: other scenes
@@ -53,6 +54,7 @@ class FrameStore:
         """The first `count` pictures; waits until they are there."""
         with self._changed:
             while self._count < count:
+                raise_if_stopped()
                 if self._error is not None:
                     raise self._error
                 if not self._thread.is_alive():
@@ -109,6 +111,7 @@ class TabletopFrames:
         found: list[np.ndarray] = []
         with contextlib.closing(self._render(self._config.seed + HELD_OUT_SEED)) as chunks:
             for chunk in chunks:
+                raise_if_stopped()
                 found.append(chunk)
                 if sum(map(len, found)) >= count * len(CAMERAS):
                     break

@@ -24,6 +24,7 @@ from deft.data.datasets.lerobot import matches as is_lerobot
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.tabletop.control import PADDED_SIZE
 from deft.errors import InputError
+from deft.training.signals import raise_if_stopped
 
 log = logging.getLogger(__name__)
 WRIST_NAMES = ("wrist", "hand", "gripper")
@@ -70,6 +71,7 @@ class DatasetExplorer:
         """The next `count` episodes."""
         found = []
         for _ in range(count):
+            raise_if_stopped()
             turn, place = divmod(self._next, self.num_episodes)
             order = np.random.default_rng([self.training.seed, turn]).permutation(self._mine)
             generator = np.random.default_rng([self.training.seed, self._next, 2])

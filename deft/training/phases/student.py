@@ -88,9 +88,10 @@ class StudentTrainer(BaseRLTrainer):
     def train_round(self) -> tuple[int, Metrics]:
         """One PPO iteration on new episodes."""
         self.ppo.progress = self.progress
-        found = self.rollouts.collect(version=self.ppo.version)
-        with autocast(self.device, self.autocast_dtype):
-            measures = measure(self.teacher, found)
+        with self.stoppable():
+            found = self.rollouts.collect(version=self.ppo.version)
+            with autocast(self.device, self.autocast_dtype):
+                measures = measure(self.teacher, found)
         found.pay(*self.reward(measures))
         self._shown_episodes = found.batch(self.teacher) if self.processes.is_first else None
         metrics = self.ppo.update(iter([found.rollout]))
@@ -99,6 +100,14 @@ class StudentTrainer(BaseRLTrainer):
             **exploration_metrics(found, measures),
             **{f"train/{name}": value for name, value in metrics.items()},
         }
+
+    def collection_state(self) -> dict[str, Any]:
+        """Which scenes come next."""
+        return self.rollouts.state_dict()
+
+    def restore_collection(self, state: dict[str, Any]) -> None:
+        """The inverse of `collection_state`."""
+        self.rollouts.load_state_dict(state)
 
     def choose_what_learns(self) -> None:
         """The explorer did when it was made: all but the world model."""

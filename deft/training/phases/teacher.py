@@ -103,7 +103,8 @@ class TeacherTrainer(WorldModelTrainer):
 
     def train_round(self) -> tuple[int, Metrics]:
         """Train on `batch_size` episodes, new ones before those that were trained on already."""
-        self._gather()
+        with self.stoppable():
+            self._gather()
         config, num_new = self.policy.config, self.buffer.num_unseen
         places = self.buffer.draw(self.training.batch_size, self.generator)
         batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
@@ -283,20 +284,21 @@ class TeacherTrainer(WorldModelTrainer):
             # Which scenes were under way when it was saved is not known: new ones follow, and the buffer fills up anew.
             first = -(-self.num_taken // self.exploration().scenes_kept)
             self.explorer = ProcessExplorer(self.exploration(), self.num_workers, first * count + rank, count)
-            self.buffer = self._make_buffer(self.explorer)
+            self.buffer, self._buffer_state = self._make_buffer(self.explorer), None
             return self.explorer
         explorer: InlineExplorer | DatasetExplorer
         if self.training.dataset is not None:
             explorer = self._dataset or self._open_dataset(self.policy.config)
         else:
             explorer = InlineExplorer(self.exploration(), rank, count)
-        self.explorer, self.buffer = explorer, self._make_buffer(explorer)
-        held = min(self.num_taken, self.buffer.capacity)
+        self.explorer, buffer = explorer, self._make_buffer(explorer)
+        held = min(self.num_taken, buffer.capacity)
         explorer.skip(self.num_taken - held)
-        if held and self._buffer_state is not None and len(self._buffer_state["drawn"]) == self.buffer.capacity:
-            self.buffer.refill(self.coded(explorer.take(held)), self._buffer_state)
+        if held and self._buffer_state is not None and len(self._buffer_state["drawn"]) == buffer.capacity:
+            buffer.refill(self.coded(explorer.take(held)), self._buffer_state)
         else:
             explorer.skip(held)
+        self.buffer, self._buffer_state = buffer, None
         return explorer
 
     def model_config(self) -> F1Config:
@@ -335,7 +337,8 @@ class TeacherTrainer(WorldModelTrainer):
             "motion_optimizer": motion,
             "memory_optimizer": self.optimizer_state(self.memory_optimizer),
             "normalization": normalization,
-            "buffer": self.buffer.state_dict(),
+            # A run that stopped before it had filled the buffer again passes on what it has loaded.
+            "buffer": self.buffer.state_dict() if self._buffer_state is None else self._buffer_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
 from deft.config.tokenizer_settings import TokenizerTrainingConfig
 from deft.data.datasets.dataset import same_fingerprint
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.image_quality import psnr, ssim
 from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import read_f1_config
@@ -36,11 +36,11 @@ from deft.ownership import record
 from deft.training import checkpoint
 from deft.training.compute import Threads, choose_device, thread_counts
 from deft.training.intervals import crossed
-from deft.training.logging import RunLogger
+from deft.training.logging import RunLogger, logged_evaluations
 from deft.training.phases.frames import DatasetFrames, FrameStore, TabletopFrames
 from deft.training.random_state import seed_everything
 from deft.training.run_folder import remove_run
-from deft.training.signals import StopSignal
+from deft.training.signals import StopSignal, interruptible, raise_if_stopped
 from deft.training.waypoints.files import write_json
 
 log = logging.getLogger(__name__)
@@ -83,13 +83,17 @@ def train_tokenizer(config: TokenizerTrainingConfig, logging_config: LoggingConf
             remove_run(folder)
         write_json(to_dict(config), folder / CONFIG)
         settings = logging_config or LoggingConfig()
-        with RunLogger(
-            folder, settings, config.num_updates, trainer.num_updates, to_dict(config), unit="updates"
-        ) as run_log:
+        with (
+            RunLogger(
+                folder, settings, config.num_updates, trainer.num_updates, to_dict(config), unit="updates"
+            ) as run_log,
+            contextlib.suppress(Stopped),
+            interruptible(stop),
+        ):
             held_out = source.held_out()
             store = FrameStore(source.training(), source.num_frames, size, trainer.device)
             try:
-                results = trainer.run(store, held_out, run_log, stop)
+                results = trainer.run(store, held_out, run_log)
             finally:
                 store.close()
     stop.reraise()
@@ -120,7 +124,7 @@ class TokenizerTrainer:
             learning, config.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=self.device.type == "cuda"
         )
         self.generator = torch.Generator().manual_seed(config.seed)  # on the CPU: one sequence on every device
-        self.num_updates = 0
+        self.num_updates = self._saved_at = 0
         self.autocast = _autocast_type(config.precision, self.device)
         self.threads = Threads(thread_counts(config.threads))
 
@@ -129,34 +133,58 @@ class TokenizerTrainer:
         """Share of the updates that are done."""
         return self.num_updates / self.config.num_updates
 
-    def run(
-        self, store: FrameStore, held_out: dict[str, Tensor], run_log: RunLogger, stop: StopSignal
-    ) -> dict[str, Any]:
-        """Update to the end, or until stopped; what is due is logged, evaluated and saved on the way."""
-        config, results = self.config, {}
-        while self.num_updates < config.num_updates and not stop():
-            self.threads.begin()
-            metrics = self.update(store)
-            self.threads.tick(1)
-            step, is_last = self.num_updates, self.num_updates == config.num_updates
-            run_log.progress(step)
-            if crossed(step - 1, step, config.log_interval) or is_last:
-                values = {f"train/{name}": float(value) for name, value in metrics.items()}
-                if not all(map(math.isfinite, values.values())):
-                    raise RunError(f"the tokenizer's loss is not finite at update {step}; lower --lr ({config.lr:g})")
-                run_log.log_metrics(step, values)
-            if (crossed(step - 1, step, config.eval_interval) or is_last) and self.is_coding:
-                results = self.evaluate(held_out)
-                run_log.log_evaluation(step, results)
-                log.info("update %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in results.items()))
-                self.write_samples(held_out)
-            if crossed(step - 1, step, config.save_interval) or is_last or stop():
+    def run(self, store: FrameStore, held_out: dict[str, Tensor], run_log: RunLogger) -> dict[str, Any]:
+        """Update to the end; what is due is logged, saved and then evaluated on the way.
+
+        A stop request saves and raises `Stopped` between two updates, while frames are waited for, or between two parts
+        of an evaluation. An evaluation that was stopped is made when the run is resumed.
+        """
+        config = self.config
+        results = self._evaluate_if_due(held_out, run_log) if self.num_updates else {}
+        try:
+            while self.num_updates < config.num_updates:
+                raise_if_stopped()
+                self.threads.begin()
+                metrics = self.update(store)
+                self.threads.tick(1)
+                step, is_last = self.num_updates, self.num_updates == config.num_updates
+                run_log.progress(step)
+                if crossed(step - 1, step, config.log_interval) or is_last:
+                    values = {f"train/{name}": float(value) for name, value in metrics.items()}
+                    if not all(map(math.isfinite, values.values())):
+                        raise RunError(
+                            f"the tokenizer's loss is not finite at update {step}; lower --lr ({config.lr:g})"
+                        )
+                    run_log.log_metrics(step, values)
+                if crossed(step - 1, step, config.save_interval) or self._is_evaluated:
+                    self.save(results)
+                    run_log.flush()
+                results = self._evaluate_if_due(held_out, run_log) or results
+        except Stopped:
+            if self.num_updates > self._saved_at:
                 self.save(results)
-                run_log.flush()
-        if self.num_updates == config.num_updates:
-            results = results or self.evaluate(held_out)  # there are none where a run was resumed at its end
-            self.write_weights(results)
+            raise
+        self.write_weights(results)
         return {"updates": self.num_updates, **results}
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether these weights are to be evaluated: every `eval_interval` updates, and at the end."""
+        step, config = self.num_updates, self.config
+        return (crossed(step - 1, step, config.eval_interval) or step == config.num_updates) and self.is_coding
+
+    def _evaluate_if_due(self, held_out: dict[str, Tensor], run_log: RunLogger) -> dict[str, float]:
+        """Evaluate, log it and write samples; where it is in the metrics already, only return what was found."""
+        if not self._is_evaluated:
+            return {}
+        step, logged = self.num_updates, logged_evaluations(self.folder, self.num_updates)
+        if logged and logged[-1]["step"] == step:
+            return {name: value for name, value in logged[-1].items() if name not in ("type", "step", "time")}
+        results = self.evaluate(held_out)
+        run_log.log_evaluation(step, results)
+        log.info("update %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in results.items()))
+        self.write_samples(held_out)
+        return results
 
     @property
     def is_coding(self) -> bool:
@@ -226,8 +254,9 @@ class TokenizerTrainer:
         total = len(store.frames)
         first = min(total, max(START_FRAMES, round(STORE_START * total)))
         available = first + round((total - first) * min(1.0, 2 * self.progress))
+        pictures = store.first(available)  # may wait, and be stopped: nothing is drawn before it
         chosen = torch.randint(available, (count,), generator=self.generator)
-        pictures = store.first(available)[chosen.to(self.device)]
+        pictures = pictures[chosen.to(self.device)]
         frames = to_model(pictures, self.model.config.image_size, "frames")
         if self.config.color_jitter:
             scale = 1 + self.config.color_jitter * (2 * torch.rand(count, 3, 1, 1, generator=self.generator) - 1)
@@ -255,6 +284,7 @@ class TokenizerTrainer:
         """What becomes of uint8 pictures [B, 3, h, w], and their codes [B, L]; on the CPU."""
         made, codes = [], []
         for part in pictures.split(CHUNK):
+            raise_if_stopped()
             found = self.model.encode(to_model(part.to(self.device), self.model.config.image_size, "frames"))
             codes.append(found.cpu())
             made.append(to_pictures(self.model.decode(found)).cpu())
@@ -317,6 +347,7 @@ class TokenizerTrainer:
         }
         weights = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
         path = checkpoint.save_checkpoint(self.folder, self.num_updates, weights, state, results)
+        self._saved_at = self.num_updates
         checkpoint.prune_checkpoints(self.folder, self.config.keep_checkpoints, self.num_updates)
         return path
 
@@ -333,7 +364,7 @@ class TokenizerTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.codebook.load_state_dict(state["codebook"])
         self.generator.set_state(state["generator"])
-        self.num_updates = state["num_updates"]
+        self.num_updates = self._saved_at = state["num_updates"]
         self.threads.load_state_dict(state.get("threads"))
 
 

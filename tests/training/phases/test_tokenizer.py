@@ -1,6 +1,9 @@
 """The image tokenizer's training, on a model of 16 pixels and a recorded set of pictures; the tabletop's with few."""
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +18,17 @@ from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
 from deft.config.tokenizer_settings import TokenizerTrainingConfig
 from deft.envs.tabletop.pictures import TabletopPictures
-from deft.errors import InputError
+from deft.errors import InputError, Stopped
 from deft.evaluation.image_quality import psnr
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.loading import WEIGHTS, load_f1_policy
 from deft.models.f1.policy import F1Policy
+from deft.models.f1.vq import MultiScaleTokenizer
+from deft.training import checkpoint
 from deft.training.phases.frames import DatasetFrames, FrameStore
 from deft.training.phases.recorded import split
 from deft.training.phases.tokenizer import TokenizerTrainer, perplexity, train_tokenizer
+from deft.training.signals import interruptible
 
 QUIET = LoggingConfig(console_level="ERROR", tensorboard=False)
 
@@ -98,6 +104,63 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, model, reco
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first.keys() == second.keys()
     assert whole["psnr"] == resumed["psnr"]
+
+
+def signal_in(monkeypatch, owner, name: str, at: int) -> list[int]:
+    """Send the process SIGTERM in the `at`-th call of a method; counts the calls."""
+    method, calls = getattr(owner, name), [0]
+
+    def signalling(*given):
+        calls[0] += 1
+        if calls[0] == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return method(*given)
+
+    monkeypatch.setattr(owner, name, signalling)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("where", "at", "saved"),
+    [
+        ((TokenizerTrainer, "update"), 4, "checkpoint-4"),
+        ((MultiScaleTokenizer, "encode"), 2, "checkpoint-6"),  # the second of its four parts
+        ((MultiScaleTokenizer, "encode"), 9, "checkpoint-12"),  # likewise: the first has four, and its samples three
+    ],
+    ids=["between two updates", "in an evaluation", "in the last evaluation"],
+)
+def test_a_signal_saves_and_the_resumed_run_is_the_same(tmp_path, model, recording, monkeypatch, where, at, saved):
+    monkeypatch.setattr("deft.training.phases.tokenizer.CHUNK", 5)  # of 20 held-out images: four parts
+    settings = {"num_updates": 12, "eval_interval": 6, "save_interval": 6, "log_interval": 3}
+    train_tokenizer(_config(tmp_path, model, recording, "whole", **settings), QUIET)
+    with monkeypatch.context() as patched:
+        calls = signal_in(patched, *where, at)
+        with pytest.raises(SystemExit) as ended:
+            train_tokenizer(_config(tmp_path, model, recording, "half", **settings), QUIET)
+    assert (ended.value.code, calls[0]) == (143, at)
+    assert checkpoint.list_checkpoints(tmp_path / "half")[-1].name == saved
+    assert not (tmp_path / "half" / "tokenizer.safetensors").exists()
+    train_tokenizer(_config(tmp_path, model, recording, "half", resume=True, **settings), QUIET)
+    one, other = (load_file(tmp_path / name / "tokenizer.safetensors") for name in ("whole", "half"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    files = [tmp_path / name / "episode_metrics.jsonl" for name in ("whole", "half")]
+    first, second = ([{**json.loads(line), "time": 0} for line in file.read_text().splitlines()] for file in files)
+    assert [line["step"] for line in first if line["type"] == "evaluation"] == [6, 12]
+    assert first == second
+
+
+def test_a_stop_does_not_wait_for_frames():
+    waiting = threading.Event()
+
+    def source():
+        waiting.wait(30)
+        yield np.zeros((4, 3, 2, 2), np.uint8)
+
+    store = FrameStore(source(), 4, 2, torch.device("cpu"))
+    with pytest.raises(Stopped), interruptible(lambda: True):
+        store.first(4)
+    waiting.set()
+    store.close()
 
 
 def test_training_goes_on_from_a_tokenizer_that_is_there(tmp_path, model, recording):
