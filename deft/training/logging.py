@@ -31,8 +31,9 @@ from torch import Tensor
 
 from deft.config.settings import LoggingConfig
 from deft.errors import RunError, Stopped
-from deft.ownership import record, start_index
-from deft.training.sinks import open_sinks
+from deft.ownership import INDEX, record, start_index
+from deft.training.checkpoint import folder_lock
+from deft.training.sinks import TensorBoardSink, open_sinks, write_again
 
 METRICS_FILE = "episode_metrics.jsonl"
 WINDOW = 100  # episodes, at least, that mean_reward, mean_length and success_rate are taken over
@@ -58,6 +59,8 @@ class RunLogger:
 
     With `start_step` 0 the metrics of an earlier run in the folder are replaced; with a later one, what was logged
     after that step is dropped, since it is about to be logged again. Means are over the last `window` episodes.
+    `write_start` writes the other files that the start of a run leaves in the folder, such as its config: it is called
+    when the folder was removed while the run trains.
     """
 
     def __init__(
@@ -69,21 +72,24 @@ class RunLogger:
         run_config: dict[str, Any] | None = None,
         unit: str = "steps",
         window: int = WINDOW,
+        write_start: Callable[[], None] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
+        self._write_start = write_start
         self._window: deque[tuple[float, int, bool | None]] = deque(maxlen=window)
         self._terms: deque[dict[str, float]] = deque(maxlen=window)
         self._closed = False
         with self._writing(), ExitStack() as resources:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             start_index(self.run_dir)
+            self._folder_id = _folder_id(self.run_dir)
             console = resources.enter_context(_console(settings.console_level))
             self._log_file: _LogFile | None = None
             if settings.enable_file_logging:
                 self._log_file = resources.enter_context(_log_file(self.run_dir / "logs", settings.file_level))
             path = self.run_dir / METRICS_FILE
             _drop_lines_after(path, start_step)
-            self._lines = open(record(path), "ab")  # noqa: SIM115 (closed by `resources`)
+            self._lines = open(record(path), "a+b")  # noqa: SIM115 (closed by `resources`)
             resources.callback(self._lines.close)
             self._sinks = open_sinks(self.run_dir, settings, start_step, run_config)
             for sink in self._sinks:
@@ -179,8 +185,29 @@ class RunLogger:
         """How many steps there will be in all, where that shows only on the way."""
         self._progress.set_total(total_timesteps)
 
+    def restore_folder(self) -> None:
+        """If the run folder was removed, create it again, with the files that a resumed run needs, and warn."""
+        if _folder_id(self.run_dir) == self._folder_id or (self.run_dir / INDEX).exists():
+            return
+        logger.warning("%s was removed: it is written again, without its earlier checkpoints", self.run_dir)
+        with self._writing():
+            self._resources.enter_context(folder_lock(self.run_dir))
+            start_index(self.run_dir)
+            self._folder_id = _folder_id(self.run_dir)
+            if self._write_start is not None:
+                self._write_start()
+            self._lines = write_again(self._lines, self.run_dir / METRICS_FILE)
+            self._resources.callback(self._lines.close)
+            if self._log_file is not None:
+                Path(self._log_file.baseFilename).parent.mkdir(exist_ok=True)
+                self._log_file.close()  # it is opened again by the next message
+            for sink in self._sinks:
+                if isinstance(sink, TensorBoardSink):
+                    sink.restore()
+
     def flush(self) -> None:
         """Bring everything logged so far to disk; called with every checkpoint."""
+        self.restore_folder()
         with self._writing():
             self._lines.flush()
             for sink in self._sinks:
@@ -296,6 +323,15 @@ def _finite(value: Any) -> Any:
     if value is None or isinstance(value, str | int):
         return value
     return _finite(_plain(value))
+
+
+def _folder_id(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one of the same name; None where there is none."""
+    try:
+        about = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return about.st_dev, about.st_ino
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -333,7 +333,9 @@ class OfflineTrainer:
         checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_updates, pending)
 
     def _save_once(self) -> None:
-        if self._saved_step != self.num_updates:
+        """Save, unless a checkpoint of these updates is there."""
+        is_there = (self.run_dir / f"checkpoint-{self.num_updates}").exists()  # not where the folder was removed
+        if self._saved_step != self.num_updates or not self.processes.share(is_there):
             self.save()
 
     def save(self, path: str | Path | None = None, alone: bool = False) -> Path:
@@ -504,7 +506,15 @@ class OfflineTrainer:
             raise InputError(
                 f"output_dir: {self.run_dir} already holds a run; load() it to go on, or use another folder"
             )
-        run_log = RunLogger(self.run_dir, self.logging_config, total, self.num_updates, self._run_config, "updates")
+        run_log = RunLogger(
+            self.run_dir,
+            self.logging_config,
+            total,
+            self.num_updates,
+            self._run_config,
+            "updates",
+            write_start=self._on_start,
+        )
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)
         return run_log
@@ -516,8 +526,10 @@ class OfflineTrainer:
         if self._whole is not None:
             log.warning(sharding.NOT_SAVED)
             return
-        self._log = None  # it may be what failed
+        run_log, self._log = self._log, None  # it may be what failed
         try:
+            if run_log is not None:
+                run_log.restore_folder()
             folder = self.save(alone=True)
         except Exception as second:
             # Two of a kind say the same: that the networks are no longer finite, or that the disk is full.

@@ -39,7 +39,7 @@ from deft.training.policy_spaces import PolicySpaces, check_streams
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer, space_for_weights
-from deft.training.run_folder import CONFIG_FILE, open_run_folder, place_run
+from deft.training.run_folder import CONFIG_FILE, place_run, run_folder_opener
 from deft.training.seeds import EVALUATION_SEED
 from deft.training.sinks import check_extras
 from deft.training.validation import make_validation, split
@@ -162,7 +162,7 @@ def build_offline_trainer(
         seed=config.seed,
         threads=config.threads,
         run_config=to_dict(config),
-        on_start=partial(open_run_folder, config, replaces),
+        on_start=run_folder_opener(config, replaces),
         processes=processes,
         acting=acting,
         check_weights=partial(_check_scale, policy, action_space),

@@ -40,7 +40,7 @@ from deft.training.handover import GOES_ON_WITH, adopt_critics, checkpoint_folde
 from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
-from deft.training.run_folder import open_run_folder, place_run
+from deft.training.run_folder import place_run, run_folder_opener
 from deft.training.seeds import process_seed
 from deft.training.sinks import check_extras
 from deft.training.trainer import Trainer
@@ -150,7 +150,7 @@ def build_trainer(
             threads=config.threads,
             timeout=config.env.timeout,
             run_config=to_dict(config),
-            on_start=partial(open_run_folder, config, replaces),
+            on_start=run_folder_opener(config, replaces),
             fresh_policy=fresh_policy,
             curriculum=config.env.curriculum,
             processes=processes,

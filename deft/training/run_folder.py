@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from datetime import datetime
 from pathlib import Path
 
@@ -88,6 +88,12 @@ def remove_run(folder: Path, keep: Container[str] = ()) -> None:
     others = [f"{name}/{file}" for name in OUTPUT_FOLDERS for file in relative_files(folder / name)]
     if others:
         log.warning("%s: kept %s, which Deft did not write", folder, ", ".join(others[:3]))
+
+
+def run_folder_opener(config: AnyRunConfig, replaces: bool) -> Callable[[], None]:
+    """`open_run_folder` for a trainer, which calls it again if the folder was removed; then it replaces nothing."""
+    first = [replaces]
+    return lambda: open_run_folder(config, bool(first and first.pop()))
 
 
 def open_run_folder(config: AnyRunConfig, replaces: bool) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from deft.config.settings import LoggingConfig
 from deft.errors import InputError, RunError
@@ -80,8 +80,9 @@ class TensorBoardSink:
         self._summary_type: Any = Summary
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names: a resumed run's must sort last.
-        path = record(directory / f"events.out.tfevents.{time.time_ns():020d}")
-        self._file = open(path, "xb")  # noqa: SIM115 (held open)
+        self._path = record(directory / f"events.out.tfevents.{time.time_ns():020d}")
+        self._file: BinaryIO = open(self._path, "x+b")  # noqa: SIM115 (held open)
+        self._writer_type: Any = RecordWriter
         self._records = RecordWriter(self._file)
         # Hides what an earlier process wrote at or after this step: it is about to be written again.
         first_step = start_step + 1 if start_step else 0
@@ -100,6 +101,11 @@ class TensorBoardSink:
     def flush(self) -> None:
         """Write what is buffered."""
         self._file.flush()
+
+    def restore(self) -> None:
+        """Write the file again after its folder was removed."""
+        self._file = write_again(self._file, self._path)
+        self._records = self._writer_type(self._file)
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -169,6 +175,19 @@ class TrackioSink:
         """Finish the run."""
         with redirect_stdout(sys.stderr):
             self._trackio.finish()
+
+
+def write_again(file: BinaryIO, path: Path) -> BinaryIO:
+    """Write an open file whose folder was removed to its path again; the system keeps its content while it is open."""
+    file.flush()
+    file.seek(0)
+    content = file.read()
+    file.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = open(path, "w+b")  # noqa: SIM115 (held open)
+    written.write(content)
+    record(path)
+    return written
 
 
 def _import_extra(name: str) -> Any:

@@ -415,7 +415,13 @@ class Trainer:
         # Of environments that began together the failures often end last: a mean over the last few would be theirs.
         window = max(WINDOW, self.env.num_envs)
         run_log = RunLogger(
-            self.run_dir, self.logging_config, total, self.num_timesteps, self._run_config, window=window
+            self.run_dir,
+            self.logging_config,
+            total,
+            self.num_timesteps,
+            self._run_config,
+            window=window,
+            write_start=self._on_start,
         )
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)
@@ -573,9 +579,11 @@ class Trainer:
             return
         if not self._weights_are_finite():
             return
-        if self._log is not None:  # it may be what failed
-            self._log_state, self._log = self._log.state_dict(), None
+        run_log, self._log = self._log, None  # it may be what failed
         try:
+            if run_log is not None:
+                self._log_state = run_log.state_dict()
+                run_log.restore_folder()
             folder = self._write(*self.collection.unknown_state(), None, alone=True)
         except Exception as second:
             log.error("after %s the run could not be saved either: %s", type(error).__name__, second)

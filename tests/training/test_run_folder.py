@@ -1,10 +1,22 @@
+import json
+import logging
+import os
+import shutil
+import signal
+
 import pytest
 import torch
+from offline_worlds import two_step_dataset
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from deft.config.loading import resolve
 from deft.config.settings import LoggingConfig, RunConfig
+from deft.errors import InputError
 from deft.ownership import INDEX, INDEX_HEADER, indexed_files, record, relative_files, start_index
-from deft.training.checkpoint import mark_best, save_checkpoint
+from deft.training.checkpoint import folder_lock, list_checkpoints, mark_best, save_checkpoint
 from deft.training.logging import RunLogger
+from deft.training.offline_run import build_offline_trainer
+from deft.training.run import build_trainer
 from deft.training.run_folder import place_run, remove_run
 
 QUIET = LoggingConfig(enable_file_logging=False, console_level="CRITICAL")
@@ -90,3 +102,103 @@ def test_a_run_without_a_directory_is_below_output_base(tmp_path, monkeypatch):
     assert config.output_dir.startswith(str(tmp_path / "base" / "ppo-CartPole-v1-"))
     named, _, _ = place_run(RunConfig(output_dir=str(tmp_path / "mine")), "CartPole-v1")
     assert named.output_dir == str(tmp_path / "mine")
+
+
+# -- a folder that is removed while the run trains ---------------------------------------------------------------------
+
+
+def test_a_removed_folder_is_written_again_with_all_that_was_logged(tmp_path, caplog):
+    run, settings = tmp_path / "run", LoggingConfig(console_level="CRITICAL")
+    with RunLogger(run, settings, 10, write_start=lambda: record(write(run, "config.yaml"))) as run_log:
+        run_log.log_metrics(1, {"loss": 1.0})
+        shutil.rmtree(run)
+        write(run, "videos/step_1.mp4")  # whoever writes next creates the folder, and that is no reason to leave it so
+        run_log.log_metrics(2, {"loss": 2.0})
+        run_log.flush()
+        run_log.flush()
+        with pytest.raises(InputError, match="another process is training"), folder_lock(run):
+            pass
+        run_log.log_metrics(3, {"loss": 3.0})
+        logging.getLogger("deft").warning("after it")
+    assert [record.message for record in caplog.records if "removed" in record.message] == [
+        f"{run} was removed: it is written again, without its earlier checkpoints"
+    ]
+    lines = [json.loads(line) for line in (run / "episode_metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [1.0, 2.0, 3.0]
+    (events,) = (run / "tensorboard").iterdir()
+    values = [value for event in EventFileLoader(str(events)).Load() for value in event.summary.value]
+    assert [value.tensor.float_val[0] for value in values] == [1.0, 2.0, 3.0]
+    (log_file,) = (run / "logs").iterdir()
+    assert "after it" in log_file.read_text()
+    assert {"config.yaml", "episode_metrics.jsonl"} <= set(indexed_files(run))
+
+
+def online(folder, **run):
+    settings = {"buffer_size": 8, "eval_freq": 0, "save_freq": 32, "log_freq": 1, "total_timesteps": 96}
+    return build_trainer(
+        resolve(
+            {
+                "algorithm": {"name": "ppo", "cfg": {"batch_size": 8, "n_epochs": 1}},
+                "env": {"id": "CartPole-v1", "num_envs": 2},
+                "trainer": settings,
+                "logging": {"enable_file_logging": False, "console_level": "CRITICAL", "tensorboard": False},
+                "output_dir": str(folder),
+                "device": "cpu",
+                "threads": 1,
+                **run,
+            }
+        )
+    )
+
+
+def offline(folder, **run):
+    settings = {"num_epochs": 3, "eval_freq": 0, "save_freq": 1, "log_freq": 1}
+    config = resolve(
+        {
+            "algorithm": {"name": "iql", "cfg": {"batch_size": 32}},
+            "policy": {"hidden_dim": 16},
+            "trainer": settings,
+            "logging": {"enable_file_logging": False, "console_level": "CRITICAL", "tensorboard": False},
+            "output_dir": str(folder),
+            "device": "cpu",
+            "threads": 1,
+            **run,
+        }
+    )
+    return build_offline_trainer(config, two_step_dataset())
+
+
+@pytest.mark.parametrize("make", [online, offline])
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "overwrites another"])
+def test_a_run_whose_folder_was_removed_is_resumed_and_the_same(tmp_path, make, replaces):
+    """Removed after the first of three checkpoints, stopped after the second."""
+    whole = make(tmp_path / "whole")
+    whole.train()
+    if replaces:
+        make(tmp_path / "half").train()
+    stopped = make(tmp_path / "half", overwrite=replaces)
+    save, saves = stopped.save, []
+
+    def removing(*given, **named):
+        saves.append(save(*given, **named))
+        if len(saves) == 1:
+            shutil.rmtree(tmp_path / "half")
+        if len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return saves[-1]
+
+    stopped.save = removing
+    with pytest.raises(SystemExit):
+        stopped.train()
+    assert list_checkpoints(tmp_path / "half") == [saves[1]]
+    resumed = make(tmp_path / "half", auto_resume=True)
+    resumed.train()
+    for name, value in whole.policy.state_dict().items():
+        assert torch.equal(value, resumed.policy.state_dict()[name]), name
+    one, other = ((tmp_path / name / "config.yaml").read_text() for name in ("whole", "half"))
+    assert one.replace("/whole", "/half") == other
+    files = [tmp_path / name / "episode_metrics.jsonl" for name in ("whole", "half")]
+    first, second = ([{**json.loads(line), "time": 0} for line in file.read_text().splitlines()] for file in files)
+    assert first == second
+    for trainer in (whole, stopped, resumed):
+        trainer.close()

@@ -551,14 +551,25 @@ class BaseRLTrainer(ABC):
             if self._replaces:
                 remove_run(self.run_dir)
             start_index(self.run_dir)
-            write_phase_config(self.config, self.run_dir / CONFIG_FILE)
-            write_json(to_dict(self.policy.config), self.run_dir / MODEL_FILE)
+            self._write_settings()
             run_config = to_dict(self.config)
             logged = self.episode if self._unfinished is None else self._unfinished[0]
-            with RunLogger(self.run_dir, self.config.logging, total, logged, run_config, self.unit) as run_log:
+            with RunLogger(
+                self.run_dir,
+                self.config.logging,
+                total,
+                logged,
+                run_config,
+                self.unit,
+                write_start=self._write_settings,
+            ) as run_log:
                 if self._log_state is not None:
                     run_log.load_state_dict(self._log_state)
                 yield run_log
+
+    def _write_settings(self) -> None:
+        write_phase_config(self.config, self.run_dir / CONFIG_FILE)
+        write_json(to_dict(self.policy.config), self.run_dir / MODEL_FILE)
 
 
 def _floats(metrics: Metrics) -> dict[str, float]:

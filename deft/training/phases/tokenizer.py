@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,12 @@ def train_tokenizer(config: TokenizerTrainingConfig, logging_config: LoggingConf
     with stop, threads, checkpoint.folder_lock(folder):
         if resume_from is None:
             remove_run(folder)
-        write_json(to_dict(config), folder / CONFIG)
-        settings = logging_config or LoggingConfig()
+        write_settings = partial(write_json, to_dict(config), folder / CONFIG)
+        write_settings()
+        settings, total, reached = logging_config or LoggingConfig(), config.num_updates, trainer.num_updates
         with (
             RunLogger(
-                folder, settings, config.num_updates, trainer.num_updates, to_dict(config), unit="updates"
+                folder, settings, total, reached, to_dict(config), unit="updates", write_start=write_settings
             ) as run_log,
             contextlib.suppress(Stopped),
             interruptible(stop),
@@ -157,11 +159,12 @@ class TokenizerTrainer:
                         )
                     run_log.log_metrics(step, values)
                 if crossed(step - 1, step, config.save_interval) or self._is_evaluated:
-                    self.save(results)
                     run_log.flush()
+                    self.save(results)
                 results = self._evaluate_if_due(held_out, run_log) or results
         except Stopped:
             if self.num_updates > self._saved_at:
+                run_log.flush()
                 self.save(results)
             raise
         self.write_weights(results)

@@ -208,7 +208,14 @@ def build_waypoint_trainer(
             accept=safety,
         )
         written_before = (CONFIG, TRAIN_METRICS, EVAL_METRICS)  # by this run, before it starts
-        on_start = partial(remove_run, Path(config.out_dir), written_before) if replaces else None
+        folder = Path(config.out_dir)
+        replaced = [partial(remove_run, folder, written_before)] if replaces else []
+
+        def on_start() -> None:  # again where the folder was removed: then there is nothing to replace
+            if replaced:
+                replaced.pop()()
+            write_json(to_dict(config), folder / CONFIG)
+
         trainer = WaypointTrainer(config, policy, env, algorithm, held_out, safety, logging_config, on_start)
         if safety is not None:
             safety.set_baseline(policy)

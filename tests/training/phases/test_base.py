@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -169,3 +170,27 @@ def test_a_run_that_stops_before_its_buffer_is_full_again_passes_on_its_state(tm
     resumed = second(auto_resume=True)
     resumed.train()
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_whose_folder_was_removed_is_resumed_and_the_same(tmp_path, phase):
+    """Removed after the first of two checkpoints; what is there afterwards evaluates and resumes as the whole run."""
+    every = 1 if phase == "adversarial" else 2
+    whole = make(phase, tmp_path / "whole", save_every=every)
+    whole.train()
+    removed = make(phase, tmp_path / "half", save_every=every)
+    save = removed.save
+
+    def removing() -> None:
+        save()
+        if removed.episode == every:
+            shutil.rmtree(tmp_path / "half")
+
+    removed.save = removing
+    removed.train()
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "half")] == [f"checkpoint-{2 * every}"]
+    names = ("config.yaml", "f1_config.json", "episode_metrics.jsonl")
+    assert all((tmp_path / "half" / name).is_file() for name in names)
+    resumed = make(phase, tmp_path / "half", resumes=True, save_every=every)
+    resumed.train()
+    assert_same(whole, resumed)
