@@ -170,8 +170,10 @@ class WaypointSFTConfig:
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: Count | None = None
     """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
+    resume: Switch = False
+    """Continue a run in `out_dir` that was stopped."""
     overwrite: Switch = False
-    """Replace a model that is already in `out_dir`."""
+    """Replace a model, or a run that was stopped, in `out_dir`."""
 
 
 @settings

@@ -1,7 +1,9 @@
 """Recorded driving, and the supervised policy that is trained on it."""
 
 import json
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from deft.data.waypoint_recording import WaypointRecording
 from deft.envs.waypoints.toy import ToyWorld
 from deft.errors import InputError
 from deft.models.waypoint import WaypointSFT, WaypointShape
+from deft.training.waypoints import sft as waypoint_sft
 from deft.training.waypoints.files import load_sft, save_sft
 from deft.training.waypoints.record import record
 from deft.training.waypoints.sft import train_sft
@@ -87,6 +90,43 @@ def test_nothing_is_overwritten_unasked(recording, sft, toy):
         record(WaypointRecordingConfig(out=str(recording), env="toy"))
     with pytest.raises(InputError, match="--overwrite replaces it"):
         train_sft(WaypointSFTConfig(dataset=str(recording), out_dir=str(sft)))
+
+
+@pytest.mark.parametrize("where", ["encode", "_validate"], ids=["in an epoch", "before a validation"])
+def test_a_signal_saves_and_the_resumed_run_is_the_same(recording, tmp_path, monkeypatch, where):
+    """The signal comes in the second of three epochs: in its second minibatch, or in its validation."""
+
+    def config(name: str, **run) -> WaypointSFTConfig:
+        return WaypointSFTConfig(str(recording), str(tmp_path / name), num_epochs=3, threads=1, device="cpu", **run)
+
+    train_sft(config("whole"))
+    owner = WaypointSFT if where == "encode" else waypoint_sft
+    method, calls = getattr(owner, where), [0]
+    # 180 of 200 decisions are trained on: three minibatches an epoch, and the validation encodes once.
+    at = 6 if where == "encode" else 2
+
+    def signalling(*given):
+        calls[0] += 1
+        if calls[0] == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return method(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, where, signalling)
+        with pytest.raises(SystemExit) as ended:
+            train_sft(config("half"))
+    assert (ended.value.code, calls[0]) == (143, at)
+    assert not (tmp_path / "half" / "model.pt").exists()
+    with pytest.raises(InputError, match="--resume continues it"):
+        train_sft(config("half"))
+    with pytest.raises(InputError, match="was trained with lr"):
+        train_sft(config("half", resume=True, lr=0.1))
+    train_sft(config("half", resume=True))
+    one, other = (load_sft(tmp_path / name)[0].state_dict() for name in ("whole", "half"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, second = (json.loads((tmp_path / name / "train_metrics.json").read_text()) for name in ("whole", "half"))
+    assert first == second
+    assert not list((tmp_path / "half").glob("checkpoint-*"))
 
 
 def test_a_flipped_bit_is_detected_or_changes_nothing(tmp_path):
