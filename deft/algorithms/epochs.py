@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft.algorithms.algorithm import Metrics
+from deft.errors import Stopped
 
 
 @dataclass
@@ -39,14 +40,20 @@ class Epochs:
         ends: Callable[[list[Metrics]], bool],
         should_stop: Callable[[], bool],
     ) -> bool:
-        """Step on every minibatch of `parts(order)` until all epochs are done, or one `ends` them; False if stopped."""
+        """Step on every minibatch of `parts(order)` until all epochs are done, or one `ends` them; False if stopped.
+
+        A `step` that raises `Stopped` has changed nothing: it is repeated when the update is continued.
+        """
         while self.epoch < num_epochs and not self.ended_early:
             if self.order is None:
                 self.order, self.done, self.first = draw(), 0, len(self.losses)
             for minibatch in itertools.islice(parts(self.order), self.done, None):
                 if should_stop():
                     return False
-                metrics = step(minibatch)
+                try:
+                    metrics = step(minibatch)
+                except Stopped:
+                    return False
                 if metrics:  # a process may have no part in a minibatch
                     self.losses.append(metrics)
                 self.done += 1

@@ -22,7 +22,7 @@ from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.ppo import approximate_kl
 from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, Stopped
 from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy, soft_update
@@ -272,6 +272,8 @@ class GRPO(Algorithm):
         count = minibatch[schema.STEP_MASK].sum()
         metrics: dict[str, list[Tensor]] = {}
         for part in parts:
+            if metrics and self.should_stop():
+                raise Stopped  # the gradients so far are dropped
             weight = part[schema.STEP_MASK].sum() / count
             loss, found = self._loss(self.policy.evaluate_actions(part), part)
             (loss * (weight * share)).backward()

@@ -24,7 +24,7 @@ from deft.algorithms.optimization import FlatAdam, flat_adam
 from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.algorithms.sharded_optimization import ShardedFlatAdam
 from deft.config.algorithm_settings import PPOSettings
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, Stopped
 from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
 from deft.models.policy import Policy
 
@@ -64,7 +64,8 @@ class PPO(Algorithm):
         epochs, self.unfinished = self.unfinished or self._begin(next(batches)), None
         rollout: TensorDict = epochs.data
         warms_up = self._warms_up
-        if not epochs.train(
+        is_unweighed = rollout.get(BEHAVIOR_WEIGHT, None) is None and self._is_stale(rollout)
+        if (is_unweighed and not self._weigh_behavior(rollout)) or not epochs.train(
             self.settings.n_epochs,
             partial(self._order, rollout),
             partial(self._parts, rollout),
@@ -85,13 +86,10 @@ class PPO(Algorithm):
         return metrics
 
     def _begin(self, rollout: TensorDictBase) -> Epochs:
-        """What an update trains on: the rollout with advantages, and weights where an older policy acted."""
+        """What an update trains on: the rollout with advantages."""
         schema.check_scalars(rollout)
         self._schedule_learning_rate()
-        prepared = self._with_advantages(rollout)
-        if self._is_stale(prepared):
-            self._weigh_behavior(prepared)
-        return Epochs(prepared)
+        return Epochs(self._with_advantages(rollout))
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, generator, version, the carried returns, and an update that was stopped."""
@@ -187,17 +185,24 @@ class PPO(Algorithm):
         return stale if self.processes is None else bool(self.processes.largest(float(stale), self.device))
 
     @torch.no_grad()
-    def _weigh_behavior(self, rollout: TensorDict) -> None:
-        """Stale data: put the proximal policy's log-probs in place of the behaviour's, and the weight between them."""
+    def _weigh_behavior(self, rollout: TensorDict) -> bool:
+        """Stale data: put the proximal policy's log-probs in place of the behaviour's, and the weight between them.
+
+        False, with the rollout as it was, if the run is to stop before that is done.
+        """
         behavior = rollout[schema.LOG_PROB]
-        parts = self._parts(rollout, torch.arange(self._num_items(rollout)))
-        log_probs = [self.policy.evaluate_actions(part)["log_prob"].to(behavior) for part in parts]
+        log_probs = []
+        for part in self._parts(rollout, torch.arange(self._num_items(rollout))):
+            if self._stops():
+                return False
+            log_probs.append(self.policy.evaluate_actions(part)["log_prob"].to(behavior))
         proximal = torch.cat(log_probs, -1)
         if self.policy.recurrent:  # [length, chunks · N] → [T, N]
             proximal = proximal.unflatten(1, (-1, behavior.shape[1])).transpose(0, 1)
         proximal = proximal.reshape(behavior.shape)
         rollout[BEHAVIOR_WEIGHT] = (proximal - behavior).exp().clamp(max=self.settings.behavior_weight_cap)
         rollout[schema.LOG_PROB] = proximal
+        return True
 
     # -- minibatches ---------------------------------------------------------------------------------------------------
 
@@ -278,8 +283,14 @@ class PPO(Algorithm):
         shares = [part.numel() / minibatch.numel() for part in parts]
         if self.settings.normalize_advantage and minibatch.numel() > 1:
             self._scale = self._std_mean(minibatch[schema.ADVANTAGE])
-        found = [self._backward(part, share) for part, share in zip(parts, shares, strict=True)]
-        self._scale = None
+        found: list[Metrics] = []
+        try:
+            for part, share in zip(parts, shares, strict=True):
+                if found and self._stops():
+                    raise Stopped  # the gradients so far are dropped
+                found.append(self._backward(part, share))
+        finally:
+            self._scale = None
         losses: Metrics = {"log_ratio": torch.cat([one["log_ratio"] for one in found], axis)}
         for name in found[0].keys() - {"log_ratio"}:
             losses[name] = torch.stack([one[name] * share for one, share in zip(found, shares, strict=True)]).sum(0)

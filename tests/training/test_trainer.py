@@ -302,6 +302,64 @@ def test_a_signal_stops_between_minibatches_and_the_resumed_run_is_the_same(tmp_
     assert sorted(one, key=str) == sorted(other, key=str)
 
 
+def stop_in_call(owner, name: str, at: int) -> list[int]:
+    """Send a signal in the `at`-th call of a method; counts the calls."""
+    method, made = getattr(owner, name), [0]
+
+    def signalling(*given):
+        made[0] += 1
+        if made[0] == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return method(*given)
+
+    setattr(owner, name, signalling)
+    return made
+
+
+def test_a_signal_stops_between_the_parts_of_a_minibatch(tmp_path):
+    """64 transitions in minibatches of 16, each in four parts, two epochs: 32 passes an update."""
+    settings = {"algorithm": {"gradient_accumulation": 4}}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train(192)
+    stopped = make_trainer(tmp_path / "half", **settings)
+    passes = stop_in_call(stopped.algorithm, "_backward", 32 + 6)  # the second part of a minibatch in the second update
+    with pytest.raises(SystemExit):
+        stopped.train(192)
+    assert passes == [32 + 6]
+    resumed = make_trainer(tmp_path / "half", **settings)
+    resumed.load(tmp_path / "half")
+    resumed.train(192)
+    assert_equal(whole, resumed)
+
+
+def test_a_signal_stops_while_an_older_policys_rollout_is_weighed(tmp_path):
+    """Every rollout is marked as an older policy's: four passes weigh its 64 transitions."""
+
+    def run(folder) -> Trainer:
+        trainer = make_trainer(tmp_path / folder)
+        batches = trainer.collection.batches
+
+        def stale(steps):
+            for rollout in batches(steps):
+                rollout["policy_version"] -= 1
+                yield rollout
+
+        trainer.collection.batches = stale  # type: ignore[method-assign]
+        return trainer
+
+    whole = run("whole")
+    whole.train(192)
+    stopped = run("half")
+    passes = stop_in_call(stopped.policy, "evaluate_actions", 4 + 2)  # in the second update
+    with pytest.raises(SystemExit):
+        stopped.train(192)
+    assert passes == [4 + 2]
+    resumed = run("half")
+    resumed.load(tmp_path / "half")
+    resumed.train(192)
+    assert_equal(whole, resumed)
+
+
 def test_a_short_last_rollout_that_was_being_learned_from_is_not_dropped(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     whole.train(80)  # a rollout of 64 and one of 16: 8 and 2 gradient steps
