@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import torch
 from rich.console import Console
@@ -89,7 +89,7 @@ class RunLogger:
                 self._log_file = resources.enter_context(_log_file(self.run_dir / "logs", settings.file_level))
             path = self.run_dir / METRICS_FILE
             _drop_lines_after(path, start_step)
-            self._lines = open(record(path), "a+b")  # noqa: SIM115 (closed by `resources`)
+            self._lines: BinaryIO = open(record(path), "a+b")  # noqa: SIM115 (closed by `resources`)
             resources.callback(self._lines.close)
             self._sinks = open_sinks(self.run_dir, settings, start_step, run_config)
             for sink in self._sinks:

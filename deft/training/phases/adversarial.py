@@ -149,8 +149,9 @@ class AdversarialTrainer(WorldModelTrainer):
     def evaluate_round(self, metrics: Metrics) -> Metrics:
         """The held-out loss; with it and the round's metrics the guard looks for a collapse."""
         held_out = self.held_out_loss()
-        of_actions = (float(metrics[name]) for name in ("game/action_spread", "game/actions_at_limit"))
-        self._look_for_a_collapse(held_out, *of_actions, float(metrics["reward/paid_steps"]))
+        names = ("game/action_spread", "game/actions_at_limit", "reward/paid_steps")
+        spread, saturated, paid = (float(metrics[name]) for name in names)
+        self._look_for_a_collapse(held_out, spread, saturated, paid)
         return {"train/held_out_loss": held_out}
 
     def collection_state(self) -> tuple[dict[str, Any], int]:

@@ -288,7 +288,7 @@ class BaseRLTrainer(ABC):
         saves = self.processes.is_first or self.is_sharded
         if is_logged and saves:
             self._check_finite()
-            self._last_metrics = metrics = _floats(metrics)
+            self._last_metrics = _floats(metrics)
         if is_saved and saves and not self._is_saved:
             self.save()
         try:
