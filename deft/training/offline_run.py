@@ -277,6 +277,9 @@ def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> 
     """The spaces and the action mask of the evaluation environment, which must have the dataset's actions."""
     env = make()
     try:
+        named = (gymnasium.spaces.Dict, gymnasium.spaces.Dict)
+        if (type(env.observation_space), type(dataset.observation_space)) != named:  # `check_streams` compares streams
+            check_space("observation", env.observation_space, dataset.observation_space, f"env {name}", ADVICE)
         check_space("action", env.action_space, dataset.action_space, f"env {name}", ADVICE)
         return env.observation_space, env.action_space, env.action_mask
     finally:

@@ -558,7 +558,7 @@ def test_actions_that_the_environment_does_not_have_are_told(tmp_path, caplog, s
 
 
 def test_an_environment_that_does_not_fit_or_is_not_there_is_told_before_training(tmp_path):
-    with pytest.raises(InputError, match=r"env CartPole-v1: the environment's actions"):
+    with pytest.raises(InputError, match=r"env CartPole-v1: the environment's observations"):
         make_trainer(tmp_path, env="CartPole-v1")
     with pytest.raises(InputError, match="deft-test/Twostep"):
         make_trainer(tmp_path, env="deft-test/Twostep-v0")
