@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib
 import importlib.util
 import logging
@@ -33,7 +34,8 @@ R = TypeVar("R")
 FLAG = "--trust-remote-code"
 ALLOW_LIST = "DEFT_TRUSTED_MODULES"
 ENTRY_POINT_GROUPS = ("gymnasium.envs", "deft.vla_models")
-LONGEST_NAME = 500  # characters; longer text in a file is not a name
+LONGEST_TEXT = 500  # characters; of longer text in a file only the hash is kept
+OTHER_REGISTRIES = ("GymV21Environment-v0", "GymV26Environment-v0")  # Gymnasium's wrappers, which import by `env_id`
 SAFE_PATH = "PYTHONSAFEPATH"  # Python's own: new processes do not put the current directory on their path
 
 
@@ -46,9 +48,9 @@ class _State:
     modules: set[str] = field(default_factory=set)
     """Modules that were imported because their names were allowed, and those of `allow`."""
     vouched: set[str] = field(default_factory=set)
-    """Text of files that were read within `remote_code`."""
+    """Text of files that were read within `remote_code`, by `_key`."""
     files: dict[str, str] = field(default_factory=dict)
-    """Text that was read from files, and the file of each."""
+    """Text that was read from files, by `_key`, and the file of each."""
     remote_code: bool = False
     """Whether the user trusts every name."""
     command_line: bool = False
@@ -74,10 +76,10 @@ def allow(*modules: str) -> None:
 def read_from(file: str | Path, *values: Any) -> None:
     """Record text that was read from a file. Within `remote_code` the user vouches for it."""
     for text in _strings(values):
-        if len(text) <= LONGEST_NAME:
-            _state.files.setdefault(text, str(file))
-            if _state.remote_code:
-                _state.vouched.add(text)
+        key = _key(text)
+        _state.files.setdefault(key, str(file))
+        if _state.remote_code:
+            _state.vouched.add(key)
 
 
 @contextlib.contextmanager
@@ -197,15 +199,23 @@ def check(given: str, setting: str, refusal: str, instead: str, more: str = "") 
     `refusal` says what is not done with it, `instead` how the user names it himself.
     """
     text = given.strip()
-    file = _state.files.get(text)
+    key = _key(text)
+    file = _state.files.get(key)
     if text in _state.named or not (_state.command_line or file):  # what no file says comes from a call in Python
         return
     place = "" if file is None else f" (in {file})"
-    if _state.remote_code or text in _state.vouched:
+    if _state.remote_code or key in _state.vouched:
         log.warning("%s %s%s runs code of its author, as %s allows", setting, given, place, FLAG)
         return
     trust = FLAG if _state.command_line else "trust_remote_code=True"
     raise InputError(f"{setting} {given!r}{place}: {refusal}; if you trust it, use {trust} or {instead}{more}")
+
+
+def check_env_kwargs(env_name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise InputError if the arguments of a registered environment name a module that is not the user's own."""
+    if env_name in OTHER_REGISTRIES and ":" in (other := str(kwargs.get("env_id"))):
+        refusal = "Deft does not import a module that only a file names"
+        check(other, "env.kwargs.env_id", refusal, f"--env-kwargs env_id={other}")
 
 
 def _is_installed_for_deft(module: str) -> bool:
@@ -227,14 +237,24 @@ def _is_here(module: str) -> bool:
     return False
 
 
+def _key(text: str) -> str:
+    """What text is remembered by: itself, or its hash where it is long."""
+    return text if len(text) <= LONGEST_TEXT else hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
 def _strings(values: Any) -> Iterator[str]:
-    """The strings in nested mappings, lists and tuples, each container once: YAML can repeat one many times over."""
+    """The strings in nested mappings, lists and sets, each container once: YAML can repeat one many times over.
+
+    Bytes (YAML's `!!binary`) count as the text that settings make of them.
+    """
     waiting, seen = [values], set()
     while waiting:
         value = waiting.pop()
+        if isinstance(value, bytes | bytearray):
+            value = value.decode(errors="replace")
         if isinstance(value, str):
             if text := value.strip():
                 yield text
-        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+        elif isinstance(value, Mapping | list | tuple | set | frozenset) and id(value) not in seen:
             seen.add(id(value))
             waiting.extend(value.values() if isinstance(value, Mapping) else value)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from gymnasium.envs.registration import EnvSpec
 
 import deft
 from deft import trust
@@ -211,6 +212,38 @@ def test_python_runs_no_code_of_a_run(run, mark, monkeypatch, tmp_path):
         evaluate_run(run, 1, device="cpu")
     with pytest.raises(InputError, match=r"lair\.evil"):
         deft.PPOTrainer(config=replace(load_config(run / "config.yaml"), output_dir="out"))
+    assert not mark.exists()
+
+
+def test_python_runs_no_code_of_a_run_that_names_it_in_bytes(run, mark, monkeypatch, tmp_path):
+    """YAML's `!!binary` gives bytes, of which the settings make text."""
+    monkeypatch.syspath_prepend(tmp_path)
+    write_config(run, lambda config: config["env"].update(id=ID.encode()))
+    assert "!!binary" in (run / "config.yaml").read_text()
+    with pytest.raises(InputError, match=r"lair\.evil"):
+        evaluate_run(run, 1, device="cpu")
+    assert not mark.exists()
+
+
+def test_python_runs_no_code_of_a_long_name(mark, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_dataset(tmp_path / "data-v0", {"id": f"lair.evil:{'E' * 600}-v0", "kwargs": {}})
+    with pytest.raises(InputError, match=r"Deft does not import a module that only a file names"):
+        make_env(EnvConfig(id=deft.load_dataset(path).env_id))
+    assert not mark.exists()
+
+
+def test_arguments_of_an_environment_that_is_made_for_its_spaces_run_no_code(mark, monkeypatch, tmp_path):
+    """Gymnasium's wrapper of `gym` imports what its `env_id` names, also where only the spaces are wanted."""
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = EnvSpec("GymV26Environment-v0", entry_point=lambda env_id: gymnasium.make(env_id))
+    monkeypatch.setitem(gymnasium.registry, "GymV26Environment-v0", spec)
+    path = write_dataset(tmp_path / "data-v0", {"id": "GymV26Environment-v0", "kwargs": {"env_id": ID}})
+    metadata = json.loads((path / "data" / "metadata.json").read_text())
+    del metadata["observation_space"]
+    (path / "data" / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(InputError, match=r"env\.kwargs\.env_id"):
+        deft.load_dataset(path)
     assert not mark.exists()
 
 

@@ -52,8 +52,6 @@ TASK_KWARGS: dict[str, dict[str, Any]] = {
     "deft/Tabletop-v0": {"observation": "images", "control_mode": "delta_ee_pos"},
 }
 
-# Environments that make one of the old `gym`, which imports the module of a `module:id` in their argument `env_id`.
-_OTHER_REGISTRIES = ("GymV21Environment-v0", "GymV26Environment-v0")
 # Packages that environments need, by the module that is missing.
 _EXTRAS = {
     "jax": "gymnasium[jax]",
@@ -280,9 +278,7 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
             raise InputError(f"env.id {env_id!r}: module {module!r} cannot be imported: {one_line(error)}") from error
     elif name not in gymnasium.registry:
         _import_package(name)
-    if name in _OTHER_REGISTRIES and (others := str(config.kwargs.get("env_id"))).count(":"):
-        refusal = "Deft does not import a module that only a file names"
-        trust.check(others, "env.kwargs.env_id", refusal, f"--env-kwargs env_id={others}")
+    trust.check_env_kwargs(name, config.kwargs)
     try:
         spec = copy.deepcopy(gymnasium.spec(name))
     except gymnasium.error.Error:

@@ -213,12 +213,12 @@ def _media(run: Path) -> str:
     parts = []
     pictures = [*_latest(run / "plots", "held_out*.png", 1), *_latest(run / "samples", "*.png", MOST_PICTURES)]
     for path in pictures:
-        name = f"{path.parent.name}/{path.name}"
+        name = escape(f"{path.parent.name}/{path.name}")
         parts.append(
             f'<figure><img alt="{name}" src="{_data_uri(path, "image/png")}" /><figcaption>{name}</figcaption></figure>'
         )
     for path in [*_latest(run / "plots", "*.mp4", 1), *_latest(run / "videos", "*.mp4", MOST_VIDEOS)]:
-        name = f"{path.parent.name}/{path.name}"
+        name = escape(f"{path.parent.name}/{path.name}")
         video = f'<video controls loop muted playsinline preload="auto" src="{_data_uri(path, "video/mp4")}"></video>'
         parts.append(f"<figure>{video}<figcaption>{name}</figcaption></figure>")
     return f'<div class="media">{"".join(parts)}</div>' if parts else ""

@@ -87,6 +87,17 @@ def test_a_report_of_a_run_that_has_only_begun(tmp_path):
     assert 'src="data:video/mp4;base64,dmlkZW8="' in text
 
 
+def test_names_of_files_are_text_in_the_page(tmp_path):
+    (tmp_path / "config.yaml").write_text("phase: teacher\n")
+    for name in ('samples/x" onload="alert(1).png', "videos/<img src=x onerror=alert(1)>.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"content")
+    text = write_report(tmp_path).read_text()
+    assert "&lt;img src=x onerror=alert(1)&gt;.mp4" in text
+    assert "x&quot; onload=&quot;alert(1).png" in text
+    assert "<img src=x" not in text
+
+
 def test_what_is_wrong_is_said(tmp_path):
     with pytest.raises(
         InputError, match="no run in it to report on; `deft report` writes a page about runs of teacher"

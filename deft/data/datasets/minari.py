@@ -261,7 +261,9 @@ def _spaces(metadata: dict[str, Any], folder: Path) -> tuple[spaces.Space, space
         try:
             if module:
                 trust.import_module(module, spec["id"], "env_spec", "--env")
-            env = gymnasium.make(env_id, **(spec.get("kwargs") or {}))
+            kwargs = spec.get("kwargs") or {}
+            trust.check_env_kwargs(env_id, kwargs)
+            env = gymnasium.make(env_id, **kwargs)
         except InputError:
             raise
         except Exception as error:  # whatever the environment's constructor raises

@@ -71,7 +71,8 @@ class VideoFile:
         pyav = import_av()
         self.path = path
         try:
-            self._container = pyav.open(str(path))
+            # The format by name: FFmpeg would also open playlists, which name files anywhere.
+            self._container = pyav.open(str(path), format=_container_format(path))
         except (pyav.FFmpegError, OSError) as error:
             raise InputError(f"{path}: cannot be opened as a video: {_reason(error)}") from None
         try:
@@ -362,6 +363,19 @@ def import_av() -> Any:
     except ImportError:
         raise InputError('videos need PyAV: pip install "deft[data]"') from None
     return av
+
+
+def _container_format(path: Path) -> str:
+    """The name by which FFmpeg knows a video's container, from the first bytes of the file."""
+    with open(path, "rb") as file:
+        head = file.read(12)
+    if head[4:8] in (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide"):
+        return "mov"  # and MP4
+    if head[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"  # and WebM
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        return "avi"
+    raise InputError(f"{path}: cannot be opened as a video: it is not an MP4, MOV, Matroska, WebM or AVI file")
 
 
 def _reason(error: BaseException) -> str:

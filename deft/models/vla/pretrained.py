@@ -66,11 +66,22 @@ def read_architecture(folder: str | None, architecture: Mapping[str, Any] | None
             config = transformers.AutoConfig.for_model(keywords.pop("model_type", kind or ""), **keywords)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder or 'architecture'}: {_first_line(error)}") from None
-    if "/" in str(getattr(config, "_attn_implementation", None)) and not trust.trusts_remote_code():
+    if not trust.trusts_remote_code() and any("/" in str(value) for value in _attention_choices(config, architecture)):
         raise InputError(f"{folder or 'architecture'}: attn_implementation is code of a repository; {OWN_CODE}")
     if kind is not None and config.model_type != kind:
         raise InputError(f"{folder or 'architecture'}: a model of type {config.model_type!r}; {kind!r} is wanted here")
     return config
+
+
+def _attention_choices(*configs: Any) -> Iterator[Any]:
+    """Every `attn_implementation` in configs and the configs within them; one may be a mapping for several parts."""
+    for config in configs:
+        values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        for name, value in values.items():
+            if str(name).startswith(("attn_implementation", "_attn_implementation")):
+                yield value
+            elif isinstance(value, Mapping) or hasattr(value, "model_type"):
+                yield from _attention_choices(value)
 
 
 def build_backbone(model_class: Any, config: Any, folder: str | None, load_weights: bool, dtype: str) -> Any:

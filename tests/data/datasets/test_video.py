@@ -187,6 +187,17 @@ def test_shrinking_averages_areas(tmp_path):
     assert number_of(small) == 0b1010101
 
 
+@pytest.mark.parametrize("name", ["list.m3u8", "list.mp4"])
+def test_a_playlist_leads_to_no_other_file(tmp_path, name):
+    """FFmpeg would open the file that a playlist names, wherever it is."""
+    secret = write_numbered(tmp_path / "secret.mp4")
+    (tmp_path / "data").mkdir()
+    lines = ["#EXTM3U", "#EXT-X-TARGETDURATION:10", "#EXTINF:1.0,", str(secret), "#EXT-X-ENDLIST"]
+    (tmp_path / "data" / name).write_text("\n".join(lines))
+    with pytest.raises(InputError, match="is not an MP4, MOV, Matroska, WebM or AVI file"):
+        VideoFile(tmp_path / "data" / name)
+
+
 def test_faults_name_the_file(tmp_path):
     path = write_numbered(tmp_path / "short.mp4", "short", 10)
     with pytest.raises(InputError, match=r"short\.mp4: frame 12 is wanted, and the video has 10 frames"):

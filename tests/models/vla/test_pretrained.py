@@ -514,7 +514,7 @@ def test_weights_that_lack_something_are_refused(tmp_path: Path, pi0: Pi0VLA) ->
         load_vla_model(tmp_path, "pi0", {**STREAMS, **PROPRIO})
 
 
-@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer", "attention"])
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer", "attention", "attention of a part"])
 def test_a_folder_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """transformers asks on the terminal whether to run it, and takes "y" for an answer."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -525,6 +525,8 @@ def test_a_folder_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
     elif kind == "attention":
         config["attn_implementation"] = "evil/attention"
+    elif kind == "attention of a part":
+        config["attn_implementation"] = {"text_config": "evil/attention"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names if kind == "AutoTokenizer" else {}))
