@@ -30,6 +30,7 @@ from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.success import SEEDS, difference, interval_text, reward_interval, success_tables
 from deft.models.policy import Policy
 from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
+from deft.training.logging import show_evaluation
 from deft.training.offline import members_of
 from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS
@@ -53,12 +54,14 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     _check_same_scenes(contenders)
     results: dict[str, Any] = {"episodes": config.episodes, "seed": config.seed, "columns": {}}
     results["runs"] = {label: [member.about for member in members] for label, members in contenders.items()}
-    for column, kwargs in _columns(config, contenders).items():
-        played: dict[str, list[list[Episode]]] = {}
-        for label, members in contenders.items():
-            played[label] = [episodes for member in members for episodes in member.play(config, kwargs)]
-            _check_same_episodes(played, label)
-        results["columns"][column] = _measures(played)
+    columns = _columns(config, contenders)
+    with show_evaluation(config.episodes * len(columns) * sum(map(len, contenders.values()))) as watch:
+        for column, kwargs in columns.items():
+            played: dict[str, list[list[Episode]]] = {}
+            for label, members in contenders.items():
+                played[label] = [episodes for member in members for episodes in member.play(config, kwargs, watch)]
+                _check_same_episodes(played, label)
+            results["columns"][column] = _measures(played)
     results["action_selection"] = {label: members[0].action_selection for label, members in contenders.items()}
     last = next((name for names in reversed(groups.values()) for name in names[::-1] if name not in SCRIPTED), None)
     folder = Path(config.out or (Path(last) / "comparison" if last and Path(last).is_dir() else "comparison"))
@@ -95,8 +98,10 @@ class _Contender:
         finally:
             env.close()
 
-    def play(self, config: CompareRunsConfig, kwargs: dict[str, Any]) -> list[list[Episode]]:
-        """The episodes of one column, by each policy."""
+    def play(
+        self, config: CompareRunsConfig, kwargs: dict[str, Any], watch: Callable[[int], None] | None = None
+    ) -> list[list[Episode]]:
+        """The episodes of one column, by each policy; `watch` as in `play_episodes`."""
         seed_everything(config.seed)
         with _vector_env(self._env_config, kwargs, self._chunk_length, config.episodes) as env:
             if self._policies is None:
@@ -107,7 +112,8 @@ class _Contender:
             played, seed = [], first_seed(env, config.seed)
             for policy in self._policies:
                 seed_everything(config.seed)
-                played.append(play_episodes(policy, env, config.episodes, seed, config.deterministic, act=act))
+                episodes = play_episodes(policy, env, config.episodes, seed, config.deterministic, act=act, watch=watch)
+                played.append(episodes)
             return played
 
 

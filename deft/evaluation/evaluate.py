@@ -21,7 +21,14 @@ from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
 from deft.evaluation.captions import Film
-from deft.evaluation.rollouts import check_num_episodes, evaluate_policy, film_episodes, merge_results, play_episodes
+from deft.evaluation.rollouts import (
+    check_num_episodes,
+    evaluate_policy,
+    film_episodes,
+    merge_results,
+    num_played,
+    play_episodes,
+)
 from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy
@@ -29,6 +36,7 @@ from deft.models.unit_actions import ActionScale
 from deft.training import checkpoint
 from deft.training.compute import choose_device
 from deft.training.handover import saved_config
+from deft.training.logging import show_evaluation
 from deft.training.offline import members_of
 from deft.training.offline_run import build_offline_policy
 from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
@@ -87,10 +95,12 @@ def evaluate_run(
             policies = [*members_of(load_policy(folder, config, vector_env, device))]
         given, seed = seed, first_seed(vector_env, seed)
         all_results = []
-        for policy in policies:
-            seed_everything(given)  # what is drawn depends on the seed alone, not on what was built or played before
-            played.append([])
-            all_results.append(evaluate_policy(policy, vector_env, episodes, seed, played[-1], deterministic))
+        with show_evaluation(sum(num_played(policy, episodes) for policy in policies)) as watch:
+            for policy in policies:
+                seed_everything(given)  # what is drawn depends on the seed alone, not on what was done before
+                played.append([])
+                results = evaluate_policy(policy, vector_env, episodes, seed, played[-1], deterministic, watch)
+                all_results.append(results)
     finally:
         vector_env.close()
     references = config.dataset.reference_returns if isinstance(config, OfflineRunConfig) else None

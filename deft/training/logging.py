@@ -582,6 +582,28 @@ def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], N
             display.close()
 
 
+@contextmanager
+def show_evaluation(num_episodes: int) -> Iterator[Callable[[int], None]]:
+    """The progress of an evaluation outside of training: a bar on a terminal, else a line now and then if it is long.
+
+    Yields the `watch` of `play_episodes`.
+    """
+    with _console("INFO") as terminal:
+        display = _ProgressDisplay(num_episodes, 0, terminal, "episodes")
+
+        def watch(ended: int) -> None:
+            display.latest = (display.latest[0] + ended, {})
+            if time.monotonic() >= display.next_draw:
+                display.draw(None)
+
+        try:
+            yield watch
+        finally:
+            if terminal is not None:  # the bar stays where it was drawn last
+                display.finish(None)
+            display.close()
+
+
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"  # an episode may take seconds
 

@@ -90,6 +90,20 @@ def test_a_flow_draws_its_noise_by_the_seed_wherever_it_is_evaluated(tmp_path):
     assert [one["action_selection"] for one in played] == ["sampled noise", "sampled noise", "sample"]
 
 
+@pytest.mark.parametrize("command", ["evaluate", "compare"])
+def test_progress_is_shown_while_episodes_are_played(run, tmp_path, monkeypatch, capsys, command):
+    """Lines on stderr where it is no terminal; here after every step. Two policies play in the comparison."""
+    monkeypatch.setattr("deft.training.logging.LINE_INTERVAL", 0.0)
+    words = {"evaluate": [str(run)], "compare": [str(run), "random", "--out", str(tmp_path)]}[command]
+    assert main([command, *words, "--episodes", "4", "--json"]) == 0
+    shown = capsys.readouterr()
+    total = {"evaluate": 4, "compare": 8}[command]
+    lines = [line for line in shown.err.splitlines() if f"% of {total} · " in line]
+    assert f"100% of {total} · {total} episodes" in lines[-1]
+    assert len(lines) > 4
+    assert json.loads(shown.out)  # the results alone
+
+
 def test_arguments_of_the_environment_may_be_others(run):
     # The run's time limit is 50 steps; a limit of 3 ends every episode that has not succeeded before.
     results = evaluate_run(run, episodes=4, seed=3, random_policy=True, env_kwargs={"max_episode_steps": 3})

@@ -11,6 +11,7 @@ from deft.errors import InputError
 from deft.evaluation.waypoints import MEASURES, HeldOut, plot_waypoints
 from deft.models.waypoint import PPOPolicy
 from deft.training.compute import choose_device
+from deft.training.logging import show_evaluation
 from deft.training.waypoints.files import load_ppo, load_sft, same_sft, write_json
 from deft.training.waypoints.ppo import check_fits
 
@@ -38,6 +39,7 @@ def compare_policies(config: CompareConfig) -> dict[str, Any]:
     folder = Path(config.out) if config.out is not None else rl_path if rl_path.is_dir() else rl_path.parent
     try:
         check_fits(sft, next(iter(held_out.envs.values())), "+".join(names))
+        held_out.watching = show_evaluation
         results: dict[str, Any] = {label: held_out.evaluate(policy) for label, policy in policies.items()}
         plots = [
             plot_waypoints(policies, env, folder / "plots" / f"comparison_{name}.png", config.seed)
