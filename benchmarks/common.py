@@ -7,6 +7,7 @@ Every script in this folder imports it; nothing in `deft` does. Run the scripts 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -78,6 +79,33 @@ def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one type (`update`, `episode` or `evaluation`) of a run's `episode_metrics.jsonl`."""
     lines = map(json.loads, (run_dir / "episode_metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["type"] == kind]
+
+
+def over_seeds(values: Sequence[float], form: str = ".1f", low: float = -math.inf) -> str:
+    """`57.6 (48.1 to 67.2)`: the mean over seeds and its 95 % t interval, from `low` on.
+
+    One seed, or a value that is not finite, has no interval.
+    """
+    from deft.evaluation.success import t_interval
+
+    mean = sum(values) / len(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return f"{mean:{form}}"
+    first, last = t_interval(values)
+    return f"{mean:{form}} ({max(first, low):{form}} to {last:{form}})"
+
+
+def share_over_seeds(rates: Sequence[float], episodes: int) -> str:
+    """`57.6 % (48.1 to 67.2)`: the mean of shares of `episodes` each, with the interval that `deft compare` gives.
+
+    That is the t interval over seeds, widened to contain the Wilson interval of all episodes.
+    """
+    from deft.evaluation.success import hull, t_interval, wilson_interval
+
+    mean, total = sum(rates) / len(rates), episodes * len(rates)
+    by_episode = wilson_interval(round(mean * total), total)
+    low, high = hull(t_interval(rates) if len(rates) > 1 else by_episode, by_episode, 0.0)
+    return f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -33,7 +33,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import last_checkpoint, machine, print_machine, print_table, read_metrics, worker_environment
+from common import (
+    last_checkpoint,
+    machine,
+    over_seeds,
+    print_machine,
+    print_table,
+    read_metrics,
+    share_over_seeds,
+    worker_environment,
+)
 
 # The places of things are recorded as labels: SFT teaches the model to tell them, and what acts online goes on with it,
 # while the reward trains what stands on them. What is compared in the end does without.
@@ -199,34 +208,43 @@ def successes(result: dict[str, Any], column: str) -> dict[str, float]:
 
 
 def bars(results: dict[int, dict[str, Any]], minutes: float) -> list[tuple[str, str, bool]]:
-    """What was asked for, what was found over all seeds, and whether it holds for the mean."""
+    """What was asked for, what was found over all seeds (95 % interval), and whether it holds for the mean."""
     by = {column: [successes(result, column) for result in results.values()] for column in COLUMNS}
 
-    def mean(column: str, name: str) -> float:
-        return float(np.mean([found[name] for found in by[column]]))
+    def of(name: str, column: str = "train") -> list[float]:
+        return [found[name] for found in by[column]]
+
+    def more(name: str, other: str, column: str = "train") -> list[float]:
+        return [one - two for one, two in zip(of(name, column), of(other, column), strict=True)]
 
     longest = max(result["taken"][name]["seconds"] / 60 for result in results.values() for name in POLICIES)
-    sft, ppo, grpo, iql = (mean("train", name) for name in ("sft", "ppo", "grpo", "iql"))
     same = []
     for level in SAME_SUCCESS:
         ratios = []
         for result in results.values():
             plain, after = (steps_to(result["curves"][name], level) for name in ("ppo", "ppo_iql"))
             ratios.append(float("inf") if after is None or not plain else after / plain)
-        ratio = float(np.mean(ratios))
-        same.append((f"PPO from IQL: ≤ half of the env steps to {level:.0%}", f"{ratio:.2f}", ratio <= 0.5))
-    gain = mean("held-out", "ppo") - mean("held-out", "sft")
-    words = mean("shuffled words", "ppo")
+        name = f"PPO from IQL: ≤ half of the env steps to {level:.0%}"
+        same.append((name, over_seeds(ratios, ".2f", 0.0), float(np.mean(ratios)) <= 0.5))
+    sft, ppo, grpo, words = of("sft"), of("ppo"), of("grpo"), of("ppo", "shuffled words")
+    gain, held_out = more("iql", "sft"), more("ppo", "sft", "held-out")
+    shuffled = mean_success(results, "ppo", "shuffled words")
     return [
-        ("SFT on noisy demonstrations ≤ 60 %", f"{sft:.1f} %", sft <= 60),
-        ("PPO from SFT ≥ 90 %", f"{ppo:.1f} %", ppo >= 90),
-        ("GRPO from SFT ≥ 85 %", f"{grpo:.1f} %", grpo >= 85),
+        ("SFT on noisy demonstrations ≤ 60 %", mean_success(results, "sft"), np.mean(sft) <= 60),
+        ("PPO from SFT ≥ 90 %", mean_success(results, "ppo"), np.mean(ppo) >= 90),
+        ("GRPO from SFT ≥ 85 %", mean_success(results, "grpo"), np.mean(grpo) >= 85),
         (f"each run under {minutes:g} minutes", f"{longest:.1f} at most", longest <= minutes + 1),
-        ("IQL ≥ SFT + 10 points", f"{iql - sft:+.1f}", iql >= sft + 10),
+        ("IQL ≥ SFT + 10 points", over_seeds(gain, "+.1f"), np.mean(gain) >= 10),
         *same,
-        ("shuffled words: PPO falls to chance (50 %)", f"{words:.1f} %", words <= 60),
-        ("held-out combinations: PPO ≥ SFT + 15 points", f"{gain:+.1f}", gain >= 15),
+        ("shuffled words: PPO falls to chance (50 %)", shuffled, np.mean(words) <= 60),
+        ("held-out combinations: PPO ≥ SFT + 15 points", over_seeds(held_out, "+.1f"), np.mean(held_out) >= 15),
     ]
+
+
+def mean_success(results: dict[int, dict[str, Any]], name: str, column: str = "train") -> str:
+    """A policy's success in a column of the comparison: the mean over seeds and its 95 % interval."""
+    rates = [successes(result, column)[name] / 100 for result in results.values()]
+    return share_over_seeds(rates, next(iter(results.values()))["taken"]["compare"]["episodes"])
 
 
 def main() -> int:
@@ -260,6 +278,10 @@ def main() -> int:
             for column in COLUMNS
             for seed, result in results.items()
         ],
+    )
+    print_table(
+        ["mean over seeds (95 % interval)", *POLICIES],
+        [[column, *(mean_success(results, name, column) for name in POLICIES)] for column in COLUMNS],
     )
     judged = bars(results, arguments.minutes)
     print_table(["bar", "found", "met"], [[name, found, "yes" if met else "no"] for name, found, met in judged])

@@ -15,11 +15,12 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import print_machine, print_table, run_deft, write_json
+from common import over_seeds, print_machine, print_table, run_deft, share_over_seeds, write_json
 
 EPISODES = 200
 # What is not a default: of the recording, and of PPO.
@@ -57,6 +58,20 @@ def meets_bar(env: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
     return more and after["collision_rate"] <= 0.5 * before["collision_rate"]
 
 
+def interval_rows(results: Sequence[dict[str, Any]], measures: Sequence[str]) -> list[list[str]]:
+    """Each measure before and after PPO, and the change by seed: means over seeds with their 95 % t intervals."""
+    rows = []
+    for name in measures:
+        before, after = ([result[when][name] for result in results] for when in ("before", "after"))
+        change = [one - other for one, other in zip(after, before, strict=True)]
+        is_share = name.endswith("_rate")
+        sides = [
+            share_over_seeds(side, EPISODES) if is_share else over_seeds(side, ".3f", 0.0) for side in (before, after)
+        ]
+        rows.append([name, *sides, over_seeds(change, "+.3f")])
+    return rows
+
+
 def main() -> int:
     """Run all seeds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,6 +95,7 @@ def main() -> int:
         minutes = sum(result["seconds"].values()) / 60
         rows.append([result["seed"], *cells, f"{minutes:.1f}", "yes" if result["meets_bar"] else "NO"])
     print_table(["seed", *(f"{name}, supervised → PPO" for name in shown), "minutes", "bar met"], rows)
+    print_table(["mean over seeds (95 % interval)", "supervised", "PPO", "change"], interval_rows(results, shown))
     write_json(arguments.json, {"env": arguments.env, "results": results})
     return 0 if all(result["meets_bar"] for result in results) else 1
 
