@@ -300,6 +300,15 @@ def _write_row(target: np.ndarray, row: int, value: Any) -> None:
     target[row] = value
 
 
+def first_not_finite(values: np.ndarray) -> int | None:
+    """The first row of [N, …] with a value that is infinite or not a number; None where all are finite."""
+    # One pass where all is well: a sum is finite only if all its terms are. It may overflow though they are finite.
+    if values.dtype.kind != "f" or math.isfinite(values.sum(dtype=np.float64)):
+        return None
+    bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+    return int(bad.argmax()) if bad.any() else None
+
+
 def take_rows(observation: Observation, index: np.ndarray) -> Observation:
     """A copy of the chosen rows."""
     if isinstance(observation, np.ndarray):
@@ -606,13 +615,12 @@ class VectorEnv(ABC):
         if not self._started:
             raise InputError("step() was called before reset()")
         actions = np.asarray(actions)
-        # One pass: a sum is finite only if all its terms are, or it overflows.
-        if actions.dtype.kind == "f" and not math.isfinite(actions.sum(dtype=np.float64)):
-            bad = ~np.isfinite(actions.reshape(len(actions), -1)).all(1)
+        bad = first_not_finite(actions)
+        if bad is not None:
             raise RunError(
-                f"the policy's action for environment {int(np.flatnonzero(bad)[0])} is infinite or not a number, so no "
-                "environment was stepped: the policy's weights or its normalisation are no longer finite; lower "
-                "learning_rate, or check the rewards and observations for extreme values"
+                f"the policy's action for environment {bad} is infinite or not a number, so no environment was "
+                "stepped: the policy's weights or its normalisation are no longer finite; lower learning_rate, or "
+                "check the rewards and observations for extreme values"
             )
         return self._action_layout.prepare(actions, self.num_envs)
 

@@ -6,7 +6,6 @@ same code.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from deft import schema
 from deft.data.columns import Key, Row, to_numpy
 from deft.data.rollout import RolloutBuffer
 from deft.data.tensors import policy_inputs, zero_rows
-from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep, take_rows
+from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep, first_not_finite, take_rows
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
 
@@ -228,13 +227,12 @@ class Collector:
 
     def _check_finite(self, observation: Observation, reward: np.ndarray | None = None) -> None:
         streams = observation if isinstance(observation, dict) else {"observation": observation}
-        # One pass a stream: a sum is finite only if all its terms are (or it overflows, which is as bad).
         for name, stream in (*streams.items(), *(() if reward is None else (("reward", reward),))):
-            if stream.dtype.kind == "f" and not math.isfinite(stream.sum(dtype=np.float64)):
-                bad = ~np.isfinite(stream.reshape(len(stream), -1)).all(1)
+            bad = first_not_finite(stream)
+            if bad is not None:
                 raise RunError(
-                    f"environment {int(np.flatnonzero(bad)[0])} gave, as its {name}, a value that is infinite or not a "
-                    "number: a policy cannot learn from it; look at the environment or wrap it"
+                    f"environment {bad} gave, as its {name}, a value that is infinite or not a number: a policy cannot "
+                    "learn from it; look at the environment or wrap it"
                 )
 
 

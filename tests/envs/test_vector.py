@@ -8,7 +8,7 @@ import pytest
 from gymnasium import spaces
 
 from deft.envs.state import encode
-from deft.envs.vector import ActionLayout, ObservationLayout, take_rows
+from deft.envs.vector import ActionLayout, ObservationLayout, first_not_finite, take_rows
 from deft.errors import InputError
 from deft.schema import decode_text
 
@@ -189,3 +189,12 @@ def test_actions_of_another_shape_are_refused() -> None:
 def test_environments_do_not_import_torch() -> None:
     code = "import sys, deft.envs, deft.envs.process, deft.envs.gymnasium_adapter; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_first_row_that_is_not_finite_is_found():
+    values = np.zeros((3, 2))
+    assert first_not_finite(values) is None
+    assert first_not_finite(values.astype(int)) is None
+    values[2, 1], values[1, 0] = np.nan, -np.inf
+    assert first_not_finite(values) == 1
+    assert first_not_finite(np.full((3, 2), 1e308)) is None  # their sum overflows, and each of them is a number
