@@ -15,6 +15,7 @@ from deft import trust
 from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
 from deft.config.loading import load_config, replace, resolve, to_dict
 from deft.config.settings import (
+    MODEL_CHUNKS,
     ActorConfig,
     OfflineRunConfig,
     OnlineActorConfig,
@@ -185,15 +186,30 @@ def _in_its_world(config: RunConfig, source: RunConfig | OfflineRunConfig) -> Ru
 
 
 def _with_model(config: AnyConfig, source: RunConfig | OfflineRunConfig) -> AnyConfig:
-    """The config whose VLA model is built as that of the run it starts from, but for what it says of it itself."""
-    own, theirs = config.policy.vla_config, (_actor_of(source) or source.policy).vla_config
-    if own is None or theirs is None or own.model_class != theirs.model_class:
+    """Return the config whose VLA model is built as in the run it starts from, except for what it sets itself.
+
+    The chunk length is part of the policy: its weights and its action scale have one size for each step of a chunk.
+    """
+    own, theirs = config.policy, _actor_of(source) or source.policy
+    if own.vla_config is None or theirs.vla_config is None:
         return config
-    missing = {name: value for name, value in theirs.model_config.items() if name not in own.model_config}
-    if not missing:
+    name = own.vla_config.model_class
+    if name != theirs.vla_config.model_class:
         return config
-    log.info("%s is built as in the run that it starts from: %s", own.model_class, missing)
-    return replace(config, **{"policy.vla_config.model_config": {**missing, **own.model_config}})
+    changes: dict[str, Any] = {}
+    given = own.vla_config.model_config
+    if missing := {key: value for key, value in theirs.vla_config.model_config.items() if key not in given}:
+        log.info("%s is built as in the run that it starts from: %s", name, missing)
+        changes["policy.vla_config.model_config"] = {**missing, **given}
+    if own.chunk_length != theirs.chunk_length:
+        if own.chunk_length not in (type(own)().chunk_length, MODEL_CHUNKS.get(name)):  # set by the user
+            raise InputError(
+                f"chunk_length: {own.chunk_length}, but the policy of {config.model_path} was trained with "
+                f"{theirs.chunk_length}; give --chunk_length {theirs.chunk_length}, or leave it out"
+            )
+        log.info("chunk_length is %d, as in the run that it starts from", theirs.chunk_length)
+        changes["policy.chunk_length"] = theirs.chunk_length
+    return replace(config, **changes)
 
 
 def _with_actor(config: RunConfig, actor: OnlineActorConfig | None) -> RunConfig:

@@ -440,6 +440,28 @@ def test_a_model_is_built_as_in_its_run_but_for_what_is_said_of_it(tmp_path, alg
     assert taken(section("gpt-vla", hidden_dim=8)) == {"hidden_dim": 8}  # another model has nothing of it
 
 
+@pytest.mark.parametrize("algorithm", ["iql", "ppo", "grpo"])
+def test_the_chunk_length_comes_with_the_policy_also_where_the_model_is_named(tmp_path, algorithm):
+    def section(length: int | None) -> dict[str, Any]:
+        model = {"name": "vla", "vla_config": {"model_class": "vla-tiny"}}
+        return model if length is None else model | {"chunk_length": length}
+
+    data, first = str(tmp_path / "data-v0"), tmp_path / "first"
+    first.mkdir()
+    write_config(resolve({"algorithm": "sft", "dataset": data, "policy": section(2)}), first / "config.yaml")
+    where = {"dataset": data} if algorithm == "iql" else {"env": {"id": "deft/Reach-v0"}}
+
+    def found(length: int | None) -> int:
+        config = resolve({"algorithm": algorithm, **where, "model_path": str(first), "policy": section(length)})
+        return (take_over_offline(config) if algorithm == "iql" else take_over(config, None)).policy.chunk_length
+
+    assert found(None) == 2
+    assert found(4) == 2  # what `--model vla-tiny` sets without `--chunk_length`
+    assert found(2) == 2
+    with pytest.raises(InputError, match=r"chunk_length: 3, but .* trained with 2; give --chunk_length 2"):
+        found(3)
+
+
 def test_a_run_of_sac_leaves_the_settings_of_an_offline_one_alone(tmp_path):
     write_config(resolve({"algorithm": "sac", "env": {"id": "Pendulum-v1"}}), tmp_path / "config.yaml")
     config = resolve({"algorithm": "iql", "dataset": "data-v0", "model_path": str(tmp_path)})
