@@ -21,6 +21,7 @@ from deft.models.policy import Policy
 
 log = logging.getLogger(__name__)
 NEGLIGIBLE = 1e-3  # of a half range: an action that is clipped by less is not worth a warning
+FIXED_WIDTH = 1e-6  # half width of a dim whose Box has equal bounds: the policy always gives that value
 
 
 def watch_scale(module: nn.Module) -> None:
@@ -34,7 +35,9 @@ def _see_scale(module: Any, _: Any = None) -> None:
 
 
 def _bounds(center: Tensor, width: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    return (center - width).cpu().numpy(), (center + width).cpu().numpy()
+    """The smallest and the largest action; equal in a fixed dim, whose half width is only a rounding error."""
+    half = torch.where(width > 2 * FIXED_WIDTH, width, 0.0)
+    return (center - half).cpu().numpy(), (center + half).cpu().numpy()
 
 
 def with_bounds(space: gymnasium.Space) -> gymnasium.Space:
@@ -78,7 +81,11 @@ class ActionScale(Policy):
     def check_box(self, space: gymnasium.Space) -> None:
         """Raise an error where the policy's range and the environment's do not overlap; warn where it is clipped."""
         (low, high), (lowest, highest) = self.bounds, self.bounds_of(space)
-        beyond = np.maximum(lowest - low, high - highest) / (high - low)  # in ranges of the policy
+        outside = np.maximum(lowest - low, high - highest)
+        is_fixed = high == low
+        beyond = outside / np.where(is_fixed, 1.0, high - low)  # in ranges of the policy
+        # A fixed dim is inside or outside; bounds that differ by a rounding error are equal.
+        beyond[is_fixed] = np.where(outside > 1e-5 * np.maximum(1.0, np.abs(low)), np.inf, 0.0)[is_fixed]
         dim = int(beyond.argmax())
         ranges = (
             f"action dim {dim}: the policy acts between {low[dim]:g} and {high[dim]:g}, the environment takes "
@@ -86,7 +93,7 @@ class ActionScale(Policy):
         )
         if beyond[dim] > 1:
             raise InputError(
-                f"{ranges}, and executes none of that: rescale the environment's actions "
+                f"{ranges}: the two ranges do not overlap; rescale the environment's actions "
                 "(gymnasium.wrappers.RescaleAction), or train the policy on data of this robot"
             )
         if beyond[dim] > NEGLIGIBLE:
@@ -116,7 +123,7 @@ class UnitActions(ActionScale):
             raise InputError(f"{self.ACTS} in a bounded Box; the actions here are {space}")
         low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
         self.action_shape, self.action_dim = tuple(space.shape), len(low)
-        center, width = (low + high) / 2, np.maximum((high - low) / 2, 1e-6)
+        center, width = (low + high) / 2, np.maximum((high - low) / 2, FIXED_WIDTH)
         self.set_scale(*(torch.as_tensor(part, dtype=torch.float32) for part in (center, width)))
 
     def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
@@ -127,11 +134,13 @@ class UnitActions(ActionScale):
         """
         low, high = self.bounds if weights is None else _bounds(weights["center"], weights["width"])
         lowest, highest = self.bounds_of(space)
-        if np.allclose([low, high], [lowest, highest]):
+        is_same = np.isclose(low, lowest) & np.isclose(high, highest)
+        if is_same.all():
             return None
-        width = (high - low) / 2
+        width = np.maximum((high - low) / 2, FIXED_WIDTH)
         differences = np.maximum(np.abs(low - lowest), np.abs(high - highest)) / width
         reach = np.maximum(np.abs(lowest - low - width), np.abs(highest - low - width)) / width
+        differences, reach = np.where(is_same, 0.0, differences), np.where(is_same, 1.0, reach)
         dim = int(reach.argmax() if reach.max() > 1 else differences.argmax())
         words = f"the policy acts between {low[dim]:g} and {high[dim]:g} in action dim {dim}"
         return f"{words}, where actions here go from {lowest[dim]:g} to {highest[dim]:g}", float(reach.max())

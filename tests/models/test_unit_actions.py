@@ -55,10 +55,38 @@ def test_a_policy_acts_in_another_box_as_far_as_the_two_overlap(caplog):
     with caplog.at_level("INFO"):
         policy.check_box(spaces.Box(-9, 9, (2,), np.float32))
     assert "keeps its own action range" in caplog.messages[-1]
-    with pytest.raises(InputError, match="dim 1: the policy acts between -3 and 3, the environment takes 4 to 5, and"):
+    with pytest.raises(InputError, match="dim 1: the policy acts between -3 and 3, the environment takes 4 to 5: the two ranges do"):
         policy.check_box(spaces.Box(np.array([-3, 4], np.float32), np.array([3, 5], np.float32)))
     with pytest.raises(InputError, match="made for actions of 2 numbers"):
         policy.check_box(spaces.Box(-3, 3, (1,), np.float32))
+
+
+def boxed(*bounds: tuple[float, float]) -> spaces.Box:
+    return spaces.Box(*(np.array(side, np.float32) for side in zip(*bounds, strict=True)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_dim_with_equal_bounds_is_checked_by_itself(caplog):
+    """In float32 100 ± 1e-6 is 100: the range has the width 0, and 0 / 0 must not hide the other dims."""
+    policy = Actor(OBSERVATIONS, boxed((-1, 1), (100, 100), (50, 60)))
+    policy.check_box(boxed((-1, 1), (0, 100), (50, 60)))  # at the upper bound of the environment
+    policy.check_box(boxed((-1, 1), (0, 200), (50, 60)))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    with pytest.raises(InputError, match="dim 2: the policy acts between 50 and 60, the environment takes -1 to 1"):
+        policy.check_box(boxed((-1, 1), (0, 100), (-1, 1)))
+    with pytest.raises(InputError, match="dim 1: the policy acts between 100 and 100, the environment takes 0 to 99"):
+        policy.check_box(boxed((-1, 1), (0, 99), (50, 60)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_with_a_dim_of_equal_bounds_are_compared_by_the_others():
+    policy = Actor(OBSERVATIONS, boxed((-1, 1), (100, 100), (50, 60)))
+    assert policy.misfit(boxed((-1, 1), (100, 100), (50, 60))) is None
+    # 50 … 60 has the centre 55 and the half width 5: 75 is 4 of them away.
+    found = policy.misfit(boxed((-1, 1), (100, 100), (50, 75)))
+    assert found is not None
+    assert "in action dim 2" in found[0]
+    assert found[1] == pytest.approx(4.0)
 
 
 def test_a_chunk_is_several_actions_of_a_box(caplog):
