@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.config.settings import ActorConfig
 from deft.errors import InputError
-from deft.models.actor import ContinuousActor, Encoded, make_encoder
+from deft.models.actor import ContinuousActor, Encoded, make_encoder, real_steps
 from deft.models.distributions import HALF_LOG_2PI
 from deft.models.mlp import BatchedMLP
 from deft.models.vla.loading import load_vla_model_for
@@ -72,7 +72,9 @@ class VLAActor(VLAPolicy, ContinuousActor):
         self._is_taught = callable(getattr(model, "taught", None))
         self._draws_many = callable(getattr(model, "sample_many", None))
         self._takes_step_mask = takes_keyword(model.evaluate_actions, "step_mask")
-        self.has_mean = takes_keyword(model.forward, "deterministic")
+        self._padded_batches = 0
+        self.is_flow = bool(getattr(model, "starts_from_noise", False))
+        self.has_mean = takes_keyword(model.forward, "deterministic") and not self.is_flow
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
 
@@ -100,7 +102,12 @@ class VLAActor(VLAPolicy, ContinuousActor):
         return {"bc_loss": self._scalar("imitation_loss", "loss", losses, unit.shape[1]).mean().unsqueeze(0)}
 
     def mean(self, state: Encoded) -> Tensor:
-        """The model's most likely action, where the environment would clip it."""
+        """The model's most likely action, clipped as by the environment; an error for a flow, which has none."""
+        if self.is_flow:
+            raise InputError(
+                f"{self.model_name} denoises drawn noise and has no most likely action, which td3-bc and sft with "
+                "--loss mse train: use iql, or sft with --loss log_prob, or a model with a Gaussian head"
+            )
         if not self.has_mean:
             raise InputError(
                 f"{self.model_name}.forward takes no `deterministic`, and td3-bc and sft with --loss mse train the "
@@ -122,12 +129,37 @@ class VLAActor(VLAPolicy, ContinuousActor):
                 return -self.log_prob(state, unit)
             if self._takes_step_mask:
                 return -self._score(state.observation, unit[0], step_mask=state.step_mask).unsqueeze(0)
+            if not self._has_gaussian:
+                self._check_steps(state)
             return super().imitation_loss(state, unit)
         known = {} if state.trunk is None else {"features": state.trunk}
         losses = self.model.imitation_loss(
             state.observation, self._as_chunks(unit[0]), step_mask=state.step_mask, **known
         )
         return self._scalar("imitation_loss", "loss", losses, unit.shape[1]).unsqueeze(0)
+
+    @torch.no_grad()
+    def _check_steps(self, state: Encoded) -> None:
+        """Raise an error where the padded steps of a chunk depend on the real ones.
+
+        Independent: log π(a, b) + log π(a', b') = log π(a, b') + log π(a', b) for real steps a, a' and padding b, b'.
+        Checked in batches 1, 2, 4, 8, … with padding, since a model may learn the dependence.
+        """
+        assert state.step_mask is not None
+        self._padded_batches += 1
+        if self._padded_batches & (self._padded_batches - 1):
+            return
+        one = self._own_action(state)
+        other = one.roll(1, -2)  # those of other rows: nothing more is drawn
+        mixed = [real_steps(one, other, state.step_mask), real_steps(other, one, state.step_mask)]
+        scores = [self.log_prob(state, unit) for unit in (one, other, *mixed)]
+        difference = (scores[0] + scores[1] - scores[2] - scores[3]).abs()
+        if bool((difference > 1e-3 * (1.0 + torch.stack(scores).abs().amax(0))).any()):
+            raise InputError(
+                f"{self.model_name}: the steps of a chunk depend on each other, and the steps after an episode's end "
+                "would be trained on; give evaluate_actions the keyword `step_mask` (bool [B, K]) and return the "
+                "log-prob of those steps, or give the model an `imitation_loss`"
+            )
 
     @torch.no_grad()
     def _own_action(self, state: Encoded) -> Tensor:
@@ -253,8 +285,8 @@ class VLAActor(VLAPolicy, ContinuousActor):
     def _check_gradient(self, what: str, unit: Tensor) -> None:
         if torch.is_grad_enabled() and not unit.requires_grad:
             raise InputError(
-                f"VLA model {self.model_name} gives no gradient through {what}, which cql and td3-bc need: "
-                "let it give one, or train with iql"
+                f"VLA model {self.model_name} gives no gradient through {what}, which cql, td3-bc and sft with "
+                "--loss mse need: let it give one, or train with iql, or with sft and --loss log_prob"
             )
 
 

@@ -38,8 +38,9 @@ class VLAModelInterface(Protocol):
     - `imitation_loss(observations, actions, step_mask=None) -> [B]`: what SFT minimises and IQL weighs, in place of
       −log_prob; for heads that are not trained by their likelihood, such as a flow. `step_mask` is bool [B, K]: which
       steps of a chunk lie within the episode.
-    - `step_mask`, a keyword of `evaluate_actions`, for a model of chunks without `imitation_loss`: which steps
-      count. Without it cloning scores actions of the model's own in the padding, whose gradient has mean 0.
+    - `step_mask`, a keyword of `evaluate_actions`, for a model of chunks without `imitation_loss`: the log-prob of
+      these steps alone. Without it cloning scores the model's own actions in the padding, whose gradient has mean 0 if
+      the steps of a chunk are independent given the observation; it is an error if they are not.
     - `features(observations) -> [B, F]`, `value_of(features) -> [B, 1]`, `value_parameters()` and the attribute
       `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
       `features`, so that one pass serves all. With `taught(observations) -> (features, loss [B] or None)` the

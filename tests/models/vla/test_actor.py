@@ -607,7 +607,7 @@ PADDED = {
     "vla-tiny gaussian": (tiny, ("nll", "mse")),
     "vla-tiny squared": (lambda: tiny(imitation="squared"), ("nll",)),
     "vla-tiny token": (lambda: tiny(head="token"), ("nll",)),
-    "vla-tiny flow": (lambda: tiny(head="flow"), ("nll", "mse")),
+    "vla-tiny flow": (lambda: tiny(head="flow"), ("nll",)),
     "vla-tiny switch": (lambda: tiny(switch_dims=[1]), ("nll",)),
     "gpt-vla": (lambda: gpt(chunk_length=3), ("nll", "mse")),
     "a user's model": (KnownChunks, ("nll", "mse")),
@@ -649,6 +649,41 @@ def test_cloning_a_users_chunks_has_the_gradient_of_their_real_steps():
     # 50,000 rows is 2 / √50,000 = 0.009 and √2 / √50,000 = 0.006.
     torch.testing.assert_close(policy.model.mean.grad, torch.full((2,), -0.8), rtol=0, atol=0.04)
     torch.testing.assert_close(policy.model.log_std.grad, torch.full((2,), 1.92), rtol=0, atol=0.03)
+
+
+class DependentChunks(KnownChunks):
+    """Each step adds `rho` times the step before to its mean; 0: steps are independent."""
+
+    def __init__(self, rho: float) -> None:
+        super().__init__()
+        self.rho = nn.Parameter(torch.tensor(rho))
+
+    def evaluate_actions(self, observations, actions):
+        before = torch.cat([torch.zeros_like(actions[:, :1]), actions[:, :-1]], 1)
+        return super().evaluate_actions(observations, actions - self.rho * before)
+
+
+def test_padding_of_a_model_whose_steps_depend_on_each_other_is_an_error():
+    policy, batch = actor_of(lambda: DependentChunks(0.0)), batch_of_chunks()
+    mask, action = batch[schema.STEP_MASK], batch[schema.ACTION].flatten(1).unsqueeze(0)
+    state = policy.encode(batch[schema.OBSERVATION])._replace(step_mask=mask)
+    policy.imitation_loss(state, action)
+    with torch.no_grad():
+        policy.model.rho.fill_(0.5)  # learned: the second padded batch is checked again
+    with pytest.raises(InputError, match=r"DependentChunks: the steps of a chunk depend on each other.*`step_mask`"):
+        policy.imitation_loss(state, action)
+    policy.imitation_loss(state._replace(step_mask=None), action)  # no padding, no error
+
+
+@pytest.mark.parametrize("head", ["token", "flow"])
+def test_heads_without_a_mean_are_not_trained_by_a_loss_of_it(head):
+    """The mean of two demonstrated modes is an action that nobody demonstrated."""
+    policy, batch = actor_of(lambda: tiny(head=head)), batch_of_chunks()
+    unit = batch[schema.ACTION].flatten(1).unsqueeze(0)
+    with pytest.raises(InputError, match=r"sft.* --loss log_prob"):
+        policy.imitation(batch[schema.OBSERVATION], unit, batch[schema.STEP_MASK], "mse")
+    with pytest.raises(InputError, match=r"sft.* --loss log_prob"):
+        TD3BC(policy, TD3BCSettings(policy_delay=1)).step(batch)
 
 
 def test_td3_bc_clones_real_steps_alone():
