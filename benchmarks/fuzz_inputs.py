@@ -236,11 +236,44 @@ def make_dataset(kind: str, folder: Path) -> None:
             )
 
 
+def make_minari(folder: Path) -> None:
+    """A Minari dataset that names its environment."""
+    make_dataset("minari", folder)
+    path = folder / "data" / "metadata.json"
+    spec = json.dumps({"id": "Pendulum-v1", "kwargs": {"g": 9.81}})
+    scores = {"ref_min_score": -1.0, "ref_max_score": 1.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"env_spec": spec} | scores))
+
+
+def make_lerobot_v2(folder: Path) -> None:
+    """A LeRobot dataset of version 2.1: a table for each episode, and lists in jsonl files."""
+    from pyarrow import compute, parquet
+
+    make_dataset("lerobot", folder)
+    table = parquet.read_table(folder / "data" / "chunk-000" / "file-000.parquet")
+    info = json.loads((folder / "meta" / "info.json").read_text())
+    info |= {"codebase_version": "v2.1", "data_path": "data/episode_{episode_index:06d}.parquet", "chunks_size": 1000}
+    action = json.loads((folder / "meta" / "stats.json").read_text())["action"]
+    for name in ("data", "meta"):
+        shutil.rmtree(folder / name)
+        (folder / name).mkdir()
+    lines: dict[str, list[Any]] = {"tasks": [{"task_index": 0, "task": "reach the target"}]}
+    for index in range(2):
+        rows = table.filter(compute.equal(table["episode_index"], index))
+        parquet.write_table(rows, folder / "data" / f"episode_{index:06d}.parquet")
+        lines.setdefault("episodes", []).append({"episode_index": index, "length": len(rows), "tasks": []})
+        lines.setdefault("episodes_stats", []).append({"episode_index": index, "stats": {"action": action}})
+    (folder / "meta" / "info.json").write_text(json.dumps(info))
+    for name, found in lines.items():
+        (folder / "meta" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+
+
 Kind = tuple[Callable[[Path], None], Callable[[Path, random.Random], None], Callable[[Path], None]]
 KINDS: dict[str, Kind] = {
     "config": (make_config, change_config, open_config),
-    "minari": (partial(make_dataset, "minari"), change_json, open_dataset),
+    "minari": (make_minari, change_json, open_dataset),
     "lerobot": (partial(make_dataset, "lerobot"), change_json, open_dataset),
+    "lerobot-v2": (make_lerobot_v2, change_json, open_dataset),
     "checkpoint": (make_run, change_checkpoint, open_checkpoint),
 }
 
@@ -345,6 +378,12 @@ def outcomes(cases: Sequence[tuple[str, int]], seed: int, root: Path) -> Iterato
             worker.join()
 
 
+def make_sources(kinds: Sequence[str], root: Path) -> None:
+    """Make the valid input of each kind."""
+    for kind in kinds:
+        KINDS[kind][0](root / f"{kind}-v0")
+
+
 def fuzz(kinds: Sequence[str], numbers: Sequence[int], seed: int = 0) -> dict[str, Any]:
     """Run the cases of some kinds: counts by kind and outcome, failures with their cases, and the slowest case."""
     cases = [(kind, number) for kind in kinds for number in numbers]
@@ -353,8 +392,12 @@ def fuzz(kinds: Sequence[str], numbers: Sequence[int], seed: int = 0) -> dict[st
     messages: list[str] = []
     slowest, slowest_case = 0.0, ""
     with tempfile.TemporaryDirectory() as name:
-        for kind in kinds:
-            KINDS[kind][0](Path(name) / f"{kind}-v0")
+        # In a process of its own: threads of torch that have run here would hang in workers that are forked later.
+        maker = multiprocessing.get_context("fork").Process(target=make_sources, args=(kinds, Path(name)))
+        maker.start()
+        maker.join()
+        if maker.exitcode:
+            raise SystemExit("the valid inputs could not be made")
         for (kind, number), (outcome, message, seconds) in zip(cases, outcomes(cases, seed, Path(name)), strict=True):
             counts[kind, outcome] += 1
             if seconds > slowest:

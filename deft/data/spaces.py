@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,21 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from deft.config.validation import shown
 from deft.errors import InputError
 from deft.plain_data import parse_bounded
 from deft.schema import channels_first, channels_last, decode_text, encode_text, has_channels_last
 
 MAX_SIZE = 2**26  # numbers in one observation or action
+FIELDS = {  # of each kind of space in Minari's JSON, beside the type
+    "Box": ("shape", "dtype", "low", "high"),
+    "Discrete": ("n",),
+    "MultiDiscrete": ("nvec",),
+    "MultiBinary": ("n",),
+    "Text": ("max_length", "min_length", "charset"),
+    "Dict": ("subspaces",),
+    "Tuple": ("subspaces",),
+}
 READABLE = "Box, Discrete, MultiDiscrete, MultiBinary, Text, and Dict or Tuple of these"
 
 
@@ -28,7 +39,9 @@ def space_to_json(space: spaces.Space, compact: bool = False) -> str:
 
 
 def space_from_json(text: str) -> spaces.Space:
-    """The inverse of `space_to_json`; a ValueError, KeyError or TypeError where the text is no space."""
+    """The inverse of `space_to_json`; a ValueError where the text is no space."""
+    if not isinstance(text, str):
+        raise ValueError(f"{shown(text)} is not text")
     return _from_plain(parse_bounded(text, max_values=2 * MAX_SIZE))  # both bounds of every number
 
 
@@ -56,28 +69,48 @@ def _to_plain(space: spaces.Space, compact: bool = False) -> dict[str, Any]:
     raise _unsupported(type(space).__name__)
 
 
-def _from_plain(plain: dict[str, Any]) -> spaces.Space:
-    kind = plain["type"]
+def _from_plain(plain: Any) -> spaces.Space:
+    kind = plain.get("type") if isinstance(plain, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError(f"{shown(plain)} is not an object with a type")
+    if kind not in FIELDS:
+        raise _unsupported(kind)
+    if missing := [field for field in FIELDS[kind] if field not in plain]:
+        raise ValueError(f"a {kind} needs {missing[0]}, which is missing")
+    if kind in ("Dict", "Tuple"):
+        parts = plain["subspaces"]
+        if not isinstance(parts, dict if kind == "Dict" else list):
+            raise ValueError(f"the subspaces of a {kind} cannot be {shown(parts)}")
+        if isinstance(parts, dict):
+            return spaces.Dict({name: _from_plain(part) for name, part in parts.items()})
+        return spaces.Tuple([_from_plain(part) for part in parts])
+    try:
+        return _leaf_from_plain(kind, plain)
+    except InputError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, AssertionError):
+        raise ValueError(f"no {kind} can be made of {shown({key: plain[key] for key in FIELDS[kind]})}") from None
+
+
+def _leaf_from_plain(kind: str, plain: dict[str, Any]) -> spaces.Space:
     if kind == "Box":
-        shape, dtype = tuple(plain["shape"]), np.dtype(plain["dtype"])
+        shape, dtype = tuple(map(operator.index, plain["shape"])), np.dtype(plain["dtype"])
         _check_size(math.prod(shape))
+        if dtype.kind not in "fiub":
+            raise ValueError(f"{dtype} is no type of numbers")
         low, high = (np.broadcast_to(np.array(plain[bound], dtype), shape) for bound in ("low", "high"))
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
+        _check_size(plain["n"])
         return spaces.Discrete(plain["n"], start=plain.get("start", 0))
     if kind == "MultiDiscrete":
+        _check_size(int(np.sum(plain["nvec"])))
         return spaces.MultiDiscrete(plain["nvec"], start=plain.get("start"))
     if kind == "MultiBinary":
         _check_size(math.prod(np.atleast_1d(plain["n"]).tolist()))
         return spaces.MultiBinary(plain["n"])
-    if kind == "Text":
-        _check_size(plain["max_length"])
-        return spaces.Text(plain["max_length"], min_length=plain["min_length"], charset=plain["charset"])
-    if kind == "Dict":
-        return spaces.Dict({name: _from_plain(part) for name, part in plain["subspaces"].items()})
-    if kind == "Tuple":
-        return spaces.Tuple([_from_plain(part) for part in plain["subspaces"]])
-    raise _unsupported(kind)
+    _check_size(plain["max_length"])
+    return spaces.Text(plain["max_length"], min_length=plain["min_length"], charset=plain["charset"])
 
 
 def _check_size(size: int) -> None:

@@ -189,9 +189,11 @@ def read_range(meta: LeRobotMeta, key: str) -> tuple[np.ndarray, np.ndarray] | N
     if not found:
         return None
     try:
-        low, high = (np.array([np.ravel(one[bound]) for one in found], np.float64) for bound in ("min", "max"))
+        low, high = np.array([[np.ravel(one[bound]) for one in found] for bound in ("min", "max")], np.float64)
     except (TypeError, ValueError, OverflowError):
         raise damaged(path, f"statistics of {key}", "min and max", "are not lists of numbers of one length") from None
+    if (low > high).any():
+        raise damaged(path, f"statistics of {key}", "min", "is larger than max")
     return low.min(0), high.max(0)
 
 
@@ -280,9 +282,11 @@ def read_table(path: Path, where: str, field: str, columns: Iterable[str] | None
                 if name not in file.schema_arrow.names:
                     raise damaged(path, where, name, "the column is missing")
             check_rows(file.metadata.num_rows, path.stat().st_size, path, where, field)
-            return file.read(columns=wanted, use_threads=False)
+            table = file.read(columns=wanted, use_threads=False)
+            table.validate(full=True)  # text that is not UTF-8, lengths that lead out of the table
+            return table
     except (pa.ArrowException, OSError) as error:
-        raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {_one_line(error)}") from None
+        raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {_reason(error)}") from None
 
 
 def _num_bytes(table: Columns) -> int:
@@ -369,6 +373,11 @@ def _object(value: Any, path: Path, where: str) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _reason(error: BaseException) -> str:
+    """What pyarrow says, without the name of its own exception."""
+    return _one_line(error).replace("TProtocolException: ", "")
 
 
 def _one_line(error: BaseException) -> str:

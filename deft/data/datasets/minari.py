@@ -5,6 +5,7 @@ Called by `load_dataset`. Minari itself is needed for nothing but the download o
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -249,7 +250,7 @@ def _spaces(metadata: dict[str, Any], folder: Path) -> tuple[spaces.Space, space
                 found.append(space_from_json(metadata[field]))
             except DeftError as error:
                 raise InputError(f"{folder / METADATA_FILE}: {field}: {error}") from None
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
+            except ValueError as error:
                 raise damaged(folder / METADATA_FILE, "the top", field, f"is no space: {one_line(error)}") from None
             continue
         spec = _env_spec(metadata, folder)
@@ -280,21 +281,28 @@ def _env_spec(metadata: dict[str, Any], folder: Path) -> dict[str, Any]:
     text = metadata.get("eval_env_spec") or metadata.get("env_spec")
     if not text:
         return {}
+    file = folder / METADATA_FILE
     try:
         spec = parse_bounded(text)
-        if not isinstance(spec["id"], str):
-            raise TypeError("id is not a string")
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(folder / METADATA_FILE, "the top", "env_spec", f"cannot be read: {error!r}") from None
+    except ValueError as error:
+        raise damaged(file, "the top", "env_spec", f"cannot be read: {one_line(error)}") from None
+    kwargs = spec.get("kwargs") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not isinstance(spec.get("id"), str) or not isinstance(kwargs, dict | None):
+        raise damaged(file, "the top", "env_spec", f"{shown(spec)} is not an object with an id and kwargs")
     if module := metadata.get("env_module"):  # as recorded by Deft: what must be imported for the id to be known
         spec["id"] = f"{module}:{spec['id']}"
-    trust.read_from(folder / METADATA_FILE, spec["id"], spec.get("kwargs"))
+    trust.read_from(file, spec["id"], spec.get("kwargs"))
     return spec
 
 
 def _reference_returns(metadata: dict[str, Any]) -> tuple[float, float] | None:
-    low, high = metadata.get("ref_min_score"), metadata.get("ref_max_score")
-    return None if low is None or high is None else (float(low), float(high))
+    scores = [metadata.get("ref_min_score"), metadata.get("ref_max_score")]
+    if None in scores:
+        return None
+    are_numbers = all(isinstance(score, int | float) and abs(score) < sys.float_info.max for score in scores)
+    if not are_numbers or scores[0] == scores[1]:
+        raise InputError(f"dataset {shown(metadata.get('dataset_id'))}: {shown(scores)} are not two reference scores")
+    return float(scores[0]), float(scores[1])  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------- storage
@@ -399,7 +407,7 @@ class _ArrowSource:
                 return array.to_numpy(zero_copy_only=False)
             flat = array.flatten().to_numpy(zero_copy_only=False)
             return np.require(flat.reshape(len(array), *(stream.source.shape or ())), requirements="W")
-        except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, MemoryError, OSError) as error:
             if isinstance(error, DeftError):
                 raise
             name = field if stream is None or not stream.name else f"{field}/{stream.name}"
@@ -422,6 +430,7 @@ class _ArrowSource:
             else:
                 ignored = ["_", ".", METADATA_FILE]
                 table = dataset.dataset(str(folder), format=self._storage, ignore_prefixes=ignored).to_table()
+            table.validate(full=True)  # lengths in a damaged file can lead anywhere in memory
             self._latest = index, table
         return self._latest[1]
 

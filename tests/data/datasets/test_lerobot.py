@@ -499,6 +499,8 @@ def set_file(name, content):
         (set_file("episodes.jsonl", b'{"episode_index": [], "length": 4}'), r"field episode_index: \[\] is no whole"),
         (set_file("episodes.jsonl", b'{"episode_index": 0, "length": 4}'), "12 rows, and meta/ says 4"),
         (set_file("stats.json", b'{"action": {"min": "a", "max": [1]}}'), "min and max: are not lists of numbers"),
+        (set_file("stats.json", b'{"action": {"min": [1], "max": [2, 3]}}'), "are not lists of numbers of one length"),
+        (set_file("stats.json", b'{"action": {"min": [3, 0, 0], "max": [2, 1, 1]}}'), "min: is larger than max"),
         (set_file("stats.json", b'{"action": 5}'), "field statistics: 5 is not an object"),
     ],
 )

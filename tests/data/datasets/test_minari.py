@@ -245,6 +245,26 @@ def test_damage_is_named_by_file_episode_and_field(key, values, complaint, vecto
     [
         ({"total_episodes": None}, "field total_episodes: is missing"),
         ({"observation_space": '{"type": "Box"}'}, "field observation_space: is no space"),
+        ({"observation_space": {"type": "Box"}}, "is no space: {'type': 'Box'} is not text"),
+        ({"observation_space": "[1]"}, r"is no space: \[1\] is not an object with a type"),
+        ({"observation_space": '{"type": "Dict", "subspaces": []}'}, r"subspaces of a Dict cannot be \[\]"),
+        ({"observation_space": '{"type": "Dict", "subspaces": {"a": 1.5}}'}, "1.5 is not an object with a type"),
+        ({"action_space": '{"type": "Discrete", "n": "3"}'}, "no Discrete can be made of {'n': '3'}"),
+        ({"action_space": '{"type": "Discrete", "n": 1e18}'}, "a space of .* numbers is not supported"),
+        (
+            {"action_space": '{"type": "Box", "shape": [[2]], "dtype": "f4", "low": 0, "high": 1}'},
+            "no Box can be made of",
+        ),
+        ({"action_space": '{"type": "Box", "shape": [2], "dtype": "O", "low": 0, "high": 1}'}, "no Box can be made of"),
+        ({"dataset_id": ["a"]}, r"field dataset_id: \['a'\] is not text"),
+        ({"total_episodes": -1}, "field total_episodes: is missing or not a whole number"),
+        ({"total_episodes": 10**400}, "field total_episodes: is missing or not a whole number"),
+        ({"env_spec": "[]"}, r"field env_spec: \[\] is not an object with an id"),
+        (
+            {"env_spec": '{"id": "CartPole-v1", "kwargs": 3}'},
+            "field env_spec: .* is not an object with an id and kwargs",
+        ),
+        ({"ref_min_score": "low", "ref_max_score": 3}, r"\['low', 3\] are not two reference scores"),
         ({"observation_space": '{"type": "Graph"}'}, "observation_space: a Graph space is not supported"),
         ({"action_space": '{"type": "Tuple", "subspaces": []}'}, "actions of a Tuple space are not supported"),
         ({"observation_space": None, "env_spec": None}, "is missing, and no environment is named"),
@@ -260,6 +280,7 @@ def test_metadata_that_cannot_be_used(changes, complaint, vector_dataset):
     with pytest.raises(InputError, match=complaint) as error:
         load_dataset(vector_dataset)
     assert "\n" not in str(error.value)
+    assert "Error" not in str(error.value)
 
 
 def test_files_cut_short(vector_dataset):
