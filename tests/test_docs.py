@@ -208,7 +208,9 @@ def test_commands_and_python_run(page: Path, folder: Path) -> None:
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
             Path(block.file).write_text(block.text)
         elif block.language == "python":
-            source = re.sub(r"(total_timesteps=)([\d_]+)", lambda m: m[1] + fewer_steps(m[2]), block.text)
+            source = re.sub(
+                r"((?:total_timesteps|learning_starts)=)([\d_]+)", lambda m: m[1] + fewer_steps(m[2]), block.text
+            )
             source = re.sub(r"(num_epochs=)(\d+)", lambda m: m[1] + fewer_epochs(m[2]), source)
             exec(compile(source, str(page), "exec"), names)
         elif block.language == "bash":
