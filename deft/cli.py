@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deft import trust
-from deft.errors import DeftError, InputError, printable
+from deft.errors import CommandExit, DeftError, InputError, printable
 
 if TYPE_CHECKING:
     from deft.config.settings import EvaluateConfig, RunConfig
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with trust.command_line(trust.FLAG in [word.replace("_", "-") for word in arguments]):
             return _dispatch(arguments)
-    except SystemExit as stop:  # the end of --help, or of a run that a signal stopped
+    except CommandExit as stop:  # the end of --help, or of a run that a signal stopped
         code = int(stop.code or 0)
         if code - 128 in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             _complain(f"stopped by {signal.Signals(code - 128).name}")
@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return error.exit_status
     except BaseException as error:
-        _complain(f"{type(error).__name__}: {error} ({_keep_traceback('--debug' in arguments)})")
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):  # of code that is not Deft's: the command is not done, whatever the status
+            message = f"the command is not done: code that it ran called sys.exit({error.code!r})"
+        _complain(f"{message} ({_keep_traceback('--debug' in arguments)})")
         return 1
 
 
@@ -222,7 +225,7 @@ def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
             print(
                 f"{TRAIN_HELP}\n\nAlgorithms: {known}. `deft train {next(iter(ALGORITHM_SETTINGS))} --help`: its flags."
             )
-            raise SystemExit(0)
+            raise CommandExit(0)
         if resume:
             raise InputError(f"--resume {resume}: no run: there is no config.yaml in it, nor in the folder above")
         raise InputError(f"train: give an algorithm ({known}), or --config FILE")

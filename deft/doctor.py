@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deft import trust
-from deft.envs.vector import one_line
+from deft.errors import one_line
 from deft.machine import available_cores, physical_memory
 
 BACKENDS = {"egl": "EGL", "osmesa": "OSMesa", "glfw": "GLX"}  # MUJOCO_GL → what it is

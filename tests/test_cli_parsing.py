@@ -16,7 +16,7 @@ from deft import cli
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.loading import replace, resolve, write_config
 from deft.config.settings import OfflineRunConfig, RunConfig
-from deft.errors import InputError, RunError
+from deft.errors import CommandExit, InputError, RunError
 
 ALGORITHM_NAMES = ", ".join([*ALGORITHM_SETTINGS, *cli.WAYPOINT_TRAINING, "tokenizer", *cli.PHASE_TRAINING])
 
@@ -292,7 +292,7 @@ def fail_with(error: BaseException) -> Any:
     [
         (RunError("the loss is\nnot finite"), 1, "deft: the loss is not finite\n"),
         (KeyboardInterrupt(), 130, "deft: stopped by Ctrl-C\n"),
-        (SystemExit(143), 143, "deft: stopped by SIGTERM\n"),  # how the trainer ends after SIGTERM
+        (CommandExit(143), 143, "deft: stopped by SIGTERM\n"),  # how the trainer ends after SIGTERM
     ],
 )
 def test_a_run_that_ends_early_says_so_in_its_status(
@@ -301,6 +301,18 @@ def test_a_run_that_ends_early_says_so_in_its_status(
     sys.modules["deft.training.run"].train = fail_with(error)  # type: ignore[attr-defined]
     assert cli.main(["train", "ppo"]) == status
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("code", [0, None, 143, "switched off"])
+def test_sys_exit_of_code_that_is_not_defts_is_a_failure(
+    calls: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: Any
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sys.modules["deft.training.run"].train = fail_with(SystemExit(code))  # type: ignore[attr-defined]
+    assert cli.main(["train", "ppo"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"the command is not done: code that it ran called sys.exit({code!r})" in lines[0]
 
 
 def test_an_unexpected_error_keeps_its_traceback(

@@ -21,7 +21,7 @@ from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.loading import canonical_path, parse_yaml
 from deft.config.settings import MOVED_SETTINGS, run_class
 from deft.config.validation import nested_class, setting_names, shown, suggestion
-from deft.errors import InputError
+from deft.errors import CommandExit, InputError
 
 # Flags whose name is not the last part of their path.
 _NAMES = {
@@ -246,7 +246,7 @@ def _parse_with_tyro(
             )
     except SystemExit as stop:
         if stop.code in (None, 0):
-            raise
+            raise CommandExit(0) from None  # after --help
         raise InputError(" ".join(re.sub("[─│╭╮╰╯]", " ", complaint.getvalue()).split())) from None
     sections = (getattr(parsed, group.title) for group in groups)
     return {name: value for section in sections for name, value in vars(section).items()}, words

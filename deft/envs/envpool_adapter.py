@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from deft.envs.batched import BatchedVectorEnv
-from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, one_line
-from deft.errors import InputError, RunError
+from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep
+from deft.errors import InputError, RunError, one_line
 from deft.machine import available_cores
 
 _LARGEST_LIMIT = 2**31 - 1

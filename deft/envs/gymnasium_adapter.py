@@ -13,8 +13,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from deft.envs.batched import BatchedVectorEnv
-from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, one_line, reward_term_names
-from deft.errors import DeftError, InputError, RunError
+from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, close_env, reward_term_names
+from deft.errors import InputError, RunError, user_code
 
 
 class GymnasiumVectorEnv(BatchedVectorEnv):
@@ -41,7 +41,8 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
         """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
         arrays = self._next_arrays()
         seeds: Any = seed if seed is None or isinstance(seed, int | np.integer) else self._env_seeds(seed)
-        observation, _ = self._env.reset(seed=seeds)
+        with user_code("the vector environment, reset() raised"):
+            observation, _ = self._env.reset(seed=seeds)
         self._observation_layout.write_batch(observation, arrays.observation, self._rows)
         self._forget()
         self._started = True
@@ -51,12 +52,8 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
         """Step every environment with its row of `actions`."""
         prepared = self._prepare(actions)
         arrays = self._next_arrays()
-        try:
+        with user_code("the vector environment raised"):
             observation, reward, terminated, truncated, infos = self._env.step(prepared)
-        except (DeftError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise RunError(f"the vector environment raised {one_line(error)}") from error
         arrays.reward[:], arrays.terminated[:], arrays.truncated[:] = reward, terminated, truncated
         self._count(reward)
         self._observation_layout.write_batch(observation, arrays.observation, self._rows)
@@ -110,14 +107,15 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
 
     def render(self, index: int = 0) -> np.ndarray | None:
         """A picture of one environment; None where it was made without a render mode."""
-        frames: Any = self._env.render() if self._env.render_mode is not None else None
+        with user_code("the vector environment cannot be rendered:"):
+            frames: Any = self._env.render() if self._env.render_mode is not None else None
         return None if frames is None else frames[index]
 
     def close(self) -> None:
         """Close the environments. Calling it again does nothing."""
         if not self._closed:
             self._closed = True
-            self._env.close()
+            close_env(self._env, "the vector environment")
 
 
 def _reward_terms(env: gymnasium.vector.VectorEnv) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ from deft.envs.difficulty import forward_difficulty
 from deft.envs.rename import rename
 from deft.envs.reward_weights import weigh
 from deft.envs.serial import SerialVectorEnv
-from deft.envs.vector import VectorEnv, one_line
-from deft.errors import DeftError, InputError
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError, one_line, user_code
 
 SHORT_NAMES = {
     "reach": "deft/Reach-v0",
@@ -150,7 +150,8 @@ def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
     entry = NATIVE_VECTORS.get(spec.id, spec.vector_entry_point)
     if entry is None or spec.additional_wrappers:
         return None
-    with contextlib.suppress(ImportError, AttributeError):  # another library's, which the environment may not need
+    optional = contextlib.suppress(ImportError, AttributeError)  # another library's, which it may not need
+    with user_code(f"environment {spec.id} cannot be made:", InputError), optional:
         creator: Any = load_env_creator(entry) if isinstance(entry, str) else entry
         if isinstance(creator, type) and issubclass(creator, VectorEnv):
             return creator
@@ -243,26 +244,21 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
     limit = kwargs.pop("max_episode_steps", None) if config.max_episode_steps is None else config.max_episode_steps
     if render_mode is not None:
         kwargs["render_mode"] = render_mode
-    try:
-        with warnings.catch_warnings():
-            if render_mode is not None:  # an environment that cannot is told below, or by having no picture
-                warnings.filterwarnings("ignore", ".*render_mode.*")
-            env = gymnasium.make(spec, max_episode_steps=limit, disable_env_checker=True, **kwargs)
-    except DeftError:
-        raise
-    except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-        raise InputError(f"environment {spec.id} cannot be used: {_missing_package(error, spec)}") from error
-    except TypeError as error:
-        message = one_line(error).partition(" was raised from the environment creator")[0]
-        if render_mode is not None and "'render_mode'" in message:
-            raise InputError(
-                f"environment {spec.id} cannot be rendered: its constructor takes no render_mode"
-            ) from error
-        raise InputError(f"env.kwargs {kwargs} do not fit {spec.id}: {message}") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit() too: it would end the run as if it were done
-        raise InputError(f"environment {spec.id} with env.kwargs {kwargs} cannot be made: {one_line(error)}") from error
+    with user_code(f"environment {spec.id} with env.kwargs {kwargs} cannot be made:", InputError):
+        try:
+            with warnings.catch_warnings():
+                if render_mode is not None:  # an environment that cannot is told below, or by having no picture
+                    warnings.filterwarnings("ignore", ".*render_mode.*")
+                env = gymnasium.make(spec, max_episode_steps=limit, disable_env_checker=True, **kwargs)
+        except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
+            raise InputError(f"environment {spec.id} cannot be used: {_missing_package(error, spec)}") from error
+        except TypeError as error:
+            message = one_line(error).partition(" was raised from the environment creator")[0]
+            if render_mode is not None and "'render_mode'" in message:
+                raise InputError(
+                    f"environment {spec.id} cannot be rendered: its constructor takes no render_mode"
+                ) from error
+            raise InputError(f"env.kwargs {kwargs} do not fit {spec.id}: {message}") from error
     env = rename(env, config.rename_streams)
     return _chunked(weigh(env, config.reward_weights), chunk_length, gamma)
 
@@ -272,10 +268,8 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     env_id = SHORT_NAMES.get(config.id, config.id)
     module, colon, name = env_id.rpartition(":")
     if colon:
-        try:
+        with user_code(f"env.id {env_id!r}: module {module!r} cannot be imported:", InputError):
             trust.import_module(module, env_id, "env.id", "--env")
-        except ImportError as error:
-            raise InputError(f"env.id {env_id!r}: module {module!r} cannot be imported: {one_line(error)}") from error
     elif name not in gymnasium.registry:
         _import_package(name)
     trust.check_env_kwargs(name, config.kwargs)

@@ -24,8 +24,8 @@ from gymnasium import spaces
 from deft.envs.batched import BatchedVectorEnv
 from deft.envs.sapien_gpu import get_logical_gpu_id, setup_sapien_gpu
 from deft.envs.suppress_logs import suppress_logs
-from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, one_line
-from deft.errors import DeftError, InputError, RunError
+from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep
+from deft.errors import DeftError, InputError, RunError, one_line
 
 CONTROL_MODES = {
     "delta_qpos": "pd_joint_delta_pos",

@@ -48,10 +48,9 @@ from deft.envs.vector import (
     allocate_arrays,
     check_same_spaces,
     env_reward_terms,
-    one_line,
     wrapper_attribute,
 )
-from deft.errors import DeftError, InputError, RunError
+from deft.errors import DeftError, InputError, RunError, one_line
 from deft.machine import available_cores
 
 EnvFunction = Callable[[], gymnasium.Env]
@@ -629,4 +628,4 @@ class _WorkerEnvs:
     def close(self) -> None:
         """Close the environments."""
         for slot in self._slots:
-            slot.env.close()
+            slot.close()

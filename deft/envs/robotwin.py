@@ -25,8 +25,7 @@ from PIL import Image
 from deft import trust
 from deft.envs.sapien_gpu import setup_sapien_gpu
 from deft.envs.suppress_logs import suppress_logs
-from deft.envs.vector import one_line
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, one_line
 
 ROOT_VARIABLE = "ROBOTWIN_ROOT"
 CONFIG_FOLDERS = ("env_cfg/task_config", "task_config")  # of the repository since August 2026, and before

@@ -105,4 +105,4 @@ class SerialVectorEnv(VectorEnv):
         if not self._closed:
             self._closed = True
             for slot in self._slots:
-                slot.env.close()
+                slot.close()

@@ -7,6 +7,7 @@ it. Observations become rows of arrays (`ObservationLayout`), actions what one e
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,10 @@ from gymnasium import spaces
 
 from deft.config.validation import shown
 from deft.envs.state import decode, encode, restore_state, save_state, state_obstacle
-from deft.errors import DeftError, InputError, RunError
+from deft.errors import InputError, RunError, one_line, user_code
 from deft.schema import channels_first, encode_text, has_channels_last
 
+log = logging.getLogger(__name__)
 MAX_TEXT = 2**16  # bytes of a text observation
 MAX_OBSERVATION = 2**28  # bytes of one observation
 
@@ -398,6 +400,17 @@ def describe_env(env: gymnasium.Env, index: int) -> str:
     return f"environment {index} ({env.spec.id if env.spec is not None else type(env.unwrapped).__name__})"
 
 
+def close_env(env: Any, name: str | None = None) -> None:
+    """Close an environment. A close() that raises loses no results: it is a warning."""
+    try:
+        env.close()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        name = name or describe_env(env, 0)
+        log.warning("%s, close() raised %s; the results so far are kept", name, one_line(error))
+
+
 class EnvSlot:
     """One environment in its row of the arrays: steps it, resets it when an episode ends, and counts the episode."""
 
@@ -405,6 +418,7 @@ class EnvSlot:
         self.env = env
         self.index = index
         self.name = describe_env(env, index)
+        self._user_code = user_code(f"{self.name} raised")
         self._layout = layout
         self._is_chunked = wrapper_attribute(env, "chunk_length", 1) > 1
         self._term_names = env_reward_terms(env)
@@ -419,12 +433,8 @@ class EnvSlot:
 
     def step(self, action: Any, arrays: StepArrays, final: Observation) -> Episode | None:
         """One step into this row; where the episode ends, its last observation goes to `final` before the reset."""
-        try:
+        with self._user_code:
             observation, reward, terminated, truncated, info = self.env.step(action)
-        except (DeftError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # sys.exit() too: it would end the run as if it were done
-            raise RunError(f"{self.name} raised {one_line(error)}") from error
         if not isinstance(info, Mapping):
             raise RunError(f"{self.name} gave the info {shown(info)}; it must be a dict")
         row = self.index
@@ -522,25 +532,23 @@ class EnvSlot:
         """A picture; None where the environment was made without a render mode."""
         if self.env.render_mode is None:
             return None
-        try:
-            frame: Any = self.env.render()
-        except DeftError:
-            raise
-        except Exception as error:
-            kind = InputError if isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError) else RunError
-            raise kind(f"{self.name} cannot be rendered: {one_line(error)}") from error
+        with user_code(f"{self.name} cannot be rendered:"):
+            try:
+                frame: Any = self.env.render()
+            except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+                raise InputError(f"{self.name} cannot be rendered: {one_line(error)}") from error
         return frame[-1] if isinstance(frame, list) else frame
+
+    def close(self) -> None:
+        """Close the environment."""
+        close_env(self.env, self.name)
 
     def _begin(self, arrays: StepArrays, seed: int | None = None, is_checked: bool = False) -> None:
         self._episode_return = 0.0
         self._length = 0
         self._terms = {}
-        try:
+        with user_code(f"{self.name}, reset() raised"):
             observation, _ = self.env.reset(seed=seed)
-        except (DeftError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise RunError(f"{self.name} raised {one_line(error)} while resetting") from error
         if is_checked:
             self._layout.check(observation, self.name)
         self._write(observation, arrays.observation)
@@ -551,11 +559,6 @@ class EnvSlot:
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             difference = self._layout.difference(observation) or f"the observation cannot be used: {one_line(error)}"
             raise RunError(f"{self.name}: {difference}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's type and message without line breaks."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 # ------------------------------------------------------------------------------------------------------ the contract

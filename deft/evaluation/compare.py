@@ -22,7 +22,7 @@ from deft import trust
 from deft.config.settings import CompareRunsConfig, EnvConfig
 from deft.data.spaces import action_stream
 from deft.envs.make import make_env, make_vector_env
-from deft.envs.vector import Episode, VectorEnv
+from deft.envs.vector import Episode, VectorEnv, close_env
 from deft.errors import InputError, RunError
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, world_kwargs
 from deft.evaluation.plots import PALETTE, _figure, _save, _style
@@ -96,7 +96,7 @@ class _Contender:
         try:
             return env.has_wrapper_attr("split")
         finally:
-            env.close()
+            close_env(env)
 
     def play(
         self, config: CompareRunsConfig, kwargs: dict[str, Any], watch: Callable[[int], None] | None = None

@@ -21,7 +21,7 @@ from deft.data.recording_minari import MinariFiles, dataset_path
 from deft.data.spaces import action_stream
 from deft.envs.make import SHORT_NAMES, TASK_KWARGS, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
-from deft.envs.vector import Observation, VectorEnv, VectorStep, take_rows
+from deft.envs.vector import Observation, VectorEnv, VectorStep, close_env, take_rows
 from deft.errors import DeftError, InputError
 from deft.evaluation.acting import PolicyActor
 from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
@@ -66,7 +66,7 @@ def collect(config: CollectConfig) -> dict[str, Any]:
             finally:
                 env.close()
     finally:
-        example.close()
+        close_env(example)
     stop.reraise()
     return {
         "dataset": str(recording.path),

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 from deft.config.settings import CurriculumConfig
-from deft.envs.vector import Episode, VectorEnv, one_line
-from deft.errors import DeftError, InputError
+from deft.envs.vector import Episode, VectorEnv
+from deft.errors import InputError, user_code
 
 log = logging.getLogger(__name__)
 Level: TypeAlias = str | int | float
@@ -107,12 +107,9 @@ class Curriculum:
         return min(self._index + (is_full and is_enough), len(self.config.levels) - 1)
 
     def _set(self, level: Level) -> None:
-        try:
-            self._env.call(METHOD, level)
-        except InputError as error:
-            advice = f"; give the environment {METHOD}(level), or leave env.curriculum out"
-            raise InputError(f"env.curriculum: {error}{advice if METHOD in str(error) else ''}") from error
-        except DeftError:
-            raise
-        except Exception as error:
-            raise InputError(f"env.curriculum: {METHOD}({level!r}) raised {one_line(error)}") from error
+        with user_code(f"env.curriculum: {METHOD}({level!r}) raised", InputError):
+            try:
+                self._env.call(METHOD, level)
+            except InputError as error:
+                advice = f"; give the environment {METHOD}(level), or leave env.curriculum out"
+                raise InputError(f"env.curriculum: {error}{advice if METHOD in str(error) else ''}") from error

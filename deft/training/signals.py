@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from deft.errors import Stopped
+from deft.errors import CommandExit, Stopped
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -79,7 +79,7 @@ class StopSignal:
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt
         if self.received is not None:
-            raise SystemExit(128 + self.received)
+            raise CommandExit(128 + self.received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:

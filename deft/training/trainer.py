@@ -29,7 +29,7 @@ from deft.config.settings import CurriculumConfig, LoggingConfig, TrainerConfig
 from deft.data.rollout import RolloutBuffer
 from deft.data.vla_buffer import VLABuffer
 from deft.envs.make import make_another, wrap
-from deft.envs.vector import Episode, VectorEnv
+from deft.envs.vector import Episode, VectorEnv, close_env
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.rollouts import evaluate_policy, film_episodes
 from deft.models.policy import Policy
@@ -433,7 +433,7 @@ class Trainer:
         if self.settings.eval_freq:
             self._evaluation_env()  # what keeps it from being made is better known before training than after
         if self.settings.video_freq:
-            self._video_env().close()
+            close_env(self._video_env())
         obstacle = self.env.state_obstacle()
         if obstacle is not None and self.num_timesteps == 0:
             log.warning("checkpoints of this run hold no environment state: %s", obstacle)

@@ -1,6 +1,8 @@
 """Environments that break the contract end a run in one line that names what is wrong, never in silence."""
 
+import logging
 import sys
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
+from deft.cli import main
+from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import ActionLayout, ObservationLayout
@@ -83,6 +87,92 @@ def test_sys_exit_in_a_worker_process_is_named():
             env.step(np.zeros((2, 2)))
     finally:
         env.close()
+
+
+class LeavesIn(gymnasium.Env):
+    """Episodes of 2 steps; the method `where` leaves as `how` says: calls sys.exit(how), or raises it."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, where="", how=0, render_mode=None):
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+        self.where, self.how, self.render_mode, self.count = where, how, render_mode, 0
+
+    def leave(self, where):
+        if where == self.where:
+            raise self.how if isinstance(self.how, BaseException) else SystemExit(self.how)
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        self.leave("reset")
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.zeros(2, np.float32), 1.0, self.count == 2, False, {}
+
+    def render(self):
+        self.leave("render")
+        return np.zeros((32, 32, 3), np.uint8)
+
+    def close(self):
+        self.leave("close")
+
+
+gymnasium.register("strange/LeavesIn-v0", LeavesIn)
+WAYS = [(0, "SystemExit: 0"), ("bye", "SystemExit: bye"), (Abandoned("gone"), "Abandoned: gone")]
+
+
+@pytest.mark.parametrize(("how", "words"), WAYS)
+@pytest.mark.parametrize("where", ["reset", "render"])
+def test_leaving_in_any_method_is_an_error_that_names_the_environment(where, how, words):
+    env = SerialVectorEnv([LeavesIn(where, how, "rgb_array")])
+    with pytest.raises(RunError, match=rf"environment 0 \(LeavesIn\).*{words}"):
+        (env.reset if where == "reset" else env.render)()
+
+
+@pytest.mark.parametrize(("how", "words"), WAYS)
+def test_leaving_in_close_is_a_warning_that_names_the_environment(how, words, caplog):
+    with caplog.at_level(logging.WARNING):
+        SerialVectorEnv([LeavesIn("close", how)]).close()
+        vector = gymnasium.vector.SyncVectorEnv(
+            [lambda: LeavesIn("close", how)], autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP
+        )
+        GymnasiumVectorEnv(vector).close()
+    first, second = caplog.messages
+    assert first == f"environment 0 (LeavesIn), close() raised {words}; the results so far are kept"
+    assert second == f"the vector environment, close() raised {words}; the results so far are kept"
+
+
+@pytest.mark.parametrize("how", ["0", "bye"])
+def test_results_survive_a_close_that_leaves(tmp_path, monkeypatch, capsys, how):
+    monkeypatch.chdir(tmp_path)
+    arguments = f"--policy random --env strange/LeavesIn-v0 --env-kwargs where=close how={how} --episodes 2"
+    assert main(["collect", *arguments.split(), "--out", "data-v0"]) == 0
+    assert "total_episodes: 2" in capsys.readouterr().out
+
+
+def test_a_render_that_leaves_fails_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = "--policy random --env strange/LeavesIn-v0 --env-kwargs where=render --episodes 1 --video v.mp4"
+    assert main(["play", *arguments.split()]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines()[-1].startswith("deft: environment 0 (strange/LeavesIn-v0)")
+    assert not Path("v.mp4").exists()
+
+
+@pytest.mark.parametrize("body", ["import sys; sys.exit(0)", "import sys; sys.exit('bye')", "raise BaseException"])
+@pytest.mark.parametrize("given", ["--env {}:X-v0", "--env reach --env-kwargs observation=vla --model {}.X"])
+def test_a_module_that_leaves_while_it_is_imported_is_named(tmp_path, monkeypatch, capsys, given, body):
+    monkeypatch.chdir(tmp_path)
+    module = f"leaves_{abs(hash((given, body)))}"  # one that this process has not imported
+    Path(f"{module}.py").write_text(body)
+    assert main(["train", "ppo", *given.format(module).split(), "--output-dir", "run"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"'{module}" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deft.config.waypoint_settings import WAYPOINT_ENVS
-from deft.envs.vector import VectorEnv, one_line
+from deft.envs.vector import VectorEnv
 from deft.envs.waypoints.mixed import MixedVectorEnv
 from deft.envs.waypoints.protocol import WaypointVectorEnv, WaypointWorld
-from deft.errors import InputError
+from deft.errors import InputError, one_line
 
 
 def make_waypoint_world(

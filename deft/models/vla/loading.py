@@ -167,7 +167,9 @@ def _import_class(name: str) -> Any:
                 f"model_class {name!r}: there is no module {error.name!r} (is its folder on PYTHONPATH?){hint}"
             ) from error
         raise InputError(f"model_class {name!r}: importing {module_name!r} failed: {_first_line(error)}") from error
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's module raises while it is imported, and sys.exit()
         raise InputError(
             f"model_class {name!r}: importing {module_name!r} failed: {type(error).__name__}: {_first_line(error)}"
         ) from error
