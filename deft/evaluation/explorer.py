@@ -34,6 +34,7 @@ from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.training import checkpoint
 from deft.training.compute import choose_device
+from deft.training.logging import show_evaluation
 from deft.training.phases.adversarial import EXPLORER_FOLDER
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_worlds
@@ -72,8 +73,8 @@ def explore(
     env, num_steps = open_worlds(exploration, min(episodes, ENVS_TOGETHER), watched_worlds)
     rollouts = ExplorerRollouts(explorer, env, exploration, num_steps, episodes)
     try:
-        with separate_random_state(seed):
-            found = rollouts.collect(act_randomly(explorer) if random else None)
+        with separate_random_state(seed), show_evaluation(rollouts.num_episodes) as watch:
+            found = rollouts.collect(act_randomly(explorer) if random else None, watch=watch)
         tallies = env.call("tally")
     finally:
         rollouts.close()

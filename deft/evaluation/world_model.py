@@ -30,6 +30,7 @@ from deft.models.f1.rollout import roll_out
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.training import checkpoint
 from deft.training.compute import choose_device
+from deft.training.logging import show_evaluation
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.exploration import InlineExplorer
 from deft.training.phases.recorded import DatasetExplorer
@@ -66,7 +67,11 @@ def evaluate_teacher(
         exploration = make_exploration(config, policy, held_out=True)
         exploration.seed = seed
         explorer = InlineExplorer(exploration)
-        found = explorer.take(episodes)
+        found = []
+        with show_evaluation(episodes) as watch:
+            for _ in range(episodes):
+                found += explorer.take(1)
+                watch(1)
         explorer.close()
     batches = coded_batches(policy, found)
     results = measure(policy, batches)
@@ -103,23 +108,25 @@ def measure(
     then codes what these leave of the last frame's features. PSNRs are of the frames that move. What the model relies
     on is also measured `without_head`, by the wrist camera alone, where the episodes have both.
     """
-    whole = [foresee(policy, batch) for batch in batches]
-    results = _summarize(whole)
-    results["copy_cross_entropy"] = copy_cross_entropy(policy.tokenizer, whole)
+    changes: dict[str, tuple[Change | None, bool]] = {}
     if ablations:
-        changes: dict[str, tuple[Change | None, bool]] = {
-            "actions_shuffled": (shuffled_actions, True),
-            "images_masked": (masked_images(policy), True),
-        }
+        changes = {"actions_shuffled": (shuffled_actions, True), "images_masked": (masked_images(policy), True)}
         if policy.config.memory_enabled:
             changes["memory_zeroed"] = (None, False)
-        results["ablations"] = _ablate(policy, batches, changes, results)
-        if all("head" in batch.streams for batch in batches):
+    kept = {name: change for name, change in changes.items() if name == "memory_zeroed"}
+    is_alone = ablations and all("head" in batch.streams for batch in batches)
+    num_passes = 1 + len(changes) + (1 + len(kept) if is_alone else 0)
+    with show_evaluation(num_passes * sum(len(batch.lengths) for batch in batches)) as watch:
+        whole = [foresee(policy, batch, watch=watch) for batch in batches]
+        results = _summarize(whole)
+        results["copy_cross_entropy"] = copy_cross_entropy(policy.tokenizer, whole)
+        if ablations:
+            results["ablations"] = _ablate(policy, batches, changes, results, watch)
+        if is_alone:
             alone = [batch.without_head() for batch in batches]
-            seen = _summarize([foresee(policy, batch) for batch in alone])
-            kept = {name: change for name, change in changes.items() if name == "memory_zeroed"}
+            seen = _summarize([foresee(policy, batch, watch=watch) for batch in alone])
             results["without_head"] = {key: seen[key] for key in ABLATED} | {
-                "ablations": _ablate(policy, alone, kept, seen)
+                "ablations": _ablate(policy, alone, kept, seen, watch)
             }
     if horizon:
         results["open_loop"] = open_loop(policy, batches, horizon)
@@ -131,12 +138,13 @@ def _ablate(
     batches: list[EpisodeBatch],
     changes: dict[str, tuple[Change | None, bool]],
     whole: dict[str, Any],
+    watch: Callable[[int], None],
 ) -> dict[str, dict[str, Any]]:
     """What each change costs, against the measures of the `whole` model: a change of the inputs, and whether the memory
     is kept."""
     found = {}
     for name, (change, keeps_memory) in changes.items():
-        changed = _summarize([foresee(policy, batch, change, keeps_memory) for batch in batches])
+        changed = _summarize([foresee(policy, batch, change, keeps_memory, watch=watch) for batch in batches])
         found[name] = {key: changed[key] for key in ABLATED} | {
             "accuracy_lost": whole["wm_acc"] - changed["wm_acc"],
             "cross_entropy_gained": changed["cross_entropy"] - whole["cross_entropy"],
@@ -207,10 +215,12 @@ def foresee(
     change: Change | None = None,
     keeps_memory: bool = True,
     reset_every: int | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Foresights:
     """Foresee every step, the memory carried through each episode.
 
-    Without `keeps_memory` it is zeros before every step, with `reset_every` at the first of so many.
+    Without `keeps_memory` it is zeros before every step, with `reset_every` at the first of so many. `watch` is called
+    with the number of episodes when they are done, and before that with 0.
     """
     config, tokenizer = policy.config, policy.tokenizer
     size, history = config.tokenizer.image_size, config.n_obs_img_steps
@@ -220,6 +230,8 @@ def foresee(
     length = reset_every or HORIZON
     for start in range(0, min(batch.longest, LONGEST), length):
         raise_if_stopped()
+        if watch is not None:
+            watch(0)
         cut = batch.chunk(start, length)
         assert cut is not None
         if memory is not None and reset_every is not None:
@@ -262,6 +274,8 @@ def foresee(
         found.losses.append(forced["wm_losses"].flatten()[real])
         found.forced.append(forced["wm_accuracies"].flatten()[real])
         found.forced_tail.append((int(real.sum()), float(forced["wm_acc_tail"])))
+    if watch is not None:
+        watch(len(batch.lengths))
     return found
 
 

@@ -152,7 +152,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_ablations_and_carried_memory(run):
+def test_ablations_and_carried_memory(run, monkeypatch, capsys):
     """Open loop and the passes agree with the model's own methods, on episodes that end at different times."""
     policy = F1Policy(micro_config(condition_init=0.3, motion_prior=True)).eval()
     torch.nn.init.normal_(policy.tokenizer.quantize.embedding.weight)
@@ -161,7 +161,11 @@ def test_ablations_and_carried_memory(run):
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
     batch = side_by_side(episodes)
+    monkeypatch.setattr("deft.training.logging.LINE_INTERVAL", 0.0)
     results = measure(policy, [batch], horizon=3)
+    # Six passes of two episodes: whole, three ablations, without the head camera, and there without the memory.
+    shown = [line for line in capsys.readouterr().err.splitlines() if "% of 12 · " in line]
+    assert "100% of 12 · 12 episodes" in shown[-1]
     assert results["frames"] == 19
     assert set(results["ablations"]) == {"actions_shuffled", "images_masked", "memory_zeroed"}
     alone = measure(policy, [batch.without_head()], horizon=0)
@@ -200,10 +204,13 @@ def _cut(episode, length):
     )  # fmt: skip
 
 
-def test_deft_evaluate_measures_a_teacher(run, capsys, tmp_path):
+def test_deft_evaluate_measures_a_teacher(run, capsys, tmp_path, monkeypatch):
     video = tmp_path / "foresight.mp4"
+    monkeypatch.setattr("deft.training.logging.LINE_INTERVAL", 0.0)
     assert main(["evaluate", str(run), "--episodes", "2", "--device", "cpu", "--video", str(video), "--json"]) == 0
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    shown = capsys.readouterr()
+    assert "100% of 2 · 2 episodes" in shown.err  # while they are collected
+    results = json.loads(shown.out.splitlines()[-1])
     assert results["episodes"] == 2
     assert results["frames"] == 24
     assert {

@@ -141,12 +141,22 @@ class ExplorerRollouts:
         return self.num_rounds * self.env.num_envs
 
     @torch.no_grad()
-    def collect(self, act: Callable[[TensorDict], TensorDictBase] | None = None, version: int = 0) -> Collected:
+    def collect(
+        self,
+        act: Callable[[TensorDict], TensorDictBase] | None = None,
+        version: int = 0,
+        watch: Callable[[int], None] | None = None,
+    ) -> Collected:
         """A rollout of new episodes; `version`: which weights act.
 
         `act` in the place of the explorer's own method: what it says is done in full, whatever `action_scale` is.
+        `watch` is called with the number of episodes that have just been collected.
         """
-        rounds = [self._round(act, version) for _ in range(self.num_rounds)]
+        rounds = []
+        for _ in range(self.num_rounds):
+            rounds.append(self._round(act, version))
+            if watch is not None:
+                watch(self.env.num_envs)
         if log.isEnabledFor(logging.DEBUG):  # reading the values waits for the device
             last = rounds[-1].remembered[-1]
             size = float(last.abs().mean())
