@@ -38,7 +38,7 @@ EXPERT_METHOD = "expert_action"
 def collect(config: CollectConfig) -> dict[str, Any]:
     """Record as configured; returns where the dataset is, how much it holds, and how the recorded episodes went.
 
-    Each episode is on disk when it ends. Ctrl-C and SIGTERM end the recording after the step, then take their effect.
+    Each episode is on disk when it ends. A signal that stops runs ends the recording after the step.
     """
     trust.name(config.env, config.env_kwargs)
     run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
