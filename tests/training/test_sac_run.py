@@ -392,7 +392,7 @@ def test_a_policy_keeps_its_action_range_in_an_environment_with_a_wider_one(tmp_
     trainer.close()
     apart = gymnasium.wrappers.RescaleAction(TwoStep(), 2.0, 3.0)
     with pytest.raises(
-        InputError, match="the policy acts between -1 and 1, the environment takes 2 to 3, and executes"
+        InputError, match="the policy acts between -1 and 1, the environment takes 2 to 3: the two ranges do not"
     ):
         SACTrainer(apart, policy=offline.policy, config=settings)
     with pytest.raises(InputError, match="critics: give the trainer that trained the policy, not str"):
