@@ -7,6 +7,7 @@ steps) and a `time` (seconds since 1970). A number that is not finite is written
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from datetime import datetime, timedelta
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -33,6 +34,7 @@ from deft.config.settings import LoggingConfig
 from deft.errors import RunError, Stopped
 from deft.ownership import INDEX, record, start_index
 from deft.training.checkpoint import folder_lock
+from deft.training.processes import Processes
 from deft.training.sinks import TensorBoardSink, open_sinks, write_again
 
 METRICS_FILE = "episode_metrics.jsonl"
@@ -43,6 +45,7 @@ RATE_PERIOD = 30.0  # seconds that the shown rate is measured over
 
 logger = logging.getLogger(__name__)
 deft_logger = logging.getLogger("deft")
+Build = TypeVar("Build", bound=Callable[..., Any])
 
 
 class EpisodeRecord(Protocol):
@@ -60,7 +63,8 @@ class RunLogger:
     With `start_step` 0 the metrics of an earlier run in the folder are replaced; with a later one, what was logged
     after that step is dropped, since it is about to be logged again. Means are over the last `window` episodes.
     `write_start` writes the other files that the start of a run leaves in the folder, such as its config: it is called
-    when the folder was removed while the run trains.
+    when the folder was removed while the run trains. `early_records` were logged while the run was built
+    (`logged_from_start`); they are written to the log file and removed from the list.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class RunLogger:
         unit: str = "steps",
         window: int = WINDOW,
         write_start: Callable[[], None] | None = None,
+        early_records: list[logging.LogRecord] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self._write_start = write_start
@@ -87,6 +92,11 @@ class RunLogger:
             self._log_file: _LogFile | None = None
             if settings.enable_file_logging:
                 self._log_file = resources.enter_context(_log_file(self.run_dir / "logs", settings.file_level))
+                for early in early_records or ():
+                    if early.levelno >= self._log_file.level:
+                        self._log_file.handle(early)
+            if early_records is not None:
+                early_records.clear()
             path = self.run_dir / METRICS_FILE
             _drop_lines_after(path, start_step)
             self._lines: BinaryIO = open(record(path), "a+b")  # noqa: SIM115 (closed by `resources`)
@@ -417,11 +427,22 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
+class _EarlyRecords(logging.Handler):
+    """Keeps the records that are logged while a run is built, for the log file that is opened later."""
+
+    def __init__(self, level: str) -> None:
+        super().__init__(level)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one record."""
+        self.records.append(record)
+
+
 def _set_level() -> None:
-    """The deft logger passes what its most talkative handler wants."""
-    deft_logger.setLevel(
-        min(handler.level for handler in deft_logger.handlers if isinstance(handler, _ConsoleHandler | _LogFile))
-    )
+    """Set the deft logger to the lowest level of its handlers."""
+    kinds = _ConsoleHandler | _LogFile | _EarlyRecords
+    deft_logger.setLevel(min(handler.level for handler in deft_logger.handlers if isinstance(handler, kinds)))
 
 
 @contextmanager
@@ -440,6 +461,31 @@ def _console(level: str) -> Iterator[Console | None]:
         if not handler.open_runs:
             deft_logger.removeHandler(handler)
             deft_logger.setLevel(handler.level_before)
+
+
+def logged_from_start(build: Build) -> Build:
+    """Decorate a function that builds a trainer from a config with `logging`: what it logs is in the run's log too.
+
+    The records appear on the console at once, and in the log file when training opens it (`early_records`).
+    """
+
+    @functools.wraps(build)
+    def building(config: Any, *args: Any, **keywords: Any) -> Any:
+        if not Processes().is_first:
+            return build(config, *args, **keywords)
+        handler = _EarlyRecords(config.logging.file_level)
+        with _console(config.logging.console_level):
+            deft_logger.addHandler(handler)
+            _set_level()
+            try:
+                trainer = build(config, *args, **keywords)
+            finally:
+                deft_logger.removeHandler(handler)
+                _set_level()
+        trainer.early_records = handler.records
+        return trainer
+
+    return cast(Build, building)
 
 
 @contextmanager

@@ -109,6 +109,7 @@ class OfflineTrainer:
         self._loaded = False
         self._log: RunLogger | None = None
         self._log_state: dict[str, Any] | None = None
+        self.early_records: list[logging.LogRecord] = []  # logged while it was built, for the run's log file
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._watch = RangeWatch(OFFLINE_RANGES)
@@ -514,6 +515,7 @@ class OfflineTrainer:
             self._run_config,
             "updates",
             write_start=self._on_start,
+            early_records=self.early_records,
         )
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)

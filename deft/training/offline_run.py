@@ -33,6 +33,7 @@ from deft.training import checkpoint, sharding
 from deft.training.compute import choose_device
 from deft.training.evaluator import Evaluator, check_space
 from deft.training.handover import check_heads, take_over_offline
+from deft.training.logging import logged_from_start
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.policy_spaces import PolicySpaces, check_streams
@@ -55,6 +56,7 @@ def train(config: OfflineRunConfig) -> dict[str, Any]:
     return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0 and trainer.is_evaluated)
 
 
+@logged_from_start
 def build_offline_trainer(
     config: OfflineRunConfig,
     dataset: Dataset | None = None,

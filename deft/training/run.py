@@ -37,6 +37,7 @@ from deft.training import checkpoint, sharding
 from deft.training.cluster.building import make_cluster_env
 from deft.training.compute import choose_device
 from deft.training.handover import GOES_ON_WITH, adopt_critics, checkpoint_folder, take_over
+from deft.training.logging import logged_from_start
 from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.training.processes import Processes
 from deft.training.random_state import seed_everything
@@ -69,6 +70,7 @@ def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:
     return summary
 
 
+@logged_from_start
 def build_trainer(
     config: RunConfig,
     env: gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv | None = None,

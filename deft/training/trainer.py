@@ -146,6 +146,7 @@ class Trainer:
         self._video_env = video_env or partial(make_another, env, render_mode="rgb_array")
         self._log: RunLogger | None = None
         self._log_state: dict[str, Any] | None = None
+        self.early_records: list[logging.LogRecord] = []  # logged while it was built, for the run's log file
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._most_updates: int | None = None
@@ -422,6 +423,7 @@ class Trainer:
             self._run_config,
             window=window,
             write_start=self._on_start,
+            early_records=self.early_records,
         )
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)

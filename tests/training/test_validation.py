@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def test_training_never_draws_a_held_out_episode(tmp_path):
     assert (
         float(next(iter(trainer.policy.encoder.streams.values())).normalizer.count) == 76
     )  # nor do the statistics see them
+
+
+def test_what_is_logged_while_a_run_is_built_is_on_the_console_and_in_its_log_file(tmp_path, capsys):
+    logger = logging.getLogger("deft")
+    before = (logger.level, list(logger.handlers))
+    trainer = make_trainer(tmp_path, run={"logging": QUIET | {"console_level": "INFO"}})
+    line = "2 of 40 episodes (4 transitions) are held out for val_loss (val_fraction 0.05)\n"
+    assert re.search(rf"^\d\d:\d\d:\d\d INFO {re.escape(line)}", capsys.readouterr().err, re.MULTILINE)
+    assert (logger.level, logger.handlers) == before
+    trainer.train()
+    [file] = (tmp_path / "logs").iterdir()
+    assert len(re.findall(rf" INFO deft\.training\.validation: {re.escape(line)}", file.read_text())) == 1
 
 
 def test_the_validation_loss_is_that_of_the_held_out_transitions(tmp_path):
