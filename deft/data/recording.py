@@ -274,6 +274,8 @@ def environment_details(spec: EnvSpec | None, env_id: str) -> dict[str, str]:
         return {}
     spec = copy.deepcopy(spec)
     spec.order_enforce = True  # Deft leaves that check out of its own copies
+    spec.entry_point = _importable(spec.entry_point)
+    spec.vector_entry_point = _importable(spec.vector_entry_point)
     try:
         details = {"env_spec": spec.to_json()}
     except (TypeError, ValueError) as error:
@@ -281,6 +283,14 @@ def environment_details(spec: EnvSpec | None, env_id: str) -> dict[str, str]:
         return {}
     module = env_id.rpartition(":")[0]
     return {**details, "env_module": module} if module else details
+
+
+def _importable(entry_point: Any) -> str | None:
+    """`module:Name` of a class or function that an environment is registered with; None where no import finds it."""
+    if entry_point is None or isinstance(entry_point, str):
+        return entry_point
+    name = getattr(entry_point, "__qualname__", "<unknown>")
+    return f"{entry_point.__module__}:{name}" if name.isidentifier() else None
 
 
 def _reason(error: OSError) -> str:

@@ -293,16 +293,23 @@ OWN_WORLD = """
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
 
-gymnasium.register("own/Pole-v3", entry_point="own_package.worlds:CartPoleEnv", max_episode_steps=20)
+class Pole(CartPoleEnv):
+    pass
+
+gymnasium.register("own/Pole-v3", entry_point={entry_point}, max_episode_steps=20)
 """
 
 
-def test_the_module_of_an_environment_is_in_the_metadata(tmp_path, monkeypatch):
-    (tmp_path / "own_package").mkdir()
-    (tmp_path / "own_package" / "worlds.py").write_text(OWN_WORLD)
+@pytest.mark.parametrize(
+    ("package", "entry_point"), [("own_package", '"own_package.worlds:Pole"'), ("other_package", "Pole")]
+)
+def test_the_module_of_an_environment_is_in_the_metadata(package, entry_point, tmp_path, monkeypatch):
+    """Also where it is registered with the class itself, which is no text."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "worlds.py").write_text(OWN_WORLD.format(entry_point=entry_point))
     monkeypatch.syspath_prepend(tmp_path)
-    _, dataset = record(tmp_path, env="own_package.worlds:own/Pole-v3", policy="random", steps=30)
-    assert dataset.env_id == "own_package.worlds:own/Pole-v3"
+    _, dataset = record(tmp_path, env=f"{package}.worlds:own/Pole-v3", policy="random", steps=30)
+    assert dataset.env_id == f"{package}.worlds:own/Pole-v3"
     theirs = minari.load_dataset("recorded-v0")
     assert theirs.env_spec.id == "own/Pole-v3"
     theirs.recover_environment().close()
