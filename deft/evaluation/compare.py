@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ from deft.errors import InputError, RunError
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, world_kwargs
 from deft.evaluation.plots import PALETTE, _figure, _save, _style
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize
-from deft.evaluation.success import SEEDS, difference, interval_text, reward_interval, success_tables
+from deft.evaluation.success import (
+    EPISODES,
+    ONE_SIDE,
+    SEEDS,
+    difference,
+    interval_text,
+    reward_interval,
+    success_tables,
+)
 from deft.models.policy import Policy
 from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
 from deft.training.logging import show_evaluation
@@ -61,7 +69,8 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
             for label, members in contenders.items():
                 played[label] = [episodes for member in members for episodes in member.play(config, kwargs, watch)]
                 _check_same_episodes(played, label)
-            results["columns"][column] = _measures(played)
+            results["columns"][column] = _measures(played, {label for label in groups if _is_scripted(groups[label])})
+        _warn_of_single_runs(results["columns"])
     results["action_selection"] = {label: members[0].action_selection for label, members in contenders.items()}
     last = next((name for names in reversed(groups.values()) for name in names[::-1] if name not in SCRIPTED), None)
     folder = Path(config.out or (Path(last) / "comparison" if last and Path(last).is_dir() else "comparison"))
@@ -257,17 +266,37 @@ def _words(episode: Episode) -> str:
     return repr(episode.labels.get("instruction", episode.labels.get("task", "")))
 
 
-def _measures(played: dict[str, list[list[Episode]]]) -> dict[str, dict[str, Any]]:
+def _is_scripted(names: Sequence[str]) -> bool:
+    return all(name in SCRIPTED for name in names)
+
+
+def _warn_of_single_runs(columns: dict[str, dict[str, Any]]) -> None:
+    """Warn where the interval of a difference leaves out the variance between training seeds of one side."""
+    rows = next(iter(columns.values()))
+    first = next(iter(rows))
+    for label, values in rows.items():
+        if values.get("reward_difference_over") == ONE_SIDE:
+            log.warning(
+                "%s: its difference to %s is over seeds of the other side only, and too certain: %s is a single "
+                "trained run; give several training seeds of it, as in %s=RUN,RUN,RUN",
+                label, first, *[label if values["seeds"] == 1 else first] * 2,
+            )  # fmt: skip
+
+
+def _measures(played: dict[str, list[list[Episode]]], scripted: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """What each row did, its runs as seeds of one method, and how it differs from the first row."""
     measures: dict[str, dict[str, Any]] = {}
-    first = next(iter(played.values()))
+    reference, first = next(iter(played.items()))
     for label, runs in played.items():
+        trained = (reference not in scripted, label not in scripted)
         found = summarize([episode for run in runs for episode in run])
         found |= {"seeds": len(runs), **reward_interval(runs), **success_tables(runs)}
         if runs is not first:
-            found |= {f"reward_{name}": value for name, value in difference(_returns(first), _returns(runs)).items()}
+            found |= {
+                f"reward_{name}": value for name, value in difference(_returns(first), _returns(runs), trained).items()
+            }
         if runs is not first and "success_rate" in found:
-            found |= difference(_successes(first), _successes(runs))
+            found |= difference(_successes(first), _successes(runs), trained)
         measures[label] = found
     return measures
 
@@ -292,7 +321,7 @@ def comparison_lines(results: dict[str, Any]) -> str:
         judged = _judged(results)
         tasks = list(next(iter(policies.values())).get("tasks", {})) if judged else []
         title = [column, "success"] if judged else ["", "mean reward"]
-        rows = [[*title, "95 % interval", "over", "difference to the first", "by seed", *tasks]]
+        rows = [[*title, "95 % interval", "over", "difference to the first", "over", "by seed", *tasks]]
         for label, values in policies.items():
             row = _success_cells(values) if judged else _reward_cells(values)
             rows.append([label, *row, *(f"{values['tasks'][task]['success_rate']:.1%}" for task in tasks)])
@@ -310,13 +339,13 @@ def comparison_lines(results: dict[str, Any]) -> str:
 
 
 def _success_cells(values: dict[str, Any]) -> list[str]:
-    """Success rate, interval, what that is over, difference to the first row, and the rate of each seed."""
+    """Success rate, its interval, what that is over; difference to the first row and what it is over; rate by seed."""
     gap = ""
     if "difference" in values:
         low, high = (100 * bound for bound in values["difference_interval"])
         gap = f"{100 * values['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
     by_seed = " ".join(f"{100 * rate:.1f}" for rate in values.get("success_rates", ()))
-    return [f"{values['success_rate']:.1%}", interval_text(values), _over(values), gap, by_seed]
+    return [f"{values['success_rate']:.1%}", interval_text(values), _over(values), gap, _gap_over(values), by_seed]
 
 
 def _reward_cells(values: dict[str, Any]) -> list[str]:
@@ -328,7 +357,7 @@ def _reward_cells(values: dict[str, Any]) -> list[str]:
         low, high = values["reward_difference_interval"]
         gap = f"{values['reward_difference']:+.2f} ({low:+.2f} to {high:+.2f})"
     by_seed = " ".join(f"{mean:.2f}" for mean in values.get("mean_rewards", ()))
-    return [f"{values['mean_reward']:.2f}", interval, _over(values), gap, by_seed]
+    return [f"{values['mean_reward']:.2f}", interval, _over(values), gap, _gap_over(values, "reward_"), by_seed]
 
 
 def _over(values: dict[str, Any]) -> str:
@@ -336,6 +365,13 @@ def _over(values: dict[str, Any]) -> str:
     if "interval_over" not in values:
         return ""
     return f"{values['seeds' if values['interval_over'] == SEEDS else 'episodes']} {values['interval_over']}"
+
+
+def _gap_over(values: dict[str, Any], prefix: str = "") -> str:
+    """What the interval of the difference is over: `3 seeds`, `100 episodes` or `3 seeds of the other side only`."""
+    over = values.get(f"{prefix}difference_over", "")
+    count = values["episodes"] if over == EPISODES else len(values.get(f"{prefix}differences", ()))
+    return f"{count} {over}" if count and over else over  # Welch's has no pairs to count
 
 
 def plot_successes(results: dict[str, Any], path: Path) -> Path:

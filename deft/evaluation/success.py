@@ -14,6 +14,7 @@ from typing import Any
 from deft.envs.vector import Episode
 
 SEEDS, EPISODES = "seeds", "episodes"  # what an interval is over
+ONE_SIDE = "seeds of the other side only"  # of a difference to a single trained run
 NORMAL_95 = 1.959964  # 97.5 % of a standard normal lie below it
 
 
@@ -134,12 +135,17 @@ def success_tables(runs: Sequence[Sequence[Episode]]) -> dict[str, Any]:
     return tables
 
 
-def difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> dict[str, Any]:
+def difference(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], trained: tuple[bool, bool] = (True, True)
+) -> dict[str, Any]:
     """mean(second) − mean(first) with a 95 % interval, of values [runs][episodes] on the same episodes.
 
     One run each: paired by episode. As many runs each: run k of one is paired with run k of the other, and the t
     interval is over these differences. One run against several: over the several. Else Welch's interval. An interval
     over seeds is widened where needed to contain the one over episodes.
+
+    `trained`: whether each side is trained. The interval of several runs against a single trained one leaves out how
+    much that run would differ with another training seed: it is over the seeds of the other side only.
     """
     are_independent = len(first) != len(second) and 1 not in (len(first), len(second))
     count = (min if are_independent else max)(len(first), len(second))
@@ -155,7 +161,8 @@ def difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
         found["differences"] = [statistics.fmean(other) - statistics.fmean(one) for one, other in pairs]
         over_seeds = t_interval(found["differences"])
     interval = [min(by_episode[0], over_seeds[0]), max(by_episode[1], over_seeds[1])]
-    return found | {"difference_interval": interval, "difference_over": SEEDS}
+    lacks_seeds = any(is_trained and len(runs) == 1 for is_trained, runs in zip(trained, (first, second), strict=True))
+    return found | {"difference_interval": interval, "difference_over": ONE_SIDE if lacks_seeds else SEEDS}
 
 
 def _paired_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:

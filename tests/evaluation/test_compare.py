@@ -128,6 +128,14 @@ def test_three_seeds_give_intervals_over_seeds(tmp_path: Path, capsys: pytest.Ca
     assert "4 episodes" in table[1]
     assert "3 seeds" in table[2]
     assert " ".join(f"{mean:.2f}" for mean in means) in table[2]
+    assert found["reward_difference_over"] == "seeds"  # random actions have no training seeds
+    assert cli.main(["compare", f"one={tmp_path}/ppo_0", *command[2:]]) == 0
+    table, warning = (text.splitlines() for text in capsys.readouterr())
+    assert table[0].split()[-5:] == ["the", "first", "over", "by", "seed"]
+    assert "3 seeds of the other side only" in table[2]
+    [line] = [line for line in warning if "single trained run" in line]
+    assert "ppo: its difference to one is over seeds of the other side only" in line
+    assert "give several training seeds of it, as in one=RUN,RUN,RUN" in line
 
 
 def test_runs_of_one_seed_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

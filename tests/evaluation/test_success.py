@@ -111,8 +111,18 @@ def test_differences_are_over_seeds_where_there_are_several() -> None:
     assert found["difference_interval"] == pytest.approx([0.2421, 0.7679], abs=2e-4)
     assert found["difference_over"] == "seeds"
     # One policy that has no seeds against three: the three differences to it.
-    against_one = difference(rates(0.5), ppo)
+    against_one = difference(rates(0.5), ppo, trained=(False, True))
     assert against_one["differences"] == pytest.approx([0.445, 0.43, 0.41])
+    assert against_one["difference_over"] == "seeds"
+
+
+def test_a_difference_to_a_single_trained_run_is_over_the_seeds_of_the_other_side() -> None:
+    one, three = rates(0.5), rates(0.945, 0.93, 0.91)
+    assert difference(one, three)["difference_over"] == "seeds of the other side only"
+    assert difference(three, one)["difference_over"] == "seeds of the other side only"
+    assert difference(three, one, trained=(True, False))["difference_over"] == "seeds"
+    assert difference(one, one)["difference_over"] == "episodes"
+    assert difference(three, rates(0.5, 0.6))["difference_over"] == "seeds"
 
 
 def test_independent_runs_of_other_numbers_are_compared_by_welch() -> None:
