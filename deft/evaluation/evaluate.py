@@ -141,10 +141,10 @@ def world_kwargs(
 
 
 def first_seed(env: VectorEnv, seed: int) -> int:
-    """The first episode's seed: in worlds with splits one that no recording and no training begins from.
+    """Return the first episode's seed; with splits it is one that no recording and no training starts from.
 
-    `deft collect` plays episode i from seed + i, and training its first ones likewise: without this a policy would be
-    asked to do again what it was shown.
+    `deft collect` starts environment i from its seed + i. In an environment without splits these seeds are shared: give
+    another seed than that of the recording.
     """
     has_splits = isinstance(env, SerialVectorEnv) and env.envs[0].has_wrapper_attr("split")
     return seed + FIRST_HELD_OUT_SEED if has_splits else seed

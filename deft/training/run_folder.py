@@ -127,5 +127,5 @@ def checkpoint_choice(path: str | Path, folder: Path) -> str:
     best = evaluations[-1]
     return (
         f"the best of the run by its evaluations during training (mean_reward {best['mean_reward']:.4g} over "
-        f"{best['episodes']} episodes of other seeds, at step {best['step']}; the latest of equals)"
+        f"{best['episodes']} episodes of other seeds, at step {best['step']}; on a tie the later checkpoint wins)"
     )

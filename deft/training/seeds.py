@@ -1,4 +1,7 @@
-"""Which seeds episodes start from, so that training, the evaluations during training, and tests never share one.
+"""Which seeds episodes start from, so that online training, the evaluations during it, and tests never share one.
+
+Recordings and tests do share seeds in environments without splits: a policy trained on a recording is tested with
+another `--seed` than that of `deft collect`.
 
 0 to 2^24 − 1        recordings and tests: `deft collect`, `deft evaluate` and `deft compare` play seed, seed + 1, …
 2^24 to 2^29 − 1     environments that train: a block of consecutive seeds for each run seed (`training_seed`)
@@ -18,7 +21,7 @@ def training_seed(*key: int) -> int:
     """The seed of a run's first training environment; environment i starts from this plus i.
 
     `key` is the run's seed, and what else tells two starts of one run apart. `SeedSequence` spreads the keys over
-    `TRAINING_SEEDS`: consecutive run seeds give blocks that do not overlap.
+    `TRAINING_SEEDS`: blocks of two run seeds overlap with a chance of about block size / 2^28.
     """
     return TRAINING_SEEDS[int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % len(TRAINING_SEEDS)]
 

@@ -475,7 +475,10 @@ def choose(
         names = stream_names([key for key in camera_keys if key not in absent])
         advice = f"episodes={[entry.index for entry in whole]}" if len(whole) <= 20 else "episodes=[…]"
         advice += f" and cameras={list(names.values())}" if absent else ""
-        raise InputError(f"{what}; choose what is there with {advice}, or leave the rest out with skip_missing=True")
+        raise InputError(
+            f"{what}; choose what is there with {advice}, or leave the rest out with --dataset-options "
+            "skip_missing=true (in Python skip_missing=True)"
+        )
     log.warning("%s; left out (skip_missing)", what)
     return whole, [key for key in camera_keys if key not in absent]
 

@@ -638,7 +638,9 @@ def test_the_real_folder_says_what_is_not_there(caplog):
     message = (
         r"episodes 3–4 .*episode_000003\.parquet.* and videos of observation\.images\.egoview .*episodes=\[0, 1, 2\]"
     )
-    with pytest.raises(InputError, match=message + r" and cameras=\['ego_view'\], .*skip_missing=True"):
+    with pytest.raises(
+        InputError, match=message + r" and cameras=\['ego_view'\], .* --dataset-options skip_missing=true"
+    ):
         load_dataset(path)
     with caplog.at_level(logging.WARNING):
         folder = load_dataset(path, skip_missing=True)
