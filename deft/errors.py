@@ -42,6 +42,12 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
 
 
+NOT_FINITE = (
+    "so no environment was stepped: the policy's weights or its normalisation are no longer finite; lower "
+    "learning_rate, or check the rewards and observations for extreme values"
+)
+
+
 def one_line(error: BaseException) -> str:
     """An exception's type and message without line breaks."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

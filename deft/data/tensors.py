@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.data.columns import to_device
+from deft.errors import NOT_FINITE, RunError
 
 Arrays = np.ndarray | dict[str, np.ndarray]
 Memory = TypeVar("Memory", Tensor, TensorDictBase)
@@ -41,6 +43,19 @@ def policy_inputs(
     if previous_reward is not None:
         td.set(schema.PREVIOUS_REWARD, to_device(previous_reward, device))
     return td
+
+
+def check_drawn(log_prob: Tensor | np.ndarray | None) -> None:
+    """Raise RunError where the log-prob of a drawn action is not a number.
+
+    NaN logits become valid choices and tokens: they show in the log-prob alone. None: of a policy that has none.
+    """
+    if log_prob is None or not math.isnan(float(log_prob.sum())):
+        return
+    bad = np.isnan(log_prob.numpy(force=True) if isinstance(log_prob, Tensor) else log_prob)
+    if bad.any():  # else the sum of infinities
+        row = int(np.argwhere(bad)[0][0])
+        raise RunError(f"the policy's output for environment {row} is not a number, {NOT_FINITE}")
 
 
 def zero_rows(memory: Memory, index: np.ndarray) -> Memory:

@@ -54,6 +54,7 @@ from deft.errors import DeftError, InputError, RunError, one_line
 from deft.machine import available_cores
 
 EnvFunction = Callable[[], gymnasium.Env]
+_Failure = tuple[str, type[DeftError], str]  # message, kind of error, traceback
 
 log = logging.getLogger(__name__)
 START_TIMEOUT = 120.0  # seconds to import and construct; a step's own limit may be shorter
@@ -273,12 +274,15 @@ class ProcessVectorEnv(VectorEnv):
         assert self._shared is not None
         self._shared.actions[...] = prepared
         going = {worker: (self._current,) for worker in self._workers if not worker.has_lost_episodes}
-        answers, failures = self._exchange("step", going, self._timeout)
+        replies, failures = self._exchange("step", going, self._timeout)
+        episodes = [episode for worker in self._workers if worker in replies for episode in replies[worker][0]]
+        if errors := [error for _, error in replies.values() if error is not None]:
+            self.finished = self._result(arrays, episodes)
+            self._raise(*errors[0])
         if failures:
             self._replace(failures, self._current)
-        for worker in answers:
+        for worker in replies:
             worker.num_restarts = 0
-        episodes = [episode for worker in self._workers for episode in answers.get(worker, ())]
         if lost := [worker for worker in self._workers if worker.has_lost_episodes]:
             return self._result(arrays, episodes, self._lose_episodes(lost, arrays))
         return self._result(arrays, episodes)
@@ -411,7 +415,7 @@ class ProcessVectorEnv(VectorEnv):
                 if request != self._request:  # the answer to a call that Ctrl-C cut short
                     continue
                 if failure is not None:
-                    self._raise(answer, *failure)
+                    self._raise(*failure)
                 answers[worker] = answer
                 del waiting[connection]
         return answers, failures
@@ -515,14 +519,11 @@ def run_worker(connection_file: int, memory_file: int, parent: int) -> None:
             worker.close()
             sys.stdout.flush()
             os._exit(0)  # at once: the environments are closed, and an interpreter's own end takes a while
-        reply: tuple[int, tuple[type[DeftError], str] | None, Any]
+        reply: tuple[int, _Failure | None, Any]
         try:
             reply = (request, None, getattr(worker, command)(*args))
-        except DeftError as error:
-            kind = InputError if isinstance(error, InputError) else RunError
-            reply = (request, (kind, traceback.format_exc()), str(error))
         except BaseException as error:  # sys.exit() of an environment too
-            reply = (request, (RunError, traceback.format_exc()), f"{worker.busy_env()}: {one_line(error)}")
+            reply = (request, worker.failure(error), None)
         try:
             connection.send(reply)
         except BrokenPipeError:
@@ -583,17 +584,23 @@ class _WorkerEnvs:
             self._stepping[0] = slot.index
             slot.reset(seed, self._arrays[current])
 
-    def step(self, current: int) -> list[Episode]:
-        """Step every environment into the given set of arrays."""
+    def step(self, current: int) -> tuple[list[Episode], _Failure | None]:
+        """Step every environment into the given set of arrays: the episodes that ended, and what an environment raised.
+
+        After a failure the environments that follow are not stepped.
+        """
         rows = self._action_layout.rows(self._action_layout.prepare(self._actions, len(self._slots)))
         arrays, final, stepping = self._arrays[current], self._final, self._stepping
-        episodes = []
+        episodes: list[Episode] = []
         for slot, action in zip(self._slots, rows, strict=True):
             stepping[0] = slot.index
-            episode = slot.step(action, arrays, final)
+            try:
+                episode = slot.step(action, arrays, final)
+            except BaseException as error:
+                return episodes + ([slot.finished] if slot.finished else []), self.failure(error)
             if episode is not None:
                 episodes.append(episode)
-        return episodes
+        return episodes, None
 
     def get_state(self, current: int) -> list[dict[str, Any]] | None:
         """The states of the environments; None where one cannot be saved."""
@@ -621,9 +628,11 @@ class _WorkerEnvs:
         own = index - self._first_env
         return self._slots[own].render() if 0 <= own < len(self._slots) else None
 
-    def busy_env(self) -> str:
-        """The environment that was being worked on."""
-        return f"environment {int(self._stepping[0])}"
+    def failure(self, error: BaseException) -> _Failure:
+        """What was raised, for the parent; where the message names no environment, the one that was being worked on."""
+        kind = InputError if isinstance(error, InputError) else RunError
+        message = f"environment {int(self._stepping[0])}: {one_line(error)}"
+        return str(error) if isinstance(error, DeftError) else message, kind, traceback.format_exc()
 
     def close(self) -> None:
         """Close the environments."""

@@ -15,6 +15,7 @@ from deft.envs.state import StateObstacle
 from deft.envs.vector import (
     ActionLayout,
     EnvSlot,
+    Episode,
     Observation,
     ObservationLayout,
     VectorEnv,
@@ -66,9 +67,13 @@ class SerialVectorEnv(VectorEnv):
         """Step every environment with its row of `actions`."""
         rows = self._action_layout.rows(self._prepare(actions))
         arrays, final = self._next_arrays(), self._final
-        episodes = []
+        episodes: list[Episode] = []
         for slot, action in zip(self._slots, rows, strict=True):
-            episode = slot.step(action, arrays, final)
+            try:
+                episode = slot.step(action, arrays, final)
+            except BaseException:
+                self.finished = self._result(arrays, episodes + ([slot.finished] if slot.finished else []))
+                raise
             if episode is not None:
                 episodes.append(episode)
         return self._result(arrays, episodes)

@@ -21,7 +21,7 @@ from gymnasium import spaces
 
 from deft.config.validation import shown
 from deft.envs.state import decode, encode, restore_state, save_state, state_obstacle
-from deft.errors import InputError, RunError, one_line, user_code
+from deft.errors import NOT_FINITE, InputError, RunError, one_line, user_code
 from deft.schema import channels_first, encode_text, has_channels_last
 
 log = logging.getLogger(__name__)
@@ -426,6 +426,8 @@ class EnvSlot:
         self._episode_return = 0.0
         self._length = 0
         self._terms: dict[str, float] = {}
+        self.finished: Episode | None = None
+        """The episode that had ended when the reset after it failed."""
 
     def reset(self, seed: int | None, arrays: StepArrays) -> None:
         """Start an episode, and see that the environment keeps to its observation space."""
@@ -470,7 +472,9 @@ class EnvSlot:
             self._terms,
             labels={name: info[name] for name in LABELS if isinstance(info.get(name), str)},
         )
+        self.finished = episode
         self._begin(arrays)
+        self.finished = None
         return episode
 
     def _flag(self, name: str, value: Any) -> bool:
@@ -582,6 +586,9 @@ class VectorEnv(ABC):
     """Names of the parts of the reward; from the environment's attribute of that name, () where it has none."""
     num_workers: int = 0
     """Processes or threads, beside this one, that step the environments."""
+    finished: VectorStep | None = None
+    """After a `step` that raised: the episodes that had ended in it, in the environments that did not fail or failed in
+    the reset afterwards. Only the rows of `done_index` count. None where the vector environment does not know."""
     notices_hangs: bool = False
     """Whether an environment that hangs is noticed, and dealt with, by the vector environment itself."""
 
@@ -620,11 +627,7 @@ class VectorEnv(ABC):
         actions = np.asarray(actions)
         bad = first_not_finite(actions)
         if bad is not None:
-            raise RunError(
-                f"the policy's action for environment {bad} is infinite or not a number, so no environment was "
-                "stepped: the policy's weights or its normalisation are no longer finite; lower learning_rate, or "
-                "check the rewards and observations for extreme values"
-            )
+            raise RunError(f"the policy's action for environment {bad} is infinite or not a number, {NOT_FINITE}")
         return self._action_layout.prepare(actions, self.num_envs)
 
     def _result(

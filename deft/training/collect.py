@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -276,6 +276,31 @@ def _play(
         if result is not None:
             played.finished.append(result)
 
+    def take(actions: np.ndarray, step: VectorStep, indices: Iterable[int]) -> None:
+        """Add a step of these environments to their episodes, and write those that ended."""
+        nonlocal num_taken
+        finals = {int(index): row for row, index in enumerate(step.done_index)}
+        ended = {result.env_index: result for result in step.episodes}
+        for index in indices:
+            episode = open_episodes[index]
+            if num_taken == config.steps:
+                break
+            if config.episodes is not None and not share[index]:
+                continue
+            if index in step.lost_index:
+                num_taken -= len(episode)
+                open_episodes[index] = _OpenEpisode(step.observation, index)
+                continue
+            num_taken += 1
+            if index not in finals:
+                episode.add(actions[index], step, index, step.observation, index)
+                continue
+            assert step.final_observation is not None
+            episode.add(actions[index], step, index, step.final_observation, finals[index])
+            write(index, ended[index])
+            share[index] -= 1
+            open_episodes[index] = _OpenEpisode(step.observation, index)
+
     def is_enough() -> bool:
         return num_taken == config.steps if config.steps is not None else not any(share)
 
@@ -286,28 +311,14 @@ def _play(
     with show_progress(total, unit) as progress:
         while not is_enough() and not stop():
             actions = _executed(actor.act(observation), env.action_space)
-            step = env.step(actions)
+            try:
+                step = env.step(actions)
+            except DeftError:
+                if env.finished is not None:
+                    take(actions, env.finished, env.finished.done_index.tolist())
+                raise
             observation = step.observation
-            finals = {int(index): row for row, index in enumerate(step.done_index)}
-            ended = {result.env_index: result for result in step.episodes}
-            for index, episode in enumerate(open_episodes):
-                if num_taken == config.steps:
-                    break
-                if config.episodes is not None and not share[index]:
-                    continue
-                if index in step.lost_index:
-                    num_taken -= len(episode)
-                    open_episodes[index] = _OpenEpisode(observation, index)
-                    continue
-                num_taken += 1
-                if index not in finals:
-                    episode.add(actions[index], step, index, observation, index)
-                    continue
-                assert step.final_observation is not None
-                episode.add(actions[index], step, index, step.final_observation, finals[index])
-                write(index, ended[index])
-                share[index] -= 1
-                open_episodes[index] = _OpenEpisode(observation, index)
+            take(actions, step, range(env.num_envs))
             actor.ended(step.done_index)
             progress(num_taken if config.steps is not None else played.num_episodes)
         if not stop():

@@ -242,6 +242,47 @@ def test_an_environment_that_raises_keeps_the_whole_episodes(tmp_path, capsys):
     assert [entry.name for entry in tmp_path.iterdir()] == ["recorded-v0"]
 
 
+class EndsTogether(Counting):
+    """Episodes of 3 steps; after `whole` of them the copy seeded 2 raises in the last step, or every copy in reset."""
+
+    def __init__(self, whole=1, where="step"):
+        super().__init__(length=3)
+        self.whole, self.where, self.seed, self.ended, self.taken = whole, where, None, 0, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.seed, self.taken = self.seed if seed is None else seed, 0
+        if self.where == "reset" and self.ended > self.whole:
+            raise ValueError("the arm is stuck")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.taken += 1
+        self.ended += self.taken == 3
+        if self.where == "step" and self.seed == 2 and self.ended > self.whole:
+            raise ValueError("the gripper fell off")
+        return super().step(action)
+
+
+# Four copies end an episode every third step. Raising in the sixth: copies 0 and 1 ended their second episode before
+# copy 2 raised, so 4 + 2 are whole. In worker processes of two copies each, the second worker's copy 3 is not stepped.
+# In the reset after the second episode: copy 0 raised first, so that 4 + 1 are whole; each worker's first: 4 + 2.
+@pytest.mark.parametrize("where", ["step", "reset"])
+@pytest.mark.parametrize(("vector", "kept"), [("sync", {"step": 6, "reset": 5}), ("process", {"step": 6, "reset": 6})])
+def test_episodes_that_ended_in_the_step_that_raised_are_kept(where, vector, kept, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("deft.envs.process.available_cores", lambda: 2)
+    gymnasium.register("deft-test/EndsTogether-v0", entry_point=EndsTogether)
+    try:
+        flags = "collect --env deft-test/EndsTogether-v0 --policy random --episodes 40 --num-envs 4 --seed 0"
+        path = tmp_path / "recorded-v0"
+        arguments = [*flags.split(), "--vector", vector, "--out", str(path), "--env-kwargs", f"where={where}"]
+        assert main(arguments) == 1
+    finally:
+        gymnasium.registry.pop("deft-test/EndsTogether-v0")
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"; {path} holds {kept[where]} whole episodes")
+    dataset = load_dataset(path)
+    assert dataset.lengths.tolist() == [3] * kept[where]
+
+
 @pytest.mark.parametrize(("die_at", "expected"), [(1, []), (2, []), (3, [2]), (11, [2]), (12, [2, 9]), (20, [2, 9, 2])])
 def test_a_kill_keeps_the_whole_episodes(die_at, expected, tmp_path):
     """Episodes of 2, 9, 2, 9, … steps; the process kills itself in the middle of a step."""

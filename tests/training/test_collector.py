@@ -14,6 +14,9 @@ from deft.envs.chunk import ActionChunk
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.errors import InputError, RunError
+from deft.evaluation.acting import PolicyActor
+from deft.evaluation.rollouts import play_episodes
+from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
 from deft.training.collector import Collector
 
@@ -41,6 +44,27 @@ class Reader(Policy):
         observation = td[schema.OBSERVATION]
         value = 100 * observation[:, 0] + observation[:, 1]
         return value + (1000 * td[schema.MEMORY][:, 0, 0] if self.recurrent else 0)
+
+
+# 1 environment: acting in numpy; 17: in torch (more than MOST_ROWS).
+@pytest.mark.parametrize("num_envs", [1, 17])
+@pytest.mark.parametrize("by", ["collector", "evaluation", "actor", "sampling"])
+def test_a_discrete_policy_of_nan_reaches_no_environment(by, num_envs):
+    envs = [Counting() for _ in range(num_envs)]
+    env = SerialVectorEnv(envs)
+    policy = ActorCritic(env.observation_space, env.action_space)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(torch.nan)
+    calls = {
+        "collector": lambda: Collector(env, policy).collect_steps(num_envs),
+        "evaluation": lambda: play_episodes(policy, env, num_envs),
+        "sampling": lambda: play_episodes(policy, env, num_envs, deterministic=False),
+        "actor": lambda: PolicyActor(policy, num_envs, None, deterministic=True).act(env.reset(0)),
+    }
+    with pytest.raises(RunError, match="the policy's output for environment 0 is not a number, so no environment was"):
+        calls[by]()
+    assert {one.steps for one in envs} == {0}
 
 
 def test_truncation_bootstraps_from_the_true_final_observation():
