@@ -299,6 +299,8 @@ class LeRobotFolder(Dataset):
         if not path.is_file():
             raise damaged(path, entry.where, key, "the file is not there")
         video = self.reader.file(path)
+        if video.size != (size := _picture_size(self.meta, key)):
+            raise damaged(path, entry.where, key, f"frames of shape {(3, *video.size)}, and meta/ says {(3, *size)}")
         tolerance = self.tolerance_s + video.tick
         first = 0
         if start is not None:

@@ -100,6 +100,11 @@ class VideoFile:
         return self._index.tick
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Height and width that the file declares; nothing is decoded."""
+        return self._codec.height, self._codec.width
+
+    @property
     def num_frames(self) -> int:
         """Frames that are shown."""
         return len(self._index.shown)
