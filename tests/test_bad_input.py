@@ -335,7 +335,10 @@ REFUSED = [
     ("train ppo {new} --env CartPole-v7", "CartPole-v7", "use CartPole-v1"),
     ("train ppo {new} --env CartPol", "CartPol", "CartPole-v1"),
     ("train ppo {new} --env no_such_package:X-v0", "no_such_package", "cannot be imported"),
-    ("train ppo {new} --env bad/Faulty-v0 --env-kwargs colour=red", "bad/Faulty-v0", "'colour': 'red'"),
+    (
+        "train ppo {new} --env bad/Faulty-v0 --env-kwargs colour=red",
+        "'colour': 'red'} do not fit bad/Faulty-v0: Faulty",
+    ),
     ("train ppo {new} --env bad/Faulty-v0 --env-kwargs fault=constructor", "bad/Faulty-v0", "robot is switched off"),
     ("train ppo {new} --env bad/Faulty-v0 --env-kwargs 'fault=tuple observation'", "Tuple", "Dict", "wrap"),
     ("train ppo {new} --env bad/Faulty-v0 --env-kwargs 'fault=dict action'", "'arm'", "Discrete", "wrap"),

@@ -165,7 +165,7 @@ def _make_native(creator: type[VectorEnv], spec: EnvSpec, config: EnvConfig, num
     try:
         return weigh(creator(num_envs, **kwargs), config.reward_weights)
     except TypeError as error:
-        raise InputError(f"env.kwargs {config.kwargs} do not fit {spec.id}: {one_line(error)}") from error
+        raise InputError(f"env.kwargs {config.kwargs} do not fit {spec.id}: {_text(error)}") from error
 
 
 def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorEnv:
@@ -180,7 +180,7 @@ def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorE
         env = ManiSkillVectorEnv(num_envs, max_episode_steps=config.max_episode_steps, **config.kwargs)
         return weigh(env, config.reward_weights)
     except TypeError as error:
-        raise InputError(f"env.kwargs {config.kwargs} do not fit {config.id}: {one_line(error)}") from error
+        raise InputError(f"env.kwargs {config.kwargs} do not fit {config.id}: {_text(error)}") from error
 
 
 def wrap(
@@ -253,7 +253,7 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
         except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
             raise InputError(f"environment {spec.id} cannot be used: {_missing_package(error, spec)}") from error
         except TypeError as error:
-            message = one_line(error).partition(" was raised from the environment creator")[0]
+            message = _text(error).partition(" was raised from the environment creator")[0]
             if render_mode is not None and "'render_mode'" in message:
                 raise InputError(
                     f"environment {spec.id} cannot be rendered: its constructor takes no render_mode"
@@ -330,3 +330,8 @@ def _missing_package(error: Exception, spec: EnvSpec) -> str:
     latest = _versions(spec.id)[-1:]
     newer = f"; use {latest[0]}" if latest and latest[0] != spec.id else ""
     return f"{' '.join(str(error).split())}{newer}"
+
+
+def _text(error: TypeError) -> str:
+    """What Python says of arguments that a constructor does not take."""
+    return " ".join(str(error).split())

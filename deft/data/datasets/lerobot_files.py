@@ -278,14 +278,15 @@ def read_table(path: Path, where: str, field: str, columns: Iterable[str] | None
     try:
         with parquet.ParquetFile(path) as file:
             wanted = None if columns is None else list(columns)
+            names = file.schema_arrow.names  # an error here, where they are not UTF-8
             for name in wanted or ():
-                if name not in file.schema_arrow.names:
+                if name not in names:
                     raise damaged(path, where, name, "the column is missing")
             check_rows(file.metadata.num_rows, path.stat().st_size, path, where, field)
             table = file.read(columns=wanted, use_threads=False)
             table.validate(full=True)  # text that is not UTF-8, lengths that lead out of the table
             return table
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {_reason(error)}") from None
 
 

@@ -363,6 +363,20 @@ def test_a_damaged_table_is_named_with_episode_and_field(tmp_path, change, messa
         folder.episode(1)
 
 
+@pytest.mark.parametrize(("old", "new"), [(b"length", b"leng\xe1h"), (b"pick the cup", b"pick the \xe1up")])
+def test_text_of_a_table_that_is_not_utf8_is_named(tmp_path, old, new):
+    root = write_folder(tmp_path / "small", "v3.0")
+    for path in (root / "meta").rglob("*.parquet"):
+        columns = parquet.read_table(path)
+        parquet.write_table(columns, path, compression="none", store_schema=False, use_dictionary=False)
+        path.write_bytes(path.read_bytes().replace(old, new))
+    with pytest.raises(
+        InputError, match=r"parquet: damaged at the top, field \w+: cannot be read as parquet"
+    ) as caught:
+        load_dataset(root)
+    assert "UnicodeDecodeError" not in str(caught.value)
+
+
 def test_a_truncated_table_is_named(tmp_path):
     root = write_folder(tmp_path / "small")
     path = root / "data/chunk-001/episode_000001.parquet"
