@@ -337,7 +337,8 @@ REFUSED = [
     ("train ppo {new} --env no_such_package:X-v0", "no_such_package", "cannot be imported"),
     (
         "train ppo {new} --env bad/Faulty-v0 --env-kwargs colour=red",
-        "'colour': 'red'} do not fit bad/Faulty-v0: Faulty",
+        "'colour': 'red'",
+        "do not fit bad/Faulty-v0: Faulty",
     ),
     ("train ppo {new} --env bad/Faulty-v0 --env-kwargs fault=constructor", "bad/Faulty-v0", "robot is switched off"),
     ("train ppo {new} --env bad/Faulty-v0 --env-kwargs 'fault=tuple observation'", "Tuple", "Dict", "wrap"),
