@@ -73,8 +73,8 @@ class VLAActor(VLAPolicy, ContinuousActor):
         self._draws_many = callable(getattr(model, "sample_many", None))
         self._takes_step_mask = takes_keyword(model.evaluate_actions, "step_mask")
         self._padded_batches = 0
-        self.is_flow = bool(getattr(model, "starts_from_noise", False))
-        self.has_mean = takes_keyword(model.forward, "deterministic") and not self.is_flow
+        trains_mean = getattr(model, "has_mean", not getattr(model, "starts_from_noise", False))
+        self.has_mean = trains_mean and takes_keyword(model.forward, "deterministic")
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
 
@@ -102,11 +102,11 @@ class VLAActor(VLAPolicy, ContinuousActor):
         return {"bc_loss": self._scalar("imitation_loss", "loss", losses, unit.shape[1]).mean().unsqueeze(0)}
 
     def mean(self, state: Encoded) -> Tensor:
-        """The model's most likely action, clipped as by the environment; an error for a flow, which has none."""
-        if self.is_flow:
+        """The model's most likely action, clipped as by the environment; an error for heads without a mean."""
+        if not self.has_mean and takes_keyword(self.model.forward, "deterministic"):
             raise InputError(
-                f"{self.model_name} denoises drawn noise and has no most likely action, which td3-bc and sft with "
-                "--loss mse train: use iql, or sft with --loss log_prob, or a model with a Gaussian head"
+                f"{self.model_name} has no mean action (flow and token heads and switches have none), which td3-bc and "
+                "sft with --loss mse train: use iql, or sft with --loss log_prob, or a Gaussian head without switches"
             )
         if not self.has_mean:
             raise InputError(

@@ -25,6 +25,8 @@ class VLAModelInterface(Protocol):
     - `forward(observations, deterministic=True)`: the most likely action. Without this keyword evaluation samples.
       A flow draws the noise that it denoises all the same, and says so by an attribute `starts_from_noise` that is
       True: the action that noise 0 leads to lies between the modes of what was demonstrated.
+    - `has_mean`: an attribute that is False if that action is no mean with a gradient in every dim (tokens, switches;
+      a flow's default). TD3+BC and SFT with `--loss mse` then raise an error.
     - `action_mask`, a keyword of the methods that draw or score actions: bool [B, A], True where a dim is real. Padded
       dims must not enter log-prob or entropy. Environments with padded dims need a model with this keyword.
     - `act(observations, deterministic=False) -> (action, log_prob [B], value [B, 1])`: acting in one forward pass.

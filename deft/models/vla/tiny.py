@@ -294,6 +294,11 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         """Whether its deterministic actions are denoised from drawn noise: those of a flow."""
         return self.head_name == "flow"
 
+    @property
+    def has_mean(self) -> bool:
+        """Whether its deterministic action is a mean with a gradient in every dim: that of a Gaussian alone."""
+        return self.head_name == "gaussian" and not self.switch_dims
+
     # -- the interface of a VLA model ----------------------------------------------------------------------------------
 
     def forward(

@@ -675,10 +675,10 @@ def test_padding_of_a_model_whose_steps_depend_on_each_other_is_an_error():
     policy.imitation_loss(state._replace(step_mask=None), action)  # no padding, no error
 
 
-@pytest.mark.parametrize("head", ["token", "flow"])
-def test_heads_without_a_mean_are_not_trained_by_a_loss_of_it(head):
-    """The mean of two demonstrated modes is an action that nobody demonstrated."""
-    policy, batch = actor_of(lambda: tiny(head=head)), batch_of_chunks()
+@pytest.mark.parametrize("changes", [{"head": "token"}, {"head": "flow"}, {"switch_dims": [1]}])
+def test_heads_without_a_mean_are_not_trained_by_a_loss_of_it(changes):
+    """The mean of two demonstrated modes is an action that nobody demonstrated; a switch has no gradient."""
+    policy, batch = actor_of(lambda: tiny(**changes)), batch_of_chunks()
     unit = batch[schema.ACTION].flatten(1).unsqueeze(0)
     with pytest.raises(InputError, match=r"sft.* --loss log_prob"):
         policy.imitation(batch[schema.OBSERVATION], unit, batch[schema.STEP_MASK], "mse")
