@@ -11,6 +11,7 @@ from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.distributions import GaussianHead
+from deft.models.unit_actions import with_bounds
 
 OBSERVATIONS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 UNIT, WIDE = spaces.Box(-1, 1, (2,), np.float32), spaces.Box(-3, 3, (2,), np.float32)
@@ -61,6 +62,15 @@ def test_a_policy_acts_in_another_box_as_far_as_the_two_overlap(caplog):
         policy.check_box(spaces.Box(np.array([-3, 4], np.float32), np.array([3, 5], np.float32)))
     with pytest.raises(InputError, match="made for actions of 2 numbers"):
         policy.check_box(spaces.Box(-3, 3, (1,), np.float32))
+
+
+def test_weights_bring_their_scale_into_a_box_without_bounds(caplog):
+    policy, unbounded = Actor(OBSERVATIONS, WIDE), spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    other = Actor(OBSERVATIONS, with_bounds(unbounded))
+    other.load_state_dict(policy.state_dict())
+    other.check_box(unbounded)  # nothing is clipped
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert torch.equal(first_action(other), first_action(policy))
 
 
 def boxed(*bounds: tuple[float, float]) -> spaces.Box:
