@@ -24,7 +24,7 @@ from deft.data.augmentation import recoloured
 from deft.data.episode_store import EpisodeStore
 from deft.data.episodes import EpisodeBatch, side_by_side
 from deft.data.robot_episode import RobotEpisode
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
 from deft.models.f1.policy import F1Policy
@@ -127,21 +127,31 @@ class AdversarialTrainer(WorldModelTrainer):
         """The explorer acts and learns, then the world model learns what came of it."""
         game = self.config.adversarial
         self.policy.eval()
-        with self.stoppable():
-            found = self.rollouts.collect(version=self.ppo.version)
-            wandered = self._wander(game.random_episodes)
-            metrics: Metrics = dict(self.reward.pay(self.policy, found))
-        spread, saturated = action_spread(found, game.explorer_scale)
-        metrics |= {
-            "train/reward": found.rollout[schema.NEXT_REWARD].mean(),
-            "game/action_spread": spread,
-            "game/actions_at_limit": saturated,
-        }
-        if self.episode >= game.wm_warmup:
-            self.ppo.progress = self.progress
-            metrics |= {f"ppo/{name}": value for name, value in self.ppo.update(iter([found.rollout])).items()}
-        self._keep(found.episodes, wandered)
-        metrics |= self._train_world_model()
+        rollouts = []
+        if self.partial is None:
+            with self.stoppable():
+                found = self.rollouts.collect(version=self.ppo.version)
+                wandered = self._wander(game.random_episodes)
+                metrics: Metrics = dict(self.reward.pay(self.policy, found))
+            spread, saturated = action_spread(found, game.explorer_scale)
+            metrics |= {
+                "train/reward": found.rollout[schema.NEXT_REWARD].mean(),
+                "game/action_spread": spread,
+                "game/actions_at_limit": saturated,
+            }
+            self._keep(found.episodes, wandered)
+            self.partial = metrics, []
+            rollouts.append(found.rollout)
+        metrics, trained = self.partial
+        if (rollouts or self.ppo.unfinished is not None) and self.episode >= game.wm_warmup:
+            self.ppo.progress, self.ppo.should_stop = self.progress, self._stop
+            learned = self.ppo.update(iter(rollouts))
+            if self.ppo.unfinished is not None:
+                raise Stopped
+            metrics |= {f"ppo/{name}": value for name, value in learned.items()}
+        self._train_world_model(trained)
+        metrics |= {name: sum(float(one[name]) for one in trained) / len(trained) for name in trained[0]}
+        self.partial = None
         self.reward.end_iteration(self.policy, self.episode + 1)
         metrics |= {"game/warm_up": self.warms_up, "game/replay": len(self.replay), "game/random": len(self.wandered)}
         return 1, metrics
@@ -210,13 +220,18 @@ class AdversarialTrainer(WorldModelTrainer):
             episode.codes = encode_frames(self.policy, episode.wrist).cpu().numpy()
         return episode
 
-    def _train_world_model(self) -> Metrics:
-        """`wm_updates` batches, new, older and random episodes side by side; the means of what is logged."""
+    def _train_world_model(self, trained: list[Metrics]) -> None:
+        """`wm_updates` batches, new, older and random episodes side by side; adds what is logged of each to `trained`.
+
+        Those that are in it already are not trained on again. A stop request raises `Stopped` between two of them.
+        """
         game, model = self.config.adversarial, self.policy.config
         size = self.training.batch_size
         self.policy.train()
-        found: list[Metrics] = []
-        for number in range(self.episode * game.wm_updates, (self.episode + 1) * game.wm_updates):
+        first = self.episode * game.wm_updates
+        for number in range(first + len(trained), first + game.wm_updates):
+            if self._stop():
+                raise Stopped
             num_random, num_older = split_batch(number, size, game.random_share, game.replay_share)
             wandered = self.wandered.draw_unseen_first(num_random, self.generator)
             # While there are few random episodes the batch is smaller: the explorer's would not stand for them.
@@ -225,10 +240,9 @@ class AdversarialTrainer(WorldModelTrainer):
             newer = self.recent.draw(room - len(older), self.generator)
             episodes = [*newer, *older, *wandered]
             batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
-            found.append({**self.train_chunks(batch), **self.reward.learn(batch)})
+            trained.append({**self.train_chunks(batch), **self.reward.learn(batch)})
             self.shown_episodes = batch
         self.policy.eval()
-        return {name: sum(float(one[name]) for one in found) / len(found) for name in found[0]}
 
     def held_out_loss(self) -> float:
         """The world model's cross-entropy on episodes of another explorer, in scenes that are never trained on."""

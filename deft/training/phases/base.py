@@ -94,6 +94,8 @@ class BaseRLTrainer(ABC):
         self._stop: Callable[[], bool] = never
         self._unfinished: tuple[int, Metrics] | None = None
         """A round whose updates are done, not yet evaluated and logged: `episode` before it, and its metrics."""
+        self.partial: tuple[Metrics, list[Metrics]] | None = None
+        """A round whose updates were stopped: its metrics so far, and those of the batches that were trained on."""
         self._started = time.monotonic()
         self.ends_with: RunError | None = None  # what a round found, after which the run must not go on
 
@@ -104,6 +106,7 @@ class BaseRLTrainer(ABC):
         """Train on some episodes; how many they were in all processes, and what is to be logged of it.
 
         What comes before the first update is `stoppable`: a run that stops there repeats the round when it is resumed.
+        A phase that can stop between two updates sets `partial` and raises `Stopped`; it is called again with it.
         """
 
     def evaluate_round(self, metrics: Metrics) -> Metrics:
@@ -201,8 +204,8 @@ class BaseRLTrainer(ABC):
     def train(self) -> dict[str, Any]:
         """Train until `total` or `max_minutes`, and return a summary.
 
-        A signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) stops between two steps of collection and evaluation, or after the
-        updates of a round. The run is saved then, and also when it fails.
+        A signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) stops between two steps of collection or evaluation, two minibatches
+        of the explorer, or two batches of the world model. The run is saved then, and also when it fails.
         """
         if self.resume_from is not None:
             self.load(self.resume_from)
@@ -268,7 +271,8 @@ class BaseRLTrainer(ABC):
         self._threads.begin()
         try:
             count, metrics = self.train_round()
-        except Stopped:  # before the first update
+        except Stopped:
+            self._is_saved = self._is_saved and self.partial is None
             return
         self._unfinished = (self.episode, metrics)
         self.episode += count
@@ -381,6 +385,9 @@ class BaseRLTrainer(ABC):
             "log": self._log.state_dict() if self._log is not None else self._log_state,
             "config": to_dict(self.config),
             "state": self.state_dict(),
+            "partial": None
+            if self.partial is None
+            else [_floats(self.partial[0]), list(map(_floats, self.partial[1]))],
             "unfinished": None if self._unfinished is None else [self._unfinished[0], _floats(self._unfinished[1])],
         }
         if self.is_sharded:
@@ -444,6 +451,8 @@ class BaseRLTrainer(ABC):
         self._log_state, self._random_state = state["log"], state["random"]
         unfinished = state.get("unfinished")  # earlier versions had none
         self._unfinished = None if unfinished is None else (unfinished[0], unfinished[1])
+        partial = state.get("partial")
+        self.partial = None if partial is None else (partial[0], partial[1])
         self.load_state_dict(state["state"])
 
     def _check_finite(self) -> None:

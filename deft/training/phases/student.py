@@ -19,7 +19,7 @@ from torch import Tensor
 from deft.config.f1_settings import ExplorerSettings, PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file
 from deft.data.episodes import EpisodeBatch
-from deft.errors import InputError
+from deft.errors import InputError, Stopped
 from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
 from deft.evaluation.plots import plot_metrics
 from deft.models.f1.explorer import (
@@ -87,19 +87,24 @@ class StudentTrainer(BaseRLTrainer):
 
     def train_round(self) -> tuple[int, Metrics]:
         """One PPO iteration on new episodes."""
-        self.ppo.progress = self.progress
-        with self.stoppable():
-            found = self.rollouts.collect(version=self.ppo.version)
-            with autocast(self.device, self.autocast_dtype):
-                measures = measure(self.teacher, found)
-        found.pay(*self.reward(measures))
-        self._shown_episodes = found.batch(self.teacher) if self.processes.is_first else None
-        metrics = self.ppo.update(iter([found.rollout]))
+        self.ppo.progress, self.ppo.should_stop = self.progress, self._stop
+        rollouts = []
+        if self.partial is None:
+            with self.stoppable():
+                found = self.rollouts.collect(version=self.ppo.version)
+                with autocast(self.device, self.autocast_dtype):
+                    measures = measure(self.teacher, found)
+            found.pay(*self.reward(measures))
+            self._shown_episodes = found.batch(self.teacher) if self.processes.is_first else None
+            self.partial = exploration_metrics(found, measures), []
+            rollouts.append(found.rollout)
+        learned = self.ppo.update(iter(rollouts))
+        if self.ppo.unfinished is not None:
+            raise Stopped
         self.num_updates = self.ppo.version
-        return self.rollouts.num_episodes * self.processes.count, {
-            **exploration_metrics(found, measures),
-            **{f"train/{name}": value for name, value in metrics.items()},
-        }
+        metrics, self.partial = self.partial[0], None
+        metrics |= {f"train/{name}": value for name, value in learned.items()}
+        return self.rollouts.num_episodes * self.processes.count, metrics
 
     def collection_state(self) -> dict[str, Any]:
         """Which scenes come next."""

@@ -142,7 +142,7 @@ def test_a_batch_has_its_shares_of_older_and_random_episodes(played):
     made, taken = with_watched_batches(played, random_share=0.5, batch_size=4)
     stores = {"new": made.recent, "older": made.replay, "random": made.wandered}
     of = {e.wrist.tobytes(): name for name, store in stores.items() for e in store.episodes}
-    made._train_world_model()
+    made._train_world_model([])
     assert len(taken) == 2
     for batch in taken:
         kinds = [of[wrist.numpy().tobytes()] for wrist in batch.streams["wrist"]]
@@ -188,11 +188,11 @@ def test_the_explorers_noise_may_stay_longer_than_the_students(played, tmp_path)
 
 def test_few_random_episodes_are_not_replaced_by_the_explorers(played):
     made, taken = with_watched_batches(played, random_share=0.75, batch_size=8)
-    made._train_world_model()
+    made._train_world_model([])
     # Of 8, 6 should be random and there are 3; 2 older ones are as many as are wanted, and leave no room for new ones.
     assert [len(batch.lengths) for batch in taken] == [5, 5]
     made.wandered = EpisodeStore(1)  # a game without random episodes: all are the explorer's
-    made._train_world_model()
+    made._train_world_model([])
     assert [len(batch.lengths) for batch in taken[2:]] == [6, 6]  # 2 older and all 4 new ones
 
 

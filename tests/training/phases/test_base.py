@@ -95,6 +95,37 @@ def test_a_signal_ends_collection_within_a_step_and_the_resumed_run_is_the_same(
     assert_same(whole, resumed)
 
 
+@pytest.mark.parametrize(
+    ("phase", "owner", "method", "at"),
+    [
+        # Two rounds of two episodes of 4 steps in sequences of 4, one a minibatch: the first of two gradient steps.
+        ("student", "ppo", "_step", 3),
+        ("adversarial", "ppo", "_step", 3),
+        ("adversarial", "reward", "learn", 3),  # the first of the second iteration's two batches
+    ],
+)
+def test_a_signal_stops_between_updates_and_the_resumed_run_is_the_same(tmp_path, phase, owner, method, at):
+    whole = make(phase, tmp_path / "whole")
+    whole.train()
+    stopped = make(phase, tmp_path / "half")
+    original, made = getattr(getattr(stopped, owner), method), [0]
+
+    def signalling(*given):
+        made[0] += 1
+        if made[0] == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*given)
+
+    setattr(getattr(stopped, owner), method, signalling)
+    with pytest.raises(SystemExit):
+        stopped.train()
+    assert made == [at]
+    assert stopped.partial is not None
+    resumed = make(phase, tmp_path / "half", resumes=True)
+    resumed.train()
+    assert_same(whole, resumed)
+
+
 @pytest.mark.parametrize("saves", [True, False], ids=["saved before it", "not due to be saved"])
 def test_a_signal_ends_the_evaluation_of_a_round_within_a_step(tmp_path, monkeypatch, saves):
     """The game collects its held-out episodes after the first iteration: the signal comes in their third step."""
