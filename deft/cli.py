@@ -213,7 +213,7 @@ def _train_phase(phase: str, arguments: list[str]) -> int:
 def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
     """What the flags are put on: the file of `--config`, the run of `--resume`, or the defaults."""
     from deft.config.algorithm_settings import ALGORITHM_SETTINGS
-    from deft.config.loading import find_config, read_mapping, resolve
+    from deft.config.loading import find_config, read_mapping, reject_overwrite, resolve
 
     known = ", ".join([*ALGORITHM_SETTINGS, *WAYPOINT_TRAINING, "tokenizer", *PHASE_TRAINING])
     if algorithm is not None and algorithm not in ALGORITHM_SETTINGS:
@@ -235,6 +235,7 @@ def _base_config(algorithm: str | None, flags: Sequence[str]) -> RunConfig:
     if algorithm is not None and "algorithm" not in mapping:
         mapping["algorithm"] = algorithm
     base = resolve(mapping)
+    reject_overwrite(base.overwrite, source)
     if algorithm not in (None, base.algorithm.name):
         raise InputError(f"train {algorithm}: {source} says algorithm.name '{base.algorithm.name}'; give one of them")
     return base

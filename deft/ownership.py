@@ -9,6 +9,7 @@ they are listed in one of the two.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -24,7 +25,9 @@ from deft.errors import InputError
 log = logging.getLogger(__name__)
 MANIFEST = "deft_manifest.json"
 MANIFEST_FORMAT = "deft-manifest-1"
+CHECKPOINT_FORMAT = "deft-checkpoint-1"  # first entry of every training_state.pt
 INDEX = ".deft-files"
+KEPT = ".kept"  # suffix of what was in the place of a file or checkpoint of Deft's, and is not Deft's
 INDEX_HEADER = "deft-run-1: the files in this folder that Deft wrote; --overwrite deletes these alone"
 DIGEST_SIZE = 32
 # What earlier versions, which kept no index, wrote into a run folder beside checkpoints and logs.
@@ -151,7 +154,7 @@ def start_index(run_dir: Path) -> None:
     """Create the index of a run folder if it has none: empty, or with the known files of an earlier version's run."""
     if (run_dir / INDEX).exists():
         return
-    is_run = any(run_dir.glob("checkpoint-*/training_state.pt"))
+    is_run = any(has_format(path) for path in run_dir.glob("checkpoint-*/training_state.pt"))
     known = [name for name in relative_files(run_dir) if EARLIER_FILES.fullmatch(name)] if is_run else []
     (run_dir / INDEX).write_text("\n".join([INDEX_HEADER, *known]) + "\n", encoding="utf-8")
 
@@ -175,6 +178,33 @@ def record(path: Path) -> Path:
                     file.write(name + "\n")
             break
     return path
+
+
+def keep_foreign(path: Path) -> None:
+    """Rename a file that is about to be written in a run folder, if it exists and Deft did not write it."""
+    folder = next((parent for parent in list(path.parents)[:2] if (parent / INDEX).is_file()), None)
+    is_file = path.is_symlink() or path.is_file()
+    if folder is not None and is_file and path.relative_to(folder).as_posix() not in indexed_files(folder):
+        kept = free_place(path)
+        os.replace(path, kept)
+        log.warning("%s: Deft did not write it; renamed to %s", path, kept.name)
+
+
+def free_place(path: Path) -> Path:
+    """The name that what Deft did not write gets: the path with `.kept`, and a number if that is taken."""
+    places = (path.with_name(f"{path.name}{KEPT}{number or ''}") for number in itertools.count())
+    return next(place for place in places if not os.path.lexists(place))
+
+
+def has_format(path: Path) -> bool:
+    """Whether a file is a training state of Deft, by the start of its pickle; nothing is unpickled."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                return CHECKPOINT_FORMAT.encode() in file.read(256)
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, RuntimeError, NotImplementedError):
+        return False
 
 
 # -- hashes ----------------------------------------------------------------------------------------------------------

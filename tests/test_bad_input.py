@@ -227,7 +227,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     foreign = place / "foreign"
     for name, state in {
         "format": {"epoch": 3, "optimizer": {}},
-        "keys": {"format": checkpoint.FORMAT, "algorithm_name": "ppo"},
+        "keys": {"format": checkpoint.CHECKPOINT_FORMAT, "algorithm_name": "ppo"},
         "list": [1, 2, 3],
         "object": Counting(),
     }.items():

@@ -22,7 +22,7 @@ from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.settings import MOVED_SETTINGS, SHORTHANDS, OfflineRunConfig, RunConfig, run_class
 from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
 from deft.errors import InputError
-from deft.ownership import record
+from deft.ownership import keep_foreign, record
 from deft.plain_data import MAX_DEPTH, NESTS_TOO_DEEP, parse_bounded, read_bounded
 
 PRESETS = Path(__file__).parent / "presets"
@@ -32,7 +32,15 @@ Config = TypeVar("Config", bound=RunConfig | OfflineRunConfig)
 
 def load_config(path: str | Path) -> Any:
     """The settings in a JSON or YAML file, or of a preset by its bare name."""
-    return resolve(read_mapping(find_config(path)))
+    config = resolve(read_mapping(find_config(path)))
+    reject_overwrite(config.overwrite, path)
+    return config
+
+
+def reject_overwrite(is_set: bool, path: str | Path | None) -> None:
+    """Raise an error if a file asks for a run to be replaced: that is for the user to say."""
+    if is_set:
+        raise InputError(f"{path}: overwrite: true is not accepted in a file; remove it, and use the flag --overwrite")
 
 
 def find_config(path: str | Path) -> Path:
@@ -123,6 +131,7 @@ def write_config(config: AnyRunConfig, path: str | Path) -> None:
     header = f"# The settings of this run. To repeat it:\n#   {command}\n"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(header + body, encoding="utf-8")
+    keep_foreign(path)
     record(unfinished.replace(path))
 
 

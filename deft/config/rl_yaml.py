@@ -18,11 +18,11 @@ import yaml
 from deft import trust
 from deft.config.f1_settings import PhaseConfig, TrainingConfig
 from deft.config.flags import CONFIG_FLAG, OUTPUT_DEFAULTS, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
-from deft.config.loading import find_config, read_mapping, set_path, to_dict, value_at
+from deft.config.loading import find_config, read_mapping, reject_overwrite, set_path, to_dict, value_at
 from deft.config.output_base import below_output_base
 from deft.config.validation import checked, nested_class, setting_names
 from deft.errors import InputError, RunError
-from deft.ownership import record
+from deft.ownership import keep_foreign, record
 
 CONFIG_FILE = "config.yaml"
 PHASES = ("teacher", "student", "adversarial")
@@ -67,7 +67,9 @@ def get_environment_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_phase_config(path: str | Path) -> PhaseConfig:
     """The settings in a file, checked; run directories in `outputs` are below `OUTPUT_BASE`."""
-    return phase_config(_based(to_dict(phase_config(read_mapping(find_config(path))))))
+    config = phase_config(read_mapping(find_config(path)))
+    reject_overwrite(config.run.overwrite, path)
+    return phase_config(_based(to_dict(config)))
 
 
 def _based(settings: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def write_phase_config(config: PhaseConfig, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(f"# The settings of this run. To repeat it:\n#   {command}\n{body}", encoding="utf-8")
+        keep_foreign(path)
         record(unfinished.replace(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
@@ -212,7 +215,9 @@ def parse_phase(phase: str, arguments: Sequence[str], base_file: Path | str | No
     mapping = read_mapping(find_config(base_file)) if base_file is not None else {}
     if mapping.get("phase") not in (None, phase):
         raise InputError(f"train {phase}: {base_file} is of phase {mapping['phase']!r}; give one of them")
-    settings = _based(to_dict(phase_config(mapping)))
+    in_file = phase_config(mapping)
+    reject_overwrite(in_file.run.overwrite, base_file)
+    settings = _based(to_dict(in_file))
     groups = phase_flags(phase)
     defaults = {flag.path: value_at(settings, flag.path) for group in groups for flag in group.flags}
     given = parse_flags(

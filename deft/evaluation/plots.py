@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deft.errors import InputError, RunError
-from deft.ownership import record
+from deft.ownership import keep_foreign, record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -315,6 +315,7 @@ def _short_number(value: float) -> str:
 def _save(figure: Figure, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        keep_foreign(path)
         figure.savefig(path, dpi=150, format="png")
         record(path)
     except OSError as error:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import logging
 import os
 import pickle
@@ -34,10 +33,13 @@ from torch import Tensor, nn
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
 from deft.ownership import (
+    CHECKPOINT_FORMAT,
     MANIFEST,
     HashingFile,
     check_output_path,
     delete_files,
+    free_place,
+    has_format,
     read_manifest,
     relative_files,
     verify,
@@ -45,19 +47,18 @@ from deft.ownership import (
     write_manifest,
 )
 from deft.training import sharding
-from deft.training.policy_spaces import PolicySpaces
+from deft.training.policy_spaces import SPACES_FILE, PolicySpaces
 
 log = logging.getLogger(__name__)
-FORMAT = "deft-checkpoint-1"
 MODEL, TRAINING_STATE, METRICS = "model.pt", "training_state.pt", "metrics.pt"
 BEST = "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = ".tmp-"
-_KEPT = ".kept"  # suffix of what was in a checkpoint's place and is not Deft's
-# What earlier versions wrote into a checkpoint, without a manifest.
-_EARLIER_FILES = re.compile(
+# What Deft writes into a checkpoint: for those of earlier versions, and unfinished ones, which have no manifest.
+_KNOWN_FILES = re.compile(
     r"(model|training_state|metrics|process-\d+|explorer|buffers)\.pt|explorer/(model|explorer)\.pt|"
-    r"peft_adapter/(adapter_config\.json|adapter_model\.safetensors|README\.md)"
+    r"peft_adapter/(adapter_config\.json|adapter_model\.safetensors|README\.md)|"
+    rf"{re.escape(SPACES_FILE)}|{re.escape(MANIFEST)}"
 )
 
 
@@ -84,7 +85,7 @@ def save_checkpoint(
         run_dir.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        parts = {MODEL: model, TRAINING_STATE: {"format": FORMAT, **training_state}, METRICS: metrics}
+        parts = {MODEL: model, TRAINING_STATE: {"format": CHECKPOINT_FORMAT, **training_state}, METRICS: metrics}
         hashed = {}
         for part, content in parts.items():
             with open(temporary / part, "wb") as file:
@@ -210,7 +211,8 @@ def clean_temporary(run_dir: Path) -> None:
             if re.fullmatch(r"process-\d+\.pt-\d+|best-\d+", name):
                 path.unlink(missing_ok=True)
         elif re.fullmatch(r"checkpoint-\d+-\d+", name):
-            shutil.rmtree(path, ignore_errors=True)
+            if all(_KNOWN_FILES.fullmatch(file) for file in relative_files(path)):
+                shutil.rmtree(path, ignore_errors=True)
         elif deleted := re.fullmatch(r"deleted-(checkpoint-\d+)", name):
             _delete_own(path, run_dir / deleted[1])
         elif replaced := re.fullmatch(r"replaced-(.+)-\d+", name):
@@ -229,6 +231,25 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     ]
 
 
+def check_replaceable(existing: list[Path], overwrite: bool, resume: str, folder_flag: str) -> None:
+    """Raise an error if a new run cannot take the place of the checkpoints in its folder.
+
+    `resume` and `folder_flag` are the flags that continue the run and that name the folder.
+    """
+    foreign = next((path for path in existing if not _own_files(path)), None)
+    setting = folder_flag.removeprefix("--").replace("-", "_")
+    if foreign is not None:
+        raise InputError(
+            f"{setting}: {foreign} is not a checkpoint that Deft wrote (or it is damaged), so it is not replaced: move "
+            f"it away, or give another {folder_flag}"
+        )
+    if existing and not overwrite:
+        raise InputError(
+            f"{setting}: {existing[-1].parent} already holds a run ({existing[-1].name}): {resume} continues it, "
+            f"--overwrite replaces it, or give another {folder_flag}"
+        )
+
+
 def _own_files(folder: Path) -> list[str]:
     """The files in a checkpoint that Deft wrote, those that mark it as Deft's last; none if it is not Deft's.
 
@@ -242,21 +263,10 @@ def _own_files(folder: Path) -> list[str]:
         listed = None
     if listed is not None:
         return [*listed, MANIFEST]
-    if not _has_format(folder / TRAINING_STATE):
+    if not has_format(folder / TRAINING_STATE):
         return []
-    found = [name for name in relative_files(folder) if name == MANIFEST or _EARLIER_FILES.fullmatch(name)]
+    found = [name for name in relative_files(folder) if _KNOWN_FILES.fullmatch(name)]
     return sorted(found, key=lambda name: name == TRAINING_STATE)
-
-
-def _has_format(path: Path) -> bool:
-    """Whether a file is a training state of Deft, by the start of its pickle; nothing is unpickled."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            name = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
-            with archive.open(name) as file:
-                return FORMAT.encode() in file.read(256)
-    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, RuntimeError, NotImplementedError):
-        return False
 
 
 def _delete_own(doomed: Path, place: Path) -> None:
@@ -272,8 +282,7 @@ def _delete_own(doomed: Path, place: Path) -> None:
 
 def _keep_aside(path: Path, place: Path) -> Path:
     """Give what Deft did not write the name `place`, or one beside it if that is taken."""
-    free = (place.with_name(f"{place.name}{_KEPT}{number or ''}") for number in itertools.count())
-    chosen = place if path != place and not os.path.lexists(place) else next(p for p in free if not os.path.lexists(p))
+    chosen = place if path != place and not os.path.lexists(place) else free_place(place)
     os.replace(path, chosen)
     if path == place:
         log.warning("%s: Deft did not write it; renamed to %s", path, chosen.name)
@@ -361,9 +370,9 @@ def load_tensors(path: Path) -> Any:
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
     """The training state of a checkpoint that Deft wrote."""
     state = load_part(checkpoint, TRAINING_STATE)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise InputError(f"{checkpoint}: not a Deft checkpoint (format {found!r}, expected {FORMAT!r})")
+        raise InputError(f"{checkpoint}: not a Deft checkpoint (format {found!r}, expected {CHECKPOINT_FORMAT!r})")
     return state
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from deft.config.settings import LoggingConfig
 from deft.errors import RunError, Stopped
-from deft.ownership import INDEX, record, start_index
+from deft.ownership import INDEX, keep_foreign, record, start_index
 from deft.training.checkpoint import folder_lock
 from deft.training.processes import Processes
 from deft.training.sinks import TensorBoardSink, open_sinks, write_again
@@ -98,6 +98,7 @@ class RunLogger:
             if early_records is not None:
                 early_records.clear()
             path = self.run_dir / METRICS_FILE
+            keep_foreign(path)
             _drop_lines_after(path, start_step)
             self._lines: BinaryIO = open(record(path), "a+b")  # noqa: SIM115 (closed by `resources`)
             resources.callback(self._lines.close)

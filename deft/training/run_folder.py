@@ -63,11 +63,7 @@ def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
         for problem in problems:
             log.warning("passed over: %s", problem)
     elif existing and (resume_from is None or resume_from.parent.resolve() != folder.resolve()):
-        if not config.overwrite:
-            raise InputError(
-                f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "
-                "--overwrite replaces it, or give another --output-dir"
-            )
+        checkpoint.check_replaceable(existing, config.overwrite, "--auto-resume", "--output-dir")
         return config, resume_from, True
     return config, resume_from, False
 

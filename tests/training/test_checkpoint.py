@@ -386,3 +386,12 @@ def test_what_stands_in_a_checkpoints_place_is_renamed(tmp_path, caplog):
     save(tmp_path, 5)  # again: the one with the notes is replaced
     assert (tmp_path / "checkpoint-5.kept1" / "notes.txt").read_text() == "mine"
     assert verify_folder(tmp_path / "checkpoint-5")
+
+
+def test_an_unfinished_checkpoint_with_other_files_in_it_is_kept(tmp_path):
+    for name in (".tmp-checkpoint-9-9/a.txt", ".tmp-checkpoint-8-8/model.pt", ".tmp-checkpoint-8-8/spaces.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    clean_temporary(tmp_path)
+    assert relative_files(tmp_path) == [".tmp-checkpoint-9-9/a.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-checkpoint-9-9"]

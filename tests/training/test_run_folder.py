@@ -9,6 +9,7 @@ import torch
 from offline_worlds import two_step_dataset
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from deft.cli import main
 from deft.config.loading import resolve
 from deft.config.settings import LoggingConfig, RunConfig
 from deft.errors import InputError
@@ -76,6 +77,66 @@ def test_a_new_run_does_not_claim_the_files_that_it_finds(tmp_path):
     assert indexed_files(tmp_path) == []
     remove_run(tmp_path)
     assert set(relative_files(tmp_path)) == {*FOREIGN, INDEX}
+
+
+LOOKS_LIKE_DEFT = ("results.json", "final.pt", "config.json", "videos/episode_1.mp4", "report.html", "evaluation.json")
+TRAIN = [
+    *("train", "ppo", "--env", "CartPole-v1", "--total-timesteps", "32", "--rollout-steps", "32", "--batch-size", "32"),
+    *("--num-envs", "1", "--hidden-sizes", "4", "--ppo-epochs", "1", "--eval-freq", "0", "--device", "cpu"),
+    *("--no-tensorboard", "--no-enable-file-logging"),
+]
+
+
+@pytest.mark.parametrize("files", [("training_state.pt", "model.pt"), ("model.pt",)])
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
+def test_a_folder_with_checkpoints_of_another_program_is_left_as_it_is(tmp_path, capsys, files, flags):
+    names = [*(f"checkpoint-1000/{file}" for file in files), *LOOKS_LIKE_DEFT]
+    for name in names:
+        write(tmp_path, name)
+    assert main([*TRAIN, "--output-dir", str(tmp_path), *flags]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"output_dir: {tmp_path / 'checkpoint-1000'} is not a checkpoint that Deft wrote" in line
+    assert "--overwrite" not in line
+    assert [name for name in relative_files(tmp_path) if name != ".lock"] == sorted(names)
+    assert {(tmp_path / name).read_text() for name in names} == {"x"}
+
+
+def test_an_index_of_a_folder_of_another_program_claims_nothing(tmp_path):
+    for name in ("checkpoint-1000/training_state.pt", *LOOKS_LIKE_DEFT):
+        write(tmp_path, name)
+    start_index(tmp_path)
+    assert indexed_files(tmp_path) == []
+
+
+def test_files_of_the_user_in_the_places_of_a_runs_files_are_renamed(tmp_path, monkeypatch, caplog):
+    """As in `cd FOLDER; deft train --config config.yaml --output-dir .`, twice."""
+    monkeypatch.chdir(tmp_path)
+    own = {"config.yaml": "# from the paper\nseed: 3\n", "episode_metrics.jsonl": "a", "plots/learning_curve.png": "b"}
+    for name, text in own.items():
+        write(tmp_path, name).write_text(text)
+    for _ in range(2):
+        assert main([*TRAIN, "--config", "config.yaml", "--output-dir", ".", "--overwrite"]) == 0
+        assert {name: (tmp_path / f"{name}.kept").read_text() for name in own} == own
+        assert "seed: 3" in (tmp_path / "config.yaml").read_text()
+    assert not list(tmp_path.rglob("*.kept1"))
+    assert "config.yaml: Deft did not write it; renamed to config.yaml.kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("c.yaml", "algorithm: ppo\nenv: CartPole-v1\noutput_dir: {}\noverwrite: true\n"),
+        ("c.yaml", "phase: teacher\nteacher: {{output_dir: {}}}\nrun: {{overwrite: true}}\n"),
+    ],
+)
+def test_a_file_cannot_ask_for_a_run_to_be_replaced(tmp_path, capsys, file, content):
+    make_run(tmp_path / "run")
+    before = relative_files(tmp_path / "run")
+    (tmp_path / file).write_text(content.format(tmp_path / "run"))
+    assert main(["train", "--config", str(tmp_path / file)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{file}: overwrite: true is not accepted in a file; remove it, and use the flag --overwrite" in line
+    assert relative_files(tmp_path / "run") == before
 
 
 def test_files_that_this_run_has_written_already_are_kept(tmp_path):

@@ -525,11 +525,7 @@ class BaseRLTrainer(ABC):
             for problem in problems:
                 log.warning("passed over: %s", problem)
             return folder, found, False
-        if existing and not run.overwrite:
-            raise InputError(
-                f"output_dir: {folder} already holds a run ({existing[-1].name}): --auto-resume goes on with it, "
-                "--overwrite replaces it, or give another --output-dir"
-            )
+        checkpoint.check_replaceable(existing, run.overwrite, "--auto-resume", "--output-dir")
         return folder, resume_from, bool(existing)
 
     def fixed_start(self, section: str, setting: str, always: bool = False) -> str | None:

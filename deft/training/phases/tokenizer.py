@@ -394,9 +394,5 @@ def _place(config: TokenizerTrainingConfig, folder: Path) -> Path | None:
         for problem in problems:
             log.warning("passed over: %s", problem)
         return found
-    if existing and not config.overwrite:
-        raise InputError(
-            f"output_dir: {folder} already holds a run ({existing[-1].name}): --resume goes on with it, "
-            "--overwrite replaces it, or give another --output-dir"
-        )
+    checkpoint.check_replaceable(existing, config.overwrite, "--resume", "--output-dir")
     return None

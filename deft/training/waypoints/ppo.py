@@ -296,11 +296,7 @@ def _place(config: PPOConfig) -> tuple[Path | None, bool]:
             log.warning("passed over: %s", problem)
         _check_same_settings(config, folder)
         return found, False
-    if existing and not config.overwrite:
-        raise InputError(
-            f"out_dir: {folder} already holds a run ({existing[-1].name}): --resume goes on with it, --overwrite "
-            "replaces it, or give another --out-dir"
-        )
+    checkpoint.check_replaceable(existing, config.overwrite, "--resume", "--out-dir")
     return None, bool(existing)
 
 
