@@ -23,6 +23,7 @@ from deft.config.validation import (
     Positive,
     Seed,
     Switch,
+    VideoPath,
     quoted,
     settings,
     shown,
@@ -424,7 +425,7 @@ class EvaluateConfig:
     """A run folder (its best or latest checkpoint) or a checkpoint."""
     episodes: Count = 10
     """How many episodes."""
-    video: OutputPath | None = None
+    video: VideoPath | None = None
     """Write a video of the first episodes to this file (`.mp4`)."""
     videos: OutputPath | None = None
     """Write videos of single episodes into this folder: three that succeed and three that fail, where there are."""
@@ -549,7 +550,7 @@ class PlayConfig:
     """The environment's `task`; the same as `--env-kwargs task=…`."""
     policy: str = "expert"
     """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
-    video: OutputPath | None = None
+    video: VideoPath | None = None
     """Write a video of the episodes to this file (`.mp4`)."""
     episodes: Count = 3
     """How many episodes."""

@@ -32,6 +32,13 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _video_path(path: str) -> str:
+    """The path, if it ends in .mp4: what is written is MP4, and must not replace a file of another kind."""
+    if not path.lower().endswith(".mp4"):
+        raise InputError(f"{path!r} does not end in .mp4; videos are written as MP4")
+    return path
+
+
 def _real(value: Any) -> Any:
     """Real numbers of other types (NumPy's) as float; int is taken for float anyway, and anything else refused."""
     return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
@@ -51,6 +58,7 @@ Share = Annotated[float, Strict(), Field(gt=0, le=1), BeforeValidator(_real)]
 Switch = Annotated[bool, Strict()]
 Place = Annotated[str, Field(min_length=1)]  # '' would be the working folder
 OutputPath = Annotated[str, AfterValidator(check_output_path)]
+VideoPath = Annotated[str, AfterValidator(check_output_path), AfterValidator(_video_path)]
 
 
 @dataclass_transform(field_specifiers=(Field,))

@@ -88,3 +88,12 @@ def test_the_command_prints_json(capsys):
 def test_task_is_the_environments_own():
     results = play(PlayConfig(env="tabletop", task="reach", episodes=1))
     assert results["successes"] == [True]
+
+
+@pytest.mark.parametrize("command", [["play", "--env", "reach"], ["evaluate", "run"]])
+def test_a_video_does_not_replace_a_file_of_another_kind(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert main([*command, "--video", "thesis.txt"]) == 2
+    assert "--video: 'thesis.txt' does not end in .mp4" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
