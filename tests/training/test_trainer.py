@@ -231,6 +231,16 @@ def test_a_signal_stops_between_steps_and_the_resumed_run_is_the_same(tmp_path, 
 STOP_SIGNALS = [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
 
 
+@pytest.fixture
+def signal_defaults():
+    """Signals as a terminal leaves them: under nohup SIGHUP is ignored, and Deft then ignores it too."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number, _ in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signal_defaults")
 @pytest.mark.parametrize(("number", "status"), STOP_SIGNALS)
 @pytest.mark.parametrize("total", [192, 96], ids=["in a periodic evaluation", "in the last evaluation"])
 def test_a_signal_ends_an_evaluation_within_a_step_and_nothing_is_lost(tmp_path, number, status, total):
