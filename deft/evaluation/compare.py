@@ -6,6 +6,7 @@ Every policy plays the same seeds; environments whose episodes then differ (anot
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import logging
@@ -171,7 +172,7 @@ def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict
 
     def contender(name: str) -> _Contender:
         if name in SCRIPTED:
-            shared = EnvConfig(id=str(config.env), kwargs=kwargs)
+            shared = EnvConfig(id=str(config.env), kwargs=kwargs, rename_streams=names)
             return _Contender(name, shared if first is None else env_of_run(first[1], config.env, kwargs, names), 1)
         folder, run = found[name]
 
@@ -226,7 +227,7 @@ def _columns(config: CompareRunsConfig, contenders: dict[str, list[_Contender]])
 
 @contextmanager
 def _vector_env(config: EnvConfig, kwargs: dict[str, Any], chunk_length: int, episodes: int) -> Iterator[VectorEnv]:
-    merged = EnvConfig(id=config.id, kwargs={**config.kwargs, **kwargs}, max_episode_steps=config.max_episode_steps)
+    merged = dataclasses.replace(config, kwargs={**config.kwargs, **kwargs})
     env = make_vector_env(merged, chunk_length=chunk_length, num_envs=min(episodes, EVALUATION_ENVS))
     try:
         yield env

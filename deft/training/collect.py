@@ -116,7 +116,8 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
     if config.max_episode_steps is not None:
         settings["max_episode_steps"] = config.max_episode_steps
     own = None if run is None else run.env.id
-    if run is not None and own is not None and config.env in (None, own, SHORT_NAMES.get(own)):
+    asked = config.env or own or ""
+    if run is not None and own is not None and SHORT_NAMES.get(asked, asked) == SHORT_NAMES.get(own, own):
         settings["kwargs"] = {**run.env.kwargs, **kwargs}
         settings["rename_streams"] = {**run.env.rename_streams, **config.rename_streams}
         settings.setdefault("max_episode_steps", run.env.max_episode_steps)

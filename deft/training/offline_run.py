@@ -247,6 +247,12 @@ def _names_to_give(env: VectorEnv, names: dict[str, str]) -> dict[str, str]:
     """Of a dataset's renaming, what an environment needs too: it lacks the new name, and has the old one."""
     with contextlib.closing(env):
         own = env.observation_space.spaces if isinstance(env.observation_space, gymnasium.spaces.Dict) else {}
+    if kept := [new for new, old in names.items() if new in own and old in own]:
+        log.warning(
+            "rename_streams: the environment has streams named %s already and keeps them; only the dataset's are "
+            "renamed. Use --env_rename_streams to rename those of the environment",
+            ", ".join(kept),
+        )
     return {new: old for new, old in names.items() if new not in own and old in own}
 
 

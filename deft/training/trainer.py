@@ -513,15 +513,21 @@ class Trainer:
         self._owes_evaluation = True  # the checkpoint says so, until the metrics hold the result
         if self._unsaved():
             self.save()
+        is_best = False
         if self.processes.is_first:
             with contextlib.suppress(Stopped):
-                self._evaluate_now(run_log, filming)
+                is_best = self._evaluate_now(run_log, filming)
                 self._owes_evaluation = False
-            checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_timesteps)
         self._evaluated_at, self._owes_evaluation = self.processes.share((self._evaluated_at, self._owes_evaluation))
+        if not self.processes.share(self._is_on_disk()):  # the folder was removed during the evaluation
+            self.save()
+        if self.processes.is_first:
+            if is_best:
+                checkpoint.mark_best(self.run_dir, self.run_dir / f"checkpoint-{self.num_timesteps}")
+            checkpoint.prune_checkpoints(self.run_dir, self.settings.keep_checkpoints, self.num_timesteps)
 
-    def _evaluate_now(self, run_log: RunLogger, filming: bool) -> None:
-        """Evaluate and log it; the checkpoint of now is the best where it is as good as the best so far."""
+    def _evaluate_now(self, run_log: RunLogger, filming: bool) -> bool:
+        """Evaluate and log it; whether the checkpoint of now is the best, being as good as the best so far."""
         step, best = self.num_timesteps, self.run_dir / checkpoint.BEST
         results = self.evaluate(video=self.run_dir / "videos" / f"step_{step}.mp4" if filming else None)
         self._evaluated_at, self.last_evaluation = step, results
@@ -529,9 +535,10 @@ class Trainer:
         values = (results["mean_reward"], results["std_reward"], results["action_selection"])
         log.info("evaluation at %d steps: mean_reward %.4g ± %.3g (actions: %s)", step, *values)
         # On a tie the later weights, which saw more.
-        if results["mean_reward"] >= self.best_reward or not best.exists():
+        is_best = results["mean_reward"] >= self.best_reward or not best.exists()
+        if is_best:
             self.best_reward = results["mean_reward"]
-            checkpoint.mark_best(self.run_dir, self.run_dir / f"checkpoint-{step}")
+        return is_best
 
     def _save_and_prune(self) -> None:
         self.save()
@@ -546,8 +553,10 @@ class Trainer:
 
     def _unsaved(self) -> bool:
         """Whether something happened since the latest checkpoint: updates, or steps that wait for one."""
-        unsaved = self.collection.pending > 0 or not (self.run_dir / f"checkpoint-{self._saved_as}").exists()
-        return bool(self.processes.share(unsaved))
+        return bool(self.processes.share(self.collection.pending > 0 or not self._is_on_disk()))
+
+    def _is_on_disk(self) -> bool:
+        return (self.run_dir / f"checkpoint-{self._saved_as}").exists()
 
     @property
     def _saved_as(self) -> int:

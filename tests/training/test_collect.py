@@ -15,6 +15,7 @@ from worlds import Counting
 
 from deft import PPOTrainer, RLConfig
 from deft.cli import main
+from deft.config.loading import resolve
 from deft.config.settings import CollectConfig
 from deft.data.datasets import load_dataset
 from deft.data.recording import Recording
@@ -22,7 +23,15 @@ from deft.data.recording_minari import MinariFiles
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.schema import decode_text
-from deft.training.collect import collect
+from deft.training.collect import _env_config, collect
+
+
+@pytest.mark.parametrize("name", [None, "reach", "deft/Reach-v0"])
+@pytest.mark.parametrize("own", ["reach", "deft/Reach-v0"])
+def test_the_environment_of_a_run_is_known_by_both_its_names(own, name):
+    run = resolve({"algorithm": "ppo", "env": {"id": own, "kwargs": {"observation": "vla"}}})
+    made = _env_config(CollectConfig(policy="run", env=name, episodes=1, out="data/x-v0"), run)
+    assert made.kwargs["observation"] == "vla"
 
 
 class Uneven(Counting):

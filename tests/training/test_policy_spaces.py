@@ -61,6 +61,8 @@ def test_evaluation_matches_streams_by_name(deft, train):
     assert "the environment has the streams a_hand, a_wrist, z_arm, z_top; the policy reads arm, " in error
     assert "--rename_streams arm=STREAM" in error
     assert played(deft, *OTHER, "--rename_streams", *RENAME) == own  # the same episodes under other names
+    flags = ["--rename_streams", *RENAME, "--episodes", 2, "--device", "cpu", "--json"]
+    assert deft("compare", "run", *OTHER, *flags)["columns"]["success"]["run"]["mean_reward"] == own
 
 
 def test_a_run_keeps_its_names(deft, tmp_path):
@@ -77,6 +79,27 @@ def test_a_run_keeps_its_names(deft, tmp_path):
         "train", "ppo", *PPO, *OTHER, *MODEL, "--resume", "run", "--rename_streams", "upper=z_top", *RENAME[1:]
     )
     assert "has the streams arm, hand, upper, wrist; the policy reads arm, top, wrist" in error
+
+
+def test_streams_that_are_swapped_in_a_dataset_alone_are_warned_about(deft, caplog):
+    deft("collect", *ENV, "--policy", "random", "--episodes", 2, "--json", "--out", "data/own-v0")
+    learn = [*SHORT, "--num-epochs", 1, "--batch-size", 4, "--val-fraction", 0, "--rename_streams"]
+    deft(
+        "train",
+        "sft",
+        "--dataset",
+        "data/own-v0",
+        *ENV,
+        *MODEL,
+        *learn,
+        "top=wrist",
+        "wrist=top",
+        "--output-dir",
+        "run",
+    )
+    (warning,) = [text for text in caplog.messages if text.startswith("rename_streams: ")]
+    assert "has streams named top, wrist already and keeps them" in warning
+    assert "--env_rename_streams" in warning
 
 
 def test_datasets_match_by_name(deft, tmp_path):

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from deft.cli import main
 from deft.config.loading import resolve
 from deft.config.settings import LoggingConfig, RunConfig
-from deft.errors import InputError
+from deft.errors import InputError, Stopped
 from deft.ownership import INDEX, INDEX_HEADER, indexed_files, record, relative_files, start_index
 from deft.training.checkpoint import folder_lock, list_checkpoints, mark_best, save_checkpoint
 from deft.training.logging import RunLogger
@@ -210,6 +211,31 @@ def online(folder, **run):
             }
         )
     )
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_folder_that_is_removed_during_an_evaluation_is_written_again(tmp_path, stops):
+    """Nothing is lost, whether the evaluation comes to its end or is stopped; a stop leaves no `best`."""
+    trainer = online(
+        tmp_path / "run", trainer={"buffer_size": 8, "eval_freq": 0, "save_freq": 0, "total_timesteps": 16}
+    )
+    evaluate = trainer.evaluate
+
+    def removing(*given, **named):
+        shutil.rmtree(tmp_path / "run")
+        if stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise Stopped
+        return evaluate(1)
+
+    trainer.evaluate = removing
+    with pytest.raises(SystemExit) if stops else contextlib.nullcontext():
+        trainer.train(evaluates_last=True)
+    (saved,) = list_checkpoints(tmp_path / "run")
+    assert saved.name == "checkpoint-16"
+    assert (tmp_path / "run" / "config.yaml").exists()
+    assert (tmp_path / "run" / "best").exists() == (not stops)
+    trainer.close()
 
 
 def offline(folder, **run):
