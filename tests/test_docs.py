@@ -2,7 +2,8 @@
 
 What stands in a page's fenced blocks is done in order, in one new folder a page, with fewer steps:
 
-- `bash`: lines that start with `deft` (after NAME=VALUE) are run and must end with status 0.
+- `bash`: lines that start with `deft` (after NAME=VALUE) are run and must end with status 0. Each starts without the
+  modules of the folder, as a new process does.
 - `console`: `$ deft …` is run as it stands, and must print the lines below it.
 - `python`: run; the blocks of a page share their names.
 - `<!-- file: NAME -->` before a block of any language: written to NAME, and not run.
@@ -25,7 +26,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,12 @@ def folder(tmp_path: Path, datasets: Path, monkeypatch: pytest.MonkeyPatch) -> I
     yield tmp_path
     gymnasium.registry.clear()
     gymnasium.registry.update(environments)
-    for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+    forget_modules(tmp_path, modules)
+
+
+def forget_modules(folder: Path, kept: Collection[str] = ()) -> None:
+    for name in set(sys.modules) - set(kept):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
             del sys.modules[name]
 
 
@@ -226,6 +231,7 @@ def run_bash(text: str) -> None:
         if "envpool" in arguments and importlib.util.find_spec("envpool") is None:
             continue
         if program == "deft":
+            forget_modules(Path.cwd())
             status, output = run_command(scaled_down(arguments))
             assert status == 0, f"deft {shlex.join(arguments)}: {output}"
         else:
