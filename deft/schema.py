@@ -96,9 +96,11 @@ def renamed_streams(names: Iterable[str], rename: Mapping[str, str], where: str)
     known, new = list(names), {own: name for name, own in rename.items()}
     if len(new) < len(rename):
         raise InputError(f"rename_streams: {dict(rename)} gives one stream two names; give each one")
+    if rename and not any(known):
+        raise InputError(f"rename_streams: {where} has one unnamed observation, nothing to rename; leave it out")
     if unknown := [own for own in new if own not in known]:
         raise InputError(
-            f"rename_streams: {where} has no stream {unknown[0]!r}; it has {', '.join(known) or 'no named streams'}: "
+            f"rename_streams: {where} has no stream {unknown[0]!r}; it has {', '.join(known)}: "
             "write NEW_NAME=STREAM with one of these"
         )
     renamed = {name: new.get(name, name) for name in known}

@@ -155,8 +155,19 @@ def test_flags_set_their_settings(flags: str, settings: dict[str, Any]) -> None:
 
 def test_names_of_streams_stay_text_and_may_be_separated_by_commas() -> None:
     expected = {"top": "z_top", "wrist": "0", "on": "true"}
-    for words in (["top=z_top,wrist=0", "on=true"], ["top=z_top", "wrist=0", "on=true"], [json.dumps(expected)]):
+    separated = (
+        ["top=z_top,wrist=0", "on=true"],
+        ["top=z_top", "wrist=0", "on=true"],
+        ["top = z_top , wrist=0, on= true"],
+    )
+    for words in (*separated, [json.dumps(expected)]):
         assert parsed("ppo", "--env", "x", "--rename_streams", *words).env.rename_streams == expected
+
+
+@pytest.mark.parametrize("words", [["top=z_top", "top=a_wrist"], ["top=z_top,top =a_wrist"]])
+def test_a_key_that_is_given_twice_is_an_error(words: list[str]) -> None:
+    with pytest.raises(InputError, match=r"--rename-streams: 'top' is given twice"):
+        parsed("ppo", "--env", "x", "--rename_streams", *words)
 
 
 def test_env_kwargs_as_json() -> None:

@@ -316,7 +316,8 @@ def _scalar(word: str, annotation: Any) -> Any:
 def _mapping(words: list[str], written: str, of_texts: bool) -> dict[str, Any]:
     """A mapping written as one JSON object, or as KEY=VALUE words with values as in YAML.
 
-    In a mapping of texts values stay as they are written, and commas may separate them too: `top=z_top,wrist=a_wrist`.
+    In a mapping of texts values stay text, spaces around keys and values are removed, and commas may separate entries
+    too: `top=z_top, wrist=a_wrist`.
     """
     if words and words[0].startswith("{"):
         try:
@@ -324,12 +325,16 @@ def _mapping(words: list[str], written: str, of_texts: bool) -> dict[str, Any]:
         except json.JSONDecodeError as error:
             raise InputError(f"{written}: not valid JSON: {error.msg} (column {error.colno})") from None
     if of_texts:
-        words = [part for word in words for part in word.split(",") if part]
+        words = [part for word in words for part in word.split(",") if part.strip()]
     mapping: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
+        if of_texts:
+            key, text = key.strip(), text.strip()
         if not equals or not key:
             raise InputError(f"{written}: {shown(word)} is not KEY=VALUE, nor a JSON object")
+        if key in mapping:
+            raise InputError(f"{written}: {shown(key)} is given twice; give each key one value")
         try:
             mapping[key] = text if of_texts else parse_yaml(text)
         except yaml.YAMLError:
