@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.encoders import ObservationEncoder, is_image
 from deft.models.policy import Policy
 from deft.models.vla.policy import VLAPolicy
+from deft.training.checkpoint import TRAINING_STATE
 from deft.training.compute import choose_device
 from deft.training.offline import members_of
 from deft.training.policy_spaces import SPACES_FILE, PolicySpaces
@@ -44,7 +46,11 @@ def load_policy(
     for `deft evaluate`: checkpoints of earlier versions need it. Of a run of several seeds the first one acts.
     `trust_remote_code` allows the modules that the run's files name to be imported.
     """
+    if not isinstance(deterministic, bool):
+        raise InputError(f"load_policy: deterministic {deterministic!r} is not True or False")
     path = Path(path)
+    if path.is_file() and (path.parent / TRAINING_STATE).is_file():
+        raise InputError(f"{path}: is one file of a checkpoint; give its folder {path.parent}")
     if path.is_file() or (path / FINAL).is_file():
         policy, own = _load_waypoints(path)
         policy.to(choose_device(device))
@@ -69,7 +75,8 @@ def load_policy(
             own = PolicySpaces(own.observation, _single_step(own.action), own.action_mask)
         policy = members_of(whole)[0]
     if isinstance(policy, DecisionTransformerPolicy):
-        policy.target_return.fill_(policy.target_returns[0] if target_return is None else target_return)
+        aim = policy.target_returns[0] if target_return is None else target_return
+        policy.target_return.fill_(_number("load_policy: target_return", aim))
     elif target_return is not None:
         raise InputError(f"target_return {target_return}: only a Decision Transformer takes one; leave it out")
     return LoadedPolicy(policy, own, deterministic)
@@ -121,7 +128,7 @@ class LoadedPolicy:
         if self.policy.needs_reward:
             if reward is None and not self._is_first:
                 raise InputError("get_action: a Decision Transformer needs the reward of its last action; give reward=")
-            rewards = np.array([reward or 0.0], np.float32)
+            rewards = np.array([0.0 if reward is None else _number("get_action: reward", reward)], np.float32)
         action = self._actor.act(self._rows(observation), rewards)
         self._is_first = False
         if action.dtype.kind == "f" and not np.isfinite(action).all():
@@ -151,26 +158,43 @@ class LoadedPolicy:
         shape, dtype = tuple(space.shape or ()), np.dtype(space.dtype)
         if isinstance(value, str) and dtype == np.uint8 and len(shape) == 1:
             return schema.encode_text(value, shape[0])
-        row = np.asarray(value)
+        try:
+            row = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors with gradients or on a GPU
+            reason = " ".join(str(error).split())
+            raise InputError(f"get_action: {what} cannot be converted to a numpy array: {reason}") from error
         if is_image(space):
             if schema.has_channels_last(row.shape, row.dtype):
                 row = np.ascontiguousarray(schema.channels_first(row))
-            if self._scales_images and row.ndim == len(shape) and row.shape[:-2] == shape[:-2]:
+            if self._scales_images and row.ndim == len(shape) and row.shape[:-2] == shape[:-2] and row.size:
                 shape = row.shape
         if row.shape != shape or not np.can_cast(row.dtype, dtype, "same_kind"):
             raise InputError(f"get_action: {what} is {row.dtype} {row.shape}, the policy reads {dtype} {shape}")
-        if row.dtype.kind == "f" and not np.isfinite(row).all():
-            raise InputError(f"get_action: {what} holds values that are infinite or not a number")
-        return row.astype(dtype, copy=False)
+        with np.errstate(over="ignore"):  # a float64 beyond the range of float32 becomes infinite
+            row = row.astype(dtype, copy=False)
+        if dtype.kind == "f" and not np.isfinite(row).all():
+            raise InputError(f"get_action: {what} holds values that are infinite or not a number in {dtype}")
+        return row
 
 
-def _named(observation: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def _number(what: str, value: Any) -> float:
+    """The value as a finite number in the range of float32."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not abs(number) <= float(np.finfo(np.float32).max):  # also of NaN
+        raise InputError(f"{what} {value!r} is not a finite number in float32")
+    return number
+
+
+def _named(observation: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The streams of an observation by name, those of nested dicts joined with a slash."""
     for name, value in observation.items():
         if isinstance(value, Mapping):
-            yield from _named(value, (*path, name))
+            yield from _named(value, (*path, str(name)))
         else:
-            yield "/".join((*path, name)), value
+            yield "/".join((*path, str(name))), value
 
 
 def _single_step(space: spaces.Space) -> spaces.Space:

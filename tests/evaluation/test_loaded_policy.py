@@ -185,6 +185,10 @@ def test_images_come_with_the_channels_first_or_last_and_texts_as_text_or_bytes(
         ({"robot/state": np.full(3, np.nan)}, "stream 'robot/state' holds values that are infinite or not a number"),
         ({"robot/state": np.zeros(4)}, r"stream 'robot/state' is float64 \(4,\), the policy reads float32 \(3,\)"),
         ({"robot/state": "left"}, "stream 'robot/state' is <U4"),
+        ({"robot/state": np.full(3, 1e300)}, "'robot/state' holds values that are infinite .* in float32"),
+        ({"robot/state": [[1.0], [2.0, 3.0]]}, "stream 'robot/state' cannot be converted to a numpy array: "),
+        ({"robot/state": torch.zeros(3, requires_grad=True)}, "stream 'robot/state' cannot be converted to a numpy"),
+        ({"camera": None, 1: 2}, "the observation has the streams robot/state, instruction, 1; the policy reads"),
     ],
 )
 def test_an_observation_that_does_not_fit_is_an_error(trained, change, message):
@@ -193,6 +197,27 @@ def test_an_observation_that_does_not_fit_is_an_error(trained, change, message):
     given = {name: value for name, value in {**given, **change}.items() if value is not None}
     with pytest.raises(InputError, match=message):
         policy.get_action(given)
+
+
+def test_an_image_without_pixels_is_an_error(trained):
+    policy = load_policy(trained("sft-vla-chunks"), device="cpu")  # which scales images of any other size
+    empty = {"robot/state": np.zeros(3), "camera": np.zeros((0, 0, 3), np.uint8), "instruction": "go"}
+    with pytest.raises(InputError, match=r"stream 'camera' is uint8 \(3, 0, 0\), the policy reads uint8"):
+        policy.get_action(empty)
+
+
+@pytest.mark.parametrize("value", ["a", "3", float("nan"), float("inf"), 1e300, [1.0, 2.0]])
+def test_rewards_and_target_returns_are_finite_numbers(trained, value):
+    with pytest.raises(InputError, match=r"load_policy: target_return .* is not a finite number in float32"):
+        load_policy(trained("dt"), target_return=value, device="cpu")
+    policy = load_policy(trained("dt"), device="cpu")
+    with pytest.raises(InputError, match=r"get_action: reward .* is not a finite number in float32"):
+        policy.get_action(np.zeros(3), value)
+
+
+def test_deterministic_is_true_or_false(trained):
+    with pytest.raises(InputError, match="deterministic 'no' is not True or False"):
+        load_policy(trained("ppo"), deterministic="no", device="cpu")
 
 
 def test_a_decision_transformer_aims_at_a_return_and_needs_rewards(trained):
@@ -237,3 +262,9 @@ def test_code_that_a_run_names_is_not_imported_without_trust(trained, tmp_path, 
 def test_what_is_no_run_is_one_line(tmp_path):
     with pytest.raises(InputError, match="no such checkpoint or run folder"):
         load_policy(tmp_path / "absent")
+
+
+def test_a_file_of_a_checkpoint_leads_to_its_folder(trained):
+    file = trained("ppo") / "checkpoint-16" / "model.pt"
+    with pytest.raises(InputError, match=r"model\.pt: is one file of a checkpoint; give its folder .*checkpoint-16$"):
+        load_policy(file)
