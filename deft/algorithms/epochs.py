@@ -6,6 +6,7 @@ PPO and GRPO train with it: a slow model's update may take minutes, and a run mu
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,17 +68,37 @@ class Epochs:
         own = {name: getattr(self, name) for name in ("first", "epoch", "done", "ended_early", "order")}
         return own | {
             "data": _plain(self.data),
-            "losses": [{name: value.cpu() for name, value in metrics.items()} for metrics in self.losses],
+            "losses": _packed(self.losses),
             "kept": {name: _plain(value) for name, value in self.kept.items()},
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Epochs:
         """The inverse of `state_dict`; what was measured is on `device` again."""
-        losses = [{name: value.to(device) for name, value in metrics.items()} for metrics in state["losses"]]
+        losses = _unpacked(state["losses"], device)
         kept = {name: _restored(value) for name, value in state["kept"].items()}
         own = {name: state[name] for name in ("first", "epoch", "done", "ended_early", "order")}
         return cls(_restored(state["data"]), losses, kept=kept, **own)
+
+
+def _packed(losses: list[Metrics]) -> dict[str, Any]:
+    """The metrics of many minibatches as one tensor each, with their shapes: thousands of small ones save slowly."""
+    return {
+        name: {
+            "values": torch.cat([metrics[name].reshape(-1) for metrics in losses]).cpu(),
+            "shapes": [list(metrics[name].shape) for metrics in losses],
+        }
+        for name in (losses[0] if losses else ())
+    }
+
+
+def _unpacked(packed: dict[str, Any], device: torch.device) -> list[Metrics]:
+    """The inverse of `_packed`."""
+    columns = {}
+    for name, column in packed.items():
+        parts = column["values"].to(device).split([math.prod(shape) for shape in column["shapes"]])
+        columns[name] = [part.reshape(shape) for part, shape in zip(parts, column["shapes"], strict=True)]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _plain(value: Any) -> Any:
