@@ -406,8 +406,6 @@ def datasets(arguments: list[str]) -> int:
         "Download a dataset of D4RL, resumed where it was interrupted, and verify it.",
         word=("name", "one dataset's name"),
     )
-    import dataclasses
-
     from deft.data.datasets import download_folder
     from deft.data.datasets.fetch import fetch_dataset, shown_progress
 

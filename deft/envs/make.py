@@ -105,6 +105,11 @@ def check_id(config: EnvConfig) -> None:
         _find_spec(config)
 
 
+def full_id(env_id: str) -> str:
+    """The id of an environment of Deft's own that has a short name; any other id as it is."""
+    return SHORT_NAMES.get(env_id, env_id)
+
+
 def make_vector_env(
     config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None
 ) -> VectorEnv:
@@ -118,7 +123,7 @@ def make_vector_env(
         if chunk_length > 1:
             raise InputError("env.vector: envpool cannot run action chunks; use sync or process, or chunk_length 1")
         pool = EnvPoolVectorEnv(
-            SHORT_NAMES.get(config.id, config.id),
+            full_id(config.id),
             count,
             num_threads=config.num_workers,
             max_episode_steps=config.max_episode_steps,
@@ -170,7 +175,7 @@ def _make_native(creator: type[VectorEnv], spec: EnvSpec, config: EnvConfig, num
 
 def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorEnv:
     """All copies in one simulation, where an environment has that."""
-    if SHORT_NAMES.get(config.id, config.id) != SHORT_NAMES["maniskill"]:
+    if full_id(config.id) != SHORT_NAMES["maniskill"]:
         raise InputError(f"env.vector: gpu is for env.id maniskill; {config.id} runs with sync or process")
     if chunk_length > 1:
         raise InputError("env.vector: gpu cannot run action chunks; use sync or process, or chunk_length 1")
@@ -247,7 +252,7 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
     with user_code(f"environment {spec.id} with env.kwargs {kwargs} cannot be made:", InputError):
         try:
             with warnings.catch_warnings():
-                if render_mode is not None:  # an environment that cannot is told below, or by having no picture
+                if render_mode is not None:  # the error below names one that cannot render
                     warnings.filterwarnings("ignore", ".*render_mode.*")
                 env = gymnasium.make(spec, max_episode_steps=limit, disable_env_checker=True, **kwargs)
         except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
@@ -265,7 +270,7 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
 
 def _find_spec(config: EnvConfig) -> EnvSpec:
     """The registered spec of an id, without the wrapper that checks the order of calls: the vector environments do."""
-    env_id = SHORT_NAMES.get(config.id, config.id)
+    env_id = full_id(config.id)
     module, colon, name = env_id.rpartition(":")
     if colon:
         with user_code(f"env.id {env_id!r}: module {module!r} cannot be imported:", InputError):

@@ -16,7 +16,7 @@ from deft import trust
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
-from deft.envs.make import SHORT_NAMES, make_env, make_vector_env, wrap
+from deft.envs.make import full_id, make_env, make_vector_env, wrap
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
@@ -124,7 +124,7 @@ def evaluate_run(
 
 def _is_same_world(env: EnvConfig, own: Any) -> bool:
     """Whether an environment is the run's own, however it is spelled."""
-    theirs, ours = (SHORT_NAMES.get(name, name) for name in (env.id.rpartition(":")[2], own.id.rpartition(":")[2]))
+    theirs, ours = (full_id(name) for name in (env.id.rpartition(":")[2], own.id.rpartition(":")[2]))
     return theirs == ours and {"split": "train", **env.kwargs} == {"split": "train", **own.kwargs}
 
 
@@ -225,7 +225,7 @@ def env_of_run(
         raise InputError("env: the run's dataset names no environment; give one with --env")
     env_id = env or own
     assert env_id is not None
-    if own is None or SHORT_NAMES.get(env_id, env_id) == SHORT_NAMES.get(own, own):
+    if own is None or full_id(env_id) == full_id(own):
         kwargs, names = {**config.env.kwargs, **kwargs}, {**config.env.rename_streams, **names}
     changes: dict[str, Any] = {"id": env_id, "kwargs": kwargs, "rename_streams": names}
     if isinstance(config, RunConfig):

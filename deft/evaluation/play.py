@@ -13,7 +13,7 @@ from deft import trust
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import EnvConfig, PlayConfig
 from deft.data.spaces import action_stream
-from deft.envs.make import SHORT_NAMES, make_env, wrap
+from deft.envs.make import full_id, make_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.captions import Captions
@@ -77,7 +77,7 @@ def _env_config(config: PlayConfig, run: AnyRunConfig | None) -> EnvConfig:
     env_id = config.env or (DEFAULT_ENV if run is None else own_id)
     if env_id is None:
         raise InputError(f"--env: missing; the run {config.policy} names no environment")
-    if run is not None and own_id and SHORT_NAMES.get(env_id, env_id) == SHORT_NAMES.get(own_id, own_id):
+    if run is not None and own_id and full_id(env_id) == full_id(own_id):
         kwargs, names = {**run.env.kwargs, **kwargs}, {**run.env.rename_streams, **names}
         limit = run.env.max_episode_steps if limit is None else limit
     return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=limit, rename_streams=names)

@@ -19,7 +19,7 @@ from deft.data.recording import Recording, environment_details
 from deft.data.recording_lerobot import LeRobotFiles
 from deft.data.recording_minari import MinariFiles, dataset_path
 from deft.data.spaces import action_stream
-from deft.envs.make import SHORT_NAMES, TASK_KWARGS, make_env, make_vector_env
+from deft.envs.make import TASK_KWARGS, full_id, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import Observation, VectorEnv, VectorStep, close_env, take_rows
 from deft.errors import DeftError, InputError
@@ -117,7 +117,7 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
         settings["max_episode_steps"] = config.max_episode_steps
     own = None if run is None else run.env.id
     asked = config.env or own or ""
-    if run is not None and own is not None and SHORT_NAMES.get(asked, asked) == SHORT_NAMES.get(own, own):
+    if run is not None and own is not None and full_id(asked) == full_id(own):
         settings["kwargs"] = {**run.env.kwargs, **kwargs}
         settings["rename_streams"] = {**run.env.rename_streams, **config.rename_streams}
         settings.setdefault("max_episode_steps", run.env.max_episode_steps)
@@ -125,7 +125,7 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
     if config.env is None:
         raise InputError(f"--env: missing; it must be given for --policy {config.policy}")
     if config.task is not None:
-        settings["kwargs"] = {**TASK_KWARGS.get(SHORT_NAMES.get(config.env, config.env), {}), **kwargs}
+        settings["kwargs"] = {**TASK_KWARGS.get(full_id(config.env), {}), **kwargs}
     return EnvConfig(id=config.env, **settings)
 
 

@@ -23,7 +23,7 @@ from deft.config.settings import (
     ReplayRunConfig,
     RunConfig,
 )
-from deft.envs.make import SHORT_NAMES
+from deft.envs.make import full_id
 from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.policy import Policy
@@ -171,9 +171,7 @@ def _online(config: ActorConfig, distribution: str) -> OnlineActorConfig:
 
 def _in_its_world(config: RunConfig, source: RunConfig | OfflineRunConfig) -> RunConfig:
     """The config whose environment is made as that of the run it starts from, where it is the same one."""
-    own, theirs = (
-        None if env_id is None else SHORT_NAMES.get(env_id, env_id) for env_id in (config.env.id, source.env.id)
-    )
+    own, theirs = (None if env_id is None else full_id(env_id) for env_id in (config.env.id, source.env.id))
     if own != theirs:
         return config
     changes: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
 from deft.data.datasets.fetch import d4rl_url, fetch_dataset, shown_progress
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
 from deft.data.datasets.renamed import RenamedDataset
-from deft.errors import DeftError, InputError
+from deft.errors import DeftError, InputError, one_line
 
 __all__ = [
     "Dataset",
@@ -83,7 +83,7 @@ def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Datase
     except DeftError:
         raise
     except Exception as error:  # whatever a damaged file makes of its reader
-        raise InputError(f"{path}: damaged: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise InputError(f"{path}: damaged: {one_line(error)}") from error
     return RenamedDataset(dataset, names) if names else dataset
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,7 @@ def read_meta(root: Path) -> LeRobotMeta:
         log.warning("%s: total_episodes is %d, and meta/ lists %d episodes", path, total, len(episodes))
     numbers = [episode.index for episode in episodes]
     if len(set(numbers)) < len(numbers):
-        twice = next(number for number in numbers if numbers.count(number) > 1)
+        twice = next(number for number, count in Counter(numbers).items() if count > 1)
         raise damaged(root / "meta", "the list of episodes", "episode_index", f"{twice} is listed twice")
     return LeRobotMeta(root, version, float(info["fps"]), features, tasks, sorted(episodes, key=lambda e: e.index))
 

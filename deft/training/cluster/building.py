@@ -15,7 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from deft import trust
 from deft.config.settings import EnvConfig, RunConfig
-from deft.envs.make import SHORT_NAMES, check_id, make_vector_env
+from deft.envs.make import check_id, full_id, make_vector_env
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
@@ -77,7 +77,7 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
 
 def _registered(config: EnvConfig) -> EnvSpec | None:
     """What this process has registered under the id: a worker may not have run what registers it."""
-    spec = copy.deepcopy(gymnasium.registry.get(SHORT_NAMES.get(config.id, config.id).rpartition(":")[2]))
+    spec = copy.deepcopy(gymnasium.registry.get(full_id(config.id).rpartition(":")[2]))
     if spec is not None and isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
         spec.entry_point = getattr(importlib.import_module("__main__"), spec.entry_point.partition(":")[2])
     return spec
