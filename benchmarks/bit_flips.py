@@ -31,7 +31,7 @@ from kill_resume import leaves
 from deft.cli import main as deft
 from deft.errors import InputError
 from deft.ownership import MANIFEST, verify_folder
-from deft.training import checkpoint
+from deft.runs import checkpoint
 
 TRAIN = ["ppo", "--env", "CartPole-v1", "--total-timesteps", 512, "--rollout-steps", 256, "--save-freq", 256]
 TRAIN += ["--eval-freq", 0, "--device", "cpu", "--threads", 1, "--no-tensorboard", "--no-enable-file-logging"]

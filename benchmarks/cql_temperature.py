@@ -18,7 +18,7 @@ import torch
 
 from deft import schema
 from deft.config.loading import load_config, replace
-from deft.training.checkpoint import find_checkpoint
+from deft.runs.checkpoint import find_checkpoint
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
 

@@ -35,8 +35,8 @@ from deft.data.datasets.dataset import VectorDataset
 from deft.data.transitions import TransitionTable
 from deft.data.windows import EpisodeWindows
 from deft.models.decision_transformer import DecisionTransformerPolicy
+from deft.runs.compute import torch_threads
 from deft.training.capture import CapturedUpdate
-from deft.training.compute import torch_threads
 
 BATCH, CONTEXT, WIDTH, LAYERS, DROPOUT = 64, 20, 128, 3, 0.1
 OBSERVATION_DIM, ACTION_DIM, EPISODE_LENGTH = 11, 3, 1000

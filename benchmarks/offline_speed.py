@@ -85,7 +85,7 @@ class Deft:
 
     def setting(self) -> AbstractContextManager[None]:
         """What the trainer computes under."""
-        from deft.training.compute import is_small, torch_threads
+        from deft.runs.compute import is_small, torch_threads
 
         return torch_threads(1, is_small(self.algorithm.policy) and self.algorithm.settings.precision != "bf16")
 

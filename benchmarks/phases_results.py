@@ -44,17 +44,17 @@ from deft.evaluation.report import COMPARISON_FILE, write_report
 from deft.evaluation.world_model import coded_batches, episode_losses
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
-from deft.training import checkpoint
-from deft.training.compute import choose_device
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device
+from deft.runs.json_files import write_json
+from deft.runs.precision import set_precision
+from deft.runs.signals import StopSignal
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
 from deft.training.phases.exploration import Exploration, ProcessExplorer
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import NUM_ENVS, StudentTrainer, load_teacher
 from deft.training.phases.teacher import TeacherTrainer
-from deft.training.precision import set_precision
-from deft.training.signals import StopSignal
-from deft.training.waypoints.files import write_json
 
 NAMES = {"teacher": "phase 1", "random": "phase 1, as many updates more", "game": "phase 1 + phase 3"}
 PACE_FILE = "pace.json"  # beside the runs of a seed: how far its game is

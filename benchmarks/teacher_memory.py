@@ -26,8 +26,8 @@ from deft.data.episodes import side_by_side
 from deft.evaluation.world_model import foresee
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
-from deft.training import checkpoint
-from deft.training.compute import choose_device
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
 from deft.training.phases.teacher import TeacherTrainer, make_exploration

@@ -29,8 +29,8 @@ from deft.config.rl_yaml import CONFIG_FILE, parse_phase, read_phase_config
 from deft.evaluation.world_model import evaluate_teacher, teacher_table
 from deft.machine import available_cores
 from deft.models.f1.loading import load_f1_policy
-from deft.training import checkpoint
-from deft.training.compute import choose_device
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.teacher import TeacherTrainer
 

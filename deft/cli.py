@@ -193,7 +193,7 @@ def _train_phase(phase: str, arguments: list[str]) -> int:
 
         return _report(train_all(config), as_json)
     if resume and _peek(arguments, "output-dir") is None and _peek(arguments, "output_dir") is None:
-        from deft.training.checkpoint import find_checkpoint
+        from deft.runs.checkpoint import find_checkpoint
 
         getattr(config, phase).output_dir = str(find_checkpoint(resume).parent)
 

@@ -18,7 +18,7 @@ from deft.data.datasets.dataset import VectorDataset, box
 from deft.data.transitions import TransitionTable
 from deft.models.actor import Actor
 from deft.models.mlp import BatchedMLP
-from deft.training.compute import torch_threads
+from deft.runs.compute import torch_threads
 
 ACTIONS = box(1, -1.0, 1.0)
 

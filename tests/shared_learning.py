@@ -24,10 +24,10 @@ from deft.data.datasets.dataset import box
 from deft.models.f1.experts import GatedMLP
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.vision import VisionLayer
-from deft.training import sharding
+from deft.runs import sharding
+from deft.runs.processes import Processes
 from deft.training.offline_run import build_offline_trainer
 from deft.training.phases.teacher import TeacherTrainer
-from deft.training.processes import Processes
 from deft.training.run import build_trainer
 
 ROWS = 16

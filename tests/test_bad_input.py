@@ -27,7 +27,7 @@ import torch
 from gymnasium import spaces
 from worlds import Counting
 
-import deft.training.logging as run_logging
+import deft.runs.logging as run_logging
 from deft import (
     PPO,
     ActorCritic,
@@ -44,7 +44,7 @@ from deft.config.settings import LoggingConfig
 from deft.envs.make import wrap
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
-from deft.training import checkpoint
+from deft.runs import checkpoint
 
 # A run of two rollouts with a checkpoint after each; --console-level leaves stderr to the one line of an error.
 TINY = (

@@ -21,8 +21,9 @@ ALLOWED = {
     "data": BASE | {"data"},
     "models": BASE | {"models"},
     "algorithms": BASE | {"algorithms", "models", "data"},
-    "training": BASE | {"training", "evaluation", "algorithms", "models", "data", "envs"},
-    "evaluation": BASE | {"training", "evaluation", "algorithms", "models", "data", "envs"},
+    "runs": BASE | {"runs", "algorithms", "models", "data"},
+    "training": BASE | {"training", "runs", "evaluation", "algorithms", "models", "data", "envs"},
+    "evaluation": BASE | {"training", "runs", "evaluation", "algorithms", "models", "data", "envs"},
 }
 
 

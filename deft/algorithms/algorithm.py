@@ -20,7 +20,7 @@ Metrics: TypeAlias = dict[str, Tensor]
 
 
 class SharedTraining(Protocol):
-    """What an algorithm asks of the processes that train with it (`deft.training.processes`)."""
+    """What an algorithm asks of the processes that train with it (`deft.runs.processes`)."""
 
     count: int
 

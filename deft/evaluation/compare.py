@@ -38,10 +38,10 @@ from deft.evaluation.success import (
     success_tables,
 )
 from deft.models.policy import Policy
+from deft.runs.logging import show_evaluation
+from deft.runs.random_state import seed_everything
 from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
-from deft.training.logging import show_evaluation
 from deft.training.offline import members_of
-from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS
 
 log = logging.getLogger(__name__)

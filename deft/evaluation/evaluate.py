@@ -33,16 +33,16 @@ from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy
 from deft.models.unit_actions import ActionScale
-from deft.training import checkpoint
-from deft.training.compute import choose_device
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device
+from deft.runs.directory import CONFIG_FILE, checkpoint_choice
+from deft.runs.logging import show_evaluation
+from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
+from deft.runs.random_state import seed_everything
 from deft.training.handover import saved_config
-from deft.training.logging import show_evaluation
 from deft.training.offline import members_of
 from deft.training.offline_run import build_offline_policy
-from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
-from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, build_policy
-from deft.training.run_folder import CONFIG_FILE, checkpoint_choice
 
 logger = logging.getLogger(__name__)
 

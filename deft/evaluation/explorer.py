@@ -32,9 +32,12 @@ from deft.machine import available_cores
 from deft.models.f1.explorer import ExplorerPolicy, load_explorer, new_explorer
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
-from deft.training import checkpoint
-from deft.training.compute import choose_device
-from deft.training.logging import show_evaluation
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device
+from deft.runs.directory import checkpoint_choice
+from deft.runs.json_files import write_json
+from deft.runs.logging import show_evaluation
+from deft.runs.random_state import separate_random_state
 from deft.training.phases.adversarial import EXPLORER_FOLDER
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_worlds
@@ -42,9 +45,6 @@ from deft.training.phases.game import GameReward
 from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
 from deft.training.phases.student import check_world_model, load_teacher
 from deft.training.phases.teacher import make_exploration
-from deft.training.random_state import separate_random_state
-from deft.training.run_folder import checkpoint_choice
-from deft.training.waypoints.files import write_json
 
 log = logging.getLogger(__name__)
 ENVS_TOGETHER = 8

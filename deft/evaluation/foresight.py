@@ -18,7 +18,7 @@ from deft.evaluation.video import write_video
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.policy import F1Policy
 from deft.ownership import record
-from deft.training.signals import raise_if_stopped
+from deft.runs.signals import raise_if_stopped
 
 STEPS_TOGETHER = 16
 SHOWN_FRAMES = 8

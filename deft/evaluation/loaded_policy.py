@@ -22,10 +22,10 @@ from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.encoders import ObservationEncoder, is_image
 from deft.models.policy import Policy
 from deft.models.vla.policy import VLAPolicy
-from deft.training.checkpoint import TRAINING_STATE
-from deft.training.compute import choose_device
+from deft.runs.checkpoint import TRAINING_STATE
+from deft.runs.compute import choose_device
+from deft.runs.policy_spaces import SPACES_FILE, PolicySpaces
 from deft.training.offline import members_of
-from deft.training.policy_spaces import SPACES_FILE, PolicySpaces
 from deft.training.waypoints.files import FINAL, load_ppo
 
 

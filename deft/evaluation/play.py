@@ -20,9 +20,9 @@ from deft.evaluation.captions import Captions
 from deft.evaluation.evaluate import find_run, load_policy
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.video import write_video
+from deft.runs.random_state import seed_everything
 from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
 from deft.training.offline import members_of
-from deft.training.random_state import seed_everything
 
 DEFAULT_ENV = "tabletop"
 

@@ -23,7 +23,7 @@ from deft.evaluation.plots import METRICS_FILE, metric_curve, read_lines
 from deft.evaluation.report_style import STYLE
 from deft.evaluation.world_model import EVALUATION_FILE
 from deft.ownership import record
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.phases.base import ELAPSED
 
 REPORT_FILE = "report.html"

@@ -20,7 +20,7 @@ from deft.envs.waypoints.protocol import WaypointEpisode, WaypointVectorEnv
 from deft.evaluation.plots import BLUE, GRAY, ORANGE, _figure, _save, _style
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.waypoint import PPOPolicy
-from deft.training.random_state import separate_random_state
+from deft.runs.random_state import separate_random_state
 
 CYAN = "#00d5ff"  # to be seen on grass, asphalt and white lines
 MEASURES = ("success_rate", "collision_rate", "off_road_rate", "ade", "fde", "mean_reward")

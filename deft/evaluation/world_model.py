@@ -28,17 +28,17 @@ from deft.models.f1.motion import TAIL, fit_sharpness, prior_cross_entropy
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.rollout import roll_out
 from deft.models.f1.vq import MultiScaleTokenizer
-from deft.training import checkpoint
-from deft.training.compute import choose_device
-from deft.training.logging import show_evaluation
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device
+from deft.runs.directory import checkpoint_choice
+from deft.runs.json_files import write_json
+from deft.runs.logging import show_evaluation
+from deft.runs.signals import raise_if_stopped
 from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.exploration import InlineExplorer
 from deft.training.phases.recorded import DatasetExplorer
 from deft.training.phases.teacher import make_exploration
 from deft.training.phases.world_model_trainer import encode_frames
-from deft.training.run_folder import checkpoint_choice
-from deft.training.signals import raise_if_stopped
-from deft.training.waypoints.files import write_json
 
 EVALUATION_FILE = "evaluation.json"  # in the run folder, for its report
 HORIZON = 10  # frames that are rolled out open loop

@@ -26,10 +26,10 @@ from deft.errors import DeftError, InputError
 from deft.evaluation.acting import PolicyActor
 from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
-from deft.training.logging import show_progress
+from deft.runs.logging import show_progress
+from deft.runs.random_state import seed_everything
+from deft.runs.signals import StopSignal
 from deft.training.offline import members_of
-from deft.training.random_state import seed_everything
-from deft.training.signals import StopSignal
 
 RANDOM, EXPERT = "random", "expert"  # policies that are no checkpoint
 EXPERT_METHOD = "expert_action"

@@ -20,8 +20,8 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import evaluate_policy
 from deft.models.policy import Policy
-from deft.training.random_state import separate_random_state
-from deft.training.signals import STOPPING, never
+from deft.runs.random_state import separate_random_state
+from deft.runs.signals import STOPPING, never
 
 WATCH_INTERVAL = 0.2  # seconds between looks at the stop signal while waiting
 

@@ -21,10 +21,10 @@ from deft.data.tensors import zero_rows
 from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.models.policy import Policy
+from deft.runs.random_state import get_random_state, set_random_state
+from deft.runs.seeds import TRAINING_SEEDS
 from deft.training.collection import Collection
 from deft.training.collector import Collector
-from deft.training.random_state import get_random_state, set_random_state
-from deft.training.seeds import TRAINING_SEEDS
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from deft.envs.make import full_id
 from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.policy import Policy
-from deft.training import checkpoint
+from deft.runs import checkpoint
+from deft.runs.directory import CONFIG_FILE
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
-from deft.training.run_folder import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)

@@ -24,20 +24,20 @@ from deft.data.datasets.dataset import same_fingerprint
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.rollouts import film_episodes, merge_results, num_played
 from deft.models.policy import Policy
-from deft.training import checkpoint, sharding
+from deft.runs import checkpoint, sharding
+from deft.runs.compute import is_small, threads_for
+from deft.runs.intervals import crossed
+from deft.runs.logging import RunLogger, best_logged, logged_evaluations
+from deft.runs.metric_ranges import OFFLINE_RANGES, RangeWatch
+from deft.runs.policy_spaces import PolicySpaces
+from deft.runs.precision import set_precision
+from deft.runs.processes import Processes, SilentLogger
+from deft.runs.random_state import get_random_state, seed_everything, set_random_state
+from deft.runs.seeds import process_seed
+from deft.runs.signals import StopSignal, never
 from deft.training.capture import CapturedUpdate, Sampler
-from deft.training.compute import is_small, threads_for
 from deft.training.evaluator import Evaluator
-from deft.training.intervals import crossed
-from deft.training.logging import RunLogger, best_logged, logged_evaluations
-from deft.training.policy_spaces import PolicySpaces
-from deft.training.precision import set_precision
-from deft.training.processes import Processes, SilentLogger
-from deft.training.random_state import get_random_state, seed_everything, set_random_state
-from deft.training.seeds import process_seed
-from deft.training.signals import StopSignal, never
 from deft.training.validation import Validation, check_held_out
-from deft.training.watch import OFFLINE_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
 STOP_INTERVAL = 20  # updates between questions of several processes to each other whether to stop

@@ -22,11 +22,11 @@ from deft.data.offline_buffer import OfflineReplayBuffer
 from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.policy import Policy
-from deft.training import checkpoint
+from deft.runs import checkpoint
+from deft.runs.random_state import seed_everything
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
 from deft.training.offline_run import build_offline_policy, build_offline_trainer, with_its_split
-from deft.training.random_state import seed_everything
 from deft.training.run import load_policy_weights
 
 Data: TypeAlias = OfflineReplayBuffer | Dataset | str | Path

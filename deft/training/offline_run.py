@@ -29,20 +29,20 @@ from deft.errors import InputError
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
 from deft.models.unit_actions import UnitActions, with_bounds
-from deft.training import checkpoint, sharding
-from deft.training.compute import choose_device
+from deft.runs import checkpoint, sharding
+from deft.runs.compute import choose_device
+from deft.runs.directory import CONFIG_FILE, place_run, run_folder_opener
+from deft.runs.logging import logged_from_start
+from deft.runs.policy_spaces import PolicySpaces, check_streams
+from deft.runs.processes import Processes
+from deft.runs.random_state import seed_everything
+from deft.runs.seeds import EVALUATION_SEED
+from deft.runs.sinks import check_extras
 from deft.training.evaluator import Evaluator, check_space
 from deft.training.handover import check_heads, take_over_offline
-from deft.training.logging import logged_from_start
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
-from deft.training.policy_spaces import PolicySpaces, check_streams
-from deft.training.processes import Processes
-from deft.training.random_state import seed_everything
 from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer, space_for_weights
-from deft.training.run_folder import CONFIG_FILE, place_run, run_folder_opener
-from deft.training.seeds import EVALUATION_SEED
-from deft.training.sinks import check_extras
 from deft.training.validation import make_validation, split
 
 log = logging.getLogger(__name__)

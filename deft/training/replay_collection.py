@@ -20,11 +20,11 @@ from deft.data.replay import Batch
 from deft.data.transition_ring import TransitionRing
 from deft.errors import InputError
 from deft.models.normalization import has_seen_data
+from deft.runs.precision import set_precision
 from deft.training.capture import CapturedUpdate
 from deft.training.collection import Collection
 from deft.training.collector import Collector
 from deft.training.evaluator import check_spaces
-from deft.training.precision import set_precision
 
 log = logging.getLogger(__name__)
 

@@ -33,17 +33,17 @@ from deft.models.vla.actor import convert_weights, make_vla_actor
 from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
-from deft.training import checkpoint, sharding
+from deft.runs import checkpoint, sharding
+from deft.runs.compute import choose_device
+from deft.runs.directory import place_run, run_folder_opener
+from deft.runs.logging import logged_from_start
+from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
+from deft.runs.processes import Processes
+from deft.runs.random_state import seed_everything
+from deft.runs.seeds import process_seed
+from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
-from deft.training.compute import choose_device
 from deft.training.handover import GOES_ON_WITH, adopt_critics, checkpoint_folder, take_over
-from deft.training.logging import logged_from_start
-from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
-from deft.training.processes import Processes
-from deft.training.random_state import seed_everything
-from deft.training.run_folder import place_run, run_folder_opener
-from deft.training.seeds import process_seed
-from deft.training.sinks import check_extras
 from deft.training.trainer import Trainer
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"sac": SAC, "ppo": PPO, "grpo": GRPO}

@@ -34,24 +34,24 @@ from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.rollouts import evaluate_policy, film_episodes
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy
-from deft.training import checkpoint, sharding
+from deft.runs import checkpoint, sharding
+from deft.runs.compute import is_small, threads_for
+from deft.runs.intervals import crossed
+from deft.runs.logging import WINDOW, RunLogger, best_logged, logged_evaluations
+from deft.runs.metric_ranges import ON_POLICY_RANGES, RangeWatch
+from deft.runs.policy_spaces import PolicySpaces
+from deft.runs.processes import Processes, SilentLogger
+from deft.runs.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
+from deft.runs.seeds import EVALUATION_SEED, process_seed, training_seed
+from deft.runs.signals import StopSignal, never
 from deft.training.cluster.building import block_steps, open_workers
 from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import UNKNOWN_COLLECTOR, BackgroundCollection, Collection, InlineCollection
 from deft.training.collector import Collector
-from deft.training.compute import is_small, threads_for
 from deft.training.curriculum import Curriculum
 from deft.training.group_collection import GroupCollection, GroupCollector
-from deft.training.intervals import crossed
-from deft.training.logging import WINDOW, RunLogger, best_logged, logged_evaluations
-from deft.training.policy_spaces import PolicySpaces
-from deft.training.processes import Processes, SilentLogger
-from deft.training.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.training.replay_collection import ReplayCollection
-from deft.training.seeds import EVALUATION_SEED, process_seed, training_seed
-from deft.training.signals import StopSignal, never
-from deft.training.watch import ON_POLICY_RANGES, RangeWatch
 
 log = logging.getLogger(__name__)
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself

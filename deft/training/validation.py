@@ -16,7 +16,7 @@ from deft.data.datasets.dataset import Dataset
 from deft.data.datasets.subset import EpisodeSubset, validation_episodes
 from deft.data.streaming import episode_bytes
 from deft.errors import InputError
-from deft.training.random_state import separate_random_state
+from deft.runs.random_state import separate_random_state
 
 log = logging.getLogger(__name__)
 MOST_TRANSITIONS = 2_048  # of the held-out episodes, evenly spaced: a validation costs at most a few updates

@@ -9,7 +9,7 @@ from deft.algorithms.optimization import FlatAdam, FusedAdam
 from deft.algorithms.ppo import PPO
 from deft.errors import RunError
 from deft.models.actor_critic import ActorCritic
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.trainer import Trainer
 
 NOT_APPLIED = "the gradient is no longer finite, so the update was not applied"

@@ -17,7 +17,7 @@ from deft.evaluation.compare import compare_runs, comparison_lines
 from deft.evaluation.evaluate import FIRST_HELD_OUT_SEED, env_of_run, evaluate_run, first_seed, world_kwargs
 from deft.evaluation.play import play
 from deft.evaluation.rollouts import play_episodes, summarize
-from deft.training.logging import logged_evaluations
+from deft.runs.logging import logged_evaluations
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_flow_draws_its_noise_by_the_seed_wherever_it_is_evaluated(tmp_path):
 @pytest.mark.parametrize("command", ["evaluate", "compare"])
 def test_progress_is_shown_while_episodes_are_played(run, tmp_path, monkeypatch, capsys, command):
     """Lines on stderr where it is no terminal; here after every step. Two policies play in the comparison."""
-    monkeypatch.setattr("deft.training.logging.LINE_INTERVAL", 0.0)
+    monkeypatch.setattr("deft.runs.logging.LINE_INTERVAL", 0.0)
     words = {"evaluate": [str(run)], "compare": [str(run), "random", "--out", str(tmp_path)]}[command]
     assert main([command, *words, "--episodes", "4", "--json"]) == 0
     shown = capsys.readouterr()

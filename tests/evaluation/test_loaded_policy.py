@@ -13,8 +13,8 @@ from deft import cli, load_policy
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.models.waypoint import PPOPolicy, WaypointSFT, WaypointShape
+from deft.runs.random_state import seed_everything
 from deft.training import run
-from deft.training.random_state import seed_everything
 from deft.training.waypoints.files import save_ppo
 
 SEED, LENGTH, SIDE = 5, 7, 16

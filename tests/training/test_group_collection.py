@@ -16,8 +16,8 @@ from deft.config.settings import LoggingConfig, PolicyConfig
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
+from deft.runs.random_state import get_random_state
 from deft.training.group_collection import GroupCollection
-from deft.training.random_state import get_random_state
 
 QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False, enable_file_logging=False)
 NEVER = lambda: False  # noqa: E731

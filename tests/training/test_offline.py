@@ -17,7 +17,7 @@ from deft.cli import main
 from deft.config.loading import resolve
 from deft.data.datasets.dataset import box
 from deft.errors import InputError, RunError
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
 

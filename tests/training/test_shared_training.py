@@ -11,8 +11,8 @@ import torch
 from shared_learning import one_update, run, shard_f1, teach, train_vla
 
 from deft import cli
-from deft.training import checkpoint
-from deft.training.processes import Processes
+from deft.runs import checkpoint
+from deft.runs.processes import Processes
 
 TESTS = Path(__file__).parents[1]
 

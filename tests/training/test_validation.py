@@ -16,7 +16,7 @@ from deft.config.loading import resolve
 from deft.data.datasets.dataset import Dataset
 from deft.data.datasets.subset import EpisodeSubset, validation_episodes
 from deft.errors import InputError
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
 from deft.training.validation import Validation

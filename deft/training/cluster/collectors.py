@@ -25,14 +25,14 @@ from deft.data.columns import Key
 from deft.data.transition_ring import TransitionRing
 from deft.envs.vector import Observation
 from deft.models.policy import Policy
+from deft.runs.random_state import get_random_state, set_random_state
+from deft.runs.seeds import training_seed
 from deft.training.cluster.blocks import Block, End, Order, unpack_tensor
 from deft.training.cluster.packing import Strand, lay, like, plain, strands_of, take_steps
 from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost, parts_of
 from deft.training.collection import UNKNOWN_COLLECTOR
 from deft.training.collector import Collector, StepBuffer
 from deft.training.group_collection import GroupBuffer, GroupCollector
-from deft.training.random_state import get_random_state, set_random_state
-from deft.training.seeds import training_seed
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL = 0.2  # seconds between looks at the stop signal while waiting

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.models.policy import Policy
+from deft.runs.random_state import get_random_state, set_random_state
 from deft.training.cluster.blocks import load_packed, pack_tensor, unpack_tensor
-from deft.training.random_state import get_random_state, set_random_state
 
 LARGE_POLICY = 20_000_000  # parameters from which on `inference: auto` takes an actor of its own
 GATHERING = 0.002  # seconds that a request waits for others to come with

@@ -21,11 +21,11 @@ from deft import schema
 from deft.data.columns import Columns, Key, Row
 from deft.envs.vector import Episode, Observation, VectorEnv
 from deft.models.policy import Policy
+from deft.runs.compute import is_small, torch_threads
+from deft.runs.random_state import get_random_state, set_random_state
 from deft.training.cluster.blocks import Block, End, Order, load_packed, pack_tensor
 from deft.training.collector import Collector
-from deft.training.compute import is_small, torch_threads
 from deft.training.group_collection import GroupBuffer, GroupCollector
-from deft.training.random_state import get_random_state, set_random_state
 
 _OF_THE_POLICY = (schema.LOG_PROB, schema.VALUE, schema.POLICY_VERSION, schema.ACTION_MASK)
 WATCH_INTERVAL = 0.5  # seconds between two looks at the step under way

@@ -28,7 +28,9 @@ from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
 from deft.models.f1.policy import F1Policy
-from deft.training import checkpoint
+from deft.runs import checkpoint
+from deft.runs.json_files import write_json
+from deft.runs.precision import set_precision
 from deft.training.phases.base import MODEL_FILE, Metrics, find_start
 from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
@@ -44,8 +46,6 @@ from deft.training.phases.student import (
 )
 from deft.training.phases.teacher import make_exploration
 from deft.training.phases.world_model_trainer import WorldModelTrainer, encode_frames
-from deft.training.precision import set_precision
-from deft.training.waypoints.files import write_json
 
 log = logging.getLogger(__name__)
 EXPLORER_FOLDER = "explorer"  # in a checkpoint: `model.pt` and `explorer.pt`, as a student's

@@ -31,17 +31,17 @@ from deft.models.f1.optimization import set_policy_requires_grad, setup_optimize
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.vision import VisionLayer
 from deft.ownership import start_index
-from deft.training import checkpoint, sharding
-from deft.training.compute import Threads, choose_device, thread_counts
-from deft.training.intervals import crossed
-from deft.training.logging import RunLogger
-from deft.training.precision import choose_precision
-from deft.training.processes import Processes, SilentLogger
-from deft.training.random_state import get_random_state, seed_everything, set_random_state
-from deft.training.run_folder import remove_run
-from deft.training.seeds import process_seed
-from deft.training.signals import StopSignal, interruptible, never
-from deft.training.waypoints.files import write_json
+from deft.runs import checkpoint, sharding
+from deft.runs.compute import Threads, choose_device, thread_counts
+from deft.runs.directory import remove_run
+from deft.runs.intervals import crossed
+from deft.runs.json_files import write_json
+from deft.runs.logging import RunLogger
+from deft.runs.precision import choose_precision
+from deft.runs.processes import Processes, SilentLogger
+from deft.runs.random_state import get_random_state, seed_everything, set_random_state
+from deft.runs.seeds import process_seed
+from deft.runs.signals import StopSignal, interruptible, never
 
 log = logging.getLogger(__name__)
 MODEL_FILE = "f1_config.json"  # the model's config in the run folder, whatever file it came from

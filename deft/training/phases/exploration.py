@@ -26,7 +26,7 @@ from deft.data.augmentation import recoloured
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, TeacherEnv
 from deft.errors import DeftError, InputError, RunError
-from deft.training.signals import raise_if_stopped
+from deft.runs.signals import raise_if_stopped
 
 SCENES = 2**31  # training's scenes have seeds below it, held-out ones from it on
 NICENESS = 5  # collecting takes what training leaves of a core

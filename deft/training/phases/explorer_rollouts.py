@@ -41,11 +41,11 @@ from deft.machine import available_cores
 from deft.models.f1.explorer import ExplorerPolicy
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
+from deft.runs.processes import Processes
+from deft.runs.seeds import process_seed
+from deft.runs.signals import raise_if_stopped
 from deft.training.phases.exploration import Exploration
 from deft.training.phases.rewards import Measures
-from deft.training.processes import Processes
-from deft.training.seeds import process_seed
-from deft.training.signals import raise_if_stopped
 
 log = logging.getLogger(__name__)
 STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass

@@ -29,8 +29,8 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.frames import to_model, to_pictures
+from deft.runs.signals import raise_if_stopped
 from deft.training.phases.recorded import split, trained_on
-from deft.training.signals import raise_if_stopped
 
 COPIES = 32  # of the tabletop, however many workers there are: the order of the pictures depends on it
 HELD_OUT_SEED = 1_000_000  # added to the run's: other scenes

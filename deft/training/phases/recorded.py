@@ -24,7 +24,7 @@ from deft.data.datasets.lerobot import matches as is_lerobot
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.tabletop.control import PADDED_SIZE
 from deft.errors import InputError
-from deft.training.signals import raise_if_stopped
+from deft.runs.signals import raise_if_stopped
 
 log = logging.getLogger(__name__)
 WRIST_NAMES = ("wrist", "hand", "gripper")

@@ -28,12 +28,12 @@ from deft.models.f1.loading import find_tokenizer
 from deft.models.f1.motion import TAIL, fit_sharpness
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.policy import F1Policy
-from deft.training import sharding
+from deft.runs import sharding
+from deft.runs.precision import autocast
 from deft.training.phases.base import Metrics
 from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import DatasetExplorer, warn_of_seen_episodes
 from deft.training.phases.world_model_trainer import Means, WorldModelTrainer, copy_accuracy, scalars
-from deft.training.precision import autocast
 
 log = logging.getLogger(__name__)
 MOTION_WARMUP, MEMORY_WARMUP = 0.15, 0.05  # shares of a run that starts from new weights

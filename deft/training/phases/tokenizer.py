@@ -34,15 +34,15 @@ from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.loading import fill_tokenizer, find_tokenizer
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.ownership import record
-from deft.training import checkpoint
-from deft.training.compute import Threads, choose_device, thread_counts
-from deft.training.intervals import crossed
-from deft.training.logging import RunLogger, logged_evaluations
+from deft.runs import checkpoint
+from deft.runs.compute import Threads, choose_device, thread_counts
+from deft.runs.directory import remove_run
+from deft.runs.intervals import crossed
+from deft.runs.json_files import write_json
+from deft.runs.logging import RunLogger, logged_evaluations
+from deft.runs.random_state import seed_everything
+from deft.runs.signals import StopSignal, interruptible, raise_if_stopped
 from deft.training.phases.frames import DatasetFrames, FrameStore, TabletopFrames
-from deft.training.random_state import seed_everything
-from deft.training.run_folder import remove_run
-from deft.training.signals import StopSignal, interruptible, raise_if_stopped
-from deft.training.waypoints.files import write_json
 
 log = logging.getLogger(__name__)
 CONFIG, RESULTS, WEIGHTS, SAMPLES = "config.json", "results.json", "tokenizer.safetensors", "samples"

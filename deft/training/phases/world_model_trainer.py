@@ -23,8 +23,8 @@ from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episo
 from deft.models.f1.batch import MemoryStateManager
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
+from deft.runs.precision import autocast
 from deft.training.phases.base import BaseRLTrainer, Metrics
-from deft.training.precision import autocast
 
 log = logging.getLogger(__name__)
 CODED_TOGETHER = 256  # frames

@@ -10,9 +10,10 @@ from deft.envs.waypoints.make import env_kwargs_of
 from deft.errors import InputError
 from deft.evaluation.waypoints import MEASURES, HeldOut, plot_waypoints
 from deft.models.waypoint import PPOPolicy
-from deft.training.compute import choose_device
-from deft.training.logging import show_evaluation
-from deft.training.waypoints.files import load_ppo, load_sft, same_sft, write_json
+from deft.runs.compute import choose_device
+from deft.runs.json_files import write_json
+from deft.runs.logging import show_evaluation
+from deft.training.waypoints.files import load_ppo, load_sft, same_sft
 from deft.training.waypoints.ppo import check_fits
 
 COMPARISON = "comparison.json"

@@ -29,12 +29,13 @@ from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.waypoints import HeldOut, plot_safety, plot_waypoints
 from deft.models.waypoint import PPOPolicy, WaypointSFT
-from deft.training import checkpoint
-from deft.training.compute import choose_device
-from deft.training.logging import RunLogger
-from deft.training.random_state import seed_everything
-from deft.training.run_folder import remove_run
-from deft.training.seeds import EVALUATION_SEED, training_seed
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device
+from deft.runs.directory import remove_run
+from deft.runs.json_files import read_json, write_json
+from deft.runs.logging import RunLogger
+from deft.runs.random_state import seed_everything
+from deft.runs.seeds import EVALUATION_SEED, training_seed
 from deft.training.trainer import Trainer
 from deft.training.waypoints.files import (
     CONFIG,
@@ -43,10 +44,8 @@ from deft.training.waypoints.files import (
     TRAIN_METRICS,
     check_alone,
     load_sft,
-    read_json,
     same_sft,
     save_ppo,
-    write_json,
 )
 from deft.training.waypoints.safety import SafetyCheck
 

@@ -23,11 +23,12 @@ from deft.data.waypoint_recording import WaypointRecording
 from deft.envs.waypoints.protocol import displacement_errors
 from deft.errors import InputError, Stopped
 from deft.models.waypoint import WaypointSFT, WaypointShape
-from deft.training import checkpoint
-from deft.training.compute import choose_device, threads_for
-from deft.training.random_state import seed_everything
-from deft.training.signals import StopSignal, interruptible, raise_if_stopped
-from deft.training.waypoints.files import CONFIG, MODEL, TRAIN_METRICS, check_alone, save_sft, write_json
+from deft.runs import checkpoint
+from deft.runs.compute import choose_device, threads_for
+from deft.runs.json_files import write_json
+from deft.runs.random_state import seed_everything
+from deft.runs.signals import StopSignal, interruptible, raise_if_stopped
+from deft.training.waypoints.files import CONFIG, MODEL, TRAIN_METRICS, check_alone, save_sft
 
 log = logging.getLogger(__name__)
 CHUNK = 512  # decisions that are looked at together in validation

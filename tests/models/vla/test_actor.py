@@ -24,7 +24,7 @@ from deft.models.vla.actor import VLAActor, convert_weights, into_box, make_vla_
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.policy import VLAPolicy
 from deft.models.vla.tiny import TinyVLAModel
-from deft.training.checkpoint import load_weights
+from deft.runs.checkpoint import load_weights
 
 OBSERVATION = spaces.Dict(
     {

@@ -13,8 +13,8 @@ import worlds
 from deft import schema
 from deft.config.loading import resolve
 from deft.errors import InputError, RunError
+from deft.runs.processes import Processes
 from deft.training.cluster import connection
-from deft.training.processes import Processes
 from deft.training.run import build_trainer
 
 ray = pytest.importorskip("ray", reason="needs the extra scale")

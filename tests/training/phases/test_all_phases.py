@@ -12,11 +12,11 @@ from deft.cli import main
 from deft.config.loading import to_dict
 from deft.errors import InputError, RunError
 from deft.evaluation.report import write_report
-from deft.training import checkpoint
+from deft.runs import checkpoint
+from deft.runs.directory import remove_run
 from deft.training.phases import all_phases
 from deft.training.phases.all_phases import phase_settings, train_all
 from deft.training.phases.teacher import TeacherTrainer
-from deft.training.run_folder import remove_run
 
 
 def whole_config(folder, model_file, **run):

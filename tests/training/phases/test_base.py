@@ -12,7 +12,7 @@ from f1_worlds import micro_policy, wake
 from panning_camera import game_config, panning_config
 
 from deft.envs.f1 import F1RLEnv
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import BaseRLTrainer
 from deft.training.phases.student import StudentTrainer

@@ -17,7 +17,7 @@ from deft.config.rl_yaml import read_phase_config
 from deft.errors import InputError
 from deft.models.f1.explorer import new_explorer
 from deft.models.f1.policy import F1Policy
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.phases.adversarial import AdversarialTrainer, check_eyes, set_noise, set_scale, split_batch
 from deft.training.phases.base import moved_with
 from deft.training.phases.student import StudentTrainer, load_teacher, train_student

@@ -18,7 +18,7 @@ from deft.config.rl_yaml import parse_phase
 from deft.errors import InputError
 from deft.models.f1.explorer import WORLD_MODEL, load_explorer
 from deft.models.f1.loading import load_f1_policy
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.phases.student import StudentTrainer, check_mask, load_teacher, train_student
 
 ROOT = Path(__file__).parents[3]

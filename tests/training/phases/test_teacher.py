@@ -24,7 +24,7 @@ from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
-from deft.training import checkpoint
+from deft.runs import checkpoint
 from deft.training.phases import teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import (

@@ -24,11 +24,11 @@ from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.loading import WEIGHTS, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.vq import MultiScaleTokenizer
-from deft.training import checkpoint
+from deft.runs import checkpoint
+from deft.runs.signals import interruptible
 from deft.training.phases.frames import DatasetFrames, FrameStore
 from deft.training.phases.recorded import split
 from deft.training.phases.tokenizer import TokenizerTrainer, perplexity, train_tokenizer
-from deft.training.signals import interruptible
 
 QUIET = LoggingConfig(console_level="ERROR", tensorboard=False)
 

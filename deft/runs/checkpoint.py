@@ -46,8 +46,8 @@ from deft.ownership import (
     verify_folder,
     write_manifest,
 )
-from deft.training import sharding
-from deft.training.policy_spaces import SPACES_FILE, PolicySpaces
+from deft.runs import sharding
+from deft.runs.policy_spaces import SPACES_FILE, PolicySpaces
 
 log = logging.getLogger(__name__)
 MODEL, TRAINING_STATE, METRICS = "model.pt", "training_state.pt", "metrics.pt"

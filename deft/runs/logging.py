@@ -33,9 +33,9 @@ from torch import Tensor
 from deft.config.settings import LoggingConfig
 from deft.errors import RunError, Stopped
 from deft.ownership import INDEX, keep_foreign, record, start_index
-from deft.training.checkpoint import folder_lock
-from deft.training.processes import Processes
-from deft.training.sinks import TensorBoardSink, open_sinks, write_again
+from deft.runs.checkpoint import folder_lock
+from deft.runs.processes import Processes
+from deft.runs.sinks import TensorBoardSink, open_sinks, write_again
 
 METRICS_FILE = "episode_metrics.jsonl"
 WINDOW = 100  # episodes, at least, that mean_reward, mean_length and success_rate are taken over

@@ -13,8 +13,8 @@ from deft import ownership
 from deft.errors import InputError, RunError
 from deft.models.vla.loading import read_weights
 from deft.ownership import MANIFEST, relative_files, verify_folder
-from deft.training import checkpoint
-from deft.training.checkpoint import (
+from deft.runs import checkpoint
+from deft.runs.checkpoint import (
     clean_temporary,
     find_checkpoint,
     latest_whole_checkpoint,
@@ -91,7 +91,7 @@ def test_a_process_killed_while_writing_leaves_the_last_whole_one(tmp_path):
     script = textwrap.dedent(f"""
         import os, signal, torch
         from pathlib import Path
-        from deft.training import checkpoint
+        from deft.runs import checkpoint
         run = Path({str(tmp_path)!r})
         checkpoint.save_checkpoint(run, 1, {{"w": torch.zeros(3)}}, {{}}, {{}})
         real = torch.save
@@ -188,7 +188,7 @@ def test_only_a_checkpoint_is_replaced(tmp_path):
 def test_one_process_a_folder(tmp_path):
     script = (
         "import sys; from pathlib import Path; from deft.errors import InputError\n"
-        "from deft.training.checkpoint import folder_lock\n"
+        "from deft.runs.checkpoint import folder_lock\n"
         f"with folder_lock(Path({str(tmp_path)!r})): pass\n"
     )
     with checkpoint.folder_lock(tmp_path):

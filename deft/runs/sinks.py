@@ -1,6 +1,6 @@
 """Where a run's scalars go besides `episode_metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
 
-`deft.training.logging.RunLogger` opens the sinks that the settings ask for and hands each the same named floats. The
+`deft.runs.logging.RunLogger` opens the sinks that the settings ask for and hands each the same named floats. The
 packages are imported where they are used; wandb and trackio are extras.
 """
 

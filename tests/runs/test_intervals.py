@@ -1,6 +1,6 @@
 import itertools
 
-from deft.training.intervals import crossed
+from deft.runs.intervals import crossed
 
 
 def test_intervals_fire_when_they_are_crossed():

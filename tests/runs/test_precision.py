@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deft.training import precision
-from deft.training.precision import autocast, choose_precision, cpu_has_bfloat16, set_precision
+from deft.runs import precision
+from deft.runs.precision import autocast, choose_precision, cpu_has_bfloat16, set_precision
 
 ARM = "processor\t: 0\nFeatures\t: fp asimd evtstrm {}\nCPU part\t: 0xd0c\n"
 

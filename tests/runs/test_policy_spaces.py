@@ -13,8 +13,8 @@ from deft.models.actor_critic import ActorCritic
 from deft.models.vla.policy import VLAPolicy
 from deft.models.vla.tiny import TinyVLAModel
 from deft.ownership import write_manifest
+from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.training import run
-from deft.training.policy_spaces import PolicySpaces, check_streams, policy_space
 
 ENV = ["--env", "vla_worlds:TwoCameras-v0"]
 OTHER = [*ENV, "--env-kwargs", 'names=["z_top","a_wrist","z_arm","a_hand"]']  # sorted, they come the other way round

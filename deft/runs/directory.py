@@ -17,8 +17,8 @@ from deft.config.output_base import output_base
 from deft.config.validation import shown
 from deft.errors import InputError
 from deft.ownership import INDEX, delete_files, indexed_files, relative_files, start_index
-from deft.training import checkpoint
-from deft.training.logging import logged_evaluations
+from deft.runs import checkpoint
+from deft.runs.logging import logged_evaluations
 
 log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"

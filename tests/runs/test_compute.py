@@ -9,8 +9,8 @@ from deft.envs.process import ProcessVectorEnv
 from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
-from deft.training.checkpoint import load_training_state
-from deft.training.compute import Threads, choose_device, is_small, thread_counts, threads_for, torch_threads
+from deft.runs.checkpoint import load_training_state
+from deft.runs.compute import Threads, choose_device, is_small, thread_counts, threads_for, torch_threads
 from deft.training.trainer import Trainer
 
 

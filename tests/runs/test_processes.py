@@ -10,7 +10,7 @@ import torch
 from f1_worlds import f1_batch, micro_policy, wake
 
 from deft.models.normalization import RunningNormalizer
-from deft.training.processes import Processes
+from deft.runs.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from f1_worlds import f1_batch, micro_policy, wake
 from panning_camera import panning_config
-from deft.training.processes import Processes
+from deft.runs.processes import Processes
 from deft.training.phases.teacher import TeacherTrainer
 
 folder = Path(sys.argv[1])

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from deft.algorithms.sharded_optimization import are_sharded, part_of, whole
 from deft.errors import InputError
 from deft.models.policy import Policy
-from deft.training.processes import Processes
+from deft.runs.processes import Processes
 
 log = logging.getLogger(__name__)
 ONE_PROCESS = "fsdp: one process has nothing to share out; start several: accelerate launch --multi_gpu, or torchrun"

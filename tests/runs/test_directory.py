@@ -15,11 +15,11 @@ from deft.config.loading import resolve
 from deft.config.settings import LoggingConfig, RunConfig
 from deft.errors import InputError, Stopped
 from deft.ownership import INDEX, INDEX_HEADER, indexed_files, record, relative_files, start_index
-from deft.training.checkpoint import folder_lock, list_checkpoints, mark_best, save_checkpoint
-from deft.training.logging import RunLogger
+from deft.runs.checkpoint import folder_lock, list_checkpoints, mark_best, save_checkpoint
+from deft.runs.directory import place_run, remove_run
+from deft.runs.logging import RunLogger
 from deft.training.offline_run import build_offline_trainer
 from deft.training.run import build_trainer
-from deft.training.run_folder import place_run, remove_run
 
 QUIET = LoggingConfig(enable_file_logging=False, console_level="CRITICAL")
 OWN = ("config.yaml", "videos/step_100.mp4", "videos/reach.mp4", "plots/updates.png", "samples/episode_4.png")

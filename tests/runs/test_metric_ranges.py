@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deft import PPOTrainer, RLConfig
-from deft.training.watch import OFFLINE_RANGES, ON_POLICY_RANGES, Range, RangeWatch
+from deft.runs.metric_ranges import OFFLINE_RANGES, ON_POLICY_RANGES, Range, RangeWatch
 
 WATCHED = {"q_loss": Range(0.01, 1.0, "a smaller learning_rate", "no harm")}
 

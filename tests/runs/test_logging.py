@@ -20,9 +20,9 @@ import torch
 
 from deft.config.settings import LoggingConfig
 from deft.errors import InputError, RunError
-from deft.training import logging as run_logging
-from deft.training import sinks
-from deft.training.logging import RunLogger
+from deft.runs import logging as run_logging
+from deft.runs import sinks
+from deft.runs.logging import RunLogger
 
 QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False, enable_file_logging=False)
 

@@ -10,8 +10,8 @@ from deft import cli
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.actor_critic import ActorCritic
-from deft.training import sharding
-from deft.training.processes import Processes
+from deft.runs import sharding
+from deft.runs.processes import Processes
 
 CPU = torch.device("cpu")
 WHO_CAN = "`deft train ppo`, `sft` and `teacher` have it"

@@ -1,0 +1,40 @@
+"""JSON files that a run writes: results, metrics, model configs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deft.errors import InputError, RunError
+from deft.ownership import record
+
+
+def write_json(content: Any, path: Path) -> None:
+    """Write a JSON file, whole or not at all; numbers that are not finite become null."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        record(unfinished.replace(path))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that a run wrote; an empty list where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(nested) for name, nested in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(nested) for nested in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
