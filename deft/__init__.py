@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from deft.data.vla_buffer import VLABuffer
     from deft.data.writer import DatasetWriter
     from deft.envs import make_env, make_vector_env
+    from deft.envs.adapters.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
     from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
-    from deft.envs.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
     from deft.envs.waypoints.toy import ToyWaypointEnv
     from deft.evaluation.loaded_policy import load_policy
     from deft.evaluation.vla_model import VLAModel
@@ -96,8 +96,8 @@ _MODULES = {
     "StudentEnv": "deft.envs.f1",
     "TeacherEnv": "deft.envs.f1",
     "ToyWaypointEnv": "deft.envs.waypoints.toy",
-    "get_physical_gpu_id": "deft.envs.sapien_gpu",
-    "setup_sapien_gpu": "deft.envs.sapien_gpu",
+    "get_physical_gpu_id": "deft.envs.adapters.sapien_gpu",
+    "setup_sapien_gpu": "deft.envs.adapters.sapien_gpu",
     "Actor": "deft.models.actor",
     "ActorCritic": "deft.models.actor_critic",
     "load_policy": "deft.evaluation.loaded_policy",

@@ -18,13 +18,13 @@ gymnasium.register(
 )
 gymnasium.register(
     id="deft/Carla-v0",
-    entry_point="deft.envs.carla:CarlaEnv",
+    entry_point="deft.envs.adapters.carla:CarlaEnv",
     additional_wrappers=(DIFFICULTY,),
 )
 gymnasium.register(id="deft/F1Teacher-v0", entry_point="deft.envs.f1:TeacherEnv")
 gymnasium.register(id="deft/F1Student-v0", entry_point="deft.envs.f1:StudentEnv")
-gymnasium.register(id="deft/ManiSkill-v0", entry_point="deft.envs.maniskill:ManiSkillEnv")
-gymnasium.register(id="deft/RoboTwin-v0", entry_point="deft.envs.robotwin:RoboTwinEnv", max_episode_steps=400)
+gymnasium.register(id="deft/ManiSkill-v0", entry_point="deft.envs.adapters.maniskill:ManiSkillEnv")
+gymnasium.register(id="deft/RoboTwin-v0", entry_point="deft.envs.adapters.robotwin:RoboTwinEnv", max_episode_steps=400)
 
 __all__ = [
     "ActionChunk",

@@ -1,6 +1,6 @@
 """What the adapters of foreign vector environments share: they step all environments at once and give no state away.
 
-`deft.envs.envpool_adapter` and `deft.envs.gymnasium_adapter` build on it.
+`deft.envs.adapters.envpool` and `deft.envs.adapters.gymnasium_vector` build on it.
 """
 
 from __future__ import annotations

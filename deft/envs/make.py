@@ -44,7 +44,7 @@ SHORT_NAMES = {
 # Classes that step all copies of an environment of Deft's at once.
 NATIVE_VECTORS = {
     "deft/Driving-v0": "deft.envs.driving.env:DrivingVectorEnv",
-    "deft/Carla-v0": "deft.envs.carla:CarlaVectorEnv",
+    "deft/Carla-v0": "deft.envs.adapters.carla:CarlaVectorEnv",
 }
 
 # What `deft collect --task` asks of an environment beside the task: what a VLA model reads, and how it moves the hand.
@@ -118,7 +118,7 @@ def make_vector_env(
     if config.rename_streams and config.vector in ("envpool", "gpu"):
         raise InputError(f"rename_streams: not with env.vector {config.vector}; use sync or process")
     if config.vector == "envpool":
-        from deft.envs.envpool_adapter import EnvPoolVectorEnv
+        from deft.envs.adapters.envpool import EnvPoolVectorEnv
 
         if chunk_length > 1:
             raise InputError("env.vector: envpool cannot run action chunks; use sync or process, or chunk_length 1")
@@ -179,7 +179,7 @@ def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorE
         raise InputError(f"env.vector: gpu is for env.id maniskill; {config.id} runs with sync or process")
     if chunk_length > 1:
         raise InputError("env.vector: gpu cannot run action chunks; use sync or process, or chunk_length 1")
-    from deft.envs.maniskill import ManiSkillVectorEnv
+    from deft.envs.adapters.maniskill import ManiSkillVectorEnv
 
     try:
         env = ManiSkillVectorEnv(num_envs, max_episode_steps=config.max_episode_steps, **config.kwargs)
@@ -203,7 +203,7 @@ def wrap(
                 raise InputError(f"env: a list of gymnasium.Env is needed, not of {type(item).__name__}")
         return SerialVectorEnv([_chunked(item, chunk_length, gamma) for item in env])
     if isinstance(env, gymnasium.vector.VectorEnv):
-        from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+        from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 
         env = GymnasiumVectorEnv(env)
     if not isinstance(env, VectorEnv):

@@ -116,7 +116,7 @@ def weigh(env: Any, weights: Mapping[str, float]) -> Any:
     if isinstance(env, list | tuple):
         return [weigh(item, weights) for item in env]
     if isinstance(env, gymnasium.vector.VectorEnv):
-        from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+        from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 
         env = GymnasiumVectorEnv(env)
     return WeightedVectorEnv(env, weights) if isinstance(env, VectorEnv) else env

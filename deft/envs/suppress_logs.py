@@ -1,6 +1,6 @@
 """Silence for simulators: what they and their drivers print while they are imported and made goes nowhere.
 
-The adapters (`deft.envs.maniskill`, `deft.envs.robotwin`) use it. Much of that chatter is written by native code,
+The adapters of ManiSkill and RoboTwin use it. Much of that chatter is written by native code,
 straight to the file descriptors 1 and 2, where neither `sys.stdout` nor `logging` can hold it back. Deft's own log is
 kept.
 """

@@ -10,7 +10,7 @@ import pytest
 
 from deft.config.settings import EnvConfig
 from deft.envs import ActionChunk, SerialVectorEnv, make_env, make_vector_env, wrap
-from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 from deft.errors import InputError
 
 MakeEnv = Callable[..., gymnasium.Env]

@@ -11,7 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from deft.config.settings import EnvConfig
 from deft.envs import SerialVectorEnv, VectorEnv, make_env, make_vector_env
-from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 from deft.envs.process import ProcessVectorEnv
 from deft.errors import InputError, RunError
 

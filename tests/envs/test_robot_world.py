@@ -10,9 +10,9 @@ import pytest
 import simulators
 from robot_worlds import WORLD_ID
 
+from deft.envs.adapters.sapien_gpu import VARIABLES
 from deft.envs.f1 import StudentEnv, TeacherEnv
 from deft.envs.robot_world import RobotWorld, TaskConfig
-from deft.envs.sapien_gpu import VARIABLES
 from deft.errors import InputError
 
 

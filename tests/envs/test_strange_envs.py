@@ -12,7 +12,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from deft.cli import main
-from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import ActionLayout, ObservationLayout

@@ -46,7 +46,7 @@ def test_deft_log_is_kept_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     logger.addHandler(handler)
     try:
         with suppress_logs():
-            logging.getLogger("deft.envs.maniskill").warning("one")
+            logging.getLogger("deft.envs.adapters.maniskill").warning("one")
             logging.getLogger("deft.training").warning("two")
             logging.getLogger("someone.else").warning("not ours")
         logger.warning("three")

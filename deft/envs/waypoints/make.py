@@ -37,7 +37,7 @@ def _world_class(name: str) -> Callable[..., WaypointWorld]:
         from deft.envs.waypoints.highway import HighwayWorld
 
         return HighwayWorld
-    from deft.envs.waypoints.carla import CarlaWorld
+    from deft.envs.adapters.carla_client import CarlaWorld
 
     return CarlaWorld
 

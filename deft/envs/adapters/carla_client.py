@@ -1,6 +1,6 @@
 """A thin client of a running CARLA server: one ego vehicle, synchronous, behind the waypoint protocol; extra `carla`.
 
-`deft.envs.carla` drives the same client with throttle and steering.
+`deft.envs.adapters.carla` drives the same client with throttle and steering.
 
 Its frame has y to the right and degrees; ours has y to the left. Every actor that is spawned here is destroyed at the
 next reset, when the world is closed, and when the process ends; the server's settings are put back.

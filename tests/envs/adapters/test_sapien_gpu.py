@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from deft.envs.sapien_gpu import VARIABLES, get_logical_gpu_id, get_physical_gpu_id, setup_sapien_gpu
+from deft.envs.adapters.sapien_gpu import VARIABLES, get_logical_gpu_id, get_physical_gpu_id, setup_sapien_gpu
 from deft.errors import InputError
 
 

@@ -16,8 +16,8 @@ import torch
 
 from deft.config.settings import EnvConfig
 from deft.envs import make_env, make_vector_env
-from deft.envs.maniskill import INSTRUCTIONS, ManiSkillEnv, ManiSkillVectorEnv, without_visual
-from deft.envs.sapien_gpu import VARIABLES
+from deft.envs.adapters.maniskill import INSTRUCTIONS, ManiSkillEnv, ManiSkillVectorEnv, without_visual
+from deft.envs.adapters.sapien_gpu import VARIABLES
 from deft.errors import InputError
 
 

@@ -8,7 +8,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from deft.envs import ActionChunk, SerialVectorEnv
-from deft.envs.gymnasium_adapter import GymnasiumVectorEnv
+from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 from deft.errors import InputError, RunError
 
 MakeEnv = Callable[..., gymnasium.Env]

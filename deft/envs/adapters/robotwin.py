@@ -23,7 +23,7 @@ from gymnasium import spaces
 from PIL import Image
 
 from deft import trust
-from deft.envs.sapien_gpu import setup_sapien_gpu
+from deft.envs.adapters.sapien_gpu import setup_sapien_gpu
 from deft.envs.suppress_logs import suppress_logs
 from deft.errors import InputError, RunError, one_line
 

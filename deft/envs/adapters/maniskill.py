@@ -21,8 +21,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from deft.envs.adapters.sapien_gpu import get_logical_gpu_id, setup_sapien_gpu
 from deft.envs.batched import BatchedVectorEnv
-from deft.envs.sapien_gpu import get_logical_gpu_id, setup_sapien_gpu
 from deft.envs.suppress_logs import suppress_logs
 from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep
 from deft.errors import DeftError, InputError, RunError, one_line

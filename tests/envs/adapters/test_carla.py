@@ -12,10 +12,10 @@ import pytest
 from deft.cli import main
 from deft.config.settings import EnvConfig
 from deft.envs import SerialVectorEnv, make_env, make_vector_env
-from deft.envs.carla import CarlaEnv
+from deft.envs.adapters.carla import CarlaEnv
 from deft.errors import InputError, RunError
 
-_path = Path(__file__).parent / "waypoints" / "carla_stand_in.py"
+_path = Path(__file__).parent / "carla_stand_in.py"
 _spec = importlib.util.spec_from_file_location("carla_stand_in", _path)
 stand_in = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(stand_in)

@@ -13,8 +13,8 @@ import torch
 
 from deft.config.settings import EnvConfig
 from deft.envs import make_env, make_vector_env
-from deft.envs.robotwin import RoboTwinEnv
-from deft.envs.sapien_gpu import VARIABLES
+from deft.envs.adapters.robotwin import RoboTwinEnv
+from deft.envs.adapters.sapien_gpu import VARIABLES
 from deft.errors import InputError, RunError
 
 

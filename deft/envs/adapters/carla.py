@@ -1,6 +1,6 @@
 """CARLA as a Gymnasium environment with a camera, a state and an instruction: `--env carla`, extra `carla`.
 
-Registered as `deft/Carla-v0`. The client is `deft.envs.waypoints.carla.CarlaWorld`; this adds pedals and steering as
+Registered as `deft/Carla-v0`. The client is `CarlaWorld` (`carla_client.py`); this adds pedals and steering as
 actions. A server has one ego vehicle, so the environments of a process that use the same server take turns.
 """
 
@@ -16,9 +16,9 @@ import numpy as np
 from gymnasium import spaces
 
 from deft import schema
+from deft.envs.adapters.carla_client import CarlaWorld
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.state import StateObstacle
-from deft.envs.waypoints.carla import CarlaWorld
 from deft.envs.waypoints.protocol import MAX_GAP, Outcome, check_difficulty
 from deft.errors import InputError, RunError
 

@@ -1,0 +1,1 @@
+"""Adapters of other simulators and vector libraries to the interfaces of `deft.envs`."""
