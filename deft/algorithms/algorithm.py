@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from deft.algorithms.auxiliary import Auxiliary
+from deft.algorithms.experience import Experience, Rollouts
 from deft.algorithms.optimization import FlatAdam, FusedAdam
 from deft.config.algorithm_settings import AlgorithmSettings
 from deft.models.normalization import has_seen_data
@@ -45,14 +46,8 @@ class Algorithm:
     name: str
     policy: Policy
     settings: AlgorithmSettings
-    experience: ClassVar[Literal["rollout", "replay", "groups"]] = "rollout"
-    """What `update` learns from: whole rollouts, draws from all transitions so far, or groups that began alike."""
-    needs_reward_terms: ClassVar[bool] = False
-    """Whether transitions carry the reward's named terms (`schema.NEXT_REWARD_TERMS`)."""
     can_shard: ClassVar[bool] = False
     """Whether it trains weights that are shared out among processes, each of which takes the same passes."""
-    on_policy: bool = True
-    """Whether `update` takes whole rollouts with values in them (True) or any transitions with next observations."""
     version: int = 0
     """How many updates the policy's weights have seen; transitions carry it as `schema.POLICY_VERSION`."""
     progress: float = 0.0
@@ -65,6 +60,20 @@ class Algorithm:
 
     processes: SharedTraining | None = None
     """The processes that train this policy together; None where it is this one alone."""
+
+    @property
+    def experience(self) -> Experience:
+        """What `update` learns from; the trainer collects it (`deft.algorithms.experience`)."""
+        return Rollouts()
+
+    def set_reward_terms(self, names: Sequence[str]) -> None:
+        """Take the names of the columns of `schema.NEXT_REWARD_TERMS`; called if `experience` asks for them."""
+
+    def check_policy(self, fresh: bool) -> None:
+        """Raise an error if the algorithm cannot train its policy; `fresh`: nothing has trained it before."""
+
+    def start_from_a_policy(self) -> None:
+        """Adapt the settings of training to a policy that was trained before; called before the first update."""
 
     def share(self, processes: SharedTraining) -> None:
         """Train together with other processes: gradients are averaged, statistics merged, decisions taken alike."""

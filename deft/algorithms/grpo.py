@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,6 +18,7 @@ from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.auxiliary import check_resumed, make_auxiliary
 from deft.algorithms.epochs import Epochs
+from deft.algorithms.experience import Groups
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.ppo import approximate_kl
 from deft.algorithms.returns import discounted_sum
@@ -43,8 +44,6 @@ class GRPO(Algorithm):
     """
 
     name = "grpo"
-    experience: ClassVar[Literal["rollout", "replay", "groups"]] = "groups"
-    needs_reward_terms: ClassVar[bool] = True
     settings: GRPOSettings
 
     def __init__(self, policy: Policy, settings: GRPOSettings | None = None, seed: int = 0) -> None:
@@ -60,6 +59,17 @@ class GRPO(Algorithm):
         self.generator = torch.Generator().manual_seed(seed)
         self.reward_terms: tuple[str, ...] = ()
         """Names of the reward's terms, where the environment has any; see `set_reward_terms`."""
+
+    @property
+    def experience(self) -> Groups:
+        """Groups of `group_size` episodes; those whose members have different returns are useful."""
+        return Groups(
+            group_size=self.settings.group_size,
+            groups_per_iteration=self.settings.groups_per_iteration,
+            max_resamples=self.settings.max_resamples,
+            count_useful=self.groups_with_spread,
+            reward_terms=True,
+        )
 
     def set_reward_terms(self, names: Sequence[str]) -> None:
         """The names of the columns of `schema.NEXT_REWARD_TERMS`; refuses weights for others."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deft.algorithms.algorithm import Algorithm, Metrics
+from deft.algorithms.experience import DatasetBatches, Experience
 from deft.config.algorithm_settings import OfflineSettings
 from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import Dataset
@@ -21,12 +22,16 @@ PRECISIONS = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfl
 class OfflineAlgorithm(Algorithm):
     """Says which policy it trains and how it draws from a dataset; then it takes one step a batch."""
 
-    on_policy = False
     settings: OfflineSettings
     capturable: bool = True
     """Whether `step` may be recorded as a CUDA graph: it never waits for the device, nor decides by its values."""
     period: int = 1
     """After how many steps the same operations come again; a recording holds as many."""
+
+    @property
+    def experience(self) -> Experience:
+        """Batches of a dataset."""
+        return DatasetBatches()
 
     @classmethod
     def make_policy(

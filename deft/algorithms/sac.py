@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
+from deft.algorithms.experience import Replay
 from deft.algorithms.off_policy import Scalars, SoftPolicy
 from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import SACSettings
 from deft.data.augmentation import shift_images
+from deft.errors import InputError
 from deft.models.actor import ContinuousActor, Encoded
 from deft.models.targets import frozen_copy
 
@@ -36,7 +38,6 @@ class SAC(SoftPolicy):
     """
 
     name = "sac"
-    experience = "replay"
     distribution = "tanh_gaussian"
     settings: SACSettings
 
@@ -53,6 +54,33 @@ class SAC(SoftPolicy):
             options: dict[str, Any] = {"fallback_random": True}
             self._critic_loss = torch.compile(self._critic_loss, options=options)  # type: ignore[method-assign]
             self._policy_losses = torch.compile(self._policy_losses, options=options)  # type: ignore[method-assign]
+
+    @property
+    def experience(self) -> Replay:
+        """Batches of a replay buffer, as the settings define them."""
+        own = self.settings
+        return Replay(
+            batch_size=own.batch_size,
+            buffer_size=own.buffer_size,
+            train_freq=own.train_freq,
+            updates_per_step=own.updates_per_step,
+            learning_starts=own.learning_starts,
+            random_steps=own.random_steps,
+            n_step=own.n_step,
+            gamma=own.gamma,
+            prior_data=own.prior_data,
+            prior_fraction=own.prior_fraction,
+            precision=own.precision,
+            capture="off" if own.compile and own.capture == "auto" else own.capture,
+            captured_warmup=own.critic_warmup,
+        )
+
+    def check_policy(self, fresh: bool) -> None:
+        """Raise an error if there is an anchor but no trained policy to anchor to."""
+        if self.settings.anchor_coef and fresh:
+            raise InputError(
+                "anchor_coef: holds a policy near what it was given as; give one with model_path, or use 0"
+            )
 
     def start_from_a_policy(self) -> None:
         """Begin with a low temperature: a new policy's would pay a learned one for forgetting what it knows.

@@ -37,6 +37,11 @@ class AlgorithmSettings:
     batch_size: Count = 64
     """Transitions in a minibatch (steps times sequences, with memory)."""
 
+    @property
+    def envs_per_group(self) -> int:
+        """Environments that must be in one process, because their episodes are compared; 1: any split will do."""
+        return 1
+
     def copies(self, num_envs: int) -> int:
         """How many environments a run steps together, where `env.num_envs` says this."""
         return num_envs
@@ -175,6 +180,11 @@ class GRPOSettings(AlgorithmSettings):
                 f"auxiliary_warmup {self.auxiliary_warmup}: nothing learns then; give auxiliary_learning_rate"
             )
         return self
+
+    @property
+    def envs_per_group(self) -> int:
+        """The members of a group."""
+        return self.group_size
 
     def copies(self, num_envs: int) -> int:
         """All the groups of an iteration at once, where the number of environments is left at its default."""

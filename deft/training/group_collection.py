@@ -1,4 +1,4 @@
-"""Plays groups for GRPO: every member of a group starts from the same state, all members of all groups step at once.
+"""Plays groups of episodes: every member of a group starts from the same state, all members of all groups step at once.
 
 An iteration is one episode a member. Its starting states follow from the run's seed and the number of the update alone,
 and a checkpoint stands between two iterations: a resumed run plays the same groups as an uninterrupted one.
@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from deft import schema
-from deft.algorithms.grpo import GRPO
+from deft.algorithms.experience import Groups
 from deft.data.columns import Columns, Row
 from deft.data.tensors import zero_rows
 from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep
@@ -176,29 +176,27 @@ class GroupCollection(Collection):
         self,
         env: VectorEnv,
         policy: Policy,
-        algorithm: GRPO,
+        experience: Groups,
         seed: int,
         max_steps: int,
         collector_class: type[GroupCollector] = GroupCollector,
     ) -> None:
-        settings = algorithm.settings
-        if env.num_envs % settings.group_size:
+        if env.num_envs % experience.group_size:
             raise InputError(
-                f"env.num_envs: {env.num_envs} is no multiple of group_size {settings.group_size}: every member of a "
+                f"env.num_envs: {env.num_envs} is no multiple of group_size {experience.group_size}: every member of a "
                 "group needs an environment of its own"
             )
-        self.groups_at_once = env.num_envs // settings.group_size
-        wanted = settings.groups_per_iteration or self.groups_at_once
+        self.groups_at_once = env.num_envs // experience.group_size
+        wanted = experience.groups_per_iteration or self.groups_at_once
         if wanted % self.groups_at_once:
             raise InputError(
                 f"groups_per_iteration: {wanted} is no multiple of the {self.groups_at_once} groups that num_envs "
                 f"{env.num_envs} holds at once"
             )
-        algorithm.set_reward_terms(env.reward_terms)
-        super().__init__(collector_class(env, policy, seed, settings.group_size), GroupBuffer(max_steps))
-        self.algorithm = algorithm
+        super().__init__(collector_class(env, policy, seed, experience.group_size), GroupBuffer(max_steps))
+        self.count_useful = experience.count_useful
         self.groups_per_iteration = wanted
-        self.max_rounds = wanted // self.groups_at_once + settings.max_resamples
+        self.max_rounds = wanted // self.groups_at_once + experience.max_resamples
         self.max_steps = max_steps
         self._has_warned = False
 
@@ -231,10 +229,13 @@ class GroupCollection(Collection):
                 self._undo(before, num_episodes)
                 return False
             self._warn_of_cut_episodes(self.buffer.rounds[-1])
-            num_found += self.algorithm.groups_with_spread(self.buffer.rounds[-1])
+            num_found += self._num_useful(self.buffer.rounds[-1])
             if num_found >= self.groups_per_iteration:
                 break
         return True
+
+    def _num_useful(self, rollout: TensorDict) -> int:
+        return self.groups_at_once if self.count_useful is None else self.count_useful(rollout)
 
     def _warn_of_cut_episodes(self, rollout: TensorDict) -> None:
         """Warn once a run of episodes that are longer than a rollout: they are scored by the rewards up to the cut."""

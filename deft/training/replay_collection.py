@@ -13,8 +13,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.algorithms.sac import SAC
-from deft.config.algorithm_settings import SACSettings
+from deft.algorithms.experience import Replay
 from deft.data.datasets import load_dataset
 from deft.data.replay import Batch
 from deft.data.transition_ring import TransitionRing
@@ -43,30 +42,31 @@ class ReplayCollection(Collection):
     buffer: TransitionRing
 
     def __init__(
-        self, collector: Collector, algorithm: SAC, seed: int, fresh_policy: bool, planned_steps: int | None = None
+        self,
+        collector: Collector,
+        algorithm: Any,
+        experience: Replay,
+        seed: int,
+        fresh_policy: bool,
+        planned_steps: int | None = None,
     ) -> None:
-        settings = algorithm.settings
         self._planned_steps = planned_steps
-        self.algorithm, self.settings = algorithm, settings
-        ring = TransitionRing(settings.buffer_size, seed, collector.device, settings.n_step, settings.gamma)
+        self.algorithm, self.experience = algorithm, experience
+        ring = TransitionRing(experience.buffer_size, seed, collector.device, experience.n_step, experience.gamma)
         super().__init__(collector, ring)
         self._num_env_steps = 0
         self._due = 0.0
-        if settings.anchor_coef and fresh_policy:
-            raise InputError(
-                "anchor_coef: holds a policy near what it was given as; give one with model_path, or use 0"
-            )
-        wanted = settings.random_steps
-        self._random_left = (settings.learning_starts if fresh_policy else 0) if wanted is None else wanted
+        wanted = experience.random_steps
+        self._random_left = (experience.learning_starts if fresh_policy else 0) if wanted is None else wanted
         self._random = np.random.default_rng(seed)
-        self._box = collector.env.action_space
+        self._action_space = collector.env.action_space
         collector.explore = self._random_actions
-        self._prior = None if settings.prior_data is None else _read_prior(settings, collector, ring.generator)
+        self._prior = None if experience.prior_data is None else _read_prior(experience, collector, ring.generator)
         self.generator = ring.generator
         on_gpu = collector.device.type == "cuda"
-        if settings.capture == "on" and not on_gpu:
+        if experience.capture == "on" and not on_gpu:
             raise InputError("capture: 'on' needs a GPU; use auto")
-        captures = on_gpu and (settings.capture == "on" or (settings.capture == "auto" and not settings.compile))
+        captures = on_gpu and experience.capture != "off"
         self._captured: CapturedUpdate | None = None
         self._captured_warmup: CapturedUpdate | None = None
         if captures:
@@ -75,11 +75,11 @@ class ReplayCollection(Collection):
         self._is_beside = captures and type(collector) is Collector  # which steps the environments in this process
         if self._is_beside:
             collector.before_stepping = self._run_recorded
-        set_precision(collector.device, settings.precision)
+        set_precision(collector.device, experience.precision)
 
     def check_length(self, num_env_steps: int, planned: int) -> None:
         """Compare `learning_starts` with the env steps of this call and of the whole run."""
-        starts = self.settings.learning_starts
+        starts = self.experience.learning_starts
         if planned < starts:
             raise InputError(
                 f"learning_starts: {starts} is more than the {planned} env steps of the run, so it would make no "
@@ -98,8 +98,8 @@ class ReplayCollection(Collection):
 
     def _record_anew(self) -> None:
         """Recordings of updates that read the buffer where it is now."""
-        self._captured = CapturedUpdate(self.algorithm, self, self.settings.batch_size)
-        self._captured_warmup = CapturedUpdate(self.algorithm, self, self.settings.batch_size)
+        self._captured = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
+        self._captured_warmup = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Step until so many steps wait to be learned from; False if `stop` came first."""
@@ -110,7 +110,7 @@ class ReplayCollection(Collection):
         """The batches that are due for the steps that wait."""
         while self._due >= 1.0 and not self.algorithm.should_stop():
             self._due -= 1.0
-            yield self.sample(self.settings.batch_size)
+            yield self.sample(self.experience.batch_size)
 
     def update(self, algorithm: Algorithm, num_vector_steps: int, stop: Callable[[], bool]) -> Metrics | None:
         """The updates that are due, replayed from a recording where there is one; None if `stop` came first."""
@@ -129,7 +129,7 @@ class ReplayCollection(Collection):
         """Queue the updates that are due; a GPU makes them while this goes on."""
         assert self._captured is not None
         assert self._captured_warmup is not None
-        period, warmup = self.algorithm.period, self.settings.critic_warmup
+        period, warmup = self.algorithm.period, self.experience.captured_warmup
         while self._due >= period:
             version = self.algorithm.version
             if version >= warmup:
@@ -137,23 +137,23 @@ class ReplayCollection(Collection):
             elif version + period <= warmup:  # all of them the critics' alone
                 count, self._metrics = self._captured_warmup.run()
             else:
-                count, self._metrics = 1, self.algorithm.step(self.sample(self.settings.batch_size))
+                count, self._metrics = 1, self.algorithm.step(self.sample(self.experience.batch_size))
             self._due -= count
 
     def _count_due(self) -> None:
         collected = sum(self.collector.step_counts)
         self._num_env_steps += collected
-        if self._num_env_steps < self.settings.learning_starts or not len(self.buffer):
+        if self._num_env_steps < self.experience.learning_starts or not len(self.buffer):
             return
         if self.algorithm.version == 0 and not has_seen_data(self.algorithm.policy):
             self.algorithm.observe({schema.OBSERVATION: block} for block in self.buffer.observations())
-        self._due += collected * self.settings.updates_per_step
+        self._due += collected * self.experience.updates_per_step
 
     def sample(self, batch_size: int) -> Batch:
         """One batch, a part of it from the prior data."""
         if self._prior is None:
             return self.buffer.sample(batch_size)
-        size = round(batch_size * self.settings.prior_fraction)
+        size = round(batch_size * self.experience.prior_fraction)
         return _side_by_side(self.buffer.sample(batch_size - size), self._prior.sample(size))
 
     def drop(self) -> int:
@@ -200,25 +200,27 @@ class ReplayCollection(Collection):
             return None
         count = self.collector.env.num_envs
         self._random_left -= count
-        assert isinstance(self._box, spaces.Box)
-        shape = (count, *self._box.shape)
-        return self._random.uniform(self._box.low, self._box.high, shape).astype(np.float32)
+        if isinstance(self._action_space, spaces.Discrete):
+            return self._action_space.start + self._random.integers(self._action_space.n, size=count)
+        assert isinstance(self._action_space, spaces.Box)
+        shape = (count, *self._action_space.shape)
+        return self._random.uniform(self._action_space.low, self._action_space.high, shape).astype(np.float32)
 
 
-def _read_prior(settings: SACSettings, collector: Collector, generator: torch.Generator) -> TransitionRing:
+def _read_prior(experience: Replay, collector: Collector, generator: torch.Generator) -> TransitionRing:
     """The dataset that batches are mixed with, in memory."""
-    assert settings.prior_data is not None
-    dataset = load_dataset(settings.prior_data)
+    assert experience.prior_data is not None
+    dataset = load_dataset(experience.prior_data)
     where, advice = (
-        f"prior_data {settings.prior_data}",
+        f"prior_data {experience.prior_data}",
         "give data of the environment that is trained in (--rename_streams names streams alike)",
     )
     check_spaces(collector.env, dataset.observation_space, dataset.action_space, where, advice)
     size = len(dataset)
     if not size:
-        raise InputError(f"prior_data: {settings.prior_data} has no transitions")
+        raise InputError(f"prior_data: {experience.prior_data} has no transitions")
     ring = TransitionRing(
-        size, device=collector.device, n_step=settings.n_step, gamma=settings.gamma, generator=generator
+        size, device=collector.device, n_step=experience.n_step, gamma=experience.gamma, generator=generator
     )
     for index in range(dataset.num_episodes):
         ring.extend(dataset.episode(index))

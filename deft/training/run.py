@@ -88,8 +88,9 @@ def build_trainer(
     placed = place_run(config, config.env.id) if processes.is_first else None
     config, resume_from, replaces = processes.share(placed)
     beside = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
-    if processes.count > 1 and beside and config.algorithm.name == "sac":
-        raise InputError("max_staleness: SAC in several processes takes turns with its Ray workers; use 0")
+    if processes.count > 1 and beside and isinstance(config, ReplayRunConfig):
+        name = config.algorithm.name.upper()
+        raise InputError(f"max_staleness: {name} in several processes takes turns with its Ray workers; use 0")
     kind: Any = ALGORITHMS[config.algorithm.name]
     shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, kind.can_shard, processes)
     if shards and getattr(config.algorithm.cfg, "compile", False):
@@ -129,14 +130,14 @@ def build_trainer(
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
             policy.settle()
-        if config.algorithm.name == SAC.name and not isinstance(policy, ContinuousActor):
-            raise InputError(f"policy: {SAC.name} {GOES_ON_WITH}; {type(policy).__name__} is of another kind")
+        if isinstance(config, ReplayRunConfig) and not isinstance(policy, ContinuousActor):
+            raise InputError(f"policy: {kind.name} {GOES_ON_WITH}; {type(policy).__name__} is of another kind")
         check_streams(policy, observation, vector_env.observation_space, where)
         if isinstance(policy, ActionScale):
             policy.check_box(action)
         acting = sharding.shard_policy(policy, processes, device) if shards else None
         algorithm = kind(policy, config.algorithm.cfg, seed=process_seed(config.seed, processes.rank))
-        if isinstance(algorithm, SAC) and not fresh_policy:
+        if not fresh_policy:
             algorithm.start_from_a_policy()
         if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             adopt_critics(algorithm, config.model_path, critics)

@@ -22,12 +22,8 @@ import torch
 
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.algorithms.grpo import GRPO
-from deft.algorithms.sac import SAC
 from deft.config.output_base import output_base
 from deft.config.settings import CurriculumConfig, LoggingConfig, TrainerConfig
-from deft.data.rollout import RolloutBuffer
-from deft.data.vla_buffer import VLABuffer
 from deft.envs.make import make_another, wrap
 from deft.envs.vector import Episode, VectorEnv, close_env
 from deft.errors import InputError, RunError, Stopped
@@ -44,14 +40,10 @@ from deft.runs.processes import Processes, SilentLogger
 from deft.runs.random_state import get_random_state, seed_everything, separate_random_state, set_random_state
 from deft.runs.seeds import EVALUATION_SEED, process_seed, training_seed
 from deft.runs.signals import StopSignal, never
-from deft.training.cluster.building import block_steps, open_workers
-from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
-from deft.training.collection import UNKNOWN_COLLECTOR, BackgroundCollection, Collection, InlineCollection
-from deft.training.collector import Collector
+from deft.training.collection import UNKNOWN_COLLECTOR
 from deft.training.curriculum import Curriculum
-from deft.training.group_collection import GroupCollection, GroupCollector
-from deft.training.replay_collection import ReplayCollection
+from deft.training.experience import make_collection, rollout_steps
 
 log = logging.getLogger(__name__)
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
@@ -110,8 +102,7 @@ class Trainer:
             raise InputError(f"algorithm: {algorithm!r} is not an Algorithm; make one, such as PPO(policy)")
         if algorithm.policy is not policy:
             raise InputError("the algorithm trains another policy object than the trainer was given")
-        if algorithm.experience == "replay":
-            buffer_size = algorithm.settings.train_freq  # type: ignore[attr-defined]
+        buffer_size = rollout_steps(algorithm, buffer_size)
         self.settings = TrainerConfig(buffer_size=buffer_size, buffer_type=buffer_type, **settings)  # type: ignore[arg-type]
         self.policy = policy
         self.algorithm = algorithm
@@ -150,10 +141,14 @@ class Trainer:
         self._random_state: dict[str, Any] | None = None
         self._last_metrics: dict[str, float] = {}
         self._most_updates: int | None = None
-        self._watch = RangeWatch(ON_POLICY_RANGES if algorithm.on_policy else {}, "step")
+        algorithm.check_policy(fresh_policy)
+        self._watch = RangeWatch(ON_POLICY_RANGES if algorithm.experience.on_policy else {}, "step")
         self._whole = acting
         self._take_weights()
-        self.collection = self._make_collection(timeout)
+        planned = math.ceil(self.settings.total_timesteps / self._num_envs) * self.env.num_envs
+        self.collection = make_collection(
+            self.env, self.acting, algorithm, self.settings, self._env_seed, fresh_policy, planned, timeout
+        )
         self.curriculum = None if curriculum is None else Curriculum(curriculum, self.env, self.collection.paused)
         # Workers and a background collector compute beside the update; else they wait while it runs.
         reserved = self.env.num_workers + 1 if self.settings.buffer_type == "vla" else 0
@@ -348,37 +343,6 @@ class Trainer:
         self.processes.close()
         for env in {id(env): env for env in (self.env, self._own_eval_env) if env is not None}.values():
             env.close()
-
-    def _make_collection(self, timeout: float) -> Collection:
-        """How this algorithm's experience is gathered."""
-        algorithm, settings = self.algorithm, self.settings
-        if algorithm.experience != "rollout" and settings.buffer_type == "vla":
-            raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
-        on_cluster = isinstance(self.env, ClusterEnv)
-        if on_cluster and settings.buffer_type == "vla":
-            raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
-        if isinstance(self.env, ClusterEnv):
-            open_workers(self.env, self.acting, not algorithm.on_policy, algorithm.needs_reward_terms)
-        if algorithm.experience == "groups":
-            assert isinstance(algorithm, GRPO)
-            kind = RayGroupCollector if on_cluster else GroupCollector
-            return GroupCollection(self.env, self.acting, algorithm, self._env_seed, settings.buffer_size, kind)
-        wanted = {"next_observation": not algorithm.on_policy, "reward_terms": algorithm.needs_reward_terms}
-        if isinstance(self.env, ClusterEnv):
-            block = block_steps(self.env, settings.buffer_size)
-            collector: Collector = RayCollector(
-                self.env, self.acting, self._env_seed, **wanted, max_staleness=settings.max_staleness, block_steps=block
-            )
-        else:
-            collector = Collector(self.env, self.acting, self._env_seed, **wanted)
-        if algorithm.experience == "replay":
-            assert isinstance(algorithm, SAC)
-            planned = math.ceil(settings.total_timesteps / self._num_envs) * self.env.num_envs
-            return ReplayCollection(collector, algorithm, self._env_seed, self._fresh_policy, planned)
-        if settings.buffer_type == "vla":
-            ring = VLABuffer(settings.buffer_size * max(1, settings.max_staleness))
-            return BackgroundCollection(collector, ring, self.acting, settings.max_staleness, timeout)
-        return InlineCollection(collector, RolloutBuffer(settings.buffer_size))
 
     # -- the parts of the loop -----------------------------------------------------------------------------------------
 

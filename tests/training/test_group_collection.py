@@ -85,7 +85,10 @@ def make_collection(env: VectorEnv, max_steps: int = 20, seed: int = 0, **settin
     np.random.seed(0)
     policy = ActorCritic(env.observation_space, env.action_space, PolicyConfig(normalize_observation=False))
     algorithm = GRPO(policy, GRPOSettings(**{"group_size": 3, "max_resamples": 0, **settings}))
-    return GroupCollection(env, policy, algorithm, seed, max_steps)
+    algorithm.set_reward_terms(env.reward_terms)
+    collection = GroupCollection(env, policy, algorithm.experience, seed, max_steps)
+    collection.algorithm = algorithm
+    return collection
 
 
 def play(collection: GroupCollection) -> list:

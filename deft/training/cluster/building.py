@@ -33,13 +33,13 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
     cluster, env = config.cluster, config.env
     if config.env.vector == "process":
         raise InputError("env.vector: Ray workers are processes already; with collectors ray use sync")
-    group_size = config.algorithm.cfg.group_size if config.algorithm.name == "grpo" else None  # type: ignore[attr-defined]
-    most = env.num_envs // (group_size or 1)
-    what = "environments" if group_size is None else f"groups of {group_size}"
+    unit = config.algorithm.cfg.envs_per_group
+    most = env.num_envs // unit
+    what = "environments" if unit == 1 else f"groups of {unit}"
     if env.num_workers is not None and env.num_workers > most:
         raise InputError(
             f"num_workers: {env.num_workers} workers cannot share {most} {what}; use num_envs "
-            f"{env.num_workers * (group_size or 1)} or more, or fewer workers"
+            f"{env.num_workers * unit} or more, or fewer workers"
         )
     check_id(env)  # a Ray that is started takes seconds
     for policy in (config.policy, getattr(config.policy, "actor", None)):
@@ -65,7 +65,7 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
             timeout=env.timeout,
             restarts=env.restart_workers,
             worker_cpus=cluster.worker_cpus,
-            group_size=group_size,
+            group_size=None if unit == 1 else unit,
             spares=cluster.spare_workers,
         )
         return ClusterEnv(WorkerPool(settings), cluster, opened)

@@ -1,0 +1,75 @@
+"""From the experience that an algorithm declares to the collection that gathers it, in this process or on Ray workers.
+
+`Trainer` calls `make_collection`. Nothing here depends on which algorithm is trained.
+"""
+
+from __future__ import annotations
+
+from deft.algorithms.algorithm import Algorithm
+from deft.algorithms.experience import DatasetBatches, Groups, Replay
+from deft.config.settings import TrainerConfig
+from deft.data.rollout import RolloutBuffer
+from deft.data.vla_buffer import VLABuffer
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
+from deft.models.policy import Policy
+from deft.training.cluster.building import block_steps, open_workers
+from deft.training.cluster.collectors import RayCollector, RayGroupCollector
+from deft.training.cluster.pool import ClusterEnv
+from deft.training.collection import BackgroundCollection, Collection, InlineCollection
+from deft.training.collector import Collector
+from deft.training.group_collection import GroupCollection, GroupCollector
+from deft.training.replay_collection import ReplayCollection
+
+
+def rollout_steps(algorithm: Algorithm, buffer_size: int) -> int:
+    """Vector steps between two updates: `buffer_size`, unless the algorithm itself defines them."""
+    experience = algorithm.experience
+    return experience.train_freq if isinstance(experience, Replay) else buffer_size
+
+
+def make_collection(
+    env: VectorEnv,
+    policy: Policy,
+    algorithm: Algorithm,
+    settings: TrainerConfig,
+    seed: int,
+    fresh_policy: bool,
+    planned_steps: int,
+    timeout: float,
+) -> Collection:
+    """The collection of `algorithm.experience`; `policy` is the one that acts in `env`.
+
+    `planned_steps`: transitions that the run collects in this process, for buffers that keep them.
+    """
+    experience = algorithm.experience
+    if isinstance(experience, DatasetBatches):
+        raise InputError(f"algorithm: {algorithm.name} learns from a dataset; use OfflineTrainer")
+    in_background = settings.buffer_type == "vla"
+    if in_background and isinstance(experience, Groups | Replay):
+        raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
+    if in_background and isinstance(env, ClusterEnv):
+        raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
+    if isinstance(env, ClusterEnv):
+        open_workers(env, policy, experience.next_observation, experience.reward_terms)
+    if experience.reward_terms:
+        algorithm.set_reward_terms(env.reward_terms)
+    if isinstance(experience, Groups):
+        collector_class = RayGroupCollector if isinstance(env, ClusterEnv) else GroupCollector
+        return GroupCollection(env, policy, experience, seed, settings.buffer_size, collector_class)
+    collector = _make_collector(env, policy, settings, seed, experience.next_observation, experience.reward_terms)
+    if isinstance(experience, Replay):
+        return ReplayCollection(collector, algorithm, experience, seed, fresh_policy, planned_steps)
+    if in_background:
+        ring = VLABuffer(settings.buffer_size * max(1, settings.max_staleness))
+        return BackgroundCollection(collector, ring, policy, settings.max_staleness, timeout)
+    return InlineCollection(collector, RolloutBuffer(settings.buffer_size))
+
+
+def _make_collector(
+    env: VectorEnv, policy: Policy, settings: TrainerConfig, seed: int, next_observation: bool, reward_terms: bool
+) -> Collector:
+    if not isinstance(env, ClusterEnv):
+        return Collector(env, policy, seed, next_observation, reward_terms)
+    block = block_steps(env, settings.buffer_size)
+    return RayCollector(env, policy, seed, next_observation, reward_terms, settings.max_staleness, block)
