@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from deft.models.f1.loading import load_f1_policy
     from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer, setup_scheduler
     from deft.models.f1.teacher import TeacherPolicy
-    from deft.models.vla.interface import VLAModelInterface
+    from deft.models.vla.interface import BaseVLAModel, VLAModelInterface
     from deft.models.vla.loading import load_vla_model
     from deft.models.vla.policy import VLAPolicy
     from deft.models.waypoint import DeltaHead, PPOPolicy, ValueHead
@@ -102,6 +102,7 @@ _MODULES = {
     "ActorCritic": "deft.models.actor_critic",
     "load_policy": "deft.evaluation.loaded_policy",
     "VLAModel": "deft.evaluation.vla_model",
+    "BaseVLAModel": "deft.models.vla.interface",
     "VLAModelInterface": "deft.models.vla.interface",
     "load_vla_model": "deft.models.vla.loading",
     "VLAPolicy": "deft.models.vla.policy",
@@ -132,6 +133,7 @@ __all__ = [
     "ActorCritic",
     "AdversarialTrainer",
     "BaseRLTrainer",
+    "BaseVLAModel",
     "BatchBuilder",
     "CQLTrainer",
     "CurriculumConfig",

@@ -99,7 +99,7 @@ class ActorAlgorithm(OfflineAlgorithm):
         """Fit the observation normalisation to the dataset."""
         if fresh:
             self.observe({schema.OBSERVATION: block} for block in sampler.observations())
-            self.policy.settle()
+            self.policy.freeze_statistics()
             self._copy_statistics()
 
     def schedule(self) -> None:

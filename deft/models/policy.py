@@ -95,7 +95,7 @@ class Policy(nn.Module):
     def observe(self, td: TensorDictBase) -> None:
         """Take a rollout's observations into the running statistics. Called after the update, never during it."""
 
-    def settle(self) -> None:
+    def freeze_statistics(self) -> None:
         """Keep the statistics observed so far for good; do nothing without any.
 
         Called after a dataset was observed and after the weights of a trained policy were loaded. The statistics of a

@@ -129,7 +129,7 @@ def build_trainer(
         policy.to("cpu" if shards else device)  # which may not hold all of it
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
-            policy.settle()
+            policy.freeze_statistics()
         if isinstance(config, ReplayRunConfig) and not isinstance(policy, ContinuousActor):
             raise InputError(f"policy: {kind.name} {GOES_ON_WITH}; {type(policy).__name__} is of another kind")
         check_streams(policy, observation, vector_env.observation_space, where)

@@ -34,7 +34,7 @@ def test_losses_by_hand(loss):
 def test_a_policy_observes_the_whole_dataset_and_is_told_so(fresh, monkeypatch):
     algorithm, told = SFT(small_actor()), []
     monkeypatch.setattr(algorithm.policy, "observe", lambda td: told.append(td["observation"]))
-    monkeypatch.setattr(algorithm.policy, "settle", lambda: told.append("settled"))
+    monkeypatch.setattr(algorithm.policy, "freeze_statistics", lambda: told.append("settled"))
     algorithm.prepare(None, SimpleNamespace(observations=lambda: iter([1, 2])), fresh)
     assert told == ([1, 2, "settled"] if fresh else [])
 

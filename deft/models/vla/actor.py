@@ -20,10 +20,10 @@ from deft import schema
 from deft.config.settings import ActorConfig
 from deft.errors import InputError
 from deft.models.actor import ContinuousActor, Encoded, make_encoder, real_steps
-from deft.models.distributions import HALF_LOG_2PI
 from deft.models.mlp import BatchedMLP
+from deft.models.vla.interface import check_outputs, overrides
 from deft.models.vla.loading import load_vla_model_for
-from deft.models.vla.policy import VLAPolicy, takes_keyword
+from deft.models.vla.policy import VLAPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
         super().__init__(model, int(shape[-1]) if shape else None, shape[0] if len(shape) == 2 else 1)
         self.set_box(action_space)
         self.hidden_sizes = (config.hidden_dim,) * config.num_layers
-        self.shares_trunk = shares_trunk(model)
+        self.shares_trunk = self.model.shares_features
         if self.shares_trunk:
             self.feature_dim = int(self.model.feature_dim)
         else:
@@ -67,14 +67,9 @@ class VLAActor(VLAPolicy, ContinuousActor):
             self.feature_dim = self.encoder.dim
             self.value = BatchedMLP(1, self.feature_dim, self.hidden_sizes, 1, dtype=dtype)
             self.streams = None  # the encoder reads all of them
-        self._has_gaussian = callable(getattr(model, "gaussian", None))
-        self._imitates = callable(getattr(model, "imitation_loss", None))
-        self._is_taught = callable(getattr(model, "taught", None))
-        self._draws_many = callable(getattr(model, "sample_many", None))
-        self._takes_step_mask = takes_keyword(model.evaluate_actions, "step_mask")
+        self._imitates = overrides(model, "imitation_loss")
         self._padded_batches = 0
-        trains_mean = getattr(model, "has_mean", not getattr(model, "starts_from_noise", False))
-        self.has_mean = trains_mean and takes_keyword(model.forward, "deterministic")
+        self.has_mean = self.model.has_mean
 
     # -- for the algorithms --------------------------------------------------------------------------------------------
 
@@ -84,15 +79,13 @@ class VLAActor(VLAPolicy, ContinuousActor):
         if not self.shares_trunk:
             return Encoded(streams, self.encoder(streams).unsqueeze(0))
         known = () if sight is None else (sight,)
-        trunk, besides = self.model.taught(streams, *known) if self._is_taught else (self.model.features(streams), None)
+        trunk, besides = self.model.training_features(streams, *known)
         return Encoded(streams, trunk.detach().unsqueeze(0), trunk, besides)
 
     @torch.no_grad()
     def sight(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
         """What the model sees, for a later self that sees better."""
-        if not callable(getattr(self.model, "sight", None)):
-            return super().sight(observation)
-        return self.model.sight(_streams(observation))
+        return self.model.object_positions(_streams(observation))
 
     def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
         """By the model's own loss where it has one: in one pass, and the steps after an episode's end do not count."""
@@ -103,7 +96,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
 
     def mean(self, state: Encoded) -> Tensor:
         """The model's most likely action, clipped as by the environment; an error for heads without a mean."""
-        if not self.has_mean and takes_keyword(self.model.forward, "deterministic"):
+        if not self.has_mean and self.model.takes_deterministic:
             raise InputError(
                 f"{self.model_name} has no mean action (flow and token heads and switches have none), which td3-bc and "
                 "sft with --loss mse train: use iql, or sft with --loss log_prob, or a Gaussian head without switches"
@@ -127,9 +120,9 @@ class VLAActor(VLAPolicy, ContinuousActor):
         if not self._imitates:
             if state.step_mask is None:
                 return -self.log_prob(state, unit)
-            if self._takes_step_mask:
+            if self.model.takes_step_mask:
                 return -self._score(state.observation, unit[0], step_mask=state.step_mask).unsqueeze(0)
-            if not self._has_gaussian:
+            if not self._is_gaussian(state):
                 self._check_steps(state)
             return super().imitation_loss(state, unit)
         known = {} if state.trunk is None else {"features": state.trunk}
@@ -170,7 +163,7 @@ class VLAActor(VLAPolicy, ContinuousActor):
         """What the model is `taught` beside the actions, where there are labels (`vla-tiny`: where things are)."""
         if state.besides is None:
             return None
-        return self._scalar("taught", "loss", state.besides, len(state.observation)).mean().unsqueeze(0)
+        return self._scalar("training_features", "loss", state.besides, len(state.observation)).mean().unsqueeze(0)
 
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
         """Draws as the environment would clip them, with the model's log-density of them before that.
@@ -187,33 +180,15 @@ class VLAActor(VLAPolicy, ContinuousActor):
         return log_prob - other.log_prob(other_state, drawn)
 
     def _draw(self, state: Encoded, count: int) -> tuple[Tensor, Tensor]:
-        """`count` unit actions a state before clipping, [count, B, K · A], and the model's log-density of them.
+        """`count` unit actions a state before clipping, [count, B, K · A], and the model's log-density of them."""
+        drawn, log_prob = check_outputs(self.model, "sample_many", 2, self.model.sample_many(state.observation, count))
+        self._check_action(f"the action of {self.model_name}", drawn.flatten(0, 1), count * len(state.observation))
+        self._check_gradient("what it draws (`sample` in place of `rsample`?)", drawn)
+        return drawn.flatten(2), log_prob
 
-        One pass through a model that draws many (`sample_many`), or says which Gaussian it draws from; else `count`
-        copies of the states.
-        """
-        observations, batch = state.observation, len(state.observation)
-        if self._draws_many:
-            drawn, log_prob = self._outputs("sample_many", 2, self.model.sample_many(observations, count))
-            self._check_gradient("what it draws", drawn)
-            drawn = drawn.reshape(count, batch, -1)
-        elif self._has_gaussian:
-            mean, log_std = self._outputs("gaussian", 2, self.model.gaussian(observations))
-            self._check_action(f"the mean of {self.model_name}.gaussian", mean, batch)
-            mean, log_std = mean.flatten(1), log_std.expand_as(mean).flatten(1)
-            noise = torch.randn(count, *mean.shape, dtype=mean.dtype, device=mean.device)
-            self._check_gradient("its Gaussian", mean)
-            drawn = torch.addcmul(mean, noise, log_std.exp())
-            # log N(μ + σε; μ, σ) = −½ ε² − log σ − ½ log 2π
-            log_prob = (-0.5 * noise.square() - log_std - HALF_LOG_2PI).sum(-1)
-        else:
-            repeated = torch.cat([observations] * count)
-            drawn = self.model(repeated)
-            self._check_action(f"the action of {self.model_name}.forward", drawn, count * batch)
-            self._check_gradient("what it draws (`sample` in place of `rsample`?)", drawn)
-            log_prob = self._score(repeated, drawn).unflatten(0, (count, batch))
-            drawn = drawn.flatten(1).unflatten(0, (count, batch))
-        return drawn, log_prob
+    def _is_gaussian(self, state: Encoded) -> bool:
+        """Whether the steps of a chunk are independent because the model samples a Gaussian."""
+        return overrides(self.model, "gaussian")
 
     def state_value(self, features: Tensor) -> Tensor:
         """V on the critics' features, by the value network or the model that shares its trunk."""
@@ -279,7 +254,9 @@ class VLAActor(VLAPolicy, ContinuousActor):
 
     def _score(self, observations: TensorDictBase, unit: Tensor, **keywords: Tensor) -> Tensor:
         chunks = self._as_chunks(unit) if unit.ndim == 2 else unit
-        scored = self._outputs("evaluate_actions", 2, self.model.evaluate_actions(observations, chunks, **keywords))
+        scored = check_outputs(
+            self.model, "evaluate_actions", 2, self.model.evaluate_actions(observations, chunks, **keywords)
+        )
         return self._scalar("evaluate_actions", "log_prob", scored[0], len(unit))
 
     def _check_gradient(self, what: str, unit: Tensor) -> None:
@@ -288,11 +265,6 @@ class VLAActor(VLAPolicy, ContinuousActor):
                 f"VLA model {self.model_name} gives no gradient through {what}, which cql, td3-bc and sft with "
                 "--loss mse need: let it give one, or train with iql, or with sft and --loss log_prob"
             )
-
-
-def shares_trunk(model: nn.Module) -> bool:
-    """Whether a model offers its trunk to critics and V: then its value is V."""
-    return all(callable(getattr(model, name, None)) for name in ("features", "value_of"))
 
 
 def make_vla_actor(
@@ -351,7 +323,7 @@ def convert_weights(policy: VLAPolicy, weights: Mapping[str, Tensor], source: st
     model = {name: value for name, value in weights.items() if name.startswith("model.")}
     if to_actor == from_actor or not model:
         return None
-    if shares_trunk(policy.model):
+    if policy.model.shares_features:
         logger.info("%s: the model is loaded with its value", source)
     elif to_actor:
         logger.warning("%s: the model is loaded; V and the encoder of the critics start from new weights", source)

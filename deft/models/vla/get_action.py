@@ -24,8 +24,8 @@ from deft.models.encoders import ObservationEncoder, is_image
 from deft.models.mlp import BatchedMLP
 from deft.models.policy import Policy
 from deft.models.vla.actor import VLAActor
-from deft.models.vla.interface import missing_methods
-from deft.models.vla.policy import VLAPolicy, takes_keyword
+from deft.models.vla.interface import BaseVLAModel, missing_methods, takes_keyword
+from deft.models.vla.policy import VLAPolicy
 
 MOST_LEVELS = 4  # of objects and containers in which a user's modules are looked for
 SAME_ACTION = 1e-3  # two calls with one observation may differ by so much, in half ranges of the action
@@ -60,7 +60,7 @@ def wrap_policy(
     return GetActionPolicy(model, chunk_length=chunk_length, normalize_reward=config.normalize_reward)
 
 
-class GetActionModel(nn.Module):
+class GetActionModel(BaseVLAModel):
     """`VLAModelInterface` around `get_action`, whose action is the mean of a Gaussian with a learned deviation.
 
     The torch modules and parameters in the object's attributes are registered here: they are trained, saved and moved
@@ -147,7 +147,7 @@ class GetActionModel(nn.Module):
         return self.head.score(self._mean(observations), actions, action_mask)
 
     def evaluate(
-        self, observations: Any, actions: Tensor, action_mask: Tensor | None = None
+        self, observations: Any, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and value of given actions."""
         return *self.evaluate_actions(observations, actions, action_mask), self.get_value(observations)
@@ -247,7 +247,8 @@ class GetActionPolicy(VLAPolicy):
 
     def observe(self, td: TensorDictBase) -> None:
         """Take a rollout's observations into the normalisation of the value's vectors."""
-        self.model.encoder.observe(td[schema.OBSERVATION])
+        model: Any = self.model
+        model.encoder.observe(td[schema.OBSERVATION])
 
     observe_value = observe
 

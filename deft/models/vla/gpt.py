@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.vla.images import square_images
+from deft.models.vla.interface import BaseVLAModel
 
 BYTE_VALUES = 256
 PADDING_BYTE = 0  # never part of UTF-8 text, except for the character NUL
@@ -178,7 +179,7 @@ class InstructionMemory:
     mask: Tensor  # bool [B, 1, 1, length + scene tokens]: False at padding
 
 
-class GPTVLAModel(nn.Module):
+class GPTVLAModel(BaseVLAModel):
     """A Gaussian policy over action chunks and a value, from images, proprioception and an instruction.
 
     `vision_encoder` and `language_model` name a shape (`VISION_ENCODERS`, `LANGUAGE_MODELS`), not pretrained weights:
@@ -303,7 +304,7 @@ class GPTVLAModel(nn.Module):
         return action, self._log_prob(mean, action, action_mask), value
 
     def evaluate(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob [B] and entropy [B] of given actions, and the value [B, 1], in one forward pass."""
         mean, value = self._distribution_and_value(observations)
@@ -312,7 +313,7 @@ class GPTVLAModel(nn.Module):
         return self._log_prob(mean, actions, action_mask), _sum_real_dims(entropy, action_mask), value
 
     def evaluate_tokens(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each step of the chunk, [B, K]."""
         mean, value = self._distribution_and_value(observations)

@@ -1,83 +1,118 @@
-"""What Deft asks of a vision-language-action model: three methods on an `nn.Module`.
+"""What Deft expects of a vision-language-action model: `BaseVLAModel`, or any `nn.Module` with its three methods.
 
-`VLAPolicy` wraps any class that has them; `load_vla_model` refuses a class that lacks one.
+`VLAPolicy` calls a model through this interface. `as_vla_model` adds the defaults of `BaseVLAModel` to a plain module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+import functools
+import inspect
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+
+from deft.errors import InputError
+from deft.models.distributions import HALF_LOG_2PI
+
+REQUIRED_METHODS = ("forward", "get_value", "evaluate_actions")
 
 
 @runtime_checkable
 class VLAModelInterface(Protocol):
-    """The three methods of a VLA model; B is the batch, A the action dims, K the steps of an action chunk.
-
-    `observations` is a TensorDict of batch [B] with the named streams of the environment or the dataset: images as
-    uint8 [B, C, h, w], instructions as uint8 rows of UTF-8 bytes padded with zeros (`deft.schema.encode_text`), the
-    rest as the environment gives it.
-
-    A model may also offer these, each found by its name:
-
-    - `forward(observations, deterministic=True)`: the most likely action. Without this keyword evaluation samples.
-      A flow draws the noise that it denoises all the same, and says so by an attribute `starts_from_noise` that is
-      True: the action that noise 0 leads to lies between the modes of what was demonstrated.
-    - `has_mean`: an attribute that is False if that action is no mean with a gradient in every dim (tokens, switches;
-      a flow's default). TD3+BC and SFT with `--loss mse` then raise an error.
-    - `action_mask`, a keyword of the methods that draw or score actions: bool [B, A], True where a dim is real. Padded
-      dims must not enter log-prob or entropy. Environments with padded dims need a model with this keyword.
-    - `act(observations, deterministic=False) -> (action, log_prob [B], value [B, 1])`: acting in one forward pass.
-    - `evaluate(observations, actions) -> (log_prob [B], entropy [B], value [B, 1])`: scoring in one forward pass.
-    - `sample`, a keyword of `evaluate`: for a model whose log-prob needs more than the action, such as the denoising
-      chain of a flow. `act` then returns a fourth value, tensors [B, …] by name, which come back here. An attribute
-      `keeps_sample` that is False says that the model as it was built does without.
-    - `gaussian(observations) -> (mean [B, A], log_std [A] or [B, A])`: which Gaussian `forward` draws from, its dims
-      independent. CQL draws many actions a state; with it they cost one forward pass.
-    - `sample_many(observations, count) -> (actions [count, B, …], log_prob [count, B])`: the same for any distribution.
-    - `imitation_loss(observations, actions, step_mask=None) -> [B]`: what SFT minimises and IQL weighs, in place of
-      −log_prob; for heads that are not trained by their likelihood, such as a flow. `step_mask` is bool [B, K]: which
-      steps of a chunk lie within the episode.
-    - `step_mask`, a keyword of `evaluate_actions`, for a model of chunks without `imitation_loss`: the log-prob of
-      these steps alone. Without it cloning scores the model's own actions in the padding, whose gradient has mean 0 if
-      the steps of a chunk are independent given the observation; it is an error if they are not.
-    - `features(observations) -> [B, F]`, `value_of(features) -> [B, 1]`, `value_parameters()` and the attribute
-      `feature_dim`: a trunk that the critics of IQL, CQL and TD3+BC read too. `imitation_loss` then takes a keyword
-      `features`, so that one pass serves all. With `taught(observations) -> (features, loss [B] or None)` the
-      features that they learn from may know more than those that it acts on (labels), and IQL adds the loss.
-    - `value_parameters()`: the parameters that only the value depends on. PPO's `value_warmup` needs it.
-    - `observe(observations)`: takes observations into a normalisation of the model's own, between updates. Statistics
-      in a `deft.models.normalization.RunningNormalizer` are frozen when a trained model is trained further; a model
-      with statistics of another kind does that in `settle()`, which is called after a dataset was observed and after
-      weights were loaded with `model_path`.
-    - `gathered_layers() -> [nn.Module]`: layers that are called as modules, whose weights FSDP gathers one at a time.
-    - `chunk_length`, `action_dim`: attributes, checked against what the policy is told.
-    """
+    """The three methods that every VLA model has; `BaseVLAModel` documents them and what a model may add."""
 
     def forward(self, observations: TensorDictBase) -> Tensor:
-        """Draw actions from the distribution that `evaluate_actions` scores: [B, A], or [B, K, A] for a chunk."""
+        """Sample actions: [B, A], or [B, K, A] for a chunk."""
 
     def get_value(self, observations: TensorDictBase) -> Tensor:
         """Value of each observation: [B, 1]."""
 
     def evaluate_actions(self, observations: TensorDictBase, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob [B] of given actions and entropy [B] of the distribution."""
+
+
+class BaseVLAModel(nn.Module, ABC):
+    """A VLA model: three abstract methods, and defaults for everything else that Deft can use.
+
+    B is the batch size, A the number of action dims, K the number of steps of an action chunk. `observations` is a
+    TensorDict of batch size [B] with the named streams of the environment or the dataset: images as uint8
+    [B, C, h, w], instructions as uint8 rows of UTF-8 bytes padded with zeros (`deft.schema.encode_text`), the rest as
+    the environment returns it. `actions` are [B, A], or [B, K, A] for chunks.
+
+    Override a method to make something faster (`act`, `evaluate`, `sample_many`), to train with another loss than
+    the likelihood (`imitation_loss`), or to share features with the critics (`features`, `value_of`).
+    """
+
+    action_dim: Any = None
+    """Number of action dims; None: not fixed by the model."""
+    chunk_length: Any = None
+    """Steps that one inference decides; None: not fixed by the model."""
+    image_keys: Any
+    proprio_key: Any
+    instruction_key: Any
+    takes_deterministic: bool = True
+    """Whether `forward` and `act` have the keyword `deterministic`. Without it, evaluation samples."""
+    takes_action_mask: bool = True
+    """Whether the methods that sample or score actions have the keyword `action_mask`. Environments with padded action
+    dims need it."""
+    takes_step_mask: bool = False
+    """Whether `evaluate_actions` has the keyword `step_mask` (bool [B, K]) and scores these steps of a chunk alone."""
+    keeps_sample: bool = False
+    """Whether a log-prob needs more than the action, such as the denoising chain of a flow. `act` then returns a fourth
+    value, tensors [B, …] by name, which `evaluate` receives as `sample`."""
+    starts_from_noise: bool = False
+    """Whether deterministic actions are denoised from sampled noise, as those of a flow: the action that noise 0 leads
+    to lies between the modes of the demonstrations."""
+    reads_folder: bool = False
+    """Whether `load_vla_model` passes a pretrained folder to the constructor, as the keyword `folder`."""
+    image_multiple: int = 1
+    """Image sizes that the model accepts are multiples of this."""
+    feature_dim: int = 0
+    """Number of features F that `features` returns."""
+
+    # -- required ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def forward(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> Tensor:
+        """Sample actions from the distribution that `evaluate_actions` scores: [B, A], or [B, K, A] for a chunk.
+
+        `deterministic` selects the most likely action. `action_mask` is bool [B, A], True where a dim is real; padded
+        dims must not enter log-prob or entropy.
+        """
+
+    @abstractmethod
+    def get_value(self, observations: TensorDictBase) -> Tensor:
+        """Value of each observation: [B, 1]."""
+
+    @abstractmethod
+    def evaluate_actions(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-prob [B] of given actions and entropy [B] of the distribution, summed over dims and chunk steps."""
 
+    # -- acting and scoring in one forward pass ------------------------------------------------------------------------
 
-class ScoredInParts:
-    """Of a model whose `evaluate_tokens` scores the parts of a decision (tokens, steps, denoising): what follows."""
-
-    def evaluate_tokens(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob of each part [B, n], entropy [B] and value [B, 1], in one pass; `sample` is what `act` kept."""
-        raise TypeError(f"{type(self).__name__} does not define evaluate_tokens")
+    def act(
+        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Actions, their log-prob [B] and the value [B, 1]; then the sample, if `keeps_sample`."""
+        mask = {} if action_mask is None else {"action_mask": action_mask}
+        how = {"deterministic": deterministic} if self.takes_deterministic else {}
+        action = self(observations, **how, **mask)
+        if action.ndim < 2 or len(action) != len(observations):
+            raise InputError(
+                f"the action of {type(self).__name__}.forward has shape {list(action.shape)}; it must have "
+                f"[{len(observations)}, A]"
+            )
+        log_prob, _ = check_outputs(self, "evaluate_actions", 2, self.evaluate_actions(observations, action, **mask))
+        return action, log_prob, self.get_value(observations)
 
     def evaluate(
         self,
@@ -86,7 +121,147 @@ class ScoredInParts:
         action_mask: Tensor | None = None,
         sample: Mapping[str, Tensor] | TensorDictBase | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1], in one pass; of what is in `sample`, where it is given."""
+        """Log-prob [B], entropy [B] and value [B, 1]; `sample` is what `act` returned, if `keeps_sample`."""
+        mask = {} if action_mask is None else {"action_mask": action_mask}
+        scored = check_outputs(self, "evaluate_actions", 2, self.evaluate_actions(observations, actions, **mask))
+        return scored[0], scored[1], self.get_value(observations)
+
+    def evaluate_tokens(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `evaluate` returns, with the log-probs of the parts of a decision (tokens, steps): [B, n]."""
+        raise TypeError(f"{type(self).__name__} does not define evaluate_tokens")
+
+    # -- learning from a dataset or a replay buffer --------------------------------------------------------------------
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether the deterministic action is a mean with a gradient in every dim; TD3+BC and `--loss mse` need it."""
+        return self.takes_deterministic and not self.starts_from_noise
+
+    def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor] | None:
+        """Mean [B, A] and log-deviation ([A] or [B, A]) of the Gaussian that `forward` samples, dims independent.
+
+        None for any other distribution. CQL samples many actions per state; with this they cost one forward pass.
+        """
+        return None
+
+    def sample_many(self, observations: TensorDictBase, count: int) -> tuple[Tensor, Tensor]:
+        """`count` differentiable samples per observation, [count, B, …], and their log-probs [count, B]."""
+        batch = len(observations)
+        gaussian = self.gaussian(observations)
+        if gaussian is None:
+            repeated = torch.cat([observations] * count)
+            actions = self(repeated)
+            scored = check_outputs(self, "evaluate_actions", 2, self.evaluate_actions(repeated, actions))
+            return actions.unflatten(0, (count, batch)), scored[0].unflatten(0, (count, batch))
+        mean, log_std = check_outputs(self, "gaussian", 2, gaussian)
+        log_std = log_std.expand_as(mean)
+        noise = torch.randn(count, *mean.shape, dtype=mean.dtype, device=mean.device)
+        # log N(μ + σε; μ, σ) = −½ ε² − log σ − ½ log 2π
+        log_prob = (-0.5 * noise.square() - log_std - HALF_LOG_2PI).flatten(2).sum(-1)
+        return torch.addcmul(mean, noise, log_std.exp()), log_prob
+
+    def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """Loss [B] that SFT minimises and IQL weighs in place of −log_prob, for heads such as a flow.
+
+        `step_mask` is bool [B, K]: which steps of a chunk lie within the episode. A model with `shares_features` has
+        a further keyword `features`, those of the observations where they are known already. A model without this
+        method is trained by its log-prob: with `takes_step_mask` that of the real steps, else with its own actions
+        in the padded steps.
+        """
+        raise TypeError(f"{type(self).__name__} does not define imitation_loss")
+
+    # -- features that critics share -----------------------------------------------------------------------------------
+
+    def features(self, observations: TensorDictBase) -> Tensor:
+        """Features [B, F] that critics and V read too; define it together with `value_of` and `feature_dim`."""
+        raise TypeError(f"{type(self).__name__} does not define features")
+
+    def value_of(self, features: Tensor) -> Tensor:
+        """Value of features […, F]: […, 1]."""
+        raise TypeError(f"{type(self).__name__} does not define value_of")
+
+    def training_features(
+        self, observations: TensorDictBase, object_positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features [B, F] to learn from, which may use labels, and the auxiliary loss [B] of these labels, if any.
+
+        `object_positions` replace the labels (`object_positions` of an earlier policy).
+        """
+        return self.features(observations), None
+
+    def object_positions(self, observations: TensorDictBase) -> Tensor:
+        """Object positions that the model predicts from images, [B, P]."""
+        raise InputError(
+            "sight: 'start' is for vla-tiny with a bottleneck, on a dataset with labels of object positions; "
+            f"{type(self).__name__} predicts no object positions"
+        )
+
+    # -- parameters and statistics -------------------------------------------------------------------------------------
+
+    def value_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that only the value depends on; `value_warmup` trains no others."""
+        raise InputError(
+            f"value_warmup: {type(self).__name__} does not name the parameters that only its value depends on; give it "
+            "a method `value_parameters()` that returns them, or use value_warmup 0"
+        )
+
+    def auxiliary_loss(self, observations: TensorDictBase) -> Tensor:
+        """A loss on observations alone, such as that of labels: [B]."""
+        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no `auxiliary_loss`; set it to 0")
+
+    def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that `auxiliary_loss` trains."""
+        missing = "auxiliary_parameters" if overrides(self, "auxiliary_loss") else "auxiliary_loss"
+        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no `{missing}`; set it to 0")
+
+    def observe(self, observations: TensorDictBase) -> None:
+        """Update the model's running statistics between updates.
+
+        Statistics in a `deft.models.normalization.RunningNormalizer` are frozen when a trained model is trained
+        further; statistics of another kind are frozen in `freeze_statistics`.
+        """
+
+    def freeze_statistics(self) -> None:
+        """Keep the running statistics; called after a dataset was observed and after weights were loaded."""
+
+    def gathered_layers(self) -> list[nn.Module]:
+        """Layers that are called as modules, whose weights FSDP gathers one at a time."""
+        return []
+
+    # -- what the policy derives ---------------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> frozenset[str] | None:
+        """Names of the streams in `image_keys`, `proprio_key` and `instruction_key`; None (all) if one is not set."""
+        keys = [getattr(self, name, "") for name in ("image_keys", "proprio_key", "instruction_key")]
+        if "" in keys:
+            return None
+        images, *others = keys
+        return frozenset([*images, *(key for key in others if key is not None)])
+
+    @property
+    def shares_features(self) -> bool:
+        """Whether critics and V read the model's own features."""
+        return overrides(self, "features") and overrides(self, "value_of")
+
+
+class ScoredInParts(BaseVLAModel):
+    """A model whose `evaluate_tokens` scores the parts of a decision: `evaluate` and `evaluate_actions` follow."""
+
+    def evaluate(
+        self,
+        observations: TensorDictBase,
+        actions: Tensor,
+        action_mask: Tensor | None = None,
+        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [B], entropy [B] and value [B, 1], in one pass."""
         parts, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
         return parts.sum(1), entropy, value
 
@@ -98,16 +273,69 @@ class ScoredInParts:
         return log_prob, entropy
 
 
-REQUIRED_METHODS = ("forward", "get_value", "evaluate_actions")
-
-
 def missing_methods(model: object) -> list[str]:
     """Names of the required methods that a model, or a model class, does not have."""
-    # nn.Module has a `forward` that only raises, which isinstance(model, VLAModelInterface) would accept.
     owner = model if isinstance(model, type) else type(model)
-    has_own_forward = getattr(owner, "forward", None) is not nn.Module.forward
-    return [
-        name
-        for name in REQUIRED_METHODS
-        if not callable(getattr(model, name, None)) or (name == "forward" and not has_own_forward)
-    ]
+    missing = []
+    for name in REQUIRED_METHODS:
+        method = getattr(model, name, None)
+        # nn.Module has a `forward` that only raises.
+        is_inherited = name == "forward" and getattr(owner, "forward", None) is nn.Module.forward
+        if not callable(method) or is_inherited or getattr(method, "__isabstractmethod__", False):
+            missing.append(name)
+    return missing
+
+
+def as_vla_model(model: Any) -> BaseVLAModel:
+    """The model with the defaults of `BaseVLAModel`: a plain module with the three methods becomes an instance of one.
+
+    Its class is replaced in place by a subclass of the same name, so that the caller's object stays the model.
+    """
+    name = type(model).__name__
+    if missing := missing_methods(model):
+        raise InputError(f"VLA model {name} lacks {', '.join(missing)}: see deft.VLAModelInterface")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"VLA model {name} must be a torch.nn.Module")
+    if isinstance(model, BaseVLAModel):
+        return model
+    plain: Any = model
+    acts, evaluates = hasattr(plain, "act"), hasattr(plain, "evaluate")
+    samples = plain.act if acts else plain.forward
+    scores = [plain.evaluate if evaluates else plain.evaluate_actions, *([] if acts else [plain.evaluate_actions])]
+    found = {
+        "takes_deterministic": takes_keyword(samples, "deterministic"),
+        "takes_action_mask": all(takes_keyword(method, "action_mask") for method in [samples, *scores]),
+        "takes_step_mask": takes_keyword(plain.evaluate_actions, "step_mask"),
+        "keeps_sample": acts and evaluates and "sample" in inspect.signature(plain.evaluate).parameters,
+    }
+    found = {key: value for key, value in found.items() if not hasattr(plain, key)}
+    kind: Any = type(plain)
+    plain.__class__ = _with_defaults(kind)
+    for key, value in found.items():
+        setattr(plain, key, value)
+    return plain
+
+
+@functools.cache
+def _with_defaults(kind: type[nn.Module]) -> type[BaseVLAModel]:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return types.new_class(kind.__name__, (kind, BaseVLAModel), {}, lambda space: space.update(names))
+
+
+def overrides(model: nn.Module, name: str) -> bool:
+    """Whether a model defines this method of `BaseVLAModel` itself."""
+    return name in vars(model) or getattr(type(model), name) is not getattr(BaseVLAModel, name)
+
+
+def check_outputs(model: nn.Module, method: str, number: int, outputs: Any) -> tuple[Tensor, ...]:
+    """The outputs of a method, which must be as many as `number`."""
+    if not isinstance(outputs, tuple | list) or len(outputs) != number:
+        what = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
+        raise InputError(f"{type(model).__name__}.{method} must return {number} tensors; it returned {what}")
+    return tuple(outputs)
+
+
+def takes_keyword(method: Any, keyword: str) -> bool:
+    """Whether a method may be called with this keyword."""
+    parameters = inspect.signature(method).parameters.values()
+    return any(parameter.name == keyword or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

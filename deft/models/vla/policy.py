@@ -5,7 +5,6 @@ Built from `PolicyConfig` with `name: vla`, or by hand around any module with th
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -20,7 +19,7 @@ from deft.errors import InputError
 from deft.models.normalization import RewardNormalizer
 from deft.models.policy import MODE, SAMPLE, SAMPLED_NOISE
 from deft.models.unit_actions import ActionScale
-from deft.models.vla.interface import missing_methods
+from deft.models.vla.interface import as_vla_model, check_outputs, overrides
 
 logger = logging.getLogger(__name__)
 
@@ -43,34 +42,18 @@ class VLAPolicy(ActionScale):
         normalize_reward: bool = False,
     ) -> None:
         super().__init__()
+        self.model = as_vla_model(model)
         self.model_name = type(model).__name__
-        missing = missing_methods(model)
-        if missing:
-            raise InputError(f"VLA model {self.model_name} lacks {', '.join(missing)}: see deft.VLAModelInterface")
-        if not isinstance(model, nn.Module):
-            raise InputError(f"VLA model {self.model_name} must be a torch.nn.Module")
-        self.model: Any = model  # its optional methods are not part of nn.Module
         self.action_dim = self.step_dim = self._agree("action_dim", action_dim)
         self.chunk_length = self._agree("chunk_length", chunk_length) or 1
         # Where neither model nor caller says how many dims there are, one number stands for all of them.
         size = 1 if self.step_dim is None else self.chunk_length * self.step_dim
         self.action_shape = (self.chunk_length, self.step_dim or -1)[self.chunk_length == 1 :]
         self.set_scale(torch.zeros(size), torch.ones(size))
-        self._acts = callable(getattr(model, "act", None))
-        self._evaluates = callable(getattr(model, "evaluate", None))
-        drawing = model.act if self._acts else model.forward
-        scoring = [model.evaluate if self._evaluates else model.evaluate_actions]
-        if not self._acts:
-            scoring.append(model.evaluate_actions)
-        self._takes_deterministic = takes_keyword(drawing, "deterministic")
-        self._takes_mask = all(takes_keyword(method, "action_mask") for method in [drawing, *scoring])
-        # A model whose heads differ in that says so itself.
-        evaluate: Any = getattr(model, "evaluate", None)
-        self._takes_sample = bool(getattr(model, "keeps_sample", True)) and (
-            self._acts and self._evaluates and "sample" in inspect.signature(evaluate).parameters
-        )
-        self._said_sampling = False
-        self.streams = _streams_of(model)
+        self._draw_method = "act" if overrides(model, "act") else "forward"
+        self._score_method = "evaluate" if overrides(model, "evaluate") else "evaluate_actions"
+        self._warned_of_sampling = False
+        self.streams = self.model.streams
         self.reward_normalizer = RewardNormalizer() if normalize_reward else None
         self.model.eval()
 
@@ -83,39 +66,30 @@ class VLAPolicy(ActionScale):
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Draw actions (the most likely ones when deterministic) and add them with their log-prob and the value."""
         observations, batch = self._observations(td)
-        keywords = self._mask_keyword(td)
-        drawing = dict(keywords)
-        if self._takes_deterministic:
-            drawing["deterministic"] = deterministic
-        elif deterministic and not self._said_sampling:
-            self._said_sampling = True
+        model, method = self.model, self._draw_method
+        if deterministic and not model.takes_deterministic and not self._warned_of_sampling:
+            self._warned_of_sampling = True
             logger.warning("%s has no `deterministic` keyword: its actions are sampled", self.model_name)
-        if self._acts:
-            outputs = self._outputs("act", 4 if self._takes_sample else 3, self.model.act(observations, **drawing))
-            action, log_prob, value = outputs[:3]
-            if self._takes_sample:  # what was random beside the action, such as a flow's denoising chain
-                td.set(schema.SAMPLE, TensorDict(dict(outputs[3]), batch_size=[batch]))
-            self._check_action(f"the action of {self.model_name}.act", action, batch)
-        else:
-            action = self.model(observations, **drawing)
-            self._check_action(f"the action of {self.model_name}.forward", action, batch)
-            log_prob, _ = self._outputs(
-                "evaluate_actions", 2, self.model.evaluate_actions(observations, action, **keywords)
-            )
-            value = self.model.get_value(observations)
-        log_prob = self._scalar("act" if self._acts else "evaluate_actions", "log_prob", log_prob, batch)
+        how: dict[str, Any] = {"deterministic": deterministic} if model.takes_deterministic else {}
+        outputs = model.act(observations, **how, **self._mask_keyword(td))
+        action, log_prob, value, *rest = check_outputs(model, "act", 4 if model.keeps_sample else 3, outputs)
+        if model.keeps_sample:  # random values beside the action, such as the denoising chain of a flow
+            td.set(schema.SAMPLE, TensorDict(dict(rest[0]), batch_size=[batch]))
+        self._check_action(f"the action of {self.model_name}.{method}", action, batch)
+        is_one_pass = method == "act"
+        log_prob = self._scalar("act" if is_one_pass else "evaluate_actions", "log_prob", log_prob, batch)
         if not self.is_unit:
             action, log_prob = self.from_unit(action.flatten(1)), log_prob - self._log_widths(td)
         td.set(schema.ACTION, action)
         td.set(schema.LOG_PROB, log_prob)
-        td.set(schema.VALUE, self._value("act" if self._acts else "get_value", value, batch))
+        td.set(schema.VALUE, self._value("act" if is_one_pass else "get_value", value, batch))
         return td
 
     def action_selection(self, deterministic: bool) -> str:
         """A model without the keyword `deterministic` samples; a flow draws the noise that it starts from."""
-        if not deterministic or not self._takes_deterministic:
+        if not deterministic or not self.model.takes_deterministic:
             return SAMPLE
-        return SAMPLED_NOISE if getattr(self.model, "starts_from_noise", False) else MODE
+        return SAMPLED_NOISE if self.model.starts_from_noise else MODE
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
         """`log_prob`, `entropy` and `value` of stored actions, each [B] and differentiable."""
@@ -134,25 +108,19 @@ class VLAPolicy(ActionScale):
         self, td: TensorDictBase, observations: TensorDictBase, action: Tensor, batch: int
     ) -> dict[str, Tensor]:
         """The model's scores of its own, unscaled actions."""
-        keywords = self._mask_keyword(td)
-        if self._takes_sample:
+        keywords: dict[str, Any] = self._mask_keyword(td)
+        if self.model.keeps_sample:
             if td.get(schema.SAMPLE, None) is None:
-                raise InputError(f"{self.model_name} scores an action by what it was drawn with; no `sample` is stored")
+                raise InputError(f"{self.model_name} needs what an action was sampled with; no `sample` is stored")
             keywords["sample"] = td[schema.SAMPLE]
-        if self.reports_tokens and callable(getattr(self.model, "evaluate_tokens", None)):
+        if self.reports_tokens and overrides(self.model, "evaluate_tokens"):
             return self._evaluate_tokens(observations, action, keywords, batch)
-        if self._evaluates:
-            scored = self.model.evaluate(observations, action, **keywords)
-            log_prob, entropy, value = self._outputs("evaluate", 3, scored)
-        else:
-            scored = self.model.evaluate_actions(observations, action, **keywords)
-            log_prob, entropy = self._outputs("evaluate_actions", 2, scored)
-            value = self.model.get_value(observations)
-        method = "evaluate" if self._evaluates else "evaluate_actions"
+        method = self._score_method
+        scored = check_outputs(self.model, method, 3, self.model.evaluate(observations, action, **keywords))
         return {
-            "log_prob": self._scalar(method, "log_prob", log_prob, batch),
-            "entropy": self._scalar(method, "entropy", entropy, batch),
-            "value": self._value("evaluate" if self._evaluates else "get_value", value, batch),
+            "log_prob": self._scalar(method, "log_prob", scored[0], batch),
+            "entropy": self._scalar(method, "entropy", scored[1], batch),
+            "value": self._value("evaluate" if method == "evaluate" else "get_value", scored[2], batch),
         }
 
     def _evaluate_tokens(
@@ -160,7 +128,7 @@ class VLAPolicy(ActionScale):
     ) -> dict[str, Tensor]:
         """By the model's optional method `evaluate_tokens`, which gives a log-prob for each token, [B, tokens]."""
         scored = self.model.evaluate_tokens(observations, action, **keywords)
-        tokens, entropy, value = self._outputs("evaluate_tokens", 3, scored)
+        tokens, entropy, value = check_outputs(self.model, "evaluate_tokens", 3, scored)
         if tokens.ndim != 2 or len(tokens) != batch:
             raise InputError(
                 f"log_prob of {self.model_name}.evaluate_tokens has shape {list(tokens.shape)}; it must have "
@@ -179,34 +147,24 @@ class VLAPolicy(ActionScale):
         return self._value("get_value", self.model.get_value(observations), batch)
 
     def observe(self, td: TensorDictBase) -> None:
-        """Show the observations to a model that has a normalisation of its own (`observe`)."""
-        if callable(getattr(self.model, "observe", None)):
-            self.model.observe(td[schema.OBSERVATION])
+        """Update the running statistics of the model."""
+        self.model.observe(td[schema.OBSERVATION])
 
-    def settle(self) -> None:
-        """Likewise, to a model that has the method `settle`."""
-        if callable(getattr(self.model, "settle", None)):
-            self.model.settle()
+    def freeze_statistics(self) -> None:
+        """Freeze the running statistics of the model."""
+        self.model.freeze_statistics()
 
     def value_only_parameters(self) -> Iterable[nn.Parameter]:
-        """By the model's optional method `value_parameters`."""
-        if not callable(getattr(self.model, "value_parameters", None)):
-            raise InputError(
-                f"value_warmup: {self.model_name} does not name the parameters that only its value depends on; give it "
-                "a method `value_parameters()` that returns them, or use value_warmup 0"
-            )
+        """Return the model's `value_parameters`."""
         return self.model.value_parameters()
 
     def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
-        """By the model's optional method of that name."""
+        """The model's auxiliary loss, [B]."""
         observations, batch = self._observations(td)
         return self._scalar("auxiliary_loss", "loss", self.model.auxiliary_loss(observations), batch)
 
     def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
-        """Likewise."""
-        for name in ("auxiliary_loss", "auxiliary_parameters"):
-            if not callable(getattr(self.model, name, None)):
-                raise InputError(f"auxiliary_learning_rate: {self.model_name} has no `{name}`; set it to 0")
+        """Return the parameters that the model's auxiliary loss trains."""
         return self.model.auxiliary_parameters()
 
     # The action scale ---------------------------------------------------------------------------------------------
@@ -242,7 +200,7 @@ class VLAPolicy(ActionScale):
 
     def _agree(self, name: str, given: int | None) -> int | None:
         """The size that the caller gives and the model says, where they do not contradict each other."""
-        own = getattr(self.model, name, None)
+        own = getattr(self.model, name)
         if given is not None and own is not None and given != own:
             raise InputError(f"{name} {given} does not fit VLA model {self.model_name}, built with {name} {own}")
         return own if given is None else given
@@ -262,7 +220,7 @@ class VLAPolicy(ActionScale):
         mask = td.get(schema.ACTION_MASK, None)
         if mask is None:
             return {}
-        if self._takes_mask:
+        if self.model.takes_action_mask:
             return {"action_mask": mask}
         if not bool(mask.all()):
             raise InputError(
@@ -270,12 +228,6 @@ class VLAPolicy(ActionScale):
                 "the padded dims would enter its log-probs"
             )
         return {}
-
-    def _outputs(self, method: str, number: int, outputs: Any) -> tuple[Tensor, ...]:
-        if not isinstance(outputs, tuple | list) or len(outputs) != number:
-            what = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
-            raise InputError(f"{self.model_name}.{method} must return {number} tensors; it returned {what}")
-        return tuple(outputs)
 
     def _check_action(self, source: str, action: Tensor, batch: int) -> None:
         steps = [self.chunk_length] if self.chunk_length > 1 else []
@@ -297,18 +249,3 @@ class VLAPolicy(ActionScale):
                 f"value of {self.model_name}.{method} has shape {list(values.shape)}; it must have [{batch}, 1]"
             )
         return values.squeeze(1)
-
-
-def _streams_of(model: nn.Module) -> frozenset[str] | None:
-    """The streams that a model names in `image_keys`, `proprio_key` and `instruction_key`; None if one is absent."""
-    keys = [getattr(model, name, "") for name in ("image_keys", "proprio_key", "instruction_key")]
-    if "" in keys:
-        return None
-    images, *others = keys
-    return frozenset([*images, *(key for key in others if key is not None)])
-
-
-def takes_keyword(method: Any, keyword: str) -> bool:
-    """Whether a method may be called with this keyword."""
-    parameters = inspect.signature(method).parameters.values()
-    return any(parameter.name == keyword or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

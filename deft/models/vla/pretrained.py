@@ -24,6 +24,7 @@ from deft import schema, trust
 from deft.config.validation import checked
 from deft.errors import InputError
 from deft.models.f1.lora import LoraSettings
+from deft.models.vla.interface import BaseVLAModel
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +411,7 @@ class ValueHead(nn.Sequential):
         return super().forward(features.float() if self.gradient else features.detach().float())
 
 
-class PretrainedVLA(nn.Module):
+class PretrainedVLA(BaseVLAModel):
     """The parts of a VLA model that do not depend on how it decides: what it reads, what it runs, its value.
 
     A subclass builds `self.backbone` and defines `act` and `evaluate`; the three methods of the interface follow.

@@ -153,7 +153,7 @@ class CameraEncoder(nn.Module):
         return parts.permute(0, 2, 4, 1, 3, 5).reshape(weight.shape)
 
 
-class TinyVLAModel(ScoredInParts, nn.Module):
+class TinyVLAModel(ScoredInParts):
     """Cameras, proprioception and an instruction in, a chunk of K actions and a value out.
 
     `head`: `gaussian` (a mean a dim, a learned deviation for each dim and step of the chunk), `token` (a categorical
@@ -285,12 +285,12 @@ class TinyVLAModel(ScoredInParts, nn.Module):
                 module.requires_grad_(False)
 
     @property
-    def keeps_sample(self) -> bool:
+    def keeps_sample(self) -> bool:  # type: ignore[override]
         """Whether `act` also gives what was random beside the action, or seen, and `evaluate` asks for it."""
         return self.head_name == "flow" or self.freeze_vision
 
     @property
-    def starts_from_noise(self) -> bool:
+    def starts_from_noise(self) -> bool:  # type: ignore[override]
         """Whether its deterministic actions are denoised from drawn noise: those of a flow."""
         return self.head_name == "flow"
 
@@ -400,26 +400,29 @@ class TinyVLAModel(ScoredInParts, nn.Module):
         """
         besides = None
         if features is None:
-            features, besides = self.taught(observations)
+            features, besides = self.training_features(observations)
         loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
         return loss if besides is None else loss + besides
 
-    def taught(self, observations: TensorDictBase, sight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def training_features(
+        self, observations: TensorDictBase, object_positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The features that learning from a dataset stands on, [B, F], and where there are labels, their loss [B].
 
         Behind a bottleneck the trunk learns what to do from the labels themselves, a little blurred: what a dataset
-        teaches of acting is then not spoilt by how little it teaches of seeing. Or from the `sight` [B, FOUND_DIM] of
-        who acted: what it did about a thing that it saw elsewhere says nothing of how to go about the true place.
+        teaches of acting is then not spoilt by how little it teaches of seeing. Or from the `object_positions`
+        [B, FOUND_DIM] of who acted: what it did about a thing that it saw elsewhere says nothing of how to go about the
+        true place.
         """
         if self.places_key is None:
             return self.features(observations), None
         seen = self.see(observations)
         found = self.found(seen)
-        if sight is None:
-            sight = self._told(observations, found) if self.bottleneck else found
-        return self.think(seen, sight), self.auxiliary_loss(observations, found)
+        if object_positions is None:
+            object_positions = self._told(observations, found) if self.bottleneck else found
+        return self.think(seen, object_positions), self.auxiliary_loss(observations, found)
 
-    def sight(self, observations: TensorDictBase) -> Tensor:
+    def object_positions(self, observations: TensorDictBase) -> Tensor:
         """Where it finds things, [B, FOUND_DIM]: all that the trunk behind a bottleneck knows of the pictures."""
         if self.places_key is None:
             raise InputError(

@@ -240,14 +240,14 @@ class VisionLanguageVLA(PretrainedVLA):
         return log_prob, entropy
 
     def evaluate(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob [B], entropy [B] and value [B, 1], in one pass."""
         tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask)
         return tokens.sum(1), entropy, value
 
     def evaluate_tokens(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each step of the chunk, [B, K]."""
         mean, value = self._mean_and_value(observations)

@@ -542,7 +542,7 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
     [
         (tiny(places_key="places", places_dim=2), "is for a model with a bottleneck"),
         (tiny(bottleneck=8), "in place of labels, and the dataset has none"),
-        (Known(), "is for vla-tiny .* this policy is another one"),
+        (Known(), "is for vla-tiny .* Known predicts no object positions"),
     ],
 )
 def test_who_has_no_sight_of_its_own_is_told_so(model, reason):
