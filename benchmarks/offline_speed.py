@@ -67,8 +67,8 @@ class Deft:
     def _make(name: str, dataset: Any, config: Any, precision: str) -> tuple[Any, Any]:
         import torch
 
+        from deft.algorithms.registry import OFFLINE_ALGORITHMS
         from deft.config.algorithm_settings import ALGORITHM_SETTINGS
-        from deft.training.offline_run import OFFLINE_ALGORITHMS
 
         kind, settings = OFFLINE_ALGORITHMS[name], ALGORITHM_SETTINGS[name](precision=precision)  # type: ignore[call-arg]
         policy = kind.make_policy(dataset.observation_space, dataset.action_space, config, settings, 1)

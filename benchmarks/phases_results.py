@@ -38,7 +38,6 @@ from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import parse_phase
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import RunError
-from deft.evaluation.explorer import compare_world_models, evaluate_student, what_noise_pays
 from deft.evaluation.plots import metric_curve, plot_bars, plot_comparison, read_lines
 from deft.evaluation.report import COMPARISON_FILE, write_report
 from deft.evaluation.world_model import coded_batches, episode_losses
@@ -46,12 +45,14 @@ from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
+from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
 from deft.runs.precision import set_precision
 from deft.runs.signals import StopSignal
 from deft.training.phases.adversarial import AdversarialTrainer
-from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics
+from deft.training.phases.base import BaseRLTrainer, Metrics
 from deft.training.phases.exploration import Exploration, ProcessExplorer
+from deft.training.phases.explorer_evaluation import compare_world_models, evaluate_student, what_noise_pays
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import NUM_ENVS, StudentTrainer, load_teacher
 from deft.training.phases.teacher import TeacherTrainer

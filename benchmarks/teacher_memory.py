@@ -26,12 +26,12 @@ from deft.data.episodes import side_by_side
 from deft.evaluation.world_model import foresee
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
+from deft.models.f1.rollout import encode_frames
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
-from deft.training.phases.base import MODEL_FILE
+from deft.runs.directory import MODEL_FILE
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
 from deft.training.phases.teacher import TeacherTrainer, make_exploration
-from deft.training.phases.world_model_trainer import encode_frames
 
 AWAY, BACK = 10, 10  # steps
 TURN = 1.0  # of the largest delta of the arm's first joint: a radian in all, more than the camera sees

@@ -26,13 +26,14 @@ from teacher_memory import measure_memory, train_on_sweeps
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, parse_phase, read_phase_config
-from deft.evaluation.world_model import evaluate_teacher, teacher_table
+from deft.evaluation.world_model import teacher_table
 from deft.machine import available_cores
 from deft.models.f1.loading import load_f1_policy
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
-from deft.training.phases.base import MODEL_FILE
+from deft.runs.directory import MODEL_FILE
 from deft.training.phases.teacher import TeacherTrainer
+from deft.training.phases.teacher_evaluation import evaluate_teacher
 
 BARS = {"cpu": (3.0, 1.0), "cuda": (10.0, 3.0)}  # points and dB above copying
 GPU_SETTINGS = {

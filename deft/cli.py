@@ -288,11 +288,12 @@ def _evaluate_phase(phase: str, config: EvaluateConfig, as_json: bool) -> int:
             raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own world")
     given = (config.path, config.episodes, config.video, config.seed, config.device)
     if phase == "teacher":
-        from deft.evaluation.world_model import evaluate_teacher, teacher_table
+        from deft.evaluation.world_model import teacher_table
+        from deft.training.phases.teacher_evaluation import evaluate_teacher
 
         results, table = evaluate_teacher(*given), teacher_table
     else:
-        from deft.evaluation.explorer import evaluate_adversarial, evaluate_student, explorer_table
+        from deft.training.phases.explorer_evaluation import evaluate_adversarial, evaluate_student, explorer_table
 
         results, table = (evaluate_student if phase == "student" else evaluate_adversarial)(*given), explorer_table
     if not as_json:

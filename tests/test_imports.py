@@ -1,4 +1,4 @@
-"""Imports point one way: cli → training, evaluation → algorithms → models, data → config, schema."""
+"""Imports point one way: cli → training → evaluation → runs → algorithms → models, data → config, schema."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ ALLOWED = {
     "algorithms": BASE | {"algorithms", "models", "data"},
     "runs": BASE | {"runs", "algorithms", "models", "data"},
     "training": BASE | {"training", "runs", "evaluation", "algorithms", "models", "data", "envs"},
-    "evaluation": BASE | {"training", "runs", "evaluation", "algorithms", "models", "data", "envs"},
+    "evaluation": BASE | {"runs", "evaluation", "algorithms", "models", "data", "envs"},
 }
 
 

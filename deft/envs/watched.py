@@ -1,6 +1,6 @@
 """The student's world with a tally of where the hand has been and what it touched, for evaluation.
 
-`deft.evaluation.explorer` counts with it what an explorer finds; nothing of it is shown to a policy.
+`deft.training.phases.explorer_evaluation` counts with it what an explorer finds; nothing of it is shown to a policy.
 """
 
 from __future__ import annotations

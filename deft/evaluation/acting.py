@@ -13,6 +13,9 @@ from deft.data.tensors import check_drawn, policy_inputs, zero_rows
 from deft.envs.vector import Observation, take_rows
 from deft.models.policy import Policy
 
+RANDOM, EXPERT = "random", "expert"  # policies that are not checkpoints
+EXPERT_METHOD = "expert_action"
+
 
 class PolicyActor:
     """A policy for `num_envs` environments. A chunk of K actions is played to its end, or the episode's."""

@@ -25,9 +25,10 @@ from deft.data.spaces import action_stream
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv, close_env
 from deft.errors import InputError, RunError
+from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, world_kwargs
 from deft.evaluation.plots import PALETTE, _figure, _save, _style
-from deft.evaluation.rollouts import action_selection, play_episodes, summarize
+from deft.evaluation.rollouts import EVALUATION_ENVS, action_selection, play_episodes, summarize
 from deft.evaluation.success import (
     EPISODES,
     ONE_SIDE,
@@ -37,12 +38,9 @@ from deft.evaluation.success import (
     reward_interval,
     success_tables,
 )
-from deft.models.policy import Policy
+from deft.models.policy import Policy, members_of
 from deft.runs.logging import show_evaluation
 from deft.runs.random_state import seed_everything
-from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
-from deft.training.offline import members_of
-from deft.training.run import EVALUATION_ENVS
 
 log = logging.getLogger(__name__)
 COMPARISON = "comparison.json"

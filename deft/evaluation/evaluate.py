@@ -22,6 +22,7 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
 from deft.evaluation.captions import Film
 from deft.evaluation.rollouts import (
+    EVALUATION_ENVS,
     check_num_episodes,
     evaluate_policy,
     film_episodes,
@@ -31,18 +32,15 @@ from deft.evaluation.rollouts import (
 )
 from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
-from deft.models.policy import Policy
+from deft.models.policy import Policy, members_of
 from deft.models.unit_actions import ActionScale
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import CONFIG_FILE, checkpoint_choice
 from deft.runs.logging import show_evaluation
+from deft.runs.policies import build_offline_policy, build_policy, saved_config
 from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.runs.random_state import seed_everything
-from deft.training.handover import saved_config
-from deft.training.offline import members_of
-from deft.training.offline_run import build_offline_policy
-from deft.training.run import EVALUATION_ENVS, build_policy
 
 logger = logging.getLogger(__name__)
 

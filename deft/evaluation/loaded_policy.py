@@ -20,13 +20,12 @@ from deft.evaluation import evaluate
 from deft.evaluation.acting import PolicyActor
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.encoders import ObservationEncoder, is_image
-from deft.models.policy import Policy
+from deft.models.policy import Policy, members_of
 from deft.models.vla.policy import VLAPolicy
 from deft.runs.checkpoint import TRAINING_STATE
 from deft.runs.compute import choose_device
 from deft.runs.policy_spaces import SPACES_FILE, PolicySpaces
-from deft.training.offline import members_of
-from deft.training.waypoints.files import FINAL, load_ppo
+from deft.runs.waypoint_files import FINAL, load_ppo
 
 
 @trust.takes_remote_code

@@ -16,13 +16,13 @@ from deft.data.spaces import action_stream
 from deft.envs.make import full_id, make_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
+from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
 from deft.evaluation.captions import Captions
 from deft.evaluation.evaluate import find_run, load_policy
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.video import write_video
+from deft.models.policy import members_of
 from deft.runs.random_state import seed_everything
-from deft.training.collect import EXPERT, EXPERT_METHOD, RANDOM
-from deft.training.offline import members_of
 
 DEFAULT_ENV = "tabletop"
 

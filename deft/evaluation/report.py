@@ -24,7 +24,7 @@ from deft.evaluation.report_style import STYLE
 from deft.evaluation.world_model import EVALUATION_FILE
 from deft.ownership import record
 from deft.runs import checkpoint
-from deft.training.phases.base import ELAPSED
+from deft.runs.directory import ELAPSED
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.json"  # of all phases: world models on another explorer's episodes

@@ -19,6 +19,8 @@ from deft.evaluation.video import write_video
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.policy import Policy
 
+EVALUATION_ENVS = 10  # environments that an evaluation steps at once
+
 
 @torch.inference_mode()
 def play_episodes(

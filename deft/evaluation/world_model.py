@@ -17,28 +17,16 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.episodes import EpisodeBatch, side_by_side
 from deft.data.robot_episode import RobotEpisode
-from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
 from deft.evaluation.plots import plot_comparison
 from deft.models.f1.frames import to_model, to_pictures
-from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.motion import TAIL, fit_sharpness, prior_cross_entropy
 from deft.models.f1.policy import F1Policy
-from deft.models.f1.rollout import roll_out
+from deft.models.f1.rollout import encode_frames, roll_out
 from deft.models.f1.vq import MultiScaleTokenizer
-from deft.runs import checkpoint
-from deft.runs.compute import choose_device
-from deft.runs.directory import checkpoint_choice
-from deft.runs.json_files import write_json
 from deft.runs.logging import show_evaluation
 from deft.runs.signals import raise_if_stopped
-from deft.training.phases.base import MODEL_FILE
-from deft.training.phases.exploration import InlineExplorer
-from deft.training.phases.recorded import DatasetExplorer
-from deft.training.phases.teacher import make_exploration
-from deft.training.phases.world_model_trainer import encode_frames
 
 EVALUATION_FILE = "evaluation.json"  # in the run folder, for its report
 HORIZON = 10  # frames that are rolled out open loop
@@ -50,40 +38,6 @@ FITTED = 256  # frames on which the copy's sharpness is fitted
 ABLATED = ("wm_acc", "wm_acc_forced", "cross_entropy", "psnr")
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-
-def evaluate_teacher(
-    path: str | Path, episodes: int = 10, video: str | Path | None = None, seed: int = 0, device: str = "auto"
-) -> dict[str, Any]:
-    """The measures of a teacher run (its best or latest checkpoint, or the one given) on scenes not trained on."""
-    folder = checkpoint.find_best(path)
-    config = read_phase_config(folder.parent / CONFIG_FILE)
-    policy = load_f1_policy(folder.parent / MODEL_FILE, choose_device(device), checkpoint_path=folder).policy.eval()
-    if config.training.dataset is not None:
-        recorded = DatasetExplorer(config.training, policy.config.tokenizer.image_size)
-        found = recorded.held_out(episodes)
-        recorded.close()
-    else:
-        exploration = make_exploration(config, policy, held_out=True)
-        exploration.seed = seed
-        explorer = InlineExplorer(exploration)
-        found = []
-        with show_evaluation(episodes) as watch:
-            for _ in range(episodes):
-                found += explorer.take(1)
-                watch(1)
-        explorer.close()
-    batches = coded_batches(policy, found)
-    results = measure(policy, batches)
-    plots = folder.parent / "plots"
-    results["plots"] = [str(plot) for plot in plot_horizons(results["open_loop"], plots)]
-    foreseen = foresee_episode(policy, batches[0])
-    results["plots"].append(str(draw_sample(foreseen, plots / "held_out.png")))
-    if video is not None:
-        results["video"] = str(film_foresight(foreseen, Path(video)))
-    results |= {"checkpoint": str(folder), "checkpoint_choice": checkpoint_choice(path, folder)}
-    write_json(results, folder.parent / EVALUATION_FILE)
-    return results
 
 
 def coded_batches(policy: F1Policy, episodes: list[RobotEpisode]) -> list[EpisodeBatch]:

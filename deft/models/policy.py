@@ -101,3 +101,9 @@ class Policy(nn.Module):
         Called after a dataset was observed and after the weights of a trained policy were loaded. The statistics of a
         `RunningNormalizer` need nothing here: the algorithm that trains the policy next freezes them.
         """
+
+
+def members_of(policy: Policy) -> list[Policy]:
+    """The policies of all seeds that were trained at once; the policy itself where there is one."""
+    count = getattr(policy, "num_members", 1)
+    return [policy] if count == 1 else [policy.member(index) for index in range(count)]  # type: ignore[operator]

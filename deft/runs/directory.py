@@ -22,6 +22,8 @@ from deft.runs.logging import logged_evaluations
 
 log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
+MODEL_FILE = "f1_config.json"  # the F1 model's config in a run folder of the three phases
+ELAPSED = "seconds"  # of training, among the metrics in a checkpoint of the three phases
 OUTPUT_FOLDERS = ("tensorboard", "plots", "videos", "samples")
 
 

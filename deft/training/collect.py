@@ -23,16 +23,13 @@ from deft.envs.make import TASK_KWARGS, full_id, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import Observation, VectorEnv, VectorStep, close_env, take_rows
 from deft.errors import DeftError, InputError
-from deft.evaluation.acting import PolicyActor
+from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM, PolicyActor
 from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
+from deft.models.policy import members_of
 from deft.runs.logging import show_progress
 from deft.runs.random_state import seed_everything
 from deft.runs.signals import StopSignal
-from deft.training.offline import members_of
-
-RANDOM, EXPERT = "random", "expert"  # policies that are no checkpoint
-EXPERT_METHOD = "expert_action"
 
 
 def collect(config: CollectConfig) -> dict[str, Any]:

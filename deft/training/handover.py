@@ -11,9 +11,9 @@ import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deft import trust
 from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
-from deft.config.loading import load_config, replace, resolve, to_dict
+from deft.algorithms.registry import OFFLINE_ALGORITHMS
+from deft.config.loading import replace, to_dict
 from deft.config.settings import (
     MODEL_CHUNKS,
     ActorConfig,
@@ -28,8 +28,7 @@ from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.policy import Policy
 from deft.runs import checkpoint
-from deft.runs.directory import CONFIG_FILE
-from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
+from deft.runs.policies import checkpoint_folder, config_beside
 
 log = logging.getLogger(__name__)
 AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)
@@ -46,7 +45,7 @@ def take_over(config: RunConfig, policy: Policy | None, resume_from: Path | None
         return _with_actor(config, _section_of(policy)) if isinstance(policy, Actor) else config
     if config.model_path is None:
         return config
-    source = _config_beside(resume_from or Path(config.model_path))
+    source = config_beside(resume_from or Path(config.model_path))
     if source is None:
         return config
     return _with_actor(_with_model(_in_its_world(config, source), source), _actor_section(source, config))
@@ -61,7 +60,7 @@ def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None)
     """
     if config.model_path is None:
         return config
-    source = _config_beside(resume_from or Path(config.model_path))
+    source = config_beside(resume_from or Path(config.model_path))
     if source is None:
         return config
     if config.policy.vla_config is not None:
@@ -76,7 +75,7 @@ def take_over_offline(config: OfflineRunConfig, resume_from: Path | None = None)
 
 def check_heads(config: OfflineRunConfig, start: str | Path | None) -> None:
     """Refuse a transformer with other heads than its weights were trained with, which no weight's shape shows."""
-    source = None if start is None or config.algorithm.name != "dt" else _config_beside(Path(start))
+    source = None if start is None or config.algorithm.name != "dt" else config_beside(Path(start))
     if source is None or source.algorithm.name != "dt":
         return
     was, now = (to_dict(one.algorithm.cfg)["n_head"] for one in (source, config))
@@ -103,34 +102,6 @@ def adopt_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any]
             f"critic_layer_norm {str(settings.critic_layer_norm).lower()} and hidden layers of {sizes}; "
             "give what that run had, or --no-keep-critics (keep_critics=False) to start them anew"
         ) from error
-
-
-def checkpoint_folder(path: Path) -> Path | None:
-    """The checkpoint that a `model_path` means: of a run folder its best, else its latest; None for another file."""
-    if not path.is_dir() and path.name != checkpoint.BEST:
-        return (
-            path.parent
-            if path.name == checkpoint.MODEL and (path.parent / checkpoint.TRAINING_STATE).is_file()
-            else None
-        )
-    return checkpoint.find_best(path)
-
-
-def _config_beside(path: Path) -> RunConfig | OfflineRunConfig | None:
-    """The settings of the run that a run folder, a checkpoint or a weights file in one belongs to."""
-    for folder in (path, path.parent, path.parent.parent):
-        if (folder / CONFIG_FILE).is_file():
-            return load_config(folder / CONFIG_FILE)
-    return saved_config(path if path.is_dir() else path.parent)
-
-
-def saved_config(folder: Path) -> RunConfig | OfflineRunConfig | None:
-    """The settings inside a checkpoint that was saved alone, by `trainer.save(path)`; None where there are none."""
-    state = checkpoint.load_training_state(folder) if (folder / checkpoint.TRAINING_STATE).is_file() else {}
-    if not state.get("config"):
-        return None
-    trust.read_from(folder / checkpoint.TRAINING_STATE, state["config"])
-    return resolve(state["config"])
 
 
 def _actor_section(source: RunConfig | OfflineRunConfig, config: RunConfig) -> OnlineActorConfig | None:

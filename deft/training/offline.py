@@ -23,7 +23,7 @@ from deft.config.settings import LoggingConfig, OfflineTrainerConfig
 from deft.data.datasets.dataset import same_fingerprint
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.rollouts import film_episodes, merge_results, num_played
-from deft.models.policy import Policy
+from deft.models.policy import Policy, members_of
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import is_small, threads_for
 from deft.runs.intervals import crossed
@@ -562,12 +562,6 @@ def _evaluates(config: Mapping[str, Any] | None) -> Any:
     trainer = config.get("trainer", {})
     settings += [trainer.get("eval_episodes"), trainer.get("eval_deterministic", True)]  # absent in earlier versions
     return json.dumps(settings, default=str)
-
-
-def members_of(policy: Policy) -> list[Policy]:
-    """The policies of all seeds that were trained at once; the policy itself where there is one."""
-    count = getattr(policy, "num_members", 1)
-    return [policy] if count == 1 else [policy.member(index) for index in range(count)]  # type: ignore[operator]
 
 
 def _is_finite(state: Any) -> bool:

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from deft import trust
 from deft.algorithms.off_policy import ActorAlgorithm
 from deft.algorithms.offline import OfflineAlgorithm
+from deft.algorithms.registry import OFFLINE_ALGORITHMS
 from deft.config.loading import replace, resolve
 from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.settings import OfflineRunConfig
@@ -23,11 +24,10 @@ from deft.errors import InputError
 from deft.models.actor import Actor
 from deft.models.policy import Policy
 from deft.runs import checkpoint
+from deft.runs.policies import build_offline_policy, load_policy_weights
 from deft.runs.random_state import seed_everything
 from deft.training.offline import OfflineTrainer
-from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
-from deft.training.offline_run import build_offline_policy, build_offline_trainer, with_its_split
-from deft.training.run import load_policy_weights
+from deft.training.offline_run import build_offline_trainer, with_its_split
 
 Data: TypeAlias = OfflineReplayBuffer | Dataset | str | Path
 Config: TypeAlias = OfflineRLConfig | OfflineRunConfig | None

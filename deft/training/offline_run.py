@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 import torch
 
+from deft.algorithms.registry import OFFLINE_ALGORITHMS
 from deft.algorithms.sft import SFT
 from deft.config.loading import read_mapping, replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
@@ -26,13 +27,15 @@ from deft.envs.make import check_id, make_another, make_env, make_vector_env, wr
 from deft.envs.rename import rename
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
+from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
-from deft.models.unit_actions import UnitActions, with_bounds
+from deft.models.unit_actions import UnitActions
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import choose_device
 from deft.runs.directory import CONFIG_FILE, place_run, run_folder_opener
 from deft.runs.logging import logged_from_start
+from deft.runs.policies import build_offline_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.processes import Processes
 from deft.runs.random_state import seed_everything
@@ -41,8 +44,7 @@ from deft.runs.sinks import check_extras
 from deft.training.evaluator import Evaluator, check_space
 from deft.training.handover import check_heads, take_over_offline
 from deft.training.offline import OfflineTrainer
-from deft.training.offline_algorithms import OFFLINE_ALGORITHMS
-from deft.training.run import EVALUATION_ENVS, load_policy_weights, run_trainer, space_for_weights
+from deft.training.run import run_trainer
 from deft.training.validation import make_validation, split
 
 log = logging.getLogger(__name__)
@@ -187,24 +189,6 @@ def with_its_split(config: OfflineRunConfig, resume_from: Path) -> OfflineRunCon
         return config
     log.info("%s held no episodes out, and the resumed run holds none out (val_fraction 0)", resume_from)
     return replace(config, **{"algorithm.cfg.val_fraction": 0.0, "algorithm.cfg.early_stopping": 0})
-
-
-def build_offline_policy(
-    config: OfflineRunConfig,
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    weights_follow: bool = False,
-) -> Policy:
-    """The policy that a config's algorithm trains, for the spaces of a dataset.
-
-    `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
-    """
-    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
-    action_space = with_bounds(action_space) if weights_follow else action_space
-    settings, members = config.algorithm.cfg, config.trainer.num_seeds
-    return algorithm_class.make_policy(
-        observation_space, action_space, config.policy, settings, members, weights_follow
-    )
 
 
 def _told(

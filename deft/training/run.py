@@ -7,47 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from deft.algorithms.algorithm import Algorithm
-from deft.algorithms.grpo import GRPO
-from deft.algorithms.offline import PRECISIONS
-from deft.algorithms.ppo import PPO
-from deft.algorithms.sac import SAC
+from deft.algorithms.registry import ONLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
-from deft.config.settings import OfflineRunConfig, OnlineActorConfig, ReplayRunConfig, RunConfig
+from deft.config.settings import ReplayRunConfig, RunConfig
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.rename import rename
 from deft.envs.reward_weights import weigh
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
-from deft.models.actor import Actor, ContinuousActor
-from deft.models.actor_critic import ActorCritic
-from deft.models.policy import Policy
-from deft.models.unit_actions import ActionScale, with_bounds
-from deft.models.vla.actor import convert_weights, make_vla_actor
+from deft.evaluation.rollouts import EVALUATION_ENVS
+from deft.models.actor import ContinuousActor
+from deft.models.unit_actions import ActionScale
 from deft.models.vla.get_action import wrap_policy
-from deft.models.vla.loading import load_vla_model_for
-from deft.models.vla.policy import VLAPolicy
-from deft.runs import checkpoint, sharding
+from deft.runs import sharding
 from deft.runs.compute import choose_device
 from deft.runs.directory import place_run, run_folder_opener
 from deft.runs.logging import logged_from_start
-from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
+from deft.runs.policies import build_policy, load_policy_weights, space_for_weights
+from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.processes import Processes
 from deft.runs.random_state import seed_everything
 from deft.runs.seeds import process_seed
 from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
-from deft.training.handover import GOES_ON_WITH, adopt_critics, checkpoint_folder, take_over
+from deft.training.handover import GOES_ON_WITH, adopt_critics, take_over
 from deft.training.trainer import Trainer
-
-ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"sac": SAC, "ppo": PPO, "grpo": GRPO}
-EVALUATION_ENVS = 10  # copies that an evaluation plays at once
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -91,7 +80,7 @@ def build_trainer(
     if processes.count > 1 and beside and isinstance(config, ReplayRunConfig):
         name = config.algorithm.name.upper()
         raise InputError(f"max_staleness: {name} in several processes takes turns with its Ray workers; use 0")
-    kind: Any = ALGORITHMS[config.algorithm.name]
+    kind: Any = ONLINE_ALGORITHMS[config.algorithm.name]
     shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, kind.can_shard, processes)
     if shards and getattr(config.algorithm.cfg, "compile", False):
         raise InputError(sharding.NOT_COMPILED)
@@ -187,83 +176,6 @@ def _make_envs(config: RunConfig, chunk_length: int, gamma: float) -> VectorEnv:
     if config.cluster.collectors == "ray":
         return make_cluster_env(config, chunk_length, gamma)
     return make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
-
-
-def space_for_weights(
-    config: RunConfig | OfflineRunConfig, resume_from: Path | None, given: gymnasium.Space, where: str
-) -> gymnasium.Space:
-    """The observation space to build a run's policy for: that of the weights it starts from, else the one given."""
-    if resume_from is not None:
-        recorded = PolicySpaces.read(resume_from)  # without it, `Trainer.load` compares the spaces
-        return given if recorded is None else policy_space(recorded, given, resume_from, where)
-    folder = None if config.model_path is None else checkpoint_folder(Path(config.model_path))
-    return given if folder is None else policy_space(PolicySpaces.read(folder), given, folder, where)
-
-
-def build_policy(
-    config: RunConfig, observation: gymnasium.Space, action: gymnasium.Space, weights_follow: bool = False
-) -> Policy:
-    """The policy that a config names, for the spaces of an environment.
-
-    `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
-    """
-    if isinstance(config, ReplayRunConfig):
-        return _build_actor(config.policy, config.algorithm.cfg, observation, action, weights_follow)
-    _check_action_dim(config, action)
-    if config.policy.actor is not None:
-        return _build_actor(config.policy.actor, None, observation, action, weights_follow)
-    if config.policy.name == "actor_critic":
-        return ActorCritic(observation, action, config.policy)
-    settings = config.policy
-    assert settings.vla_config is not None
-    model = load_vla_model_for(
-        settings.vla_config, observation, action, config.env.id, settings.chunk_length, weights_follow
-    )
-    assert action.shape is not None
-    return VLAPolicy(model, int(action.shape[-1]), settings.chunk_length, settings.normalize_reward)
-
-
-def _build_actor(
-    actor: OnlineActorConfig,
-    settings: Any,
-    observation: gymnasium.Space,
-    action: gymnasium.Space,
-    weights_follow: bool,
-) -> Policy:
-    """The actor of a run that learns from a replay buffer, or that starts from one trained on a dataset."""
-    dtype = PRECISIONS["float32" if settings is None else settings.precision]
-    action = with_bounds(action) if weights_follow else action
-    if actor.vla_config is not None:
-        return make_vla_actor(actor, observation, action, "the environment", dtype, weights_follow)
-    return Actor(observation, action, actor, actor.distribution, dtype=dtype)
-
-
-def load_policy_weights(policy: Policy, path: str | Path) -> bool:
-    """Weights from a run folder (its best checkpoint, else its latest), a checkpoint, or a weights file.
-
-    False where they were those of a VLA model alone, trained offline and now online or the other way round.
-    """
-    source = Path(path)
-    folder = checkpoint_folder(source)
-    if folder is not None:
-        source = folder / checkpoint.MODEL
-    elif not source.exists():
-        raise InputError(f"model_path: {path} does not exist")
-    weights = checkpoint.load_tensors(source)
-    adapted = None
-    if isinstance(policy, VLAPolicy) and isinstance(weights, dict):
-        adapted = convert_weights(policy, weights, source)
-    checkpoint.load_weights(policy, weights if adapted is None else adapted, source)
-    return adapted is None
-
-
-def _check_action_dim(config: RunConfig, action: gymnasium.Space) -> None:
-    wanted = config.policy.action_dim
-    if wanted is None:
-        return
-    actual = int(action.shape[-1]) if action.shape else 1
-    if wanted != actual:
-        raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:

@@ -14,8 +14,8 @@ from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.models.waypoint import PPOPolicy, WaypointSFT, WaypointShape
 from deft.runs.random_state import seed_everything
+from deft.runs.waypoint_files import save_ppo
 from deft.training import run
-from deft.training.waypoints.files import save_ppo
 
 SEED, LENGTH, SIDE = 5, 7, 16
 PLAYED: list[np.ndarray] = []  # actions that any `Echo` was stepped with

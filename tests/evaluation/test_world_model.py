@@ -27,9 +27,9 @@ from deft.evaluation.world_model import (
     unigram_entropy,
 )
 from deft.models.f1.policy import F1Policy
+from deft.models.f1.rollout import encode_frames
 from deft.training.phases.exploration import Exploration, InlineExplorer
 from deft.training.phases.teacher import train_teacher
-from deft.training.phases.world_model_trainer import encode_frames
 
 
 class FakeTokenizer:

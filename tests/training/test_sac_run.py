@@ -18,8 +18,8 @@ from deft.models.vla import gpt
 from deft.models.vla.actor import VLAActor
 from deft.models.vla.tiny import TinyVLAModel
 from deft.runs.logging import logged_evaluations
+from deft.runs.policies import checkpoint_folder
 from deft.training import run
-from deft.training.handover import checkpoint_folder
 from deft.training.run import build_trainer
 
 QUIET = {"console_level": "CRITICAL", "tensorboard": False, "progress_bar": False}

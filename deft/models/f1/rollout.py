@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deft import schema
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.policy import F1Policy
+
+ENCODED_TOGETHER = 256  # frames
 
 
 @torch.no_grad()
@@ -57,3 +60,13 @@ def _sized(frames: Tensor, image: Tensor) -> Tensor:
     if frames.shape[-2:] == image.shape[-2:]:
         return frames
     return to_pictures(to_model(frames, size, schema.IMAGE0_HISTORY))
+
+
+@torch.no_grad()
+def encode_frames(policy: F1Policy, frames: np.ndarray) -> Tensor:
+    """The codes of uint8 frames [N, 3, h, w], int64 [N, L], on the policy's device."""
+    found = []
+    for start in range(0, len(frames), ENCODED_TOGETHER):
+        pixels = torch.as_tensor(frames[start : start + ENCODED_TOGETHER], device=policy.device)
+        found.append(policy.tokenizer.encode(to_model(pixels, policy.config.tokenizer.image_size, schema.WRIST_RGB)))
+    return torch.cat(found)

@@ -28,10 +28,12 @@ from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
 from deft.models.f1.policy import F1Policy
+from deft.models.f1.rollout import encode_frames
 from deft.runs import checkpoint
+from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
 from deft.runs.precision import set_precision
-from deft.training.phases.base import MODEL_FILE, Metrics, find_start
+from deft.training.phases.base import Metrics, find_start
 from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
 from deft.training.phases.game import Collapse, CollapseGuard, GameReward
@@ -45,7 +47,7 @@ from deft.training.phases.student import (
     load_teacher,
 )
 from deft.training.phases.teacher import make_exploration
-from deft.training.phases.world_model_trainer import WorldModelTrainer, encode_frames
+from deft.training.phases.world_model_trainer import WorldModelTrainer
 
 log = logging.getLogger(__name__)
 EXPLORER_FOLDER = "explorer"  # in a checkpoint: `model.pt` and `explorer.pt`, as a student's

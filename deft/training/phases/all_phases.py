@@ -16,22 +16,23 @@ from typing import Any
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import ALL_PHASES, CONFIG_FILE, PHASES, phase_of_file, write_phase_config
 from deft.errors import InputError
-from deft.evaluation.explorer import compare_world_models, evaluate_adversarial, evaluate_student
 from deft.evaluation.report import COMPARISON_FILE, write_report
-from deft.evaluation.world_model import coded_batches, evaluate_teacher, mean_loss
+from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
-from deft.runs.directory import remove_run
+from deft.runs.directory import MODEL_FILE, remove_run
 from deft.runs.json_files import read_json, write_json
 from deft.runs.processes import Processes
 from deft.training.phases.adversarial import AdversarialTrainer
-from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, check_fsdp
+from deft.training.phases.base import BaseRLTrainer, check_fsdp
+from deft.training.phases.explorer_evaluation import compare_world_models, evaluate_adversarial, evaluate_student
 from deft.training.phases.game import Collapse
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import StudentTrainer
 from deft.training.phases.teacher import TeacherTrainer
+from deft.training.phases.teacher_evaluation import evaluate_teacher
 
 log = logging.getLogger(__name__)
 PROGRESS_FILE = "phases.json"

@@ -33,7 +33,7 @@ from deft.models.f1.vision import VisionLayer
 from deft.ownership import start_index
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import Threads, choose_device, thread_counts
-from deft.runs.directory import remove_run
+from deft.runs.directory import ELAPSED, MODEL_FILE, remove_run
 from deft.runs.intervals import crossed
 from deft.runs.json_files import write_json
 from deft.runs.logging import RunLogger
@@ -44,8 +44,6 @@ from deft.runs.seeds import process_seed
 from deft.runs.signals import StopSignal, interruptible, never
 
 log = logging.getLogger(__name__)
-MODEL_FILE = "f1_config.json"  # the model's config in the run folder, whatever file it came from
-ELAPSED = "seconds"  # of training, among a checkpoint's metrics
 RAMP = 50  # updates over which the learning rate rises to its highest
 Metrics = dict[str, float | Tensor]
 

@@ -34,8 +34,9 @@ from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.lora import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
+from deft.runs.directory import MODEL_FILE
 from deft.runs.precision import autocast, set_precision
-from deft.training.phases.base import MODEL_FILE, BaseRLTrainer, Metrics, find_start, moved_with
+from deft.training.phases.base import BaseRLTrainer, Metrics, find_start, moved_with
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.rewards import Measures, StudentReward
 from deft.training.phases.teacher import make_exploration

@@ -21,13 +21,11 @@ from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError
 from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
 from deft.models.f1.batch import MemoryStateManager
-from deft.models.f1.frames import to_model
-from deft.models.f1.policy import F1Policy
+from deft.models.f1.rollout import encode_frames
 from deft.runs.precision import autocast
 from deft.training.phases.base import BaseRLTrainer, Metrics
 
 log = logging.getLogger(__name__)
-CODED_TOGETHER = 256  # frames
 TRUST_RATE = 10.0  # times the learning rate of the rest
 Update: TypeAlias = Callable[[dict[str, Tensor], Tensor | None, float], tuple[dict[str, Tensor], Tensor]]
 
@@ -163,16 +161,6 @@ class WorldModelTrainer(BaseRLTrainer):
         """Head, true wrist and predicted wrist of that episode."""
         if self.shown_episodes is not None:
             film_foresight(foresee_episode(self.policy, self.shown_episodes, row), path)
-
-
-@torch.no_grad()
-def encode_frames(policy: F1Policy, frames: np.ndarray) -> Tensor:
-    """The codes of uint8 frames [N, 3, h, w], int64 [N, L], on the policy's device."""
-    found = []
-    for start in range(0, len(frames), CODED_TOGETHER):
-        pixels = torch.as_tensor(frames[start : start + CODED_TOGETHER], device=policy.device)
-        found.append(policy.tokenizer.encode(to_model(pixels, policy.config.tokenizer.image_size, schema.WRIST_RGB)))
-    return torch.cat(found)
 
 
 def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:

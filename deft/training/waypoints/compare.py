@@ -13,7 +13,7 @@ from deft.models.waypoint import PPOPolicy
 from deft.runs.compute import choose_device
 from deft.runs.json_files import write_json
 from deft.runs.logging import show_evaluation
-from deft.training.waypoints.files import load_ppo, load_sft, same_sft
+from deft.runs.waypoint_files import load_ppo, load_sft, same_sft
 from deft.training.waypoints.ppo import check_fits
 
 COMPARISON = "comparison.json"

@@ -36,8 +36,7 @@ from deft.runs.json_files import read_json, write_json
 from deft.runs.logging import RunLogger
 from deft.runs.random_state import seed_everything
 from deft.runs.seeds import EVALUATION_SEED, training_seed
-from deft.training.trainer import Trainer
-from deft.training.waypoints.files import (
+from deft.runs.waypoint_files import (
     CONFIG,
     EVAL_METRICS,
     FINAL,
@@ -47,6 +46,7 @@ from deft.training.waypoints.files import (
     same_sft,
     save_ppo,
 )
+from deft.training.trainer import Trainer
 from deft.training.waypoints.safety import SafetyCheck
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from deft.runs.compute import choose_device, threads_for
 from deft.runs.json_files import write_json
 from deft.runs.random_state import seed_everything
 from deft.runs.signals import StopSignal, interruptible, raise_if_stopped
-from deft.training.waypoints.files import CONFIG, MODEL, TRAIN_METRICS, check_alone, save_sft
+from deft.runs.waypoint_files import CONFIG, MODEL, TRAIN_METRICS, check_alone, save_sft
 
 log = logging.getLogger(__name__)
 CHUNK = 512  # decisions that are looked at together in validation

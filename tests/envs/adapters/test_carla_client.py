@@ -175,7 +175,7 @@ def test_training_and_evaluating_share_the_servers_one_world(server, tmp_path, m
     from deft.config.settings import LoggingConfig
     from deft.config.waypoint_settings import PPOConfig
     from deft.models.waypoint import WaypointSFT, WaypointShape
-    from deft.training.waypoints.files import save_sft
+    from deft.runs.waypoint_files import save_sft
     from deft.training.waypoints.ppo import train_ppo
 
     monkeypatch.setattr("deft.training.waypoints.ppo._plots", lambda *given: [])

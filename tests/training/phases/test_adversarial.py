@@ -19,11 +19,11 @@ from deft import schema
 from deft.data.episode_store import EpisodeStore
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
-from deft.evaluation.explorer import explore
 from deft.models.f1.disagreement import Disagreement
 from deft.models.f1.explorer import load_explorer
 from deft.runs import checkpoint
 from deft.training.phases.adversarial import EXPLORER_FOLDER, AdversarialTrainer, action_spread, set_noise
+from deft.training.phases.explorer_evaluation import explore
 from deft.training.phases.explorer_rollouts import measure
 from deft.training.phases.game import CollapseGuard, GameReward
 

@@ -24,6 +24,7 @@ from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
+from deft.models.f1.rollout import encode_frames
 from deft.runs import checkpoint
 from deft.training.phases import teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
@@ -37,7 +38,7 @@ from deft.training.phases.recorded import (
     warn_of_seen_episodes,
 )
 from deft.training.phases.teacher import TeacherTrainer, train_teacher
-from deft.training.phases.world_model_trainer import copy_accuracy, encode_frames
+from deft.training.phases.world_model_trainer import copy_accuracy
 
 ROOT = Path(__file__).parents[3]
 EXPLORATION = Exploration({"world": WORLD, "max_steps": 4})

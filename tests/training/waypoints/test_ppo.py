@@ -13,8 +13,8 @@ from deft.errors import InputError
 from deft.evaluation.waypoints import HeldOut
 from deft.models.waypoint import PPOPolicy
 from deft.runs.seeds import EVALUATION_SEED
+from deft.runs.waypoint_files import load_ppo, load_sft, same_sft
 from deft.training.waypoints.compare import compare_policies
-from deft.training.waypoints.files import load_ppo, load_sft, same_sft
 from deft.training.waypoints.ppo import SAFETY_SEED, WaypointTrainer, build_waypoint_trainer, train_ppo
 from deft.training.waypoints.safety import SafetyCheck
 

@@ -14,8 +14,8 @@ from deft.data.waypoint_recording import WaypointRecording
 from deft.envs.waypoints.toy import ToyWorld
 from deft.errors import InputError
 from deft.models.waypoint import WaypointSFT, WaypointShape
+from deft.runs.waypoint_files import load_sft, save_sft
 from deft.training.waypoints import sft as waypoint_sft
-from deft.training.waypoints.files import load_sft, save_sft
 from deft.training.waypoints.record import record
 from deft.training.waypoints.sft import train_sft
 

@@ -34,12 +34,11 @@ from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
-from deft.runs.directory import checkpoint_choice
+from deft.runs.directory import MODEL_FILE, checkpoint_choice
 from deft.runs.json_files import write_json
 from deft.runs.logging import show_evaluation
 from deft.runs.random_state import separate_random_state
 from deft.training.phases.adversarial import EXPLORER_FOLDER
-from deft.training.phases.base import MODEL_FILE
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_worlds
 from deft.training.phases.game import GameReward
 from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes

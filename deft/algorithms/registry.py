@@ -1,14 +1,19 @@
-"""The algorithms that learn from a dataset, by the names that `deft train` knows them by."""
+"""The algorithms by the names that `deft train` knows them by."""
 
 from __future__ import annotations
 
+from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.cql import CQL
 from deft.algorithms.decision_transformer import DecisionTransformer
+from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
 from deft.algorithms.offline import OfflineAlgorithm
+from deft.algorithms.ppo import PPO
+from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
 
+ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO, "grpo": GRPO, "sac": SAC}
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
     "cql": CQL,

@@ -1,0 +1,151 @@
+"""The policies that runs save: where their weights are, which config they belong to, and how they are built again.
+
+The builders of runs and `deft evaluate`, `deft.load_policy` and `deft collect` call these functions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+
+from deft import trust
+from deft.algorithms.offline import PRECISIONS
+from deft.algorithms.registry import OFFLINE_ALGORITHMS
+from deft.config.loading import load_config, resolve
+from deft.config.settings import OfflineRunConfig, OnlineActorConfig, ReplayRunConfig, RunConfig
+from deft.errors import InputError
+from deft.models.actor import Actor
+from deft.models.actor_critic import ActorCritic
+from deft.models.policy import Policy
+from deft.models.unit_actions import with_bounds
+from deft.models.vla.actor import convert_weights, make_vla_actor
+from deft.models.vla.loading import load_vla_model_for
+from deft.models.vla.policy import VLAPolicy
+from deft.runs import checkpoint
+from deft.runs.directory import CONFIG_FILE
+from deft.runs.policy_spaces import PolicySpaces, policy_space
+
+
+def space_for_weights(
+    config: RunConfig | OfflineRunConfig, resume_from: Path | None, given: gymnasium.Space, where: str
+) -> gymnasium.Space:
+    """The observation space to build a run's policy for: that of the weights it starts from, else the one given."""
+    if resume_from is not None:
+        recorded = PolicySpaces.read(resume_from)  # without it, `Trainer.load` compares the spaces
+        return given if recorded is None else policy_space(recorded, given, resume_from, where)
+    folder = None if config.model_path is None else checkpoint_folder(Path(config.model_path))
+    return given if folder is None else policy_space(PolicySpaces.read(folder), given, folder, where)
+
+
+def build_policy(
+    config: RunConfig, observation: gymnasium.Space, action: gymnasium.Space, weights_follow: bool = False
+) -> Policy:
+    """The policy that a config names, for the spaces of an environment.
+
+    `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
+    """
+    if isinstance(config, ReplayRunConfig):
+        return _build_actor(config.policy, config.algorithm.cfg, observation, action, weights_follow)
+    _check_action_dim(config, action)
+    if config.policy.actor is not None:
+        return _build_actor(config.policy.actor, None, observation, action, weights_follow)
+    if config.policy.name == "actor_critic":
+        return ActorCritic(observation, action, config.policy)
+    settings = config.policy
+    assert settings.vla_config is not None
+    model = load_vla_model_for(
+        settings.vla_config, observation, action, config.env.id, settings.chunk_length, weights_follow
+    )
+    assert action.shape is not None
+    return VLAPolicy(model, int(action.shape[-1]), settings.chunk_length, settings.normalize_reward)
+
+
+def _build_actor(
+    actor: OnlineActorConfig,
+    settings: Any,
+    observation: gymnasium.Space,
+    action: gymnasium.Space,
+    weights_follow: bool,
+) -> Policy:
+    """The actor of a run that learns from a replay buffer, or that starts from one trained on a dataset."""
+    dtype = PRECISIONS["float32" if settings is None else settings.precision]
+    action = with_bounds(action) if weights_follow else action
+    if actor.vla_config is not None:
+        return make_vla_actor(actor, observation, action, "the environment", dtype, weights_follow)
+    return Actor(observation, action, actor, actor.distribution, dtype=dtype)
+
+
+def _check_action_dim(config: RunConfig, action: gymnasium.Space) -> None:
+    wanted = config.policy.action_dim
+    if wanted is None:
+        return
+    actual = int(action.shape[-1]) if action.shape else 1
+    if wanted != actual:
+        raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
+
+
+def build_offline_policy(
+    config: OfflineRunConfig,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    weights_follow: bool = False,
+) -> Policy:
+    """The policy that a config's algorithm trains, for the spaces of a dataset.
+
+    `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
+    """
+    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
+    action_space = with_bounds(action_space) if weights_follow else action_space
+    settings, members = config.algorithm.cfg, config.trainer.num_seeds
+    return algorithm_class.make_policy(
+        observation_space, action_space, config.policy, settings, members, weights_follow
+    )
+
+
+def load_policy_weights(policy: Policy, path: str | Path) -> bool:
+    """Weights from a run folder (its best checkpoint, else its latest), a checkpoint, or a weights file.
+
+    False where they were those of a VLA model alone, trained offline and now online or the other way round.
+    """
+    source = Path(path)
+    folder = checkpoint_folder(source)
+    if folder is not None:
+        source = folder / checkpoint.MODEL
+    elif not source.exists():
+        raise InputError(f"model_path: {path} does not exist")
+    weights = checkpoint.load_tensors(source)
+    adapted = None
+    if isinstance(policy, VLAPolicy) and isinstance(weights, dict):
+        adapted = convert_weights(policy, weights, source)
+    checkpoint.load_weights(policy, weights if adapted is None else adapted, source)
+    return adapted is None
+
+
+def checkpoint_folder(path: Path) -> Path | None:
+    """The checkpoint that a `model_path` means: of a run folder its best, else its latest; None for another file."""
+    if not path.is_dir() and path.name != checkpoint.BEST:
+        return (
+            path.parent
+            if path.name == checkpoint.MODEL and (path.parent / checkpoint.TRAINING_STATE).is_file()
+            else None
+        )
+    return checkpoint.find_best(path)
+
+
+def config_beside(path: Path) -> RunConfig | OfflineRunConfig | None:
+    """The settings of the run that a run folder, a checkpoint or a weights file in one belongs to."""
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / CONFIG_FILE).is_file():
+            return load_config(folder / CONFIG_FILE)
+    return saved_config(path if path.is_dir() else path.parent)
+
+
+def saved_config(folder: Path) -> RunConfig | OfflineRunConfig | None:
+    """The settings inside a checkpoint that was saved alone, by `trainer.save(path)`; None where there are none."""
+    state = checkpoint.load_training_state(folder) if (folder / checkpoint.TRAINING_STATE).is_file() else {}
+    if not state.get("config"):
+        return None
+    trust.read_from(folder / checkpoint.TRAINING_STATE, state["config"])
+    return resolve(state["config"])
