@@ -51,7 +51,7 @@ class Deft:
 
         from deft.config.settings import ActorConfig
         from deft.data.datasets.dataset import VectorDataset, box
-        from deft.data.transitions import TransitionTable
+        from deft.data.replay import TransitionTable
 
         count = arguments.transitions // EPISODE_LENGTH
         table = TransitionTable([EPISODE_LENGTH] * count, arguments.observation_dim, arguments.action_dim)

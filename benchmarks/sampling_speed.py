@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from common import print_machine, print_table, write_json
 
-from deft.data.replay import BLOCK, ReplayBuffer
-from deft.data.transitions import TransitionTable
+from deft.data.replay import BLOCK, ReplayBuffer, TransitionTable
 
 BAR_US = 30.0
 EPISODE_LENGTH = 1000

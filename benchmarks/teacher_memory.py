@@ -22,7 +22,7 @@ import torch
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
-from deft.data.episodes import side_by_side
+from deft.data.episodes import batch_episodes
 from deft.evaluation.world_model import foresee
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
@@ -69,7 +69,7 @@ def measure_memory(policy: F1Policy, config: PhaseConfig, num_scenes: int, seed:
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
     model = policy.config
-    batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, policy.device).without_head()
+    batch = batch_episodes(episodes, model.n_obs_img_steps, model.obs_img_stride, policy.device).without_head()
     results: dict[str, Any] = {"scenes": num_scenes}
     rows = {}
     for name, reset_every in (("carried", None), ("reset", CHUNK)):

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from deft.data.datasets import load_dataset
     from deft.data.offline_buffer import OfflineReplayBuffer
     from deft.data.replay import ReplayBuffer
-    from deft.data.rollout import RolloutBuffer
-    from deft.data.vla_buffer import VLABuffer
+    from deft.data.rollout import RolloutBuffer, VLABuffer
     from deft.data.writer import DatasetWriter
     from deft.envs import make_env, make_vector_env
     from deft.envs.adapters.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
@@ -88,7 +87,7 @@ _MODULES = {
     "OfflineReplayBuffer": "deft.data.offline_buffer",
     "ReplayBuffer": "deft.data.replay",
     "RolloutBuffer": "deft.data.rollout",
-    "VLABuffer": "deft.data.vla_buffer",
+    "VLABuffer": "deft.data.rollout",
     "DatasetWriter": "deft.data.writer",
     "make_env": "deft.envs",
     "make_vector_env": "deft.envs",

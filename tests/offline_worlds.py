@@ -15,7 +15,7 @@ from deft import schema
 from deft.algorithms.off_policy import OffPolicy
 from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import VectorDataset, box
-from deft.data.transitions import TransitionTable
+from deft.data.replay import TransitionTable
 from deft.models.actor import Actor
 from deft.models.mlp import BatchedMLP
 from deft.runs.compute import torch_threads

@@ -12,14 +12,15 @@ from gymnasium import spaces
 from torch import Tensor
 
 from deft.data.robot_episode import RobotEpisode
+from deft.schema import CHANNELS
 
-SHIFT = 1 / 16  # of an image's shorter side: the largest shift of `augment`
+SHIFT = 1 / 16  # largest shift of `augment`, as a fraction of an image's shorter side
 COLOR_STRENGTH = 0.2  # of `augment`
-BLOCK = 2**22  # pixels that are recoloured at once: their indices take eight times as many bytes
+BLOCK = 2**22  # pixels recolored at once: their indices need eight times as many bytes
 
 
-def colour_tables(generator: np.random.Generator, strength: float) -> np.ndarray:
-    """uint8 [3, 256]: for each channel what every level becomes, (v^γ) · gain + offset."""
+def color_tables(generator: np.random.Generator, strength: float) -> np.ndarray:
+    """Return uint8 [3, 256]: the new value of every level of each channel, (v^γ) · gain + offset."""
     gamma = np.exp(generator.uniform(-strength, strength))
     gain = np.exp(generator.uniform(-strength, strength, (3, 1)) + generator.uniform(-strength, strength))
     offset = generator.uniform(-strength, strength, (3, 1)) / 4
@@ -27,20 +28,23 @@ def colour_tables(generator: np.random.Generator, strength: float) -> np.ndarray
     return np.clip(np.rint(levels * 255.0), 0, 255).astype(np.uint8)
 
 
-def recoloured(episode: RobotEpisode, generator: np.random.Generator, strength: float) -> RobotEpisode:
-    """The episode in other colours, the same in all frames of both cameras; its codes must be made anew."""
+def recolor_episode(episode: RobotEpisode, generator: np.random.Generator, strength: float) -> RobotEpisode:
+    """Return the episode in other colors, the same for all frames of both cameras, and without token codes."""
     if strength == 0:
         return episode
-    tables = colour_tables(generator, strength)
+    tables = color_tables(generator, strength)
 
     def change(frames: np.ndarray) -> np.ndarray:
         return np.stack([tables[channel][frames[:, channel]] for channel in range(3)], 1)
 
-    return _with_pictures(episode, change)
+    return _change_frames(episode, change)
 
 
-def shifted(episode: RobotEpisode, generator: np.random.Generator, pixels: int) -> RobotEpisode:
-    """The episode moved by up to `pixels`, alike in all frames of a camera; edges are repeated. Codes are made anew."""
+def shift_episode(episode: RobotEpisode, generator: np.random.Generator, pixels: int) -> RobotEpisode:
+    """Return the episode shifted by up to `pixels`, the same for all frames of a camera, and without token codes.
+
+    Border pixels are repeated.
+    """
     if pixels == 0:
         return episode
 
@@ -50,11 +54,11 @@ def shifted(episode: RobotEpisode, generator: np.random.Generator, pixels: int) 
         rows = np.clip(np.arange(height) + down, 0, height - 1)
         return np.ascontiguousarray(frames[..., rows[:, None], np.clip(np.arange(width) + right, 0, width - 1)])
 
-    return _with_pictures(episode, change)
+    return _change_frames(episode, change)
 
 
-def _with_pictures(episode: RobotEpisode, change: Callable[[np.ndarray], np.ndarray]) -> RobotEpisode:
-    """The episode with the frames of each camera changed, and without codes."""
+def _change_frames(episode: RobotEpisode, change: Callable[[np.ndarray], np.ndarray]) -> RobotEpisode:
+    """Return the episode with changed frames of each camera; its codes must be computed again."""
     head = None if episode.head is None else change(episode.head)
     return dataclasses.replace(episode, wrist=change(episode.wrist), head=head, codes=None)
 
@@ -63,10 +67,10 @@ def _with_pictures(episode: RobotEpisode, change: Callable[[np.ndarray], np.ndar
 
 
 def augment(observation: Any, kinds: Collection[str]) -> Any:
-    """A batch of observations with its images changed at random, each row by itself.
+    """Return a batch of observations with random changes of its images, different for each row.
 
-    `color`: (v^γ) · gain + offset, alike in all cameras and frames of a row. `shift`: by up to 1/16 of the side, alike
-    in all frames of a camera; borders are repeated.
+    `color` is (v^γ) · gain + offset, the same for all cameras and frames of a row. `shift` is by up to 1/16 of the
+    shorter side, the same for all frames of a camera; border pixels are repeated.
     """
     if not kinds:
         return observation
@@ -77,21 +81,20 @@ def augment(observation: Any, kinds: Collection[str]) -> Any:
         tables = random_color_tables(len(first), COLOR_STRENGTH, first.device)
         streams |= {name: recolor(streams[name], tables) for name in names}
     if "shift" in kinds:
-        sides = {name: streams[name].shape for name in names}
-        streams |= {name: random_shift(streams[name], _largest_shift(shape)) for name, shape in sides.items()}
+        streams |= {name: random_shift(streams[name], _largest_shift(streams[name].shape)) for name in names}
     return streams if isinstance(observation, Mapping) else streams[""]
 
 
 def shift_images(observation: Any, pixels: int) -> Any:
-    """Each image of a batch moved by up to `pixels`, its border repeated (DrQ, Kostrikov et al., 2020)."""
+    """Shift each image of a batch by up to `pixels`, repeating its border (DrQ, Kostrikov et al., 2020)."""
     if not isinstance(observation, Mapping):
         return random_shift(observation, pixels) if _image_names(observation) else observation
     return {name: shift_images(stream, pixels) for name, stream in observation.items()}
 
 
 def random_shift(images: Tensor, pixels: int) -> Tensor:
-    """uint8 [B, …, H, W] or [B, H, W, 3]: one shift an image (and for all frames of a history)."""
-    if _is_channel_last(images.shape):
+    """Shift uint8 images [B, …, H, W] or [B, H, W, 3]: one shift for each row and all frames of its history."""
+    if _has_channels_last(images.shape):
         return random_shift(images.movedim(-1, 1), pixels).movedim(1, -1)
     batch, height, width = len(images), *images.shape[-2:]
     flat = images.reshape(batch, -1, height, width)
@@ -104,7 +107,7 @@ def random_shift(images: Tensor, pixels: int) -> Tensor:
 
 
 def random_color_tables(batch: int, strength: float, device: torch.device) -> Tensor:
-    """uint8 [B, 3, 256]: for each row and channel what every level becomes, as `colour_tables`."""
+    """Return uint8 [B, 3, 256]: tables as those of `color_tables`, for each row of a batch."""
 
     def uniform(channels: int) -> Tensor:
         return (2 * torch.rand(batch, channels, 1, device=device) - 1) * strength
@@ -115,8 +118,8 @@ def random_color_tables(batch: int, strength: float, device: torch.device) -> Te
 
 
 def recolor(images: Tensor, tables: Tensor) -> Tensor:
-    """uint8 images [B, …, 3, H, W] or [B, H, W, 3] with their levels looked up; of other channels, as they are."""
-    axis = -1 if _is_channel_last(images.shape) else -3
+    """Apply color tables to uint8 images [B, …, 3, H, W] or [B, H, W, 3]; others are returned unchanged."""
+    axis = -1 if _has_channels_last(images.shape) else -3
     if images.shape[axis] != 3:
         return images
     channels = images.movedim(axis, 1).reshape(len(images), 3, -1)  # [B, 3, pixels]
@@ -129,7 +132,7 @@ def recolor(images: Tensor, tables: Tensor) -> Tensor:
 
 
 def has_images(space: spaces.Space) -> bool:
-    """Whether an observation space has images that `augment` changes."""
+    """Return whether an observation space has images that `augment` changes."""
     parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
     return any(part.dtype == np.uint8 and len(part.shape or ()) >= 3 for part in parts)
 
@@ -139,10 +142,10 @@ def _image_names(observation: Any) -> list[str]:
     return [name for name, value in streams.items() if value.dtype == torch.uint8 and value.ndim >= 4]
 
 
-def _is_channel_last(shape: torch.Size) -> bool:
-    return len(shape) == 4 and shape[-1] in (1, 3, 4) and shape[1] not in (1, 3, 4)
+def _has_channels_last(shape: torch.Size) -> bool:
+    return len(shape) == 4 and shape[-1] in CHANNELS and shape[1] not in CHANNELS
 
 
 def _largest_shift(shape: torch.Size) -> int:
-    sides = shape[1:3] if _is_channel_last(shape) else shape[-2:]
+    sides = shape[1:3] if _has_channels_last(shape) else shape[-2:]
     return max(1, round(min(sides) * SHIFT))

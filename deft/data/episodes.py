@@ -1,14 +1,15 @@
-"""Whole episodes of a robot's frames, states and actions, kept to train world models on.
+"""Whole episodes of robot frames, states and actions, for training world models.
 
-`EpisodeBuffer` is a ring of them, on the CPU or a GPU; `EpisodeBatch` is some of them side by side, and cuts chunks of
-consecutive steps or single steps out of them in the layout of the F1 model's batches. The trainers of
-`deft.training.phases` and the evaluation of world models use both.
+`EpisodeBuffer` is a ring of episodes on the CPU or a GPU, and `EpisodeStore` one that is saved with the run.
+`EpisodeBatch` is a padded batch of episodes from which chunks of consecutive steps, or single steps, are taken in the
+layout of the F1 model's batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,22 +24,23 @@ from deft.errors import InputError
 
 @dataclass
 class EpisodeBatch:
-    """B episodes side by side, padded to the longest: every tensor is [B, S, …]."""
+    """B episodes, padded to the longest: every tensor is [B, S, …]."""
 
     streams: dict[str, Tensor]
-    lengths: Tensor  # int64 [B], on the CPU: steps of each
-    history: int = 4  # frames and actions of a history
+    lengths: Tensor  # int64 [B], on the CPU: the steps of each episode
+    history: int = 4  # number of frames and actions in a history
     stride: int = 1  # steps between them
 
     @property
     def longest(self) -> int:
-        """Steps of the longest episode."""
+        """The number of steps of the longest episode."""
         return int(self.lengths.max())
 
     def chunk(self, start: int, length: int) -> tuple[dict[str, Tensor], Tensor] | None:
-        """Steps start … start + length − 1 of the episodes that reach there, [T, B', …], and which rows these are.
+        """Return steps start … start + length − 1 of the episodes that have them, [T, B', …], and their rows.
 
-        Where one ends within the chunk, `step_mask` says which steps are real; None where none reaches the start.
+        If an episode ends within the chunk, `step_mask` marks the real steps. Returns None if no episode reaches
+        `start`.
         """
         rows = torch.nonzero(self.lengths > start).flatten()
         if not len(rows):
@@ -47,29 +49,26 @@ class EpisodeBatch:
         steps = torch.arange(start, end)
         real = steps[:, None] < self.lengths[rows]
         times = torch.minimum(steps[:, None], self.lengths[rows] - 1)
-        batch = self._at(times, rows.expand(len(steps), -1))
+        batch = self.steps(rows.expand(len(steps), -1), times)
         if not bool(real.all()):
             batch[schema.STEP_MASK] = real.to(batch[schema.STATE].device)
         return batch, rows
 
     def without_head(self) -> EpisodeBatch:
-        """The same episodes as a robot sees them that has its wrist camera alone."""
+        """Return the same episodes without the head camera."""
         return dataclasses.replace(self, streams={name: s for name, s in self.streams.items() if name != "head"})
 
-    def steps(self, rows: Tensor, times: Tensor, motion_only: bool = False) -> dict[str, Tensor]:
-        """Single steps, [N, …]; `motion_only`: without what the motion prior does not look at."""
-        return self._at(times, rows, motion_only)
-
     def all_steps(self) -> tuple[Tensor, Tensor]:
-        """Rows and times of every step there is."""
+        """Return the rows and times of all steps."""
         mask = torch.arange(self.longest) < self.lengths[:, None]
         rows, times = torch.nonzero(mask, as_tuple=True)
         return rows, times
 
-    def _at(self, times: Tensor, rows: Tensor, motion_only: bool = False) -> dict[str, Tensor]:
-        """A batch of the steps `times` of the episodes `rows`, both of one shape.
+    def steps(self, rows: Tensor, times: Tensor, motion_only: bool = False) -> dict[str, Tensor]:
+        """Return steps `times` of episodes `rows`, two tensors of the same shape.
 
-        As the environments' histories: before an episode's beginning there is its first frame, and no action.
+        Histories are those of the environments: before an episode's beginning they repeat its first frame, with zero
+        actions. `motion_only` leaves out what the motion prior does not use.
         """
         device = self.streams["wrist"].device
         back = torch.arange(self.history - 1, -1, -1) * self.stride
@@ -95,9 +94,9 @@ class EpisodeBatch:
 
 
 class EpisodeBuffer:
-    """A ring of `capacity` episodes of at most `max_steps` steps. New ones replace the oldest.
+    """A ring of `capacity` episodes of at most `max_steps` steps; new episodes replace the oldest.
 
-    What was never drawn is drawn first, the oldest of it before the newer; then at random.
+    Episodes that were never drawn are drawn first, oldest first; the others are drawn at random.
     """
 
     def __init__(self, capacity: int, max_steps: int, device: str | torch.device = "cpu") -> None:
@@ -110,44 +109,44 @@ class EpisodeBuffer:
         self._storage: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
-        """Episodes that are there."""
+        """Return the number of episodes in the buffer."""
         return min(self.num_added, self.capacity)
 
     @property
     def num_unseen(self) -> int:
-        """Episodes that were never drawn."""
+        """The number of episodes that were never drawn."""
         return int((~self._drawn).sum())
 
     def add(self, episode: RobotEpisode) -> None:
-        """Keep an episode, in the place of the oldest where the ring is full."""
+        """Store an episode; a full buffer replaces its oldest one."""
         length, streams = len(episode), episode.streams()
         if length > self.max_steps:
-            raise InputError(f"an episode of {length} steps does not fit a buffer of {self.max_steps}")
+            raise InputError(f"an episode of {length} steps does not fit into a buffer of {self.max_steps} steps")
         if not self._storage:
             self._allocate(streams)
         if streams.keys() != self._storage.keys():
             raise InputError(
-                f"an episode with {', '.join(streams)} does not fit a buffer of {', '.join(self._storage)}"
+                f"an episode with {', '.join(streams)} does not fit into a buffer of {', '.join(self._storage)}"
             )
-        place = self.num_added % self.capacity
+        row = self.num_added % self.capacity
         for name, values in streams.items():
             storage = self._storage[name]
             tensor = torch.as_tensor(values)
             if tensor.shape[1:] != storage.shape[2:]:
                 raise InputError(
-                    f"{name} of an episode is {list(tensor.shape[1:])} a step; the buffer has {list(storage.shape[2:])}"
+                    f"{name} of an episode has shape {list(tensor.shape[1:])}; the buffer has {list(storage.shape[2:])}"
                 )
-            storage[place, : len(tensor)] = tensor.to(self.device, storage.dtype)
-        self.lengths[place], self.numbers[place] = length, episode.number
-        self._drawn[place] = False
+            storage[row, : len(tensor)] = tensor.to(self.device, storage.dtype)
+        self.lengths[row], self.numbers[row] = length, episode.number
+        self._drawn[row] = False
         self.num_added += 1
 
     def draw(self, count: int, generator: np.random.Generator) -> np.ndarray:
-        """Places of `count` different episodes (of all, where there are fewer)."""
+        """Return the rows of `count` different episodes, or of all if there are fewer."""
         if not len(self):
-            raise InputError("the episode buffer is empty: collect before training")
+            raise InputError("the episode buffer is empty: collect episodes before training")
         count = min(count, len(self))
-        order = (np.arange(len(self)) + self.num_added) % len(self)  # the oldest first
+        order = (np.arange(len(self)) + self.num_added) % len(self)  # oldest first
         unseen = order[~self._drawn[order]][:count]
         others = np.setdiff1d(np.arange(len(self)), unseen)
         again = generator.choice(others, count - len(unseen), replace=False)
@@ -156,19 +155,19 @@ class EpisodeBuffer:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """How many were added and which were drawn; the episodes themselves come from their source again."""
+        """Return which episodes were added and drawn; their source provides the episodes themselves again."""
         return {"num_added": self.num_added, "drawn": self._drawn.tolist()}
 
     def refill(self, episodes: list[RobotEpisode], state: Mapping[str, Any]) -> None:
-        """Put back the latest episodes, as the buffer was when `state` was taken: each in its place."""
+        """Restore the buffer as it was when `state` was taken; `episodes` are the latest ones."""
         self.num_added = state["num_added"] - len(episodes)
         for episode in episodes:
             self.add(episode)
         self._drawn = np.array(state["drawn"], bool)
 
-    def batch(self, places: np.ndarray, history: int = 4, stride: int = 1) -> EpisodeBatch:
-        """Episodes side by side."""
-        index = torch.as_tensor(places)
+    def batch(self, rows: np.ndarray, history: int = 4, stride: int = 1) -> EpisodeBatch:
+        """Return the episodes of these rows as one batch."""
+        index = torch.as_tensor(rows)
         lengths = self.lengths[index]
         longest = int(lengths.max())
         streams = {
@@ -187,18 +186,67 @@ class EpisodeBuffer:
             except RuntimeError as error:
                 size = np.prod(shape, dtype=np.float64) * dtype.itemsize / 2**30
                 raise InputError(
-                    f"buffer_capacity: {self.capacity} episodes take {size:.1f} GiB of {name} alone, which is not "
-                    "there; set it lower"
+                    f"buffer_capacity: {self.capacity} episodes need {size:.1f} GiB for {name} alone, which cannot be "
+                    "allocated; use a smaller buffer_capacity"
                 ) from error
 
 
-def side_by_side(
+def batch_episodes(
     episodes: list[RobotEpisode], history: int = 4, stride: int = 1, device: str | torch.device = "cpu"
 ) -> EpisodeBatch:
-    """Episodes as one batch, without a buffer."""
+    """Return episodes as one batch."""
     if not episodes:
-        raise InputError("a batch of no episodes")
+        raise InputError("a batch needs at least one episode")
     buffer = EpisodeBuffer(len(episodes), max(map(len, episodes)), device)
     for episode in episodes:
         buffer.add(episode)
     return buffer.batch(np.arange(len(episodes)), history, stride)
+
+
+class EpisodeStore:
+    """The latest `capacity` episodes, on the CPU, saved with the run.
+
+    The adversarial phase uses it: the episodes of a learning explorer cannot be collected again.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.episodes: deque[RobotEpisode] = deque(maxlen=capacity)
+        self.num_unseen = 0  # the newest episodes, which `draw_unseen_first` has not drawn yet
+
+    def __len__(self) -> int:
+        """Return the number of episodes."""
+        return len(self.episodes)
+
+    def add(self, episodes: Iterable[RobotEpisode]) -> None:
+        """Store episodes; they replace the oldest ones if necessary."""
+        new = list(episodes)
+        self.episodes.extend(new)
+        self.num_unseen = min(self.num_unseen + len(new), len(self.episodes))
+
+    def draw(self, count: int, generator: np.random.Generator) -> list[RobotEpisode]:
+        """Return `count` different episodes at random, or all if there are fewer."""
+        chosen = generator.choice(len(self.episodes), min(count, len(self.episodes)), replace=False)
+        return [self.episodes[index] for index in chosen]
+
+    def draw_unseen_first(self, count: int, generator: np.random.Generator) -> list[RobotEpisode]:
+        """Return `count` episodes in the order of `EpisodeBuffer`: unseen ones, oldest first, then random ones."""
+        seen = len(self.episodes) - self.num_unseen
+        chosen = list(range(seen, min(seen + count, len(self.episodes))))
+        self.num_unseen -= len(chosen)
+        chosen += generator.choice(seen, min(count - len(chosen), seen), replace=False).tolist()
+        return [self.episodes[index] for index in chosen]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return all episodes as tensors."""
+        return [
+            {"number": episode.number, **{name: torch.as_tensor(value) for name, value in episode.streams().items()}}
+            for episode in self.episodes
+        ]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Load what `state_dict` returned."""
+        self.episodes.clear()
+        self.add(
+            RobotEpisode(**{name: value if name == "number" else value.numpy() for name, value in one.items()})
+            for one in state
+        )

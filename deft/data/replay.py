@@ -1,34 +1,96 @@
-"""Uniform batches of transitions out of a table in memory; what the off-policy algorithms draw from."""
+"""Uniform batches of vector transitions from a table in memory, for off-policy algorithms.
+
+Datasets of vector observations load into a `TransitionTable`; `ReplayBuffer` samples from it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from deft import schema
-from deft.data.columns import Key
-from deft.data.transitions import TransitionTable
+from deft.data.tensors import Batch, Key
+from deft.errors import InputError
 
-Batch: TypeAlias = dict[Key, Any]
+BLOCK = 32  # batches gathered at once on the CPU: one large gather costs a fifth of as many small ones
 
 
-BLOCK = 32  # batches drawn ahead on the CPU: one large gather costs a fifth of as many small ones
+class TransitionTable:
+    """Episodes in one float32 tensor of rows observation | action | reward | terminated.
+
+    An episode of T transitions has T + 1 rows; the last one holds only the final observation. The next observation of a
+    transition is the row below it, so no observation is stored twice. An episode whose last transition is not
+    terminated was truncated.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int] | np.ndarray, observation_dim: int, action_dim: int, rows: Tensor | None = None
+    ) -> None:
+        self.lengths = np.asarray(lengths, np.int64)
+        if len(self.lengths) == 0 or self.lengths.min() < 1:
+            raise InputError("a table of transitions needs at least one episode, and each at least one transition")
+        self.observation_dim, self.action_dim = observation_dim, action_dim
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths + 1)[:-1]])
+        shape = (int(self.lengths.sum()) + len(self.lengths), observation_dim + action_dim + 2)
+        self.rows = torch.zeros(shape) if rows is None else rows
+        if tuple(self.rows.shape) != shape:
+            raise InputError(f"rows have shape {tuple(self.rows.shape)}; these episodes need {shape}")
+
+    def __len__(self) -> int:
+        """Return the number of transitions."""
+        return int(self.lengths.sum())
+
+    @property
+    def observation(self) -> Tensor:
+        """[rows, observation_dim]: T + 1 observations for each episode."""
+        return self.rows[:, : self.observation_dim]
+
+    @property
+    def action(self) -> Tensor:
+        """[rows, action_dim]; 0 in the last row of an episode."""
+        return self.rows[:, self.observation_dim : -2]
+
+    @property
+    def reward(self) -> Tensor:
+        """[rows]; 0 in the last row of an episode."""
+        return self.rows[:, -2]
+
+    @property
+    def terminated(self) -> Tensor:
+        """[rows]: 1.0 where the transition ended its episode, other than by a time limit."""
+        return self.rows[:, -1]
+
+    def episode_rows(self, episode: int) -> slice:
+        """Return the rows of one episode, including its final observation."""
+        start = int(self.starts[episode])
+        return slice(start, start + int(self.lengths[episode]) + 1)
+
+    def select(self, episodes: Sequence[int] | np.ndarray) -> TransitionTable:
+        """Return a table with a copy of some episodes."""
+        rows = torch.cat([self.rows[self.episode_rows(int(episode))] for episode in episodes])
+        return TransitionTable(self.lengths[episodes], self.observation_dim, self.action_dim, rows)
+
+    def transition_rows(self) -> Tensor:
+        """Return the row of each transition, int64 [len(self)]: all rows except the last of each episode."""
+        is_last = torch.zeros(len(self.rows), dtype=torch.bool)
+        is_last[torch.from_numpy(self.starts + self.lengths)] = True
+        return (~is_last).nonzero().squeeze(1)
 
 
 class ReplayBuffer:
-    """Draws transitions of a `TransitionTable`, with replacement, from a generator of its own.
+    """Samples transitions of a `TransitionTable` with replacement, with its own random generator.
 
-    A transition is one lookup: its row and the row below it, which holds the next observation, lie side by side in
-    memory. Batches are views of what was gathered. With `num_members` learners they are [members, B, …], each learner
-    with transitions of its own.
+    A transition is one lookup: its row and the row below it, which holds the next observation, are adjacent in memory.
+    Batches are views of the gathered rows. With `num_members` learners they are [members, B, …], with separate
+    transitions for each learner.
     """
 
-    capturable = True  # `sample` may be recorded as part of a CUDA graph
+    capturable = True  # `sample` may be captured in a CUDA graph
 
     def __init__(
         self, table: TransitionTable, seed: int = 0, num_members: int = 1, device: torch.device | str = "cpu"
@@ -38,56 +100,56 @@ class ReplayBuffer:
         self.device = torch.device(device)
         self.generator = torch.Generator(self.device)
         self.generator.manual_seed(seed)
-        self._block = BLOCK if self.device.type == "cpu" else 1  # a GPU's update is recorded with its draw
+        self._block = BLOCK if self.device.type == "cpu" else 1  # on a GPU, sampling is captured with the update
         self._rows = table.rows.to(self.device)
         count, width = self._rows.shape
         self._pairs = self._rows.as_strided((count - 1, 2 * width), (width, 1))  # row i: rows i and i + 1, no copy
         self._first = table.transition_rows().to(self.device, torch.int32)
         self._reward_scale = 1.0
         self._returns: Tensor | None = None
-        self._ahead: list[Batch] = []  # last first
+        self._ahead: list[Batch] = []  # batches gathered and not yet returned, in reverse order
         self._ahead_size = 0
         self._state_before = self.generator.get_state()
 
     def __len__(self) -> int:
-        """Transitions."""
+        """Return the number of transitions."""
         return len(self._first)
 
     def shard(self, rank: int, count: int) -> None:
-        """Draw from every `count`-th transition alone, from `rank` on: the share of one of several processes."""
+        """Sample only every `count`-th transition, starting at `rank`: the shard of one of several processes."""
         self._first = self._first[rank::count].contiguous()
         self._ahead, self._ahead_size = [], 0
 
     def scale_rewards(self, scale: float) -> None:
-        """Multiply the rewards of every batch by this."""
+        """Multiply the rewards of every batch by `scale`."""
         self._reward_scale = scale
         self._ahead = []
 
     def add_returns(self, gamma: float) -> None:
-        """Give each transition of a batch its discounted return to the end of the recording (`schema.VALUE_TARGET`)."""
+        """Add `schema.VALUE_TARGET` to batches: the discounted return to the end of the recorded episode."""
         self._returns = discounted_returns(self.table, gamma).to(self.device)
         self._ahead, self._ahead_size = [], 0
 
     def sample(self, batch_size: int) -> Batch:
-        """A batch in the schema's keys, good until the next is drawn; `terminated` as 0.0 and 1.0."""
+        """Return a batch in the schema's keys, valid until the next call; `terminated` is 0.0 or 1.0."""
         if not self._ahead or self._ahead_size != batch_size:
-            self._draw(batch_size)
+            self._gather_block(batch_size)
         return self._ahead.pop()
 
     def gather(self, transitions: np.ndarray) -> Batch:
-        """The observations and actions of given transitions, counted from 0, in a batch of their own."""
+        """Return the observations and actions of the given transitions, numbered from 0."""
         rows = self._rows[self._first[torch.as_tensor(transitions, device=self.device)].long()]
         if self.num_members > 1:
             rows = rows.expand(self.num_members, *rows.shape)
         dim = self.table.observation_dim
         return {schema.OBSERVATION: rows[..., :dim], schema.ACTION: rows[..., dim:-2]}
 
-    def _draw(self, batch_size: int) -> None:
-        """Gather the next batches at once, into the memory of the last ones."""
+    def _gather_block(self, batch_size: int) -> None:
+        """Sample and gather the next batches at once, into the memory of the previous ones."""
         if self.device.type == "cpu":
             self._state_before = self.generator.get_state()
         if self._ahead_size != batch_size:
-            self._cut(batch_size)
+            self._allocate(batch_size)
         torch.randint(len(self._first), self._draws.shape, generator=self.generator, out=self._draws)
         torch.index_select(self._first, 0, self._draws, out=self._chosen)
         torch.index_select(self._pairs, 0, self._chosen, out=self._gathered)
@@ -98,8 +160,8 @@ class ReplayBuffer:
             self._chosen_returns.mul_(self._reward_scale)
         self._ahead = self._views.copy()
 
-    def _cut(self, batch_size: int) -> None:
-        """Make the memory that batches of this size are gathered into, and the views of it that are the batches."""
+    def _allocate(self, batch_size: int) -> None:
+        """Allocate the memory for a block of batches of this size, and create the views that are the batches."""
         self._ahead_size = batch_size
         members = () if self.num_members == 1 else (self.num_members,)
         shape = (self._block, *members, batch_size)
@@ -119,21 +181,21 @@ class ReplayBuffer:
         }
         if self._returns is not None:
             columns[schema.VALUE_TARGET] = self._chosen_returns.view(shape)
-        cut = [column.unbind(0) for column in columns.values()]
-        self._views = [dict(zip(columns, parts, strict=True)) for parts in zip(*cut, strict=True)][::-1]
+        batches = zip(*(column.unbind(0) for column in columns.values()), strict=True)
+        self._views = [dict(zip(columns, parts, strict=True)) for parts in batches][::-1]
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Batches without end."""
+        """Yield batches without end."""
         while True:
             yield self.sample(batch_size)
 
     def observations(self, block: int = 65_536) -> Iterator[Tensor]:
-        """Every observation that a transition starts from, in blocks; for normalisers."""
+        """Yield the observations at which transitions start, in blocks, for observation normalisation."""
         for rows in self._first.split(block):
             yield self._rows.index_select(0, rows)[:, : self.table.observation_dim]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the generator stands, and how many of the batches drawn ahead are still to come."""
+        """Return the generator's state and the number of gathered batches that are not yet returned."""
         if self.device.type != "cpu":
             return {"generator": self.generator.get_state(), "ahead": 0, "batch_size": 0}
         ahead = len(self._ahead)
@@ -141,19 +203,19 @@ class ReplayBuffer:
         return {"generator": state, "ahead": ahead, "batch_size": self._ahead_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; the batches drawn ahead are drawn again."""
+        """Load what `state_dict` returned; the batches of the current block are gathered again."""
         self.generator.set_state(state["generator"])
         self._ahead = []
         if state["ahead"]:
-            self._draw(state["batch_size"])
+            self._gather_block(state["batch_size"])
             del self._ahead[state["ahead"] :]
 
 
 def discounted_returns(table: TransitionTable, gamma: float) -> Tensor:
-    """G_t = r_t + γ G_{t+1} to the end of each episode, one value a row; 0 in an episode's last row."""
+    """Return G_t = r_t + γ G_{t+1} to the end of each episode, for each row; 0 in the last row of an episode."""
     rewards = table.reward.numpy()
     returns = np.zeros(len(rewards), np.float64)
-    # From the ends backwards, all episodes at once: step k is the k-th transition from each episode's end.
+    # Backwards from the ends, all episodes at once: step k is the k-th transition from the end of each episode.
     ends, lengths = table.starts + table.lengths, table.lengths
     order = np.argsort(-lengths)
     ends, lengths = ends[order], lengths[order]

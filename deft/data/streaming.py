@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.data.datasets.dataset import Dataset, Episode
-from deft.data.replay import Batch
+from deft.data.tensors import Batch
 from deft.errors import InputError
 
 DEFAULT_CACHE_BYTES = 2 * 2**30

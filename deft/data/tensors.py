@@ -1,9 +1,10 @@
-"""Between the environments' arrays and the policies' TensorDicts."""
+"""Conversion between the NumPy arrays of environments and the tensors of policies."""
 
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -11,11 +12,38 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
-from deft.data.columns import to_device
 from deft.errors import NOT_FINITE, RunError
 
+Key: TypeAlias = str | tuple[str, ...]
+Row: TypeAlias = Mapping[Key, Tensor | np.ndarray]
+Batch: TypeAlias = dict[Key, Any]
 Arrays = np.ndarray | dict[str, np.ndarray]
 Memory = TypeVar("Memory", Tensor, TensorDictBase)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's values as an array, without a copy if they are in main memory."""
+    if tensor.is_cpu and not tensor.requires_grad:
+        return tensor.numpy()  # several times faster than with force=True
+    if tensor.is_cuda:
+        return _copy_from_gpu(tensor.detach()).numpy()
+    return tensor.numpy(force=True)
+
+
+def _copy_from_gpu(tensor: Tensor) -> Tensor:
+    """Copy to main memory; the thread sleeps while it waits, whereas `Tensor.cpu` keeps a core busy."""
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    values.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)
+    copied.record(torch.cuda.current_stream(tensor.device))
+    copied.synchronize()
+    return values
+
+
+def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Return the values on a device: without a copy on the CPU, with an asynchronous copy on a GPU."""
+    tensor = torch.as_tensor(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def policy_inputs(
@@ -25,8 +53,9 @@ def policy_inputs(
     mask: Tensor | None = None,
     previous_reward: np.ndarray | None = None,
 ) -> TensorDict:
-    """What `Policy.act` and `get_value` read: the observation, the memory before it, the mask of padded action dims,
-    and, for a policy that `needs_reward`, what its last action earned.
+    """Return the input of `Policy.act` and `get_value`.
+
+    `mask` marks the action dimensions that are not padding. `previous_reward` is for policies with `needs_reward`.
     """
     tensors: Tensor | dict[str, Tensor]
     if isinstance(observation, dict):
@@ -45,21 +74,21 @@ def policy_inputs(
     return td
 
 
-def check_drawn(log_prob: Tensor | np.ndarray | None) -> None:
-    """Raise RunError where the log-prob of a drawn action is not a number.
+def check_log_prob(log_prob: Tensor | np.ndarray | None) -> None:
+    """Raise RunError if the log-prob of a sampled action is NaN; None is allowed.
 
-    NaN logits become valid choices and tokens: they show in the log-prob alone. None: of a policy that has none.
+    Sampling from NaN logits still returns valid discrete actions and tokens, so only the log-prob shows the NaN.
     """
     if log_prob is None or not math.isnan(float(log_prob.sum())):
         return
     bad = np.isnan(log_prob.numpy(force=True) if isinstance(log_prob, Tensor) else log_prob)
-    if bad.any():  # else the sum of infinities
+    if bad.any():  # otherwise the sum is NaN because of infinities of both signs
         row = int(np.argwhere(bad)[0][0])
         raise RunError(f"the policy's output for environment {row} is not a number, {NOT_FINITE}")
 
 
 def zero_rows(memory: Memory, index: np.ndarray) -> Memory:
-    """Memory with the given rows at zero: an episode's first step."""
+    """Return the recurrent memory with the given rows set to zero, for the first step of an episode."""
     if len(index):
         memory = memory.clone()
         parts = [memory] if isinstance(memory, Tensor) else memory.values(include_nested=True, leaves_only=True)

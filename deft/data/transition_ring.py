@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.data.columns import Key, Row, to_device, to_numpy
-from deft.data.replay import Batch
+from deft.data.tensors import Batch, Key, Row, to_device, to_numpy
 from deft.errors import InputError
 from deft.machine import physical_memory
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from deft import schema
 from deft.data.datasets.dataset import Dataset
-from deft.data.replay import Batch, discounted_returns
+from deft.data.replay import TransitionTable, discounted_returns
 from deft.data.streaming import DEFAULT_CACHE_BYTES, StreamingBuffer
-from deft.data.transitions import TransitionTable
+from deft.data.tensors import Batch
 
 
 class EpisodeWindows:

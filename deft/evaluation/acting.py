@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deft import schema
-from deft.data.tensors import check_drawn, policy_inputs, zero_rows
+from deft.data.tensors import check_log_prob, policy_inputs, zero_rows
 from deft.envs.vector import Observation, take_rows
 from deft.models.policy import Policy
 
@@ -57,7 +57,7 @@ class PolicyActor:
         rewards = None if reward is None else reward[due]
         inputs = policy_inputs(take_rows(observation, due), self._device, memory, mask, rewards)
         td = self._policy.act(inputs, self._deterministic)
-        check_drawn(td.get(schema.LOG_PROB, None))
+        check_log_prob(td.get(schema.LOG_PROB, None))
         chunks = td[schema.ACTION].numpy(force=True)
         if self._policy.chunk_length == 1:
             chunks = chunks[:, None]

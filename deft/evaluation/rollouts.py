@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deft import schema
-from deft.data.tensors import check_drawn, policy_inputs, zero_rows
+from deft.data.tensors import check_log_prob, policy_inputs, zero_rows
 from deft.envs.make import wrap
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
@@ -61,7 +61,7 @@ def play_episodes(
                 actions = random_actions(env, generator) if act is None else act()
             else:
                 td = policy.act(policy_inputs(observation, device, memory, mask, reward), deterministic)
-                check_drawn(td.get(schema.LOG_PROB, None))
+                check_log_prob(td.get(schema.LOG_PROB, None))
                 actions = td[schema.ACTION].numpy(force=True)
                 memory = td.get(schema.NEXT_MEMORY, None)
             step = env.step(actions)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.data.episodes import EpisodeBatch, side_by_side
+from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.evaluation.plots import plot_comparison
 from deft.models.f1.frames import to_model, to_pictures
@@ -48,7 +48,7 @@ def coded_batches(policy: F1Policy, episodes: list[RobotEpisode]) -> list[Episod
             dataclasses.replace(episode, codes=encode_frames(policy, episode.wrist))
             for episode in episodes[start : start + EPISODES_TOGETHER]
         ]
-        batches.append(side_by_side(part, model.n_obs_img_steps, model.obs_img_stride, policy.device))
+        batches.append(batch_episodes(part, model.n_obs_img_steps, model.obs_img_stride, policy.device))
     return batches
 
 

@@ -21,8 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.data.rollout import RolloutBuffer
-from deft.data.vla_buffer import VLABuffer
+from deft.data.rollout import RolloutBuffer, VLABuffer
 from deft.errors import RunError
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy

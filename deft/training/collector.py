@@ -17,9 +17,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from deft import schema
-from deft.data.columns import Key, Row, to_numpy
 from deft.data.rollout import RolloutBuffer
-from deft.data.tensors import check_drawn, policy_inputs, zero_rows
+from deft.data.tensors import Key, Row, check_log_prob, policy_inputs, to_numpy, zero_rows
 from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep, first_not_finite, take_rows
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
@@ -171,11 +170,11 @@ class Collector:
             row[schema.ACTION] = action
             return row, None
         if self._mask is None and (acted := self.policy.act_arrays(self._observation)) is not None:
-            check_drawn(acted[schema.LOG_PROB])
+            check_log_prob(acted[schema.LOG_PROB])
             row.update(acted)
             return row, None
         td = self.policy.act(policy_inputs(self._observation, self.device, self._memory, self._mask))
-        check_drawn(td.get(schema.LOG_PROB, None))
+        check_log_prob(td.get(schema.LOG_PROB, None))
         for key in set(td.keys()) - {schema.OBSERVATION, schema.NEXT}:
             if key == schema.SAMPLE:
                 row |= {(schema.SAMPLE, *_path(name)): part for name, part in td[key].items(True, True)}

@@ -8,8 +8,7 @@ from __future__ import annotations
 from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.experience import DatasetBatches, Groups, Replay
 from deft.config.settings import TrainerConfig
-from deft.data.rollout import RolloutBuffer
-from deft.data.vla_buffer import VLABuffer
+from deft.data.rollout import RolloutBuffer, VLABuffer
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.policy import Policy

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 
 from deft import schema
 from deft.algorithms.experience import Groups
-from deft.data.columns import Columns, Row
-from deft.data.tensors import zero_rows
+from deft.data.rollout import Columns
+from deft.data.tensors import Row, zero_rows
 from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.models.policy import Policy

@@ -22,7 +22,7 @@ from deft.config.loading import read_mapping, replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset, normalized_score
-from deft.data.datasets.renamed import RenamedDataset
+from deft.data.datasets.views import RenamedDataset
 from deft.envs.make import check_id, make_another, make_env, make_vector_env, wrap
 from deft.envs.rename import rename
 from deft.envs.vector import VectorEnv

@@ -15,7 +15,7 @@ from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.experience import Replay
 from deft.data.datasets import load_dataset
-from deft.data.replay import Batch
+from deft.data.tensors import Batch
 from deft.data.transition_ring import TransitionRing
 from deft.errors import InputError
 from deft.models.normalization import has_seen_data

@@ -14,7 +14,7 @@ from deft.algorithms.decision_transformer import DecisionTransformer, DropoutMas
 from deft.config.algorithm_settings import DTSettings
 from deft.config.settings import ActorConfig, VLAConfig
 from deft.data.datasets.dataset import VectorDataset
-from deft.data.transitions import TransitionTable
+from deft.data.replay import TransitionTable
 from deft.data.windows import EpisodeWindows
 from deft.envs.make import wrap
 from deft.errors import InputError

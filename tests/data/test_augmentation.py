@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from deft.data import augmentation
-from deft.data.augmentation import augment, random_color_tables, recolor, recoloured, shifted
+from deft.data.augmentation import augment, random_color_tables, recolor, recolor_episode, shift_episode
 from deft.data.robot_episode import RobotEpisode
 
 
@@ -17,7 +17,7 @@ def test_an_episode_is_shifted_alike_in_all_frames():
     """Each frame is one of the nine moves by −1, 0 or 1, with its edge repeated, and all frames are moved alike."""
     episode, found = an_episode(), set()
     for seed in range(40):
-        moved = shifted(episode, np.random.default_rng(seed), 1)
+        moved = shift_episode(episode, np.random.default_rng(seed), 1)
         padded = np.pad(episode.wrist, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge")
         fits = [
             (down, right)
@@ -32,8 +32,8 @@ def test_an_episode_is_shifted_alike_in_all_frames():
 
 def test_nothing_changes_unasked():
     episode = an_episode()
-    assert shifted(episode, np.random.default_rng(0), 0) is episode
-    assert recoloured(episode, np.random.default_rng(0), 0.0) is episode
+    assert shift_episode(episode, np.random.default_rng(0), 0) is episode
+    assert recolor_episode(episode, np.random.default_rng(0), 0.0) is episode
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ import pytest
 import torch
 from panning_camera import WORLD
 
-from deft.data.augmentation import colour_tables, recoloured
-from deft.data.episodes import EpisodeBuffer, side_by_side
+from deft.data.augmentation import color_tables, recolor_episode
+from deft.data.episodes import EpisodeBuffer, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import TeacherEnv
 from deft.envs.history import prediction_pair
@@ -48,7 +48,7 @@ def test_the_histories_are_those_of_the_environment():
             action=np.stack(actions),
             head=np.stack([one["head_rgb"][-1] for one in seen]),
         )
-        batch, rows = side_by_side([whole], history=4, stride=stride).chunk(0, 6)
+        batch, rows = batch_episodes([whole], history=4, stride=stride).chunk(0, 6)
         assert rows.tolist() == [0]
         for step, (inputs, target) in enumerate(pairs):
             assert np.array_equal(batch["image0_history"][step, 0, :4], inputs["wrist_rgb"])
@@ -61,7 +61,7 @@ def test_the_histories_are_those_of_the_environment():
 
 
 def test_an_episode_begins_with_its_first_frame_and_no_action():
-    batch, _ = side_by_side([episode(5)]).chunk(1, 1)
+    batch, _ = batch_episodes([episode(5)]).chunk(1, 1)
     assert batch["frame_tokens"][0, 0, :, 0].tolist() == [0, 0, 0, 1, 2]  # t = 1: img_{-2} … img_1, then img_2
     assert batch["action_history"][0, 0, :, 0].tolist() == [0, 0, 1, 2]  # a_0 is 1, a_1 is 2
     assert batch["state"][0, 0, 0] == 1
@@ -70,7 +70,7 @@ def test_an_episode_begins_with_its_first_frame_and_no_action():
 
 
 def test_chunks_of_episodes_that_end_at_different_times():
-    batch = side_by_side([episode(5), episode(3, 1), episode(2, 2)])
+    batch = batch_episodes([episode(5), episode(3, 1), episode(2, 2)])
     whole, rows = batch.chunk(0, 2)
     assert rows.tolist() == [0, 1, 2]
     assert "step_mask" not in whole
@@ -126,11 +126,11 @@ def test_a_refilled_buffer_draws_as_the_first_did():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda buffer: buffer.add(episode(9)), "9 steps does not fit a buffer of 4"),
+        (lambda buffer: buffer.add(episode(9)), "9 steps does not fit into a buffer of 4"),
         (lambda buffer: EpisodeBuffer(2, 2).draw(1, np.random.default_rng(0)), "empty"),
-        (lambda buffer: RobotEpisode(np.zeros((3, 3, 4, 4)), np.zeros((4, 32)), np.zeros((3, 32))), "3 of wrist"),
+        (lambda buffer: RobotEpisode(np.zeros((3, 3, 4, 4)), np.zeros((4, 32)), np.zeros((3, 32))), "wrist has 3 rows"),
         (lambda buffer: buffer.add(RobotEpisode(np.zeros((5, 3, 8, 8)), np.zeros((5, 32)), np.zeros((4, 32)))),
-         "does not fit a buffer of wrist, state, action, codes"),
+         "does not fit into a buffer of wrist, state, action, codes"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(change, message):
@@ -143,12 +143,12 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_colours_change_alike_in_all_frames_of_both_cameras():
     frames = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8)).astype(np.uint8)
     whole = RobotEpisode(frames, np.zeros((4, 32)), np.zeros((3, 32)), head=frames[::-1].copy(), codes=np.zeros((4, 5)))
-    changed = recoloured(whole, np.random.default_rng(1), 0.3)
-    table = colour_tables(np.random.default_rng(1), 0.3)
+    changed = recolor_episode(whole, np.random.default_rng(1), 0.3)
+    table = color_tables(np.random.default_rng(1), 0.3)
     assert not np.array_equal(changed.wrist, frames)
     assert np.array_equal(changed.wrist, changed.head[::-1])
     for channel in range(3):
         assert np.array_equal(changed.wrist[:, channel], table[channel][frames[:, channel]])
         assert (np.diff(table[channel].astype(int)) >= 0).all()  # brighter stays brighter
     assert changed.codes is None  # they were of the old colours
-    assert recoloured(whole, np.random.default_rng(1), 0.0) is whole
+    assert recolor_episode(whole, np.random.default_rng(1), 0.0) is whole

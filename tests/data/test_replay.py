@@ -2,8 +2,7 @@ import numpy as np
 import torch
 
 from deft import schema
-from deft.data.replay import BLOCK, ReplayBuffer, discounted_returns
-from deft.data.transitions import TransitionTable
+from deft.data.replay import BLOCK, ReplayBuffer, TransitionTable, discounted_returns
 
 
 def numbered(lengths: list[int]) -> TransitionTable:

@@ -10,8 +10,8 @@ from shared_data import shared_data
 
 from deft import schema
 from deft.data.datasets import Dataset, Episode, VectorDataset, load_dataset
+from deft.data.replay import TransitionTable
 from deft.data.streaming import StreamingBuffer, episode_bytes
-from deft.data.transitions import TransitionTable
 from deft.errors import InputError
 
 

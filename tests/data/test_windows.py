@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from deft import schema
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
-from deft.data.transitions import TransitionTable
+from deft.data.replay import TransitionTable
 from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
 
 LENGTHS = (3, 1, 6)

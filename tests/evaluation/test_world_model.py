@@ -13,7 +13,7 @@ from panning_camera import WORLD, panning_config
 from deft import schema
 from deft.cli import main
 from deft.config.loading import to_dict
-from deft.data.episodes import side_by_side
+from deft.data.episodes import batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.evaluation.world_model import (
     episode_losses,
@@ -91,7 +91,7 @@ def brighter(length=12, start=20, by=10):
 def test_a_model_that_is_right_and_one_that_copies():
     """Every frame is 10 levels brighter than the last. A copy is wrong in every token, and 10 levels off:
     PSNR 10 log10(255² / 100) = 28.13 dB; a model that adds 10 is right everywhere (100 dB is the limit)."""
-    batches = [side_by_side([brighter(), brighter(7)])]
+    batches = [batch_episodes([brighter(), brighter(7)])]
     right, copies = (measure(FakePolicy(step), batches, ablations=False, horizon=3) for step in (10, 0))
     assert right["frames"] == copies["frames"] == 19
     assert right["moving_frames"] == 19
@@ -121,7 +121,7 @@ def test_a_model_that_is_right_and_one_that_copies():
 def test_frames_that_stand_still_do_not_count_for_psnr():
     """A brighter episode beside one that does not move: PSNR is of the first, tokens are of both."""
     still = brighter(12, 50, 0)
-    results = measure(FakePolicy(0), [side_by_side([brighter(), still])], ablations=False, horizon=0)
+    results = measure(FakePolicy(0), [batch_episodes([brighter(), still])], ablations=False, horizon=0)
     assert results["moving_frames"] == 12
     assert results["copy_acc"] == results["wm_acc"] == 0.5
     assert results["psnr"] == pytest.approx(10 * math.log10(255**2 / 100), abs=1e-4)
@@ -160,7 +160,7 @@ def test_ablations_and_carried_memory(run, monkeypatch, capsys):
     episodes = [InlineExplorer(Exploration({"world": WORLD, "max_steps": n}, seed=n)).take(1)[0] for n in (12, 7)]
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
-    batch = side_by_side(episodes)
+    batch = batch_episodes(episodes)
     monkeypatch.setattr("deft.runs.logging.LINE_INTERVAL", 0.0)
     results = measure(policy, [batch], horizon=3)
     # Six passes of two episodes: whole, three ablations, without the head camera, and there without the memory.
@@ -175,7 +175,7 @@ def test_ablations_and_carried_memory(run, monkeypatch, capsys):
     assert "by the wrist camera alone" in teacher_table(results)
     losses = []
     for episode in episodes:  # one after the other, all steps at once
-        steps, _ = side_by_side([episode]).chunk(0, 12)
+        steps, _ = batch_episodes([episode]).chunk(0, 12)
         with torch.no_grad():
             found = policy(steps, memory_state=policy.initial_memory(1))
         losses.append((len(episode), float(found["wm_loss"])))
@@ -190,7 +190,7 @@ def test_ablations_and_carried_memory(run, monkeypatch, capsys):
     first = batch.steps(torch.tensor([0, 1]), torch.tensor([0, 0]))
     predicted = policy.predict_images_only(first, policy.initial_memory(2))
     right = (predicted["frame_tokens"] == batch.streams["codes"][:, 1]).float().mean()
-    assert open_loop(policy, [side_by_side([RobotEpisode(*_cut(e, 3)) for e in episodes])], 3)["wm_acc"][0] == (
+    assert open_loop(policy, [batch_episodes([RobotEpisode(*_cut(e, 3)) for e in episodes])], 3)["wm_acc"][0] == (
         pytest.approx(float(right))
     )
     assert len(ahead["wm_acc"]) == 3

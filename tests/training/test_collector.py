@@ -8,8 +8,7 @@ from tensordict import TensorDictBase
 from worlds import Counting, Failing
 
 from deft import schema
-from deft.data.rollout import RolloutBuffer
-from deft.data.vla_buffer import VLABuffer
+from deft.data.rollout import RolloutBuffer, VLABuffer
 from deft.envs.chunk import ActionChunk
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv

@@ -18,8 +18,7 @@ from deft.algorithms.experience import Groups, Replay
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.algorithm_settings import AlgorithmSettings, OfflineSettings
 from deft.config.settings import LoggingConfig, PolicyConfig
-from deft.data.replay import ReplayBuffer
-from deft.data.transitions import TransitionTable
+from deft.data.replay import ReplayBuffer, TransitionTable
 from deft.errors import InputError
 from deft.training.offline import OfflineTrainer
 

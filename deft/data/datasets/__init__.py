@@ -19,7 +19,7 @@ from deft import trust
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
 from deft.data.datasets.fetch import d4rl_url, fetch_dataset, shown_progress
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
-from deft.data.datasets.renamed import RenamedDataset
+from deft.data.datasets.views import RenamedDataset
 from deft.errors import DeftError, InputError, one_line
 
 __all__ = [

@@ -13,7 +13,7 @@ import numpy as np
 
 from deft.data.datasets.dataset import VectorDataset, action_space_of, damaged, known_task, task_of
 from deft.data.datasets.hdf5 import blocks, column, is_hdf5, open_hdf5, read
-from deft.data.transitions import TransitionTable
+from deft.data.replay import TransitionTable
 from deft.errors import InputError
 
 

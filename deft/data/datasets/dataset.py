@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 
-from deft.data.transitions import TransitionTable
+from deft.data.replay import TransitionTable
 from deft.errors import InputError
 
 Observation = np.ndarray | dict[str, np.ndarray]

@@ -28,8 +28,8 @@ from deft.data.datasets.dataset import (
 )
 from deft.data.datasets.hdf5 import column, is_hdf5, one_line, open_hdf5, read
 from deft.data.recording_minari import DATA_FOLDER, EPISODE_FILE, EPISODES_FILE, METADATA_FILE
+from deft.data.replay import TransitionTable
 from deft.data.spaces import Stream, action_stream, space_from_json, stream_space, streams
-from deft.data.transitions import TransitionTable
 from deft.errors import DeftError, InputError
 from deft.plain_data import parse_bounded, read_bounded, whole_number
 

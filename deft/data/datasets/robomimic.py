@@ -24,7 +24,7 @@ from deft.data.datasets.dataset import (
     write_episode,
 )
 from deft.data.datasets.hdf5 import column, is_hdf5, open_hdf5, read
-from deft.data.transitions import TransitionTable
+from deft.data.replay import TransitionTable
 from deft.errors import InputError
 
 STATE = "state"  # the stream that the low-dimensional keys become beside images

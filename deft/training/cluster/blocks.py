@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deft.data.columns import Key
+from deft.data.tensors import Key
 from deft.envs.vector import Episode, Observation
 
 

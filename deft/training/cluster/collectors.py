@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from deft import schema
-from deft.data.columns import Key
+from deft.data.tensors import Key
 from deft.data.transition_ring import TransitionRing
 from deft.envs.vector import Observation
 from deft.models.policy import Policy

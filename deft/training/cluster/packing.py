@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deft import schema
-from deft.data.columns import Key
+from deft.data.tensors import Key
 from deft.training.cluster.blocks import Block
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.data.columns import Columns, Key, Row
+from deft.data.rollout import Columns
+from deft.data.tensors import Key, Row
 from deft.envs.vector import Episode, Observation, VectorEnv
 from deft.models.policy import Policy
 from deft.runs.compute import is_small, torch_threads

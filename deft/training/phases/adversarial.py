@@ -20,9 +20,8 @@ from deft import schema
 from deft.config.f1_settings import ExplorerSettings, PhaseConfig
 from deft.config.loading import to_dict
 from deft.config.validation import LEAST_NOISE
-from deft.data.augmentation import recoloured
-from deft.data.episode_store import EpisodeStore
-from deft.data.episodes import EpisodeBatch, side_by_side
+from deft.data.augmentation import recolor_episode
+from deft.data.episodes import EpisodeBatch, EpisodeStore, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.world_model import coded_batches, mean_loss
@@ -193,7 +192,7 @@ class AdversarialTrainer(WorldModelTrainer):
         strength = self.training.colour_augmentation
         displaced = max(0, len(self.recent) + len(episodes) - (self.recent.episodes.maxlen or 0))
         self.replay.add(list(self.recent.episodes)[:displaced])
-        self.recent.add(self._coded(recoloured(episode, self.generator, strength)) for episode in episodes)
+        self.recent.add(self._coded(recolor_episode(episode, self.generator, strength)) for episode in episodes)
         self.wandered.add(self._coded(episode) for episode in wandered)
 
     def _wander(self, count: int) -> list[RobotEpisode]:
@@ -241,7 +240,7 @@ class AdversarialTrainer(WorldModelTrainer):
             older = self.replay.draw(num_older, self.generator)
             newer = self.recent.draw(room - len(older), self.generator)
             episodes = [*newer, *older, *wandered]
-            batch = side_by_side(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
+            batch = batch_episodes(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
             trained.append({**self.train_chunks(batch), **self.reward.learn(batch)})
             self.shown_episodes = batch
         self.policy.eval()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deft import schema, trust
-from deft.data.augmentation import recoloured
+from deft.data.augmentation import recolor_episode
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, TeacherEnv
 from deft.errors import DeftError, InputError, RunError
@@ -95,7 +95,7 @@ class Exploration:
             head=frames(schema.HEAD_RGB),
             number=number,
         )
-        return recoloured(found, generator, self.colour_augmentation)
+        return recolor_episode(found, generator, self.colour_augmentation)
 
 
 class Explorer(Protocol):

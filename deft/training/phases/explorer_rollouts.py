@@ -30,7 +30,7 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.optimization import FlatAdam
 from deft.algorithms.ppo import PPO
 from deft.config.f1_settings import ExplorerSettings
-from deft.data.episodes import EpisodeBatch, side_by_side
+from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, StudentEnv, read_task_config
 from deft.envs.history import executed_action
@@ -90,7 +90,7 @@ class Collected:
     def batch(self, policy: F1Policy) -> EpisodeBatch:
         """The episodes side by side, as a world model takes them."""
         config = policy.config
-        return side_by_side(self.episodes, config.n_obs_img_steps, config.obs_img_stride, policy.device)
+        return batch_episodes(self.episodes, config.n_obs_img_steps, config.obs_img_stride, policy.device)
 
     def spread(self, values: Tensor) -> Tensor:
         """What belongs to the steps of the episodes, [longest, E, …], at its places in the rollout, [T, N, …]."""

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from deft import schema
 from deft.config.f1_settings import TrainingConfig
-from deft.data.augmentation import recoloured, shifted
+from deft.data.augmentation import recolor_episode, shift_episode
 from deft.data.datasets import Dataset, find_dataset, open_dataset
 from deft.data.datasets.lerobot import matches as is_lerobot
 from deft.data.robot_episode import RobotEpisode
@@ -77,8 +77,8 @@ class DatasetExplorer:
             generator = np.random.default_rng([self.training.seed, self._next, 2])
             begin = int(generator.integers(self.training.frame_skip)) if self.training.frame_skip > 1 else 0
             episode = self.read(int(order[place]), begin)
-            episode = recoloured(episode, generator, self.training.colour_augmentation)
-            found.append(shifted(episode, generator, self.training.shift_augmentation))
+            episode = recolor_episode(episode, generator, self.training.colour_augmentation)
+            found.append(shift_episode(episode, generator, self.training.shift_augmentation))
             self._next += 1
         return found
 

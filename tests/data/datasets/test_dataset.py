@@ -17,7 +17,7 @@ from deft.data.datasets.dataset import (
     task_of,
     write_episode,
 )
-from deft.data.transitions import TransitionTable
+from deft.data.replay import TransitionTable
 from deft.errors import InputError
 
 

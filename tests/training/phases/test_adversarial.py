@@ -16,7 +16,7 @@ from f1_worlds import micro_policy, wake
 from panning_camera import game_config
 
 from deft import schema
-from deft.data.episode_store import EpisodeStore
+from deft.data.episodes import EpisodeStore
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.disagreement import Disagreement

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from deft import schema
 from deft.config.loading import to_dict
-from deft.data.episodes import side_by_side
+from deft.data.episodes import batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.frames import to_model
@@ -149,8 +149,8 @@ def test_padded_steps_do_not_count(tmp_path):
     episodes = [explorer.take(1)[0] for explorer in explorers]
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
-    batch, _ = side_by_side(episodes).chunk(0, 5)
-    single = [side_by_side([episode]).chunk(0, 5)[0] for episode in episodes]
+    batch, _ = batch_episodes(episodes).chunk(0, 5)
+    single = [batch_episodes([episode]).chunk(0, 5)[0] for episode in episodes]
     with torch.no_grad():
         together = policy(batch, memory_state=policy.initial_memory(2))
         alone = [policy(one, memory_state=policy.initial_memory(1)) for one in single]
@@ -200,7 +200,7 @@ def test_it_learns_what_copying_cannot(tmp_path):
     episodes = explorer.take(8)
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
-    batch, _ = side_by_side(episodes).chunk(0, 8)
+    batch, _ = batch_episodes(episodes).chunk(0, 8)
     memory = policy.initial_memory(8)
     other = {**batch, "action_history": batch["action_history"].clone()}
     other["action_history"][..., -1, :] *= -1  # a_t alone: the camera goes the other way
@@ -586,7 +586,7 @@ def test_motion_is_learned_where_a_recording_moves(tmp_path, recording, monkeypa
     moves = still.copy()
     moves[3:] += 40
     zeros = {"state": np.zeros((5, 32), np.float32), "action": np.zeros((4, 32), np.float32)}
-    batch = side_by_side([RobotEpisode(wrist=wrist, **zeros) for wrist in (still, moves)])
+    batch = batch_episodes([RobotEpisode(wrist=wrist, **zeros) for wrist in (still, moves)])
     assert teacher.step_changes(batch).tolist() == [[0, 0, 0, 0], [0, 0, 40, 0]]
     trained, nothing = [], torch.tensor(0.0)
 

@@ -6,8 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from deft import schema
-from deft.data.rollout import RolloutBuffer
-from deft.data.vla_buffer import VLABuffer
+from deft.data.rollout import RolloutBuffer, VLABuffer
 from deft.errors import InputError
 
 
@@ -39,7 +38,7 @@ def test_rollout_is_handed_out_once_and_cleared():
     assert rollout.batch_size == (3, 2)
     assert steps(rollout) == [0, 1, 2]
     assert not buffer.is_full()
-    with pytest.raises(InputError, match="handed out once"):
+    with pytest.raises(InputError, match="returned once"):
         buffer.get()
 
 
@@ -103,7 +102,7 @@ def test_ring_hands_each_transition_out_once():
     assert not ring.is_full()
     ring.add(transition(4))
     assert steps(ring.get()) == [3, 4]
-    with pytest.raises(InputError, match="handed out once"):
+    with pytest.raises(InputError, match="returned once"):
         ring.get()
 
 
