@@ -166,8 +166,8 @@ def main() -> None:
 
         stop: list[bool] = []
         trainer.algorithm.update = watching
-        original = trainer._stops
-        trainer._stops = lambda signal: bool(stop) or original(signal)
+        original = trainer.run._stops
+        trainer.run._stops = lambda: bool(stop) or original()
         summary = trainer.train()
         deaths = trainer.collection.collector.pool.num_deaths
         trainer.close()

@@ -483,7 +483,7 @@ def logged_from_start(build: Build) -> Build:
             finally:
                 deft_logger.removeHandler(handler)
                 _set_level()
-        trainer.early_records = handler.records
+        trainer.run.early_records = handler.records
         return trainer
 
     return cast(Build, building)

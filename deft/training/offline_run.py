@@ -43,7 +43,7 @@ from deft.runs.seeds import EVALUATION_SEED
 from deft.runs.sinks import check_extras
 from deft.training.evaluator import Evaluator, check_space
 from deft.training.handover import check_heads, take_over_offline
-from deft.training.offline import OfflineTrainer
+from deft.training.offline import OfflineSpec, OfflineTrainer
 from deft.training.run import run_trainer
 from deft.training.validation import make_validation, split
 
@@ -153,27 +153,24 @@ def build_offline_trainer(
     sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
     fresh = resume_from is None and not whole and not has_seen_data(policy)
     algorithm.prepare(learned_from, sampler, fresh)
-    trainer = OfflineTrainer(
-        policy,
-        algorithm,
-        sampler,
-        evaluator=evaluator,
-        score=partial(normalized_score, reference_returns=config.dataset.reference_returns),
-        fingerprint=dataset.fingerprint(),
-        video_env=video_env,
+    spec = OfflineSpec(
         output_dir=config.output_dir,
         logging_config=config.logging,
         seed=config.seed,
         threads=config.threads,
-        run_config=to_dict(config),
+        config=to_dict(config),
         on_start=run_folder_opener(config, replaces),
         processes=processes,
         acting=acting,
-        check_weights=partial(_check_scale, policy, action_space),
         spaces=PolicySpaces(observation_space, action_space, action_mask),
+        evaluator=evaluator,
+        score=partial(normalized_score, reference_returns=config.dataset.reference_returns),
+        fingerprint=dataset.fingerprint(),
+        video_env=video_env,
+        check_weights=partial(_check_scale, policy, action_space),
         validation=validation,
-        **to_dict(config.trainer),
     )
+    trainer = OfflineTrainer(policy, algorithm, sampler, spec=spec, **to_dict(config.trainer))
     if resume_from is not None:
         trainer.load(resume_from)
     return trainer

@@ -36,7 +36,7 @@ from deft.runs.seeds import process_seed
 from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
 from deft.training.handover import GOES_ON_WITH, adopt_critics, take_over
-from deft.training.trainer import Trainer
+from deft.training.trainer import OnlineSpec, Trainer
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -130,26 +130,22 @@ def build_trainer(
             algorithm.start_from_a_policy()
         if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             adopt_critics(algorithm, config.model_path, critics)
-        trainer = Trainer(
-            policy,
-            vector_env,
-            algorithm,
-            eval_env=eval_env,
-            video_env=video_env,
+        spec = OnlineSpec(
             output_dir=config.output_dir,
             logging_config=config.logging,
             seed=config.seed,
             threads=config.threads,
-            timeout=config.env.timeout,
-            run_config=to_dict(config),
+            config=to_dict(config),
             on_start=run_folder_opener(config, replaces),
-            fresh_policy=fresh_policy,
-            curriculum=config.env.curriculum,
             processes=processes,
             acting=acting,
             spaces=PolicySpaces(observation, vector_env.env_action_space, vector_env.action_mask),
-            **to_dict(config.trainer),
+            video_env=video_env,
+            timeout=config.env.timeout,
+            fresh_policy=fresh_policy,
+            curriculum=config.env.curriculum,
         )
+        trainer = Trainer(policy, vector_env, algorithm, eval_env=eval_env, spec=spec, **to_dict(config.trainer))
         if resume_from is not None:
             trainer.load(resume_from)
     except BaseException:

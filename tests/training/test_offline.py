@@ -176,7 +176,7 @@ def test_a_run_is_saved_before_it_is_evaluated(tmp_path):
         raise RunError("the gripper fell off")
 
     trainer.evaluator.evaluate = fail  # type: ignore[method-assign, union-attr]
-    trainer._save_after_failure = lambda error: None  # type: ignore[method-assign]
+    trainer.run._save_after_failure = lambda error: None  # type: ignore[method-assign]
     with pytest.raises(RunError, match="gripper"):
         trainer.train()
     assert (tmp_path / "checkpoint-13" / "model.pt").exists()
@@ -225,7 +225,7 @@ def test_one_other_value_in_the_middle_of_the_dataset_is_refused_at_resume(tmp_p
 def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
     """Its fingerprint is a number: the first part of what is saved now."""
     trainer = make_trainer(tmp_path, num_epochs=1)
-    trainer._fingerprint = int(trainer._fingerprint.partition("-")[0], 16)
+    trainer.spec.fingerprint = int(trainer.spec.fingerprint.partition("-")[0], 16)
     trainer.train()
     assert make_trainer(tmp_path, num_epochs=2, run={"auto_resume": True}).num_updates == 13
 

@@ -17,9 +17,7 @@ from deft.config.algorithm_settings import PPOSettings
 from deft.config.settings import EnvConfig, LoggingConfig, PolicyConfig
 from deft.envs.make import make_vector_env, wrap
 from deft.envs.process import ProcessVectorEnv
-from deft.envs.state import decode, encode
 from deft.errors import InputError, RunError
-from deft.ownership import MANIFEST
 
 FAST = {"learning_rate": 3e-3, "n_epochs": 8, "batch_size": 64}
 QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False)
@@ -457,39 +455,6 @@ class Blinking(gymnasium.Env):
         return self.np_random.integers(0, self.level + 1, (8, 10, 3), np.uint8)
 
 
-def test_a_checkpoint_whose_images_have_their_channels_last_is_resumed(tmp_path):
-    """Earlier versions left images as the environment gives them: in the space, the states and the rollout."""
-    whole = make_trainer(tmp_path / "whole", env=[Blinking(), Blinking()])
-    whole.train(128)
-    trainer = make_trainer(tmp_path / "half", env=[Blinking(), Blinking()])
-    step, calls = trainer.collection.collector.step, itertools.count(1)
-
-    def interrupted(buffer, ends_segment):
-        if next(calls) == 10:
-            os.kill(os.getpid(), signal.SIGINT)
-        step(buffer, ends_segment)
-
-    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train(128)
-    file = tmp_path / "half" / "checkpoint-0" / "training_state.pt"
-    state = torch.load(file, weights_only=True)
-    assert state["observation_space"] == "Box(0, 255, (3, 8, 10), uint8)"
-    state["observation_space"] = "Box(0, 255, (8, 10, 3), uint8)"
-    rollout = state["buffer"]["rollout"]
-    assert rollout["observation"].shape == (10, 2, 3, 8, 10)
-    rollout["observation"] = rollout["observation"].movedim(-3, -1).contiguous()
-    for saved in state["collector"]["env"]:
-        image = decode(saved["observation"][""])
-        saved["observation"][""] = encode(np.ascontiguousarray(np.moveaxis(image, -3, -1)))
-    torch.save(state, file)
-    (file.parent / MANIFEST).unlink()  # those versions wrote none
-    resumed = make_trainer(tmp_path / "half", env=[Blinking(), Blinking()])
-    resumed.load(tmp_path / "half")
-    resumed.train(128)
-    assert_equal(whole, resumed)
-
-
 @pytest.mark.parametrize("mode", ["standard", "vla"])
 @pytest.mark.parametrize("change", [{"total": 70}, {"buffer_size": 8}])
 def test_a_half_rollout_that_no_longer_fits_is_dropped(tmp_path, mode, change, caplog):
@@ -591,7 +556,7 @@ def test_of_equal_evaluations_the_last_is_the_best(tmp_path):
 def test_an_end_that_is_worse_is_not_the_best(tmp_path):
     trainer = make_trainer(tmp_path, eval_freq=64, eval_episodes=2, eval_env=gymnasium.make("CartPole-v1"))
     trainer.train(64)
-    trainer.best_reward = 1e9
+    trainer.run.best_reward = 1e9
     trainer.train(96, evaluates_last=True)
     assert [line["step"] for line in metrics(tmp_path) if line["type"] == "evaluation"] == [64, 96]
     assert (tmp_path / "best").resolve().name == "checkpoint-64"

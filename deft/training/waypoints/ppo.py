@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from deft import schema
-from deft.algorithms.algorithm import Metrics
 from deft.algorithms.waypoint_ppo import WaypointPPO
 from deft.config.algorithm_settings import PPOSettings
 from deft.config.loading import to_dict
@@ -33,7 +32,6 @@ from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import remove_run
 from deft.runs.json_files import read_json, write_json
-from deft.runs.logging import RunLogger
 from deft.runs.random_state import seed_everything
 from deft.runs.seeds import EVALUATION_SEED, training_seed
 from deft.runs.waypoint_files import (
@@ -46,6 +44,7 @@ from deft.runs.waypoint_files import (
     same_sft,
     save_ppo,
 )
+from deft.training.loop import Metrics
 from deft.training.trainer import Trainer
 from deft.training.waypoints.safety import SafetyCheck
 
@@ -83,7 +82,7 @@ class WaypointTrainer(Trainer):
             logging_config=logging_config,
             seed=config.seed,
             threads=config.threads,
-            run_config={"env": {"id": "+".join(config.env), "kwargs": config.env_kwargs}},
+            config={"env": {"id": "+".join(config.env), "kwargs": config.env_kwargs}},
             iterations=config.num_iterations,
             eval_freq=config.eval_interval * per_iteration,
             eval_episodes=config.eval_episodes,
@@ -95,7 +94,7 @@ class WaypointTrainer(Trainer):
         self.config, self.held_out, self.safety = config, held_out, safety
         for played in (held_out, None if safety is None else safety.held_out):
             if played is not None:
-                played.watching = self._watched
+                played.watching = self.run.evaluation
         self.train_metrics: list[dict[str, Any]] = []
         self.eval_metrics: list[dict[str, Any]] = []
 
@@ -119,11 +118,11 @@ class WaypointTrainer(Trainer):
         reached = self.algorithm.version
         for name, lines in ((TRAIN_METRICS, self.train_metrics), (EVAL_METRICS, self.eval_metrics)):
             lines[:] = [line for line in read_json(self.run_dir / name) if line["iteration"] <= reached]
-        if self.eval_metrics and self.eval_metrics[-1]["iteration"] == reached:
-            self._evaluated_at, self.last_evaluation = self.num_timesteps, self.eval_metrics[-1]
 
-    def _after_update(self, previous: int, metrics: Metrics, run_log: RunLogger) -> None:
-        iteration = self.algorithm.version
+    def finish_step(self, previous: int, metrics: Metrics) -> None:
+        """Measure safety, keep the metrics, and write the policy file that is due."""
+        iteration, run_log = self.algorithm.version, self.run.log
+        assert run_log is not None
         if self.safety is not None:
             metrics = {**metrics, **self.safety.metrics()}
         values = {name: float(value) for name, value in metrics.items()}
@@ -131,7 +130,7 @@ class WaypointTrainer(Trainer):
         if self.curriculum is not None:
             entry["level"] = self.curriculum.level
         self.train_metrics.append(entry | {"mean_reward": run_log.mean_reward, "success_rate": run_log.success_rate})
-        super()._after_update(previous, metrics, run_log)
+        super().finish_step(previous, metrics)
         self._begin_anew_where_disturbed()
         if self.config.save_interval and iteration % self.config.save_interval == 0:
             self.write_policy(f"checkpoint_iter_{iteration}.pt")

@@ -158,7 +158,7 @@ def test_a_worker_that_waits_takes_the_place_of_a_dead_one(tmp_path):
         return update(batches)
 
     trainer.algorithm.update = watching
-    trainer._stops = lambda signal: bool(taken)
+    trainer.run._stops = lambda: bool(taken)
     trained(trainer)
     assert pool.num_deaths == 1
     assert taken == spares

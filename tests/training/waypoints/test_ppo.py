@@ -214,7 +214,7 @@ def test_a_signal_ends_what_is_played_within_a_step_and_the_resumed_run_is_the_s
 
             def signalling(actions):
                 # The safety check plays in an update, which the algorithm has counted by then.
-                if self.algorithm.version == at_iteration and self._log is not None:
+                if self.algorithm.version == at_iteration and self.run.log is not None:
                     steps.append(len(steps))
                     if len(steps) == 2:
                         os.kill(os.getpid(), signal.SIGTERM)
