@@ -143,7 +143,7 @@ def updates(device: str, rounds: int, count: int, bf16: bool) -> dict[str, float
         "plain, GELU": Plain(windows, nn.GELU, device).update,
         "plain, ReLU": Plain(windows, nn.ReLU, device).update,
     }
-    for precision in ("float32", "bf16") if bf16 or device == "cuda" else ("float32",):
+    for precision in ("fp32", "bf16") if bf16 or device == "cuda" else ("fp32",):
         algorithm, batches = make_deft(windows, device, precision=precision), windows.batches(BATCH)
         ways[f"Deft, {precision}"] = lambda algorithm=algorithm, batches=batches: algorithm.update(batches)
         if device == "cuda":

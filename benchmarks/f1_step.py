@@ -6,8 +6,8 @@ frozen has no gradient of its weights, what attention hides is not counted, nor 
 is that of a large matrix product on the same device in the same run, beside the one of the data sheet where `--peak`
 names it.
 
-    python benchmarks/f1_step.py --preset full --lora --device cuda --precision bfloat16 --compile --peak 989
-    python benchmarks/f1_step.py --preset small --device cuda --precision bfloat16
+    python benchmarks/f1_step.py --preset full --lora --device cuda --precision bf16 --compile --peak 989
+    python benchmarks/f1_step.py --preset small --device cuda --precision bf16
     python benchmarks/f1_step.py --preset tiny --device cpu --batch 8 --profile
 """
 
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--bptt", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--train-vision", action="store_true", help="the vision tower too")
     parser.add_argument("--compile", action="store_true", help="compile the repeated layers")
@@ -242,7 +242,7 @@ def main() -> None:
         write_json(arguments.json, {"attention_ms": found, "arguments": vars(arguments)})
         return
     dtype = choose_precision(arguments.precision, device)
-    is_half = arguments.precision == "bfloat16" or config.dtype == "bfloat16"
+    is_half = arguments.precision == "bf16" or config.dtype == "bfloat16"
     policy = make_policy(arguments, device)
     trained = sum(one.numel() for one in policy.parameters() if one.requires_grad)
     size = sum(one.numel() for one in policy.parameters())

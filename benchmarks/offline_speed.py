@@ -7,7 +7,7 @@ that other work on a shared machine falls on all of them. `plain` is `plain_upda
 with torch's own settings; Deft's runs as its trainer runs it, in each of the precisions given.
 
     python benchmarks/offline_speed.py --rounds 7 --out speed.json
-    python benchmarks/offline_speed.py --precision float32 bf16                # on a CPU with units for bf16
+    python benchmarks/offline_speed.py --precision fp32 bf16                # on a CPU with units for bf16
     python benchmarks/offline_speed.py --d3rlpy-python OTHER_VENV/bin/python   # where d3rlpy is installed elsewhere
     python benchmarks/offline_speed.py --profile                               # where Deft's update spends its time
 """
@@ -46,7 +46,7 @@ def make_columns(transitions: int, observation_dim: int, action_dim: int) -> tup
 class Deft:
     """Deft's update, as `deft.training.offline.OfflineTrainer` makes and calls it."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace, precision: str = "float32") -> None:
+    def __init__(self, name: str, arguments: argparse.Namespace, precision: str = "fp32") -> None:
         import torch
 
         from deft.config.settings import ActorConfig
@@ -314,7 +314,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="CPU seconds of a contender in a round, about")
     parser.add_argument("--observation-dim", type=int, default=11)
     parser.add_argument("--action-dim", type=int, default=3)
-    parser.add_argument("--precision", nargs="+", default=["float32"], help="of Deft's products; the first leads")
+    parser.add_argument("--precision", nargs="+", default=["fp32"], help="of Deft's products; the first leads")
     parser.add_argument("--layers", type=int, default=2, help="hidden layers of Deft's networks; 2 is its default")
     parser.add_argument("--transitions", type=int, default=200_000)
     parser.add_argument("--d3rlpy-python", help="a Python that has d3rlpy; by default this one, if it has")

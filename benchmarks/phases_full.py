@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny", help="a preset's name or a config file")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
     parser.add_argument("--episodes", type=int, default=2, help="of a rollout and of a batch")
     parser.add_argument("--steps", type=int, default=4, help="of an episode")
     parser.add_argument("--updates", type=int, default=5, help="of the world model in an iteration of phase 3")

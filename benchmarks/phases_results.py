@@ -165,9 +165,9 @@ def seed_config(seed: int, arguments: argparse.Namespace, flags: list[str]) -> P
     config, _ = parse_phase("all", ["--seed", str(seed), "--device", arguments.device, *flags], "rl_config")
     config.run.auto_resume = True
     config.logging.tensorboard, config.logging.console_level = False, "WARNING"
-    config.student.teacher_path = config.adversarial.teacher_checkpoint = arguments.teacher
+    config.student.teacher_checkpoint = config.adversarial.teacher_checkpoint = arguments.teacher
     config.adversarial.student_checkpoint = str(root / "student")
-    config.adversarial.total_iterations = arguments.iterations
+    config.adversarial.iterations = arguments.iterations
     config.training.num_episodes = arguments.student_episodes
     chosen_settings(config, arguments.game_settings)
     return config
@@ -291,7 +291,7 @@ class TeacherInStep(TeacherTrainer):
     def __init__(self, config: PhaseConfig) -> None:
         super().__init__(config)
         if config.training.precision == "auto":
-            set_precision(self.device, "float32")  # as in the game
+            set_precision(self.device, "fp32")  # as in the game
         self._parent = os.getppid()
 
     @property
@@ -355,11 +355,11 @@ def longer_teacher(config: PhaseConfig, folder: Path) -> PhaseConfig:
     """Phase 1 from the same teacher as the game has it; the game says when it ends."""
     longer = _phase(config, "teacher", folder)
     training, game = longer.training, config.adversarial
-    longer.model.checkpoint_path = _weights(config.student.teacher_path or "")
+    longer.model.checkpoint_path = _weights(config.student.teacher_checkpoint or "")
     if (sizes := Path(longer.model.checkpoint_path).parent / MODEL_FILE).is_file():  # a run's own, as the game has it
         longer.model.config_file = str(sizes)
-    training.num_episodes, training.save_every = 10**9, 0
-    training.learning_rate, training.motion_warmup = game.wm_lr, 0.0
+    training.num_episodes, training.save_freq = 10**9, 0
+    training.learning_rate, training.motion_warmup = game.wm_learning_rate, 0.0
     training.memory_warmup = training.head_dropout = 0.0  # as in the game
     training.learning_starts, training.buffer_capacity = new_episodes(config), game.replay_capacity
     return longer
@@ -368,7 +368,7 @@ def longer_teacher(config: PhaseConfig, folder: Path) -> PhaseConfig:
 def play_with_noise(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The game in a world where half of the scenes have a patch of noise, and what that pays."""
     noisy = _phase(config, "adversarial", root / "noise", arguments.noise_minutes)
-    noisy.adversarial.total_iterations = arguments.noise_iterations
+    noisy.adversarial.iterations = arguments.noise_iterations
     noisy.environment.setdefault("domain_randomization", {})["noise_patch_rate"] = 0.5
     _train(AdversarialTrainer, noisy)
     return what_noise_pays(root / "noise", arguments.episodes, arguments.evaluation_seed + seed, arguments.device)
@@ -387,10 +387,10 @@ def _phase(config: PhaseConfig, phase: str, folder: Path, minutes: float | None 
     own.training.max_minutes = minutes
     own.phase = phase  # type: ignore[assignment]
     getattr(own, phase).output_dir = str(folder)
-    own.training.save_every = 50 if phase == "adversarial" else 200  # a game's buffers are large
+    own.training.save_freq = 50 if phase == "adversarial" else 200  # a game's buffers are large
     own.training.keep_checkpoints = 1
-    own.training.log_every = 1 if phase == "adversarial" else 8
-    own.training.video_save_every = own.training.sample_save_every = 0
+    own.training.log_freq = 1 if phase == "adversarial" else 8
+    own.training.video_freq = own.training.sample_freq = 0
     return own
 
 

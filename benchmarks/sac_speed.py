@@ -5,7 +5,7 @@ machine falls on both. Same environment, networks (256-256 ReLU, twin critics), 
 learned. The clock starts 200 updates after learning starts. Deft is measured in each of the precisions given.
 
     python benchmarks/sac_speed.py --steps 1000 --rounds 3
-    python benchmarks/sac_speed.py --precision float32 bf16     # on a CPU with units for bf16
+    python benchmarks/sac_speed.py --precision fp32 bf16     # on a CPU with units for bf16
     python benchmarks/sac_speed.py --device cuda --steps 20000
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", nargs="+", default=["float32"], help="of Deft's products: float32, tf32, bf16")
+    parser.add_argument("--precision", nargs="+", default=["fp32"], help="of Deft's products: fp32, tf32, bf16")
     parser.add_argument("--json", help="write the figures here, anew after each round")
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -93,7 +93,7 @@ def main() -> None:
         return
     print_machine()
     contenders = {f"deft, {precision}": ("deft", precision) for precision in arguments.precision}
-    contenders["sb3"] = ("sb3", "float32")
+    contenders["sb3"] = ("sb3", "fp32")
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(arguments.rounds):
         for name, (library, precision) in contenders.items():

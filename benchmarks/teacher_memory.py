@@ -105,7 +105,7 @@ def train_on_sweeps(run: Path, folder: Path, minutes: float, device: str) -> Pat
     config.training.steps_per_episode, config.training.device = AWAY + BACK, device
     config.training.head_dropout = 1.0
     config.training.bptt_length = AWAY + BACK  # what is seen again was last seen longer ago than a chunk
-    config.training.save_every = config.training.video_save_every = config.training.sample_save_every = 0
+    config.training.save_freq = config.training.video_freq = config.training.sample_freq = 0
     config.teacher.output_dir, config.run.overwrite = str(folder), True
     trainer = TeacherTrainer(config)
     trainer.explorer = ProcessExplorer(sweeps(config, trainer.policy, held_out=False), trainer.num_workers)

@@ -54,8 +54,8 @@ def teacher_config(folder: Path, minutes: float, device: torch.device, flags: li
     for name, value in (GPU_SETTINGS if device.type == "cuda" else {}).items():
         setattr(training, name, value)
     training.num_episodes, training.max_minutes, training.device = 10**9, minutes, str(device)
-    training.save_every = training.video_save_every = training.sample_save_every = 0
-    training.log_every = 8 * training.batch_size if device.type == "cuda" else 8
+    training.save_freq = training.video_freq = training.sample_freq = 0
+    training.log_freq = 8 * training.batch_size if device.type == "cuda" else 8
     config.teacher.output_dir, config.run.overwrite = str(folder), True
     if flags:
         settings = folder.parent / "settings.json"

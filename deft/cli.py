@@ -428,10 +428,14 @@ def _parse_command(
 
     `word`: the setting that is given without a flag, and what it is to the user; with `several`, one or more of them.
     """
-    from deft.config.flags import OUTPUT_DEFAULTS, OUTPUT_FLAGS, FlagGroup, class_flags, default_of, parse_flags
+    from deft.config.fields import default_of
+    from deft.config.flags import OUTPUT_DEFAULTS, OUTPUT_FLAGS, FlagGroup, class_flags, parse_flags
     from deft.config.validation import checked
 
     name = usage.split()[0]
+    resumes_here = _is_bare_resume(cls, arguments)
+    if resumes_here:
+        arguments = [word for word in arguments if word != "--resume"]
     flags = [flag for flag in class_flags(cls) if word is None or flag.path != word[0]]
     given = parse_flags(
         [FlagGroup(name, cls.__doc__ or "", (*flags, *OUTPUT_FLAGS))],
@@ -441,6 +445,8 @@ def _parse_command(
         description=description,
     )
     settings = {flag.path: given.values[flag.path] for flag in flags if flag.path in given.values}
+    if resumes_here:
+        settings["resume"] = True
     if word is not None:
         if not given.words or (len(given.words) > 1 and not several):
             raise InputError(f"{name}: give {word[1]}; got {' '.join(given.words) or 'none'}")
@@ -449,6 +455,15 @@ def _parse_command(
         raise InputError(f"{name}: unexpected '{given.words[0]}'; a value follows its flag")
     spelled = {flag.path: f"--{flag.name}".replace("_", "-") for flag in flags}
     return checked(cls, settings, written=spelled | given.written), given.values.get("json", False)
+
+
+def _is_bare_resume(cls: type[Any], arguments: list[str]) -> bool:
+    """Whether `--resume` is written as a switch, as waypoint runs have it: from the run in `output_dir`."""
+    from deft.config.fields import setting_names
+
+    following = dict(zip(arguments, [*arguments[1:], "--"], strict=False))
+    is_bare = following.get("--resume", "").startswith("--")
+    return is_bare and {"resume", "output_dir"} <= set(setting_names(cls))
 
 
 def report(arguments: list[str]) -> int:

@@ -41,11 +41,11 @@ import deft
 from deft import PPO, ActorCritic, Trainer, schema
 from deft.cli import PHASE_TRAINING, WAYPOINT_TRAINING, main
 from deft.config import algorithm_settings, f1_settings, settings, waypoint_settings
+from deft.config.fields import nested_class, setting_names
 from deft.config.flags import Flag, class_flags, run_flags
 from deft.config.loading import PRESETS, resolve, to_dict
 from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.rl_config import RLConfig
-from deft.config.validation import nested_class, setting_names
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -72,7 +72,7 @@ class Replay:
     """A dataset that every batch is mixed with."""
     prior_fraction: float = 0.5
     """Fraction of a batch that comes from `prior_data`."""
-    precision: str = "float32"
+    precision: str = "fp32"
     """Precision of matrix products: float32, tf32 or bf16."""
     capture: Literal["auto", "on", "off"] = "off"
     """Record updates as a CUDA graph. The algorithm must then define `step`, `schedule` and `period` as

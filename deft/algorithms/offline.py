@@ -16,7 +16,7 @@ from deft.config.settings import ActorConfig
 from deft.data.datasets.dataset import Dataset
 from deft.models.policy import Policy
 
-PRECISIONS = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class OfflineAlgorithm(Algorithm):

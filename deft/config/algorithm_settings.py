@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from deft.config.groups import Precision
 from deft.config.validation import (
     Count,
     Fraction,
@@ -25,8 +25,6 @@ DEFAULT_GROUPS = 8  # of GRPO, where neither num_envs nor groups_per_iteration i
 class AlgorithmSettings:
     """The base of every algorithm's own settings."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {}
-    """Other names that the documents give to these settings; accepted in files and as flags."""
     LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "rollouts"
     """Which kind of run it is: in an environment, by rollouts or from a replay buffer, or on a dataset."""
 
@@ -50,18 +48,6 @@ class AlgorithmSettings:
 @settings
 class PPOSettings(AlgorithmSettings):
     """Proximal policy optimization."""
-
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        "lr": "learning_rate",
-        "discount_gamma": "gamma",
-        "ppo_gae_lambda": "gae_lambda",
-        "ppo_epochs": "n_epochs",
-        "ppo_clip_range": "clip_range",
-        "clip_epsilon": "clip_range",
-        "ppo_clip_range_vf": "clip_range_vf",
-        "ppo_value_coef": "value_coef",
-        "ppo_entropy_coef": "entropy_coef",
-    }
 
     gae_lambda: Fraction = 0.95
     """Advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
@@ -106,15 +92,6 @@ class PPOSettings(AlgorithmSettings):
 @settings
 class GRPOSettings(AlgorithmSettings):
     """Group relative policy optimization."""
-
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        "lr": "learning_rate",
-        "discount_gamma": "gamma",
-        "ppo_epochs": "n_epochs",
-        "ppo_clip_range": "clip_range",
-        "clip_epsilon": "clip_range",
-        "ppo_entropy_coef": "entropy_coef",
-    }
 
     gamma: Fraction = 1.0
     """Discount of an episode's return; 1: its plain sum."""
@@ -195,15 +172,14 @@ class GRPOSettings(AlgorithmSettings):
 class OfflineSettings(AlgorithmSettings):
     """The base of the algorithms that learn from a dataset."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"lr": "learning_rate", "discount_gamma": "gamma"}
     LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "dataset"
 
     batch_size: Count = 256
     """Transitions (or windows) in a batch."""
     weight_decay: NonNegative = 1e-6
     """Decoupled weight decay (AdamW)."""
-    precision: Literal["float32", "tf32", "bf16"] = "float32"
-    """What the matrix products compute in: `bf16` is quicker where the machine has units for it, `tf32` on a GPU."""
+    precision: Precision = "fp32"
+    """Number format of matrix products; `bf16` needs hardware support to be faster, `tf32` is for GPUs."""
 
 
 @settings
@@ -329,7 +305,6 @@ class SFTSettings(OfflineSettings):
 class SACSettings(OffPolicySettings):
     """Soft actor-critic."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {**OfflineSettings.ALIASES, "utd_ratio": "updates_per_step"}
     LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "replay"
 
     weight_decay: NonNegative = 0.0

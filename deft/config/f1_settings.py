@@ -6,11 +6,12 @@ them. The section `environment` belongs to the environments: `deft.envs.robot_wo
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from deft.config.algorithm_settings import PPOSettings
+from deft.config.groups import AutoPrecision, CheckpointSettings, ComputeSettings, ResumeSettings
 from deft.config.settings import LoggingConfig
 from deft.config.validation import (
     Count,
@@ -19,9 +20,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     OutputPath,
-    Place,
     Positive,
-    Seed,
     Several,
     Share,
     Switch,
@@ -46,8 +45,10 @@ class ModelSection:
 
 
 @settings
-class TrainingConfig:
+class TrainingConfig(ComputeSettings, CheckpointSettings):
     """How a phase trains."""
+
+    UNIT: ClassVar[str] = "episodes"
 
     num_episodes: Count = 10_000
     """Episodes to collect and train on (with `dataset`, to draw from it), in whole batches; repeats do not count."""
@@ -77,15 +78,12 @@ class TrainingConfig:
     """Size of a state, with its padding."""
     n_pred_img_steps: Literal[1] = 1
     """Frames that are predicted at a time."""
-    save_every: NonNegativeInt = 200
-    """Episodes from checkpoint to checkpoint; 0: at the end alone."""
-    keep_checkpoints: Count = 3
-    """The latest checkpoints that are kept."""
-    log_every: Count = 10
+    save_freq: NonNegativeInt = 200
+    log_freq: Count = 10
     """Episodes from line to line of `episode_metrics.jsonl`."""
-    video_save_every: NonNegativeInt = 200
+    video_freq: NonNegativeInt = 200
     """Write a video of every so many-th episode (`videos/episode_n.mp4`: head, wrist, predicted wrist); 0: none."""
-    sample_save_every: NonNegativeInt = 200
+    sample_freq: NonNegativeInt = 200
     """Draw every so many-th episode (`samples/episode_n.png`: truth, prediction, error); 0: none."""
     sequential_training: Switch = True
     """Train on episodes in order, chunk after chunk, with the memory carried; else on random steps."""
@@ -131,14 +129,8 @@ class TrainingConfig:
     """Share of the dataset's episodes, at least one, that is kept for `deft evaluate`."""
     max_minutes: Positive | None = None
     """End the run after this long and the round under way, saved; the learning rate goes by the clock then."""
-    precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
-    """Of the products; `auto`: bfloat16 where the machine is quicker with it."""
-    seed: Seed = 0
-    """Of the scenes, the actions and the weights."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    threads: Count | None = None
-    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
+    precision: AutoPrecision = "auto"
+    """Number format of matrix products; `auto`: bf16 where it is faster on this machine."""
 
 
 @settings
@@ -213,7 +205,7 @@ class StudentSection:
 
     output_dir: OutputPath = "./outputs/student_rl"
     """The run folder."""
-    teacher_path: str | None = None
+    teacher_checkpoint: str | None = None
     """Whose world model is reused: a run, a checkpoint, a weights file; by default the one that ships, of `tiny`."""
     rewards: StudentRewards = Field(default_factory=StudentRewards)
     explorer: ExplorerSettings = Field(default_factory=ExplorerSettings)
@@ -225,15 +217,15 @@ class AdversarialSection:
 
     output_dir: OutputPath = "./outputs/adversarial_rl"
     """The run folder."""
-    total_iterations: Count = 100_000
+    iterations: Count = 100_000
     """Iterations: in each the explorer acts, `wm_updates` train the world model, and PPO trains the explorer once."""
     teacher_checkpoint: str | None = None
     """The world model to start from: a run or checkpoint of phase 1; by default the one that ships with Deft."""
     student_checkpoint: str | None = None
     """The explorer to start from: a run or checkpoint of phase 2; without it, a new one."""
-    wm_lr: Positive = 1e-4
+    wm_learning_rate: Positive = 1e-4
     """AdamW's step size for the world model, at its highest."""
-    explorer_lr: Positive = 3e-4
+    explorer_learning_rate: Positive = 3e-4
     """PPO's step size for the explorer."""
     explorer_noise: Positive = 1.0
     """The explorer acts with this many times the student's noise; with less it stays nearer to where it starts."""
@@ -286,18 +278,6 @@ class AllSection:
 
 
 @settings
-class RunSection:
-    """How this process came to the run; not kept with it."""
-
-    resume: Place | None = None
-    """Go on from this checkpoint, or from the latest of this run folder."""
-    auto_resume: Switch = False
-    """Go on from the latest whole checkpoint in `output_dir`, where there is one."""
-    overwrite: Switch = False
-    """Replace a run that is in `output_dir`."""
-
-
-@settings
 class PhaseConfig:
     """An `rl_config.yaml`: what the three phases share, and a section for each."""
 
@@ -312,4 +292,4 @@ class PhaseConfig:
     student: StudentSection = Field(default_factory=StudentSection)
     adversarial: AdversarialSection = Field(default_factory=AdversarialSection)
     all: AllSection = Field(default_factory=AllSection)
-    run: RunSection = Field(default_factory=RunSection)
+    run: ResumeSettings = Field(default_factory=ResumeSettings)

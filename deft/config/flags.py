@@ -18,9 +18,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
-from deft.config.loading import canonical_path, parse_yaml
-from deft.config.settings import MOVED_SETTINGS, run_class
-from deft.config.validation import nested_class, setting_names, shown, suggestion
+from deft.config.aliases import MOVED, aliases_of
+from deft.config.fields import annotation_of, description_of, nested_class, sections_of, setting_names
+from deft.config.loading import parse_yaml
+from deft.config.settings import run_class
+from deft.config.validation import shown, suggestion
 from deft.errors import CommandExit, InputError
 
 # Flags whose name is not the last part of their path.
@@ -89,10 +91,11 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
     """Every setting of a run of this algorithm. Where two have one name, the algorithm's own gets it."""
     algorithm_class = ALGORITHM_SETTINGS[algorithm]
     aliases: dict[str, list[str]] = {MODEL_CLASS: ["model"]}
-    for place in [*(f"algorithm.cfg.{alias}" for alias in algorithm_class.ALIASES), *MOVED_SETTINGS]:
-        aliases.setdefault(canonical_path(place, algorithm_class), []).append(place.rpartition(".")[2])
+    for place, target in MOVED.items():
+        aliases.setdefault(target, []).append(place.rpartition(".")[2])
+    concrete: dict[type, type] = {AlgorithmSettings: algorithm_class}
     sections = sorted(
-        _sections(run_class(algorithm_class), algorithm_class), key=lambda section: section[0] != "algorithm.cfg"
+        sections_of(run_class(algorithm_class), concrete), key=lambda section: section[0] != "algorithm.cfg"
     )
     taken: set[str] = set()
     groups = []
@@ -104,7 +107,8 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
             if flag.path == "algorithm.name":  # the command's first word
                 continue
             name = flag.name if flag.name not in taken else f"{prefix}_{flag.name}".replace(".", "_")
-            others = tuple(dict.fromkeys(alias for alias in aliases.get(flag.path, []) if alias not in {name, *taken}))
+            known = [*flag.aliases, *aliases.get(flag.path, [])]
+            others = tuple(dict.fromkeys(alias for alias in known if alias not in {name, *taken}))
             taken |= {name, *others}
             flags.append(dataclasses.replace(flag, name=name, aliases=others))
         title = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}.get(prefix, prefix.rpartition(".")[2])
@@ -115,34 +119,12 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
 
 
 def class_flags(cls: type, prefix: str = "") -> Iterator[Flag]:
-    """The settings of one class as flags; sections nested in it are left out."""
+    """Yield the settings of one class as flags, without its sections."""
     for name in setting_names(cls):
         if nested_class(cls, name) is None:
-            field = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
             path = f"{prefix}.{name}" if prefix else name
-            yield Flag(path, _NAMES.get(path, name), (), field.annotation, _description(cls, name))
-
-
-def default_of(cls: type, name: str) -> Any:
-    """The default of a setting; None where it must be given."""
-    field = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
-    return None if field.is_required() else field.get_default(call_default_factory=True)
-
-
-def _description(cls: type, name: str) -> str:
-    """The docstring under a setting; pydantic keeps it in the class that defines the setting, not in its children."""
-    fields = (getattr(base, "__pydantic_fields__", {}).get(name) for base in cls.__mro__)
-    found = next((field.description for field in fields if field is not None and field.description), "")
-    return " ".join(found.split())
-
-
-def _sections(cls: type, algorithm_class: type[AlgorithmSettings], prefix: str = "") -> Iterator[tuple[str, type]]:
-    yield prefix, cls
-    for name in setting_names(cls):
-        nested = nested_class(cls, name)
-        if nested is not None:
-            nested = algorithm_class if nested is AlgorithmSettings else nested
-            yield from _sections(nested, algorithm_class, f"{prefix}.{name}" if prefix else name)
+            aliases = tuple(aliases_of(cls, name))
+            yield Flag(path, _NAMES.get(path, name), aliases, annotation_of(cls, name), description_of(cls, name))
 
 
 @dataclass(frozen=True)

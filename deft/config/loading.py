@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from deft import trust
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
-from deft.config.settings import MOVED_SETTINGS, SHORTHANDS, OfflineRunConfig, RunConfig, run_class
-from deft.config.validation import explain, nested_class, setting_names, shown, suggestion
+from deft.config.aliases import MOVED, SHORTHANDS, field_for, translate
+from deft.config.fields import nested_class, sections_of, setting_names
+from deft.config.settings import OfflineRunConfig, RunConfig, run_class
+from deft.config.validation import checked, shown, suggestion
 from deft.errors import InputError
 from deft.ownership import keep_foreign, record
 from deft.plain_data import MAX_DEPTH, NESTS_TOO_DEEP, parse_bounded, read_bounded
@@ -99,18 +99,13 @@ def resolve(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None
         raise InputError(f"{shown(mapping)} is not a mapping of settings")
     canonical, spelled = _canonical(mapping)
     algorithm_class = _algorithm_class(canonical)
-    try:
-        return _adapter(run_class(algorithm_class)).validate_python(canonical)
-    except ValidationError as error:
-        raise InputError(
-            explain(
-                error,
-                run_class(algorithm_class),
-                concrete={AlgorithmSettings: algorithm_class},
-                written={**spelled, **(written or {})},
-                elsewhere={path.rpartition(".")[2]: path for path in setting_paths(algorithm_class)},
-            )
-        ) from None
+    return checked(
+        run_class(algorithm_class),
+        canonical,
+        concrete={AlgorithmSettings: algorithm_class},
+        written={**spelled, **(written or {})},
+        elsewhere={path.rpartition(".")[2]: path for path in setting_paths(algorithm_class)},
+    )
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -139,8 +134,18 @@ def replace(config: Config, **settings: Any) -> Config:
     """A copy with some settings changed, by dotted path: `replace(config, **{"env.num_envs": 8, "seed": 1})`."""
     mapping = to_dict(config)
     for path, value in settings.items():
-        set_path(mapping, canonical_path(path, type(config.algorithm.cfg)), value)
+        _replace_path(mapping, path, value, type(config.algorithm.cfg))
     return resolve(mapping)
+
+
+def _replace_path(mapping: dict[str, Any], path: str, value: Any, algorithm_class: type[AlgorithmSettings]) -> None:
+    """Set one value by its path or by another name of it."""
+    path = MOVED.get(path, path)
+    section, _, name = path.rpartition(".")
+    concrete: dict[type, type] = {AlgorithmSettings: algorithm_class}
+    cls = dict(sections_of(run_class(algorithm_class), concrete)).get(section)
+    own = None if cls is None else field_for(cls, name)
+    set_path(mapping, f"{section}.{own}" if section and own else own or path, value)
 
 
 def set_path(mapping: dict[str, Any], path: str, value: Any) -> None:
@@ -163,31 +168,13 @@ def value_at(mapping: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def canonical_path(path: str, algorithm_class: type[AlgorithmSettings]) -> str:
-    """Where a setting belongs that was written under another name or in another place."""
-    section, _, name = path.rpartition(".")
-    if section == "algorithm.cfg" and name in algorithm_class.ALIASES:
-        return f"{section}.{algorithm_class.ALIASES[name]}"
-    return MOVED_SETTINGS.get(path, path)
-
-
 def setting_paths(algorithm_class: type[AlgorithmSettings]) -> Iterator[str]:
-    """The dotted path of every setting of a run, in the order of the classes."""
-
-    def walk(cls: type, prefix: str) -> Iterator[str]:
+    """Yield the dotted path of every setting of a run, in the order of the classes."""
+    concrete: dict[type, type] = {AlgorithmSettings: algorithm_class}
+    for prefix, cls in sections_of(run_class(algorithm_class), concrete):
         for name in setting_names(cls):
-            nested = nested_class(cls, name)
-            if nested is None:
-                yield prefix + name
-            else:
-                yield from walk(algorithm_class if nested is AlgorithmSettings else nested, f"{prefix}{name}.")
-
-    return walk(run_class(algorithm_class), "")
-
-
-@functools.cache
-def _adapter(cls: type) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+            if nested_class(cls, name) is None:
+                yield f"{prefix}.{name}" if prefix else name
 
 
 def _algorithm_class(mapping: Mapping[str, Any]) -> type[AlgorithmSettings]:
@@ -198,19 +185,18 @@ def _algorithm_class(mapping: Mapping[str, Any]) -> type[AlgorithmSettings]:
 
 
 def _canonical(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The mapping with every setting under its own name, and how each that moved was written."""
-    canonical = {
+    """Return the mapping with every setting in its own section and under its own name, and how each was written."""
+    plain = {
         name: {SHORTHANDS[name]: value} if name in SHORTHANDS and isinstance(value, str) else _plain(value)
         for name, value in mapping.items()
     }
-    algorithm_class = _algorithm_class(canonical)
+    algorithm_class = _algorithm_class(plain)
+    canonical, written = translate(run_class(algorithm_class), plain, {AlgorithmSettings: algorithm_class})
     own_paths = set(setting_paths(algorithm_class))
-    written: dict[str, str] = {}
-    for place in [*MOVED_SETTINGS, *(f"algorithm.cfg.{alias}" for alias in algorithm_class.ALIASES)]:
+    for place, target in MOVED.items():
         section, name = _section_of(canonical, place)
         if place in own_paths or name not in section:
             continue
-        target = canonical_path(place, algorithm_class)
         target_section, target_name = _section_of(canonical, target)
         if target_name in target_section:
             raise InputError(f"{place}: the same setting as '{written.get(target, target)}'; give one of them")
@@ -220,7 +206,7 @@ def _canonical(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
 
 
 def _section_of(mapping: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    """The mapping that a path's last name stands in (an empty one where there is none), and that name."""
+    """Return the mapping that holds a path's last name (an empty one if there is none), and that name."""
     *sections, name = path.split(".")
     for section in sections:
         nested = mapping.get(section)

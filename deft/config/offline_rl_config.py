@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
+from deft.config.fields import setting_names
 from deft.config.flags import run_flags
+from deft.config.groups import Precision
 from deft.config.loading import resolve, set_path
 from deft.config.settings import ActorConfig, DatasetConfig, LoggingConfig, OfflineRunConfig, OfflineTrainerConfig
 from deft.config.validation import (
@@ -24,7 +26,6 @@ from deft.config.validation import (
     Positive,
     Seed,
     Switch,
-    setting_names,
     settings,
     shown,
     suggestion,
@@ -45,7 +46,7 @@ class OfflineRLConfig:
     weight_decay: NonNegative = OfflineSettings.weight_decay
     updates_per_epoch: Count | None = OfflineTrainerConfig.updates_per_epoch
     num_seeds: Count = OfflineTrainerConfig.num_seeds
-    precision: Literal["float32", "tf32", "bf16"] = OfflineSettings.precision
+    precision: Precision = OfflineSettings.precision
     capture: Literal["auto", "on", "off"] = OfflineTrainerConfig.capture
 
     # Networks

@@ -12,7 +12,9 @@ from pydantic import Field, model_validator
 from pydantic_core import ArgsKwargs
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, GRPOSettings, PPOSettings, SACSettings
+from deft.config.fields import setting_names
 from deft.config.flags import run_flags
+from deft.config.groups import Precision
 from deft.config.loading import resolve, set_path, to_dict
 from deft.config.settings import (
     ClusterConfig,
@@ -35,7 +37,6 @@ from deft.config.validation import (
     Positive,
     Seed,
     Switch,
-    setting_names,
     settings,
     shown,
 )
@@ -101,7 +102,7 @@ class RLConfig:
     prior_fraction: Fraction = SACSettings.prior_fraction
     random_shift: NonNegativeInt = SACSettings.random_shift
     weight_decay: NonNegative = SACSettings.weight_decay
-    precision: Literal["float32", "tf32", "bf16"] = SACSettings.precision
+    precision: Precision = SACSettings.precision
     capture: Literal["auto", "on", "off"] = SACSettings.capture
 
     # GRPO

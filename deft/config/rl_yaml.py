@@ -16,11 +16,13 @@ from typing import Any
 import yaml
 
 from deft import trust
+from deft.config.aliases import ALIASES
 from deft.config.f1_settings import PhaseConfig, TrainingConfig
+from deft.config.fields import nested_class, setting_names
 from deft.config.flags import CONFIG_FLAG, OUTPUT_DEFAULTS, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
 from deft.config.loading import find_config, read_mapping, reject_overwrite, set_path, to_dict, value_at
 from deft.config.output_base import below_output_base
-from deft.config.validation import checked, nested_class, setting_names
+from deft.config.validation import checked
 from deft.errors import InputError, RunError
 from deft.ownership import keep_foreign, record
 
@@ -30,12 +32,17 @@ ALL_PHASES = "all"
 
 
 class ConfigMapping(dict[str, Any]):
-    """A config as a mapping whose entries are attributes too: `config.model.config_file`."""
+    """A config as a mapping whose entries are attributes too, also under other names: `config.training.save_every`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
             {name: ConfigMapping(value) if isinstance(value, dict) else value for name, value in values.items()}
         )
+
+    def __missing__(self, name: str) -> Any:
+        if ALIASES.get(name) in self:
+            return self[ALIASES[name]]
+        raise KeyError(name)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,7 +51,7 @@ class ConfigMapping(dict[str, Any]):
             raise AttributeError(f"the config has no {name!r}; it has {', '.join(self)}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
+        self[name if name in self else ALIASES.get(name, name)] = value
 
 
 def load_rl_config(config_path: str | Path = "rl_config") -> ConfigMapping:
@@ -174,7 +181,6 @@ MORE_SECTIONS = {
     "adversarial": ("student.explorer",),
     ALL_PHASES: ("student.rewards", "student.explorer", "adversarial"),
 }
-ALIASES = {"student.teacher_path": ("teacher_checkpoint",), "adversarial.teacher_checkpoint": ("teacher_path",)}
 
 
 def phase_flags(phase: str) -> list[FlagGroup]:
@@ -196,7 +202,9 @@ def phase_flags(phase: str) -> list[FlagGroup]:
                 continue
             name = f"{title}_{flag.name}" if flag.name in taken else flag.name
             taken.add(name)
-            flags.append(dataclasses.replace(flag, name=name, aliases=ALIASES.get(flag.path, ())))
+            others = tuple(alias for alias in flag.aliases if alias not in taken)
+            taken.update(others)
+            flags.append(dataclasses.replace(flag, name=name, aliases=others))
         groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
     return groups
 

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
+from deft.config.groups import EnvironmentChoice, ProgressSettings, RunSettings
 from deft.config.validation import (
     Count,
     Fraction,
@@ -195,27 +196,15 @@ class PolicyConfig:
 
 
 @settings
-class LoopConfig:
-    """How long to train in an environment, and what is written when."""
+class LoopConfig(ProgressSettings):
+    """How long to train in an environment, and when to evaluate, log and save."""
 
     total_timesteps: Count = 1_000_000
-    """Env steps in all."""
-    eval_freq: NonNegativeInt = 5_000
-    """Env steps between evaluations; 0: none."""
-    eval_episodes: Count = 10
-    """Episodes of an evaluation."""
-    eval_deterministic: Switch = True
-    """Evaluate the most likely actions (a flow: denoised from drawn noise); `--eval-stochastic`: sampled ones."""
-    log_freq: NonNegativeInt = 1_000
-    """Env steps between lines of metrics."""
-    save_freq: NonNegativeInt = 10_000
-    """Env steps between checkpoints; 0: at the end alone."""
-    keep_checkpoints: Count = 3
-    """How many of the latest to keep, besides the best."""
+    """Env steps of the whole training."""
     video_freq: NonNegativeInt = 0
-    """Env steps between videos of an evaluation episode; 0: none."""
+    """Record a video of an evaluation episode every this many {unit}; 0: never."""
     max_staleness: NonNegativeInt = 1
-    """VLA mode and Ray: how many versions older than the learner's the acting weights may be. 0: they take turns."""
+    """VLA mode and Ray: how many versions the acting weights may be behind the learner's. 0: no overlap."""
 
 
 @settings
@@ -296,31 +285,17 @@ class AlgorithmConfig:
 
 
 @settings
-class RunSettings:
-    """What every run has, whatever it trains on."""
+class TrainingRun(RunSettings):
+    """Settings of every run of an algorithm."""
 
-    output_dir: OutputPath | None = None
-    """The run directory; by default `<algorithm>-<env or dataset>-<time>` in `$OUTPUT_BASE`, else in `outputs`."""
-    seed: Seed = 0
-    """One seed, one result."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    threads: Count | None = None
-    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
     fsdp: Switch = False
-    """Share out weights, gradients and moments among the processes (FSDP), for large models; ppo and sft."""
+    """Shard weights, gradients and optimizer state over the processes (FSDP), for large models; ppo and sft."""
     model_path: Place | None = None
-    """Start from the weights of this run, checkpoint or weights file."""
-    resume: Place | None = None
-    """Go on from this checkpoint (or the latest of this run folder)."""
-    auto_resume: Switch = False
-    """Go on from the latest checkpoint in `output_dir`, if there is one."""
-    overwrite: Switch = False
-    """Replace a run that is already in `output_dir`."""
+    """Initialise from the weights of this run, checkpoint or weights file."""
 
 
 @settings
-class RunConfig(RunSettings):
+class RunConfig(TrainingRun):
     """One run in an environment: the resolved settings that are written into its folder and repeat it."""
 
     env: EnvConfig = Field(default_factory=EnvConfig)
@@ -372,33 +347,27 @@ class EvaluationEnvConfig:
 
 
 @settings
-class OfflineTrainerConfig:
-    """How long to train on a dataset, and what is written when."""
+class OfflineTrainerConfig(ProgressSettings):
+    """How long to train on a dataset, and when to evaluate, log and save."""
+
+    UNIT: ClassVar[str] = "epochs"
 
     num_epochs: Count = 100
-    """Epochs in all."""
+    """Epochs of the whole training."""
     updates_per_epoch: Count | None = None
-    """Gradient updates of an epoch; by default one pass over the dataset, transitions / batch_size."""
+    """Gradient updates per epoch; by default one pass over the dataset, transitions / batch_size."""
     num_seeds: Count = 1
-    """Independent learners trained at once in one batched update, each with its own weights and batches."""
+    """Independent learners trained in one batched update, each with its own weights and batches."""
     eval_freq: NonNegativeInt = 5
-    """Epochs between evaluations; 0: none."""
-    eval_episodes: Count = 10
-    """Episodes of an evaluation."""
-    eval_deterministic: Switch = True
-    """Evaluate the most likely actions (a flow: denoised from drawn noise); `--eval-stochastic`: sampled ones."""
     log_freq: NonNegativeInt = 1_000
-    """Updates between lines of metrics."""
+    """Log metrics every this many updates."""
     save_freq: NonNegativeInt = 10
-    """Epochs between checkpoints; 0: at the end alone."""
-    keep_checkpoints: Count = 3
-    """How many of the latest to keep, besides the best."""
     capture: Literal["auto", "on", "off"] = "auto"
-    """Record the update as one CUDA graph and replay it; `auto`: on a GPU."""
+    """Capture the update as a CUDA graph and replay it; `auto`: on a GPU."""
 
 
 @settings
-class OfflineRunConfig(RunSettings):
+class OfflineRunConfig(TrainingRun):
     """One run on a dataset: the resolved settings that are written into its folder and repeat it."""
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig)
@@ -418,67 +387,39 @@ Split = Literal["train", "held-out", "all"]
 
 
 @settings
-class EvaluateConfig:
-    """What to evaluate, and how."""
+class EvaluateConfig(EnvironmentChoice):
+    """Evaluate a trained policy."""
 
     path: str
-    """A run folder (its best or latest checkpoint) or a checkpoint."""
+    """Run directory (its best or latest checkpoint) or checkpoint."""
     episodes: Count = 10
-    """How many episodes."""
+    """Episodes to play."""
     video: VideoPath | None = None
     """Write a video of the first episodes to this file (`.mp4`)."""
     videos: OutputPath | None = None
-    """Write videos of single episodes into this folder: three that succeed and three that fail, where there are."""
-    env: str | None = None
-    """Play in this environment instead of the run's own."""
-    task: str | None = None
-    """The environment's `task`; the same as `--env-kwargs task=…`."""
+    """Write videos of up to three successful and three failed episodes into this directory."""
     split: Split | None = None
-    """The tabletop's objects: the combinations of training, those that training never sees, or all."""
+    """Object combinations of the tabletop: those of training, held-out ones, or all."""
     shuffle_instructions: Switch = False
-    """Name an object of the scene by chance, whatever the goal is: how much of the success hangs on the words."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor, beside those of the run."""
-    rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
+    """Name a random object of the scene in the instruction, to measure how much the policy depends on language."""
     random_policy: Switch = False
-    """Play uniformly random actions instead, on the same seeds: the baseline."""
-    deterministic: Switch = True
-    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
-    seed: Seed = 0
-    """Episode i starts from seed + i, and noise is drawn by it; training and its evaluations use seeds from 2^24 on."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Play uniformly random actions on the same seeds, as a baseline."""
 
 
 @settings
-class CompareRunsConfig:
-    """Which policies to compare, and on what: all play the same episodes."""
+class CompareRunsConfig(EnvironmentChoice):
+    """Compare several policies on the same episodes."""
 
     runs: tuple[str, ...]
-    """Runs or checkpoints; `ppo=RUN,RUN` or `ppo=runs/ppo_*`: the seeds of a method; `random`; `expert` (a script)."""
-    env: str | None = None
-    """Any Gymnasium id, or one of Deft's own; by default each run's own."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor, beside those of each run."""
-    rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
-    task: str | None = None
-    """The environment's `task`; the same as `--env-kwargs task=…`."""
+    """Runs or checkpoints; `ppo=RUN,RUN` or `ppo=runs/ppo_*`: several seeds of a method; `random`; `expert`."""
     episodes: Count = 100
-    """How many episodes, for each policy and each column of the table."""
+    """Episodes per policy and column of the table."""
     split: tuple[Split, ...] | None = None
-    """Columns of the table; by default `train` and `held-out` where the world has these splits."""
+    """Columns of the table; by default `train` and `held-out` where the environment has these splits."""
     shuffle_instructions: Switch = False
-    """Add a column in which the words name an object by chance."""
-    deterministic: Switch = True
-    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
+    """Add a column in which the instruction names a random object."""
     out: OutputPath | None = None
-    """Folder for `comparison.json` and its plot; by default `comparison` in the last run's folder."""
-    seed: Seed = 0
-    """Episode i of every policy starts from seed + i; another seed gives a new set of test episodes."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Directory for `comparison.json` and its plot; by default `comparison` in the last run's directory."""
 
     @field_validator("runs")
     @classmethod
@@ -491,47 +432,37 @@ class CompareRunsConfig:
 
 
 @settings
-class CollectConfig:
-    """What to play, and where to record it."""
+class CollectConfig(EnvironmentChoice):
+    """Record episodes of a policy as a dataset."""
 
     policy: str
-    """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
+    """Run directory or checkpoint, `random` (uniform actions), or `expert` (the environment's scripted policy)."""
     out: OutputPath
-    """The dataset's folder, named as Minari names datasets: `datasets/reach/expert-v0`."""
+    """Directory of the dataset, with a Minari-style name: `datasets/reach/expert-v0`."""
     format: Literal["minari", "lerobot"] = "minari"
-    """The layout to write: Minari's, or LeRobot's (v3.0), which needs continuous actions."""
+    """Dataset format: Minari, or LeRobot v3.0 (continuous actions only)."""
     fps: Positive | None = None
     """Frames per second of a LeRobot dataset; by default the environment's `render_fps`."""
     use_videos: Switch = True
-    """Store the cameras of a LeRobot dataset as mp4; if false as PNG, without loss."""
-    env: str | None = None
-    """Any Gymnasium id, or one of Deft's own; by default the one that the policy was trained in."""
-    task: str | None = None
-    """The environment's `task`, as a VLA model sees it; the tabletop then has its cameras and words, see its page."""
+    """Store the cameras of a LeRobot dataset as mp4; `--no-use-videos` stores lossless PNG images."""
     steps: Count | None = None
-    """Record exactly so many env steps; episodes that are open then are cut."""
+    """Record exactly this many env steps; unfinished episodes are truncated."""
     episodes: Count | None = None
-    """Record so many whole episodes."""
+    """Record this many whole episodes."""
     noise: NonNegative = 0.0
-    """On the policy's actions. Box: Gaussian, in half ranges of the action; discrete: chance of a random action."""
+    """Noise on the actions. Box: standard deviation in half ranges; discrete: probability of a random action."""
     deterministic: Switch = False
-    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
+    """Play the most likely actions; by default actions are sampled as in training."""
     num_envs: Count = 1
-    """Copies stepped together."""
+    """Parallel environments."""
     vector: Literal["sync", "process"] = "sync"
-    """How the copies run: in this process, or in worker processes."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor, beside those of the policy's run."""
-    rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
+    """Run the environments in this process or in worker processes."""
     max_episode_steps: Count | None = None
-    """A time limit in place of the environment's own."""
+    """Time limit that replaces the environment's own."""
     append: Switch = False
-    """Add to the dataset where there is one."""
+    """Append to an existing dataset."""
     seed: Seed = 0
-    """One seed, one recording; appended episodes start from seed + the number of those there."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Seed of the recording; appended episodes start from seed + the number of existing episodes."""
 
     @model_validator(mode="after")
     def _has_one_end(self) -> CollectConfig:
@@ -541,57 +472,48 @@ class CollectConfig:
 
 
 @settings
-class PlayConfig:
-    """What to watch, and where."""
+class PlayConfig(EnvironmentChoice):
+    """Play episodes of a policy, a scripted expert or random actions, and record a video."""
 
-    env: str | None = None
-    """Any Gymnasium id, or one of Deft's own; by default the one that the policy was trained in, or `tabletop`."""
-    task: str | None = None
-    """The environment's `task`; the same as `--env-kwargs task=…`."""
     policy: str = "expert"
-    """A run folder or checkpoint, `random` (uniform actions), or `expert` (the environment's own script)."""
+    """Run directory or checkpoint, `random` (uniform actions), or `expert` (the environment's scripted policy)."""
     video: VideoPath | None = None
     """Write a video of the episodes to this file (`.mp4`)."""
     episodes: Count = 3
-    """How many episodes."""
-    deterministic: Switch = True
-    """Play the most likely actions (a flow: denoised from drawn noise); `--stochastic`: sampled as in training."""
-    seed: Seed = 0
-    """Episode i starts from seed + i."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor, beside those of the policy's run."""
-    rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
+    """Episodes to play."""
     max_episode_steps: Count | None = None
-    """A time limit in place of the environment's own."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Time limit that replaces the environment's own."""
 
 
 @settings
 class FetchConfig:
-    """What to download, from where, and how to verify it."""
+    """Download a dataset and verify it."""
 
     name: str
-    """A D4RL name (`hopper-medium-v2`), or with `url` a name of your own."""
+    """D4RL name (`hopper-medium-v2`), or with `url` any name."""
     url: str | None = None
-    """Download this http, https or file URL in place of D4RL's own."""
+    """Download from this http, https or file URL instead of D4RL's."""
     sha256: str | None = None
-    """The SHA-256 that the file must have; D4RL publishes none, so by default size and HDF5 layout are verified."""
+    """SHA-256 that the file must have; D4RL publishes none, so by default size and HDF5 layout are verified."""
     out: OutputPath | None = None
-    """The folder to put it in; by default the first of DEFT_DATASETS, or `~/.deft/datasets`."""
+    """Target directory; by default the first of DEFT_DATASETS, or `~/.deft/datasets`."""
     overwrite: Switch = False
-    """Download it again where it is there already."""
+    """Download again and replace an existing file."""
 
 
-# Settings that may also be written in another place of a file: there → where they belong.
-MOVED_SETTINGS: dict[str, str] = {
-    "trainer.rollout_steps": "trainer.buffer_size",
-    "algorithm.cfg.rollout_steps": "trainer.buffer_size",
-    "trainer.num_iterations": "trainer.iterations",
-    "algorithm.cfg.num_iterations": "trainer.iterations",
-    "trainer.batch_size": "algorithm.cfg.batch_size",
-}
+@settings
+class ReportConfig:
+    """Write report.html, a page that summarises a run of the F1 phases, into the run directory."""
 
-# Sections that may be written as a plain string, and the setting that it stands for.
-SHORTHANDS: dict[str, str] = {"env": "id", "policy": "name", "algorithm": "name", "dataset": "path"}
+    run: str
+    """Run directory."""
+
+
+@settings
+class DoctorConfig:
+    """Examine this machine: rendering, speed, installed extras, and what to install for the rest."""
+
+    cluster: Switch = False
+    """Examine the Ray cluster instead, and show where a run would place its workers."""
+    ray_address: str = "auto"
+    """Ray cluster to examine with --cluster: `auto`, `local` or `host:port`."""

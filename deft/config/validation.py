@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from deft.config.aliases import field_for, translate, translate_value
+from deft.config.fields import nested_class, setting_names
 from deft.errors import InputError
 from deft.ownership import check_output_path
 
@@ -61,32 +63,62 @@ OutputPath = Annotated[str, AfterValidator(check_output_path)]
 VideoPath = Annotated[str, AfterValidator(check_output_path), AfterValidator(_video_path)]
 
 
-@dataclass_transform(field_specifiers=(Field,))
+@dataclass_transform(field_specifiers=(Field,), kw_only_default=True)
 def settings(cls: type[Settings]) -> type[Settings]:
-    """A validated dataclass whose constructor and assignments refuse a wrong value with one line (`InputError`)."""
-    made: Any = dataclass(config=STRICT)(cls)
-    made.__init__ = _explaining(made, made.__init__)
-    made.__setattr__ = _explaining(made, made.__setattr__)
+    """Make a validated dataclass. Its constructor and its attributes accept other names of a setting too (`aliases`).
+
+    A wrong value raises an `InputError` of one line, in the constructor and in assignments.
+    """
+    is_derived = any(hasattr(base, "__pydantic_fields__") for base in cls.__mro__[1:])
+    made: Any = dataclass(config=STRICT, kw_only=is_derived)(cls)  # a required setting may follow those of its base
+    construct, assign = made.__init__, made.__setattr__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        translated, written = translate(type(self), {**dict(zip(setting_names(made), args, strict=False)), **values})
+        try:
+            construct(self, **translated)
+        except ValidationError as error:
+            raise InputError(explain(error, made, written=written)) from None
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        name = field_for(made, name) or name
+        try:
+            assign(self, name, translate_value(name, value))
+        except ValidationError as error:
+            raise InputError(explain(error, made)) from None
+
+    def __getattr__(self: Any, name: str) -> Any:
+        field = None if name.startswith("_") else field_for(type(self), name)
+        if field in (None, name):
+            raise AttributeError(f"{type(self).__name__} has no setting {name!r}")
+        return getattr(self, field)
+
+    made.__init__, made.__setattr__, made.__getattr__ = __init__, __setattr__, __getattr__
     return made
 
 
-def _explaining(cls: type, method: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(method)
-    def explained(*args: Any, **kwargs: Any) -> None:
-        try:
-            method(*args, **kwargs)
-        except ValidationError as error:
-            raise InputError(explain(error, cls)) from None
-
-    return explained
-
-
-def checked(cls: type[Settings], values: Mapping[str, Any], *, written: Mapping[str, str] | None = None) -> Settings:
-    """Make a settings object of values that the user gave; `written` as in `explain`."""
+def checked(
+    cls: type[Settings],
+    values: Mapping[str, Any],
+    *,
+    written: Mapping[str, str] | None = None,
+    concrete: Mapping[type, type] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
+) -> Settings:
+    """Return a settings object of the values that a user gave; the other arguments are those of `explain`."""
+    root: Any = cls
+    translated, renamed = translate(root, values, concrete)
     try:
-        return TypeAdapter(cls).validate_python(values)
+        return _adapter(root).validate_python(translated)
     except ValidationError as error:
-        raise InputError(explain(error, cls, written=written)) from None
+        spelled = {**renamed, **(written or {})}
+        raise InputError(explain(error, cls, concrete=concrete, written=spelled, elsewhere=elsewhere)) from None
+
+
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def explain(
@@ -131,22 +163,6 @@ def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | N
 def quoted(names: Iterable[str]) -> str:
     """Names for a message: `'standard', 'vla'`."""
     return ", ".join(f"'{name}'" for name in names)
-
-
-def setting_names(cls: type) -> list[str]:
-    """The names of a class's settings, in order."""
-    return list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
-
-
-def nested_class(cls: type, name: str) -> type | None:
-    """The settings class behind a setting, where it is a section of its own (also where it may be None)."""
-    field = cls.__pydantic_fields__.get(name)  # type: ignore[attr-defined]
-    if field is None:
-        return None
-    for candidate in (field.annotation, *get_args(field.annotation)):
-        if hasattr(candidate, "__pydantic_fields__"):
-            return candidate
-    return None
 
 
 def dotted(location: Iterable[int | str]) -> str:

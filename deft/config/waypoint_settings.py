@@ -1,14 +1,15 @@
-"""The settings of the waypoint commands: recording, supervised training, PPO on top of it, and the comparison.
+"""Settings of the waypoint commands: recording, supervised training, PPO on top of it, and the comparison.
 
-One flat class a command: `deft.cli` makes the flags from it, and the class is what a run's `config.json` holds.
+One class per command; a run's `config.json` holds the same settings.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from deft.config.groups import EvaluationSettings, RunSettings, SeedSettings
 from deft.config.validation import (
     Count,
     Fraction,
@@ -30,7 +31,7 @@ Difficulty = Literal["easy", "medium", "hard"]
 
 
 def _known_envs(names: Any) -> Any:
-    """One name or several, each known and given once."""
+    """Return one name or several as a tuple, if each is known and given once."""
     names = (names,) if isinstance(names, str) else names
     if isinstance(names, list | tuple):
         for name in names:
@@ -42,164 +43,146 @@ def _known_envs(names: Any) -> Any:
 
 
 @settings
-class PPOConfig:
+class PPOConfig(RunSettings, EvaluationSettings):
     """PPO for a residual on the waypoints of a frozen supervised policy."""
 
+    UNIT: ClassVar[str] = "iterations"
+
     sft_checkpoint: str
-    """The supervised policy: `model.pt` of `deft train waypoint-sft`, or its folder. It is loaded, frozen and used."""
-    out_dir: OutputPath = "out/rl_delta_ppo_v0"
-    """The run folder."""
+    """Supervised policy: `model.pt` of `deft train waypoint-sft`, or its directory. Its weights are frozen."""
+    output_dir: OutputPath = "out/rl_delta_ppo_v0"
+    """Run directory."""
     env: tuple[str, ...] = ("toy",)
-    """`toy`, `driving`, `highway` or `carla`; several are trained in together, each in its share of the copies."""
-    num_iterations: Count = 100
-    """Rollouts, each followed by an update."""
+    """`toy`, `driving`, `highway` or `carla`; several environments share `num_envs`."""
+    iterations: Count = 100
+    """Rollouts, each followed by one update."""
     batch_size: Count = 64
-    """Transitions in a minibatch."""
-    lr: Positive = 3e-4
-    """Adam's step size."""
-    clip_epsilon: Positive = 0.2
-    """How far the probability ratio may move from 1."""
+    """Transitions per minibatch."""
+    learning_rate: Positive = 3e-4
+    """Learning rate of Adam."""
+    clip_range: Positive = 0.2
+    """Clip the probability ratio to 1 ± this."""
     value_coef: NonNegative = 0.5
     """Weight of the value loss."""
     entropy_coef: NonNegative = 0.01
     """Weight of the entropy bonus."""
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     gae_lambda: Fraction = 0.95
-    """Advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
-    num_epochs: Count = 5
-    """Passes over each rollout."""
+    """λ of generalized advantage estimation."""
+    n_epochs: Count = 5
+    """Epochs over each rollout."""
     max_grad_norm: Positive | None = 0.5
-    """Gradient clipping."""
+    """Clip the gradient norm to this; none: no clipping."""
     target_kl: Positive | None = None
-    """Stop the epochs of an update when its approximate KL passes 1.5 times this."""
+    """End the epochs of an update when its approximate KL divergence exceeds 1.5 times this."""
     value_warmup: NonNegativeInt = 0
-    """Iterations at the start in which the value head learns alone; a policy that is good already loses less then."""
+    """Iterations at the start that train only the value head."""
     num_envs: Count | None = None
-    """Copies of the environment stepped together; by default 32, and 1 in `carla`."""
+    """Parallel environments; by default 32, and 1 for `carla`."""
     rollout_steps: Count = 16
-    """Decisions of a rollout, for each copy."""
+    """Decisions per rollout and environment."""
     hidden_sizes: tuple[Count, ...] = (64, 64)
     """Hidden layers of the delta head and of the value head."""
     log_std_init: Number = -1.0
-    """Log standard deviation of the waypoints at the start, in metres."""
+    """Initial log standard deviation of the waypoints, in metres."""
     residual_bound: Positive = 4.0
     """Largest correction of a waypoint's coordinate, in metres."""
     residual_modes: Count = 3
-    """Freedom of the correction along the path, an axis: 1 shifts it, 2 turns or stretches it too, 3 bends it, …"""
+    """Degrees of freedom of the correction per axis: 1 shifts the path, 2 also rotates or stretches it, 3 bends it."""
     residual_start: Fraction = 1.0
-    """Share of `residual_bound` that is open at the start; below 1 it opens in equal steps."""
+    """Fraction of `residual_bound` that is allowed at the start; below 1 it grows linearly."""
     residual_open_at: Fraction = 0.5
-    """Share of training at which it is fully open."""
+    """Fraction of training after which all of `residual_bound` is allowed."""
     kl_coef: NonNegative = 0.0
-    """Weight of KL(policy ‖ supervised policy); where `kl_target` is given, its value at the start."""
+    """Weight of KL(policy ‖ supervised policy); with `kl_target` its initial value."""
     kl_target: Positive | None = None
-    """Adapt `kl_coef` so that this KL stays near the target."""
+    """Adapt `kl_coef` to keep that KL divergence near this value."""
     difficulty: Difficulty = "medium"
-    """Of the environment."""
+    """Difficulty of the environment."""
     curriculum: Switch = False
-    """Start easy and rise to `difficulty`, level by level, as enough episodes succeed."""
+    """Start easy and increase the difficulty up to `difficulty` as episodes succeed."""
     curriculum_success: Fraction = 0.8
-    """Share of successes, over the last 100 episodes, at which the next level begins."""
+    """Success rate over the last 100 episodes at which the next difficulty starts."""
     safety: Switch = False
-    """Take back, weights and optimizer, every update that leaves the held-out set worse than the supervised policy."""
+    """Undo every update that makes the held-out episodes worse than with the supervised policy."""
     safety_measures: tuple[Literal["collision_rate", "ade"], ...] = ("collision_rate", "ade")
-    """Which measures of the held-out set may not be worse."""
+    """Measures of the held-out episodes that `safety` compares."""
     safety_episodes: Count = 64
-    """Size of that held-out set, of each environment."""
-    eval_interval: NonNegativeInt = 10
-    """Iterations between evaluations; 0: at the start and the end alone."""
+    """Held-out episodes per environment that `safety` plays."""
+    eval_freq: NonNegativeInt = 10
+    """Evaluate every this many iterations; 0: only at the start and the end."""
     eval_episodes: Count = 64
-    """Episodes of an evaluation, of each environment."""
-    save_interval: NonNegativeInt = 25
-    """Iterations between checkpoints; 0: at the end alone."""
+    """Episodes per evaluation and environment."""
+    save_freq: NonNegativeInt = 25
+    """Save a checkpoint every this many iterations; 0: only at the end."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor."""
-    seed: Seed = 0
-    """One seed, one result."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    threads: Count | None = None
-    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
-    resume: Switch = False
-    """Go on from the latest checkpoint in `out_dir`."""
-    overwrite: Switch = False
-    """Replace a run that is already in `out_dir`."""
+    """Keyword arguments of the environment's constructor."""
 
     _envs_are_known = field_validator("env", mode="before")(_known_envs)
 
     @property
     def copies(self) -> int:
-        """How many copies there are."""
+        """The number of parallel environments."""
         return self.num_envs or (1 if self.env == ("carla",) else DEFAULT_COPIES)
 
     @model_validator(mode="after")
     def _copies_are_enough(self) -> PPOConfig:
         if self.copies < len(self.env):
-            raise ValueError(f"num_envs {self.num_envs} is less than one copy for each of {quoted(self.env)}")
+            raise ValueError(f"num_envs {self.num_envs} is less than one for each of {quoted(self.env)}")
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target needs a kl_coef above 0 to start from")
         return self
 
 
 @settings
-class WaypointSFTConfig:
+class WaypointSFTConfig(RunSettings):
     """Supervised training of a waypoint policy on recorded driving."""
 
     dataset: str
-    """A recording of `deft collect waypoints`."""
-    out_dir: OutputPath = "out/sft_waypoint_bc_torch_v0"
-    """Where `model.pt`, `config.json` and `train_metrics.json` are written."""
+    """Recording made by `deft collect waypoints`."""
+    output_dir: OutputPath = "out/sft_waypoint_bc_torch_v0"
+    """Run directory: `model.pt`, `config.json` and `train_metrics.json`."""
     num_epochs: Count = 15
-    """Passes over the recording."""
+    """Epochs over the recording."""
     batch_size: Count = 64
-    """Decisions in a minibatch."""
-    lr: Positive = 1e-3
-    """AdamW's step size at the start; it falls to 0 as a cosine."""
+    """Decisions per minibatch."""
+    learning_rate: Positive = 1e-3
+    """Initial learning rate of AdamW; it decays to 0 as a cosine."""
     weight_decay: NonNegative = 1e-4
-    """Decoupled weight decay."""
+    """Weight decay of AdamW."""
     encoder_dim: Count = 64
-    """Width of the features that the camera encoder gives."""
+    """Width of the camera features."""
     hidden_sizes: tuple[Count, ...] = (64,)
     """Hidden layers of the waypoint head."""
     holdout: Fraction = 0.1
-    """Share of the episodes that are kept for validation."""
-    seed: Seed = 0
-    """One seed, one result."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    threads: Count | None = None
-    """Torch's threads; by default OMP_NUM_THREADS, one for a small network, else as many as measure faster."""
-    resume: Switch = False
-    """Continue a run in `out_dir` that was stopped."""
-    overwrite: Switch = False
-    """Replace a model, or a run that was stopped, in `out_dir`."""
+    """Fraction of the episodes held out for validation."""
 
 
 @settings
-class WaypointRecordingConfig:
-    """What to record for supervised training, and where."""
+class WaypointRecordingConfig(SeedSettings):
+    """Record demonstrations of an environment's scripted driver."""
 
     out: OutputPath
-    """The file (`.npz`)."""
+    """Output file (`.npz`)."""
     env: str = "driving"
-    """`toy`, `driving`, `highway` or `carla`; its scripted driver drives."""
+    """`toy`, `driving`, `highway` or `carla`."""
     episodes: Count = 100
-    """Whole episodes."""
+    """Episodes to record."""
     noise: NonNegative = 0.3
-    """Deviation, in metres, of what is added to the waypoints that are driven; the plan is recorded without it."""
+    """Standard deviation, in metres, of the noise on the driven waypoints; the recorded plan has none."""
     label_noise: NonNegative = 0.0
-    """Deviation, in metres, of the error in the recorded waypoints, as a tracking system has it."""
+    """Standard deviation, in metres, of the noise on the recorded waypoints."""
     difficulty: Difficulty = "medium"
-    """Of the environment."""
+    """Difficulty of the environment."""
     num_envs: Count | None = None
-    """Copies stepped together; by default 16, and 1 in `carla`."""
+    """Parallel environments; by default 16, and 1 for `carla`."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor."""
+    """Keyword arguments of the environment's constructor."""
     seed: Seed = 0
     """Episode i starts from seed + i."""
     overwrite: Switch = False
-    """Replace the file where there is one."""
+    """Replace an existing file."""
 
     @field_validator("env", mode="before")
     @classmethod
@@ -208,27 +191,25 @@ class WaypointRecordingConfig:
 
 
 @settings
-class CompareConfig:
-    """A supervised waypoint policy against the one that PPO made of it, on the same episodes."""
+class CompareConfig(SeedSettings):
+    """Compare a supervised waypoint policy with the policy that PPO trained from it."""
 
     sft_checkpoint: str
-    """`model.pt` of `deft train waypoint-sft`, or its folder."""
+    """`model.pt` of `deft train waypoint-sft`, or its directory."""
     rl_checkpoint: str
-    """`final.pt` or a `checkpoint_iter_X.pt` of `deft train waypoint-ppo`, or its folder."""
+    """`final.pt` or `checkpoint_iter_X.pt` of `deft train waypoint-ppo`, or its directory."""
     env: tuple[str, ...] | None = None
-    """The environments; by default those of the PPO run."""
+    """Environments; by default those of the PPO run."""
     difficulty: Difficulty | None = None
-    """By default that of the PPO run."""
+    """Difficulty of the environment; by default that of the PPO run."""
     episodes: Count = 200
-    """Held-out episodes, the same for both."""
+    """Held-out episodes, the same for both policies."""
     seed: Seed = 1_000_000
-    """Episode i starts from seed + i; training and its evaluations use seeds from 2^24 on."""
+    """Episode i starts from seed + i; training uses seeds from 2^24 on."""
     out: OutputPath | None = None
-    """Where the figures (`comparison.json`) and the picture are written; by default the PPO run's folder."""
+    """Directory for `comparison.json` and its plot; by default the PPO run's."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor, beside those of the PPO run."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Keyword arguments of the environment's constructor, added to those of the PPO run."""
 
     @field_validator("env", mode="before")
     @classmethod

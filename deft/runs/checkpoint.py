@@ -300,7 +300,7 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if not os.path.exists(path):  # also of a name too long for one
         raise InputError(f"{path}: there is no such checkpoint or run folder")
-    if (path / MODEL).is_file():
+    if is_checkpoint(path):
         return path.resolve()
     if path.is_file():
         raise InputError(f"{path}: a checkpoint is a folder with {MODEL} in it; give that folder")
@@ -308,6 +308,27 @@ def find_checkpoint(path: str | Path) -> Path:
     if not checkpoints:
         raise InputError(f"{path}: neither a checkpoint (no {MODEL}) nor a run folder with checkpoints in it")
     return checkpoints[-1]
+
+
+def resumable(path: str | Path) -> Path:
+    """Return the checkpoint to resume from: the one given, or the latest of a run directory that can be read."""
+    path = Path(path)
+    if is_checkpoint(path):
+        return path.resolve()
+    if path.is_dir() and not list_checkpoints(path):
+        raise InputError(f"resume: {path} holds no checkpoint; leave --resume out to start a run there")
+    latest = find_checkpoint(path)
+    found, problems = latest_whole_checkpoint(latest.parent)
+    if found is None:
+        raise InputError(f"resume: no checkpoint in {path} can be read; the latest: {problems[0]}")
+    for problem in problems:
+        log.warning("passed over: %s", problem)
+    return found
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is a checkpoint directory."""
+    return (path / MODEL).is_file()
 
 
 def find_best(path: str | Path) -> Path:

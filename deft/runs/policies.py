@@ -70,7 +70,7 @@ def _build_actor(
     weights_follow: bool,
 ) -> Policy:
     """The actor of a run that learns from a replay buffer, or that starts from one trained on a dataset."""
-    dtype = PRECISIONS["float32" if settings is None else settings.precision]
+    dtype = PRECISIONS["fp32" if settings is None else settings.precision]
     action = with_bounds(action) if weights_follow else action
     if actor.vla_config is not None:
         return make_vla_actor(actor, observation, action, "the environment", dtype, weights_follow)

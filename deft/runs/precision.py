@@ -24,14 +24,14 @@ def set_precision(device: torch.device, precision: str) -> None:
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = precision == "tf32"  # by default it is on
     elif precision == "bf16" and not cpu_has_bfloat16():
-        log.warning("precision: this CPU has no units for bf16, which is emulated, many times slower; use float32")
+        log.warning("precision: this CPU has no units for bf16, which is emulated, many times slower; use fp32")
 
 
 def choose_precision(name: str, device: torch.device, policy: nn.Module | None = None) -> torch.dtype | None:
     """The type for autocast, or None where weights are used as they are; sets how a GPU multiplies float32."""
-    set_precision(device, "float32" if name == "float32" else "tf32")
+    set_precision(device, "fp32" if name == "fp32" else "tf32")
     if name != "auto":
-        return torch.bfloat16 if name == "bfloat16" else None
+        return torch.bfloat16 if name == "bf16" else None
     if device.type == "cuda":
         size = sum(parameter.numel() for parameter in policy.parameters()) if policy is not None else 0
         return torch.bfloat16 if size >= LARGE_MODEL and torch.cuda.is_bf16_supported() else None

@@ -29,7 +29,7 @@ def test_on_random_data_alone_the_game_trains_as_phase_1_does(benchmark, monkeyp
     config = game_config(tmp_path / "adversarial", **shares)
     config.training.precision = "float32"
     config.training.batch_size = 3
-    config.student.teacher_path = config.adversarial.teacher_checkpoint = str(tmp_path / "teacher")
+    config.student.teacher_checkpoint = config.adversarial.teacher_checkpoint = str(tmp_path / "teacher")
     game = benchmark.PacedGame(copy.deepcopy(config))
     start = copy.deepcopy(game.policy)
     game.generator = np.random.default_rng(5)

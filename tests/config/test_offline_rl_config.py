@@ -13,10 +13,10 @@ from deft.config.algorithm_settings import (
     IQLSettings,
     TD3BCSettings,
 )
+from deft.config.fields import setting_names
 from deft.config.flags import run_flags
 from deft.config.loading import replace, resolve, setting_paths, to_dict, value_at
 from deft.config.offline_rl_config import OfflineRLConfig
-from deft.config.validation import setting_names
 from deft.errors import InputError
 
 OFFLINE = [name for name, cls in ALGORITHM_SETTINGS.items() if cls.LEARNS_FROM == "dataset"]
@@ -75,7 +75,7 @@ OTHER_VALUES: dict[type, Any] = {
     bool: lambda value: not value,
     int: lambda value: value + 1,
     float: lambda value: value / 2 + 0.001,
-    str: lambda value: {"float32": "bf16", "auto": "off", "INFO": "ERROR", "DEBUG": "ERROR"}.get(value, "elsewhere"),
+    str: lambda value: {"fp32": "bf16", "auto": "off", "INFO": "ERROR", "DEBUG": "ERROR"}.get(value, "elsewhere"),
 }
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
 

@@ -11,10 +11,11 @@ from deft.config.algorithm_settings import (
     PPOSettings,
     SACSettings,
 )
+from deft.config.fields import setting_names
 from deft.config.loading import replace, setting_paths, to_dict, value_at
 from deft.config.rl_config import RLConfig, _paths
 from deft.config.settings import CurriculumConfig, RunConfig
-from deft.config.validation import Count, NonNegativeInt, Positive, setting_names, settings
+from deft.config.validation import Count, NonNegativeInt, Positive, settings
 from deft.errors import InputError
 
 # The reference of the document, field by field.

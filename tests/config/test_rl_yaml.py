@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 import deft
+from deft.config.aliases import ALIASES
 from deft.config.rl_yaml import (
     get_environment_config,
     get_training_config,
@@ -80,7 +81,7 @@ def test_every_key_of_the_document_is_read(document):
     with pytest.raises(AttributeError, match="no 'models'"):
         config.models  # noqa: B018
     training = get_training_config(config)
-    assert (training.bptt_length, training.learning_rate, training.video_save_every) == (8, 1e-4, 1)
+    assert (training.bptt_length, training.learning_rate, training.video_freq) == (8, 1e-4, 1)
     assert isinstance(training, deft.TrainingConfig)
     environment = get_environment_config(config)
     task = read_task_config(environment, {})
@@ -91,7 +92,7 @@ def test_every_key_of_the_document_is_read(document):
 def test_the_preset_has_every_key_of_the_document():
     shipped = yaml.safe_load((ROOT / "deft/config/presets/rl_config.yaml").read_text())
     for section, values in yaml.safe_load(DOCUMENT).items():
-        assert values.keys() - {"lora"} <= shipped[section].keys()
+        assert {ALIASES.get(name, name) for name in values.keys() - {"lora"}} <= shipped[section].keys()
     assert get_training_config(load_rl_config()) == read_phase_config("rl_config").training
 
 

@@ -19,8 +19,8 @@ def test_a_cpu_without_instructions_for_it_gets_no_bfloat16(monkeypatch):
         monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda has=has: has)
         monkeypatch.setattr(precision, "bfloat16_is_quicker", lambda quicker=quicker: quicker)
         assert choose_precision("auto", cpu) is expected
-    assert choose_precision("float32", cpu) is None
-    assert choose_precision("bfloat16", cpu) is torch.bfloat16
+    assert choose_precision("fp32", cpu) is None
+    assert choose_precision("bf16", cpu) is torch.bfloat16
 
 
 def test_autocast_is_where_it_is_asked_for():
@@ -31,7 +31,7 @@ def test_autocast_is_where_it_is_asked_for():
         assert (product @ product).dtype is torch.float32
 
 
-@pytest.mark.parametrize(("precision", "matmul", "rounds"), [("tf32", "high", True), ("float32", "highest", False)])
+@pytest.mark.parametrize(("precision", "matmul", "rounds"), [("tf32", "high", True), ("fp32", "highest", False)])
 def test_precision_holds_for_convolutions_too(precision, matmul, rounds):
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
@@ -43,7 +43,7 @@ def test_precision_holds_for_convolutions_too(precision, matmul, rounds):
 
 
 @pytest.mark.parametrize(
-    ("name", "has_units", "is_told"), [("bf16", False, True), ("bf16", True, False), ("float32", False, False)]
+    ("name", "has_units", "is_told"), [("bf16", False, True), ("bf16", True, False), ("fp32", False, False)]
 )
 def test_bf16_that_a_cpu_emulates_is_told(monkeypatch, caplog, name, has_units, is_told):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_units)

@@ -84,10 +84,10 @@ class AdversarialTrainer(WorldModelTrainer):
         if config.adversarial.replay_share + config.adversarial.random_share > 1.0:
             raise InputError("replay_share, random_share: together at most 1; what they leave of a batch is new")
         warn_of_idle_settings(config)
-        config.training.learning_rate = config.adversarial.wm_lr
+        config.training.learning_rate = config.adversarial.wm_learning_rate
         super().__init__(config, policy)
         if config.training.precision == "auto":
-            set_precision(self.device, "float32")  # for the explorer's ratios, as in phase 2
+            set_precision(self.device, "fp32")  # for the explorer's ratios, as in phase 2
         game, training = config.adversarial, config.training
         if explorer is None:
             game.student_checkpoint = self.fixed_start("adversarial", "student_checkpoint", always=True)
@@ -120,7 +120,7 @@ class AdversarialTrainer(WorldModelTrainer):
     @property
     def total(self) -> int:
         """Iterations that the run is long."""
-        return self.config.adversarial.total_iterations
+        return self.config.adversarial.iterations
 
     # -- an iteration --------------------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class AdversarialTrainer(WorldModelTrainer):
         game.teacher_checkpoint = self.fixed_start("adversarial", "teacher_checkpoint", always=True)
         if self.resume_from is not None:
             return super()._load_policy()
-        return load_teacher(self.config, self.device, "teacher_checkpoint")
+        return load_teacher(self.config, self.device, "adversarial")
 
     def _load_explorer(self, action_mask: Any) -> ExplorerPolicy:
         """Of the run that goes on, of the student, or a new one."""
@@ -333,14 +333,14 @@ class AdversarialTrainer(WorldModelTrainer):
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self.explorer.parameters()):
             raise RunError(
                 f"the explorer's weights are no longer finite after {self.episode} iterations, so nothing was saved: "
-                "lower explorer_lr; any checkpoint saved before is good"
+                "lower explorer_learning_rate; any checkpoint saved before is good"
             )
 
 
 def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
     """The student's settings of PPO, with the game's learning rate and noise."""
     settings = copy.deepcopy(config.student.explorer)
-    settings.learning_rate = config.adversarial.explorer_lr
+    settings.learning_rate = config.adversarial.explorer_learning_rate
     noise = settings.action_noise * config.adversarial.explorer_noise
     if noise < LEAST_NOISE:
         raise InputError(
@@ -361,11 +361,11 @@ def warn_of_idle_settings(config: PhaseConfig) -> None:
         log.warning("model.checkpoint_path: not for phase 3, whose world model is that of teacher_checkpoint")
     if game.random_share and not game.random_episodes:
         log.warning("random_share: without random_episodes there are none; batches are the explorer's episodes alone")
-    if game.wm_warmup >= game.total_iterations:
+    if game.wm_warmup >= game.iterations:
         log.warning(
             "wm_warmup: %d of %d iterations, so the explorer is not trained at all",
             game.wm_warmup,
-            game.total_iterations,
+            game.iterations,
         )
 
 

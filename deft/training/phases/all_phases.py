@@ -111,7 +111,7 @@ def phase_settings(config: PhaseConfig, phase: str, root: Path) -> PhaseConfig:
         own.training.num_episodes = getattr(whole, f"{phase}_episodes")
     if phase != "teacher":  # the later phases start from the teacher, adapters and all
         own.model.checkpoint_path = own.model.lora = own.model.tokenizer_weights = None
-    own.student.teacher_path = own.adversarial.teacher_checkpoint = str(root / "teacher" / checkpoint.BEST)
+    own.student.teacher_checkpoint = own.adversarial.teacher_checkpoint = str(root / "teacher" / checkpoint.BEST)
     own.adversarial.student_checkpoint = str(root / "student" / checkpoint.BEST)
     return own
 
@@ -183,7 +183,7 @@ def _goes_on(settings: PhaseConfig, phase: str, summary: dict[str, Any], root: P
     """Whether a phase that was done is now to be longer; refused where a later one has begun from it."""
     unit, wanted = "episodes", settings.training.num_episodes
     if phase == "adversarial":
-        unit, wanted = "iterations", settings.adversarial.total_iterations
+        unit, wanted = "iterations", settings.adversarial.iterations
     minutes = settings.training.max_minutes
     if summary[unit] >= wanted or (minutes is not None and summary["seconds"] >= 60.0 * minutes):
         return False

@@ -285,8 +285,8 @@ class BaseRLTrainer(ABC):
         assert self._unfinished is not None
         previous, metrics = self._unfinished
         settings, number = self.training, self.episode
-        is_logged = crossed(previous, number, settings.log_every) or self.progress >= 1.0
-        is_saved = crossed(previous, number, settings.save_every)
+        is_logged = crossed(previous, number, settings.log_freq) or self.progress >= 1.0
+        is_saved = crossed(previous, number, settings.save_freq)
         saves = self.processes.is_first or self.is_sharded
         if is_logged and saves:
             self._check_finite()
@@ -315,9 +315,9 @@ class BaseRLTrainer(ABC):
 
     def _write_samples(self, previous: int) -> None:
         """The images and videos that are due after a round."""
-        for row, shown_as in self._due(previous, self.training.sample_save_every):
+        for row, shown_as in self._due(previous, self.training.sample_freq):
             self.write_sample(self.run_dir / "samples" / f"episode_{shown_as}.png", row)
-        for row, shown_as in self._due(previous, self.training.video_save_every):
+        for row, shown_as in self._due(previous, self.training.video_freq):
             self.write_video(self.run_dir / "videos" / f"episode_{shown_as}.mp4", row)
 
     def _show_progress(self, run_log: RunLogger) -> None:
@@ -481,7 +481,7 @@ class BaseRLTrainer(ABC):
         whole = list(self.policy.tokenizer.parameters())
         sharding.shard(self.policy, self.processes, self.device, units, whole, passes)
         self.policy.tokenizer.to(self.device)
-        if self.processes.is_first and (self.training.sample_save_every or self.training.video_save_every):
+        if self.processes.is_first and (self.training.sample_freq or self.training.video_freq):
             log.warning("fsdp: no pictures are drawn, nor films made: no process has the whole model")
 
     def _load_policy(self) -> F1Policy:

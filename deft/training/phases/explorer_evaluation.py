@@ -213,7 +213,7 @@ def _world_models(policy: F1Policy, config: PhaseConfig, run: Path) -> dict[str,
     """The run's, and the one that it started from, where that is still there."""
     found = {"present": policy}
     try:
-        found["at the start"] = load_teacher(config, policy.device, "teacher_checkpoint", run).eval()
+        found["at the start"] = load_teacher(config, policy.device, "adversarial", run).eval()
     except DeftError as error:
         log.warning("the world model that the run started from is not measured: %s", error)
     return found

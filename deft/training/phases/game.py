@@ -174,11 +174,11 @@ class CollapseGuard:
         }
         reasons = {
             "forgets": f"the world model has collapsed: its held-out loss is {held_out_loss:.3f}, and was "
-            f"{self.lowest_loss:.3f}; lower wm_lr, or raise random_share",
+            f"{self.lowest_loss:.3f}; lower wm_learning_rate, or raise random_share",
             "freezes": f"the explorer has collapsed: its actions hardly differ (deviation {spread:.3f}); "
-            "lower explorer_lr",
+            "lower explorer_learning_rate",
             "saturates": f"the explorer has collapsed: {saturated:.0%} of its actions are at their limits; "
-            "lower explorer_lr",
+            "lower explorer_learning_rate",
             "unpaid": f"the game is over: {1 - paid:.0%} of the explorer's steps are foreseen below reward_floor; "
             "the world model is as good as this explorer can make it, or lower reward_floor",
         }

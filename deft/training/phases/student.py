@@ -58,7 +58,7 @@ PANELS = {
 
 
 class StudentTrainer(BaseRLTrainer):
-    """Phase 2. `teacher` replaces the one of `student.teacher_path`."""
+    """Phase 2. `teacher` replaces the one of `student.teacher_checkpoint`."""
 
     phase: ClassVar[str] = "student"
     parts: ClassVar[tuple[str, ...]] = (EXPLORER_FILE,)
@@ -72,7 +72,7 @@ class StudentTrainer(BaseRLTrainer):
         super().__init__(config)
         if config.training.precision == "auto":
             # Ratios of 1 need products that do not depend on the batch's shape beyond float32's own rounding.
-            set_precision(self.device, "float32")
+            set_precision(self.device, "fp32")
         settings = config.student.explorer
         self.reward = StudentReward(config.student.rewards, self.processes.merge_statistics)
         self.ppo = ExplorerPPO.of_run(self.explorer, settings, config.training.seed, self.processes)
@@ -133,7 +133,7 @@ class StudentTrainer(BaseRLTrainer):
             raise InputError("tokenizer_weights: the student sees by its teacher's tokenizer; leave it out")
         teacher = self._given_teacher
         if teacher is None:
-            section.teacher_path = self.fixed_start("student", "teacher_path")
+            section.teacher_checkpoint = self.fixed_start("student", "teacher_checkpoint")
         self.teacher = load_teacher(self.config, self.device) if teacher is None else teacher.to(self.device)
         self.teacher.requires_grad_(False).eval()
         exploration = make_exploration(self.config, self.teacher)
@@ -212,18 +212,18 @@ def exploration_metrics(found: Collected, measures: Measures) -> Metrics:
 def load_teacher(
     config: PhaseConfig,
     device: torch.device,
-    setting: Literal["teacher_path", "teacher_checkpoint"] = "teacher_path",
+    phase: Literal["student", "adversarial"] = "student",
     run: Path | None = None,
 ) -> F1Policy:
     """The teacher of phase 2's or 3's setting: a run, a checkpoint of one, a file of weights; else the shipped one.
 
     `run` is the run that started from it, where there is one: both may have been moved since.
     """
-    given: str | None = getattr(config.student if setting == "teacher_path" else config.adversarial, setting)
+    setting = "teacher_checkpoint"
+    given: str | None = getattr(config, phase).teacher_checkpoint
     model = config.model.config_file
     if given is None and model != "tiny":
-        flag = setting.replace("_", "-")
-        raise InputError(f"{setting}: whose world model? Give --{flag} RUN or CHECKPOINT of `deft train teacher`")
+        raise InputError(f"{setting}: missing; give --teacher-checkpoint RUN or CHECKPOINT of `deft train teacher`")
     path = default_teacher() if given is None else Path(given) if run is None else moved_with(run, given)
     if path.is_file():
         if phase_of_file(path.parent.parent / CONFIG_FILE) == "student":
@@ -247,7 +247,9 @@ def check_world_model(teacher: F1Policy, student: F1Policy, where: Path) -> None
     """Refuse a teacher whose world model is not the one that the student was made with."""
     name = first_difference(world_model_weights(student), world_model_weights(teacher))
     if name is not None:
-        raise InputError(f"teacher_path: not the teacher of {where}: {name} differs; give the one it was made with")
+        raise InputError(
+            f"teacher_checkpoint: not the teacher of {where}: {name} differs; give the one it was made with"
+        )
 
 
 def first_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:

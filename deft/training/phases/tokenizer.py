@@ -71,7 +71,7 @@ def train_tokenizer(config: TokenizerTrainingConfig, logging_config: LoggingConf
     resume_from = _place(config, folder)
     size = read_f1_config(config.model).tokenizer.image_size
     source = TabletopFrames(config, size) if config.dataset is None else DatasetFrames(config, size)
-    trainer = TokenizerTrainer(config, source)
+    trainer = TokenizerTrainer(config, source, resumes=resume_from is not None)
     if resume_from is not None:
         trainer.load(resume_from)
     threads = trainer.threads.applied(
@@ -108,14 +108,16 @@ def train_tokenizer(config: TokenizerTrainingConfig, logging_config: LoggingConf
 class TokenizerTrainer:
     """One tokenizer in training: the model, its optimizer and codebook, and the loop."""
 
-    def __init__(self, config: TokenizerTrainingConfig, source: TabletopFrames | DatasetFrames) -> None:
+    def __init__(
+        self, config: TokenizerTrainingConfig, source: TabletopFrames | DatasetFrames, resumes: bool = False
+    ) -> None:
         self.config = config
         self.folder = Path(config.output_dir)
         self.device = choose_device(config.device)
         self.fingerprint, self.trained_on = source.fingerprint, source.trained_on
         seed_everything(config.seed)
         self.model = MultiScaleTokenizer(read_f1_config(config.model).tokenizer)
-        if config.init_weights is not None and not config.resume:
+        if config.init_weights is not None and not resumes:
             fill_tokenizer(self.model, find_tokenizer(config.init_weights, "init_weights"))
         self.model.to(self.device)
         if self.device.type == "cuda":
@@ -123,7 +125,7 @@ class TokenizerTrainer:
         self.codebook = CodebookAverages(self.model.quantize)
         learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            learning, config.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=self.device.type == "cuda"
+            learning, config.learning_rate, betas=(0.9, 0.99), weight_decay=1e-4, fused=self.device.type == "cuda"
         )
         self.generator = torch.Generator().manual_seed(config.seed)  # on the CPU: one sequence on every device
         self.num_updates = self._saved_at = 0
@@ -151,14 +153,15 @@ class TokenizerTrainer:
                 self.threads.tick(1)
                 step, is_last = self.num_updates, self.num_updates == config.num_updates
                 run_log.progress(step)
-                if crossed(step - 1, step, config.log_interval) or is_last:
+                if crossed(step - 1, step, config.log_freq) or is_last:
                     values = {f"train/{name}": float(value) for name, value in metrics.items()}
                     if not all(map(math.isfinite, values.values())):
                         raise RunError(
-                            f"the tokenizer's loss is not finite at update {step}; lower --lr ({config.lr:g})"
+                            f"the tokenizer's loss is not finite at update {step}; lower --learning-rate "
+                            f"({config.learning_rate:g})"
                         )
                     run_log.log_metrics(step, values)
-                if crossed(step - 1, step, config.save_interval) or self._is_evaluated:
+                if crossed(step - 1, step, config.save_freq) or self._is_evaluated:
                     run_log.flush()
                     self.save(results)
                 results = self._evaluate_if_due(held_out, run_log) or results
@@ -172,9 +175,9 @@ class TokenizerTrainer:
 
     @property
     def _is_evaluated(self) -> bool:
-        """Whether these weights are to be evaluated: every `eval_interval` updates, and at the end."""
+        """Whether these weights are to be evaluated: every `eval_freq` updates, and at the end."""
         step, config = self.num_updates, self.config
-        return (crossed(step - 1, step, config.eval_interval) or step == config.num_updates) and self.is_coding
+        return (crossed(step - 1, step, config.eval_freq) or step == config.num_updates) and self.is_coding
 
     def _evaluate_if_due(self, held_out: dict[str, Tensor], run_log: RunLogger) -> dict[str, float]:
         """Evaluate, log it and write samples; where it is in the metrics already, only return what was found."""
@@ -221,7 +224,7 @@ class TokenizerTrainer:
         error = made.float() - frames
         edges = (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) / 2
         loss = error.abs().mean() + error.square().mean() + config.gradient_weight * edges + quantization
-        rate = config.lr * min(1.0, (self.num_updates + 1) / RISING_UPDATES)
+        rate = config.learning_rate * min(1.0, (self.num_updates + 1) / RISING_UPDATES)
         rate *= 0.5 + 0.5 * math.cos(math.pi * self.progress)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -378,21 +381,14 @@ def perplexity(shares: Tensor) -> float:
 
 def _autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
-    return torch.bfloat16 if precision == "bfloat16" else None
+        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return torch.bfloat16 if precision == "bf16" else None
 
 
 def _place(config: TokenizerTrainingConfig, folder: Path) -> Path | None:
     """The checkpoint to go on from; a run that would be replaced by accident is refused."""
     existing = checkpoint.list_checkpoints(folder)
-    if config.resume:
-        if not existing:
-            raise InputError(f"resume: {folder} holds no checkpoint; leave --resume out to start a run there")
-        found, problems = checkpoint.latest_whole_checkpoint(folder)
-        if found is None:
-            raise InputError(f"resume: no checkpoint in {folder} can be read; the latest: {problems[0]}")
-        for problem in problems:
-            log.warning("passed over: %s", problem)
-        return found
-    checkpoint.check_replaceable(existing, config.overwrite, "--resume", "--output-dir")
+    if config.resume is not None or (config.auto_resume and existing):
+        return checkpoint.resumable(config.resume or folder)
+    checkpoint.check_replaceable(existing, config.overwrite, "--auto-resume", "--output-dir")
     return None

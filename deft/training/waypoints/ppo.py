@@ -17,6 +17,7 @@ from typing import Any
 from deft import schema
 from deft.algorithms.waypoint_ppo import WaypointPPO
 from deft.config.algorithm_settings import PPOSettings
+from deft.config.aliases import translate
 from deft.config.loading import to_dict
 from deft.config.settings import CurriculumConfig, LoggingConfig
 from deft.config.waypoint_settings import PPOConfig
@@ -50,8 +51,8 @@ from deft.training.waypoints.safety import SafetyCheck
 
 log = logging.getLogger(__name__)
 # Settings that a run may go on with: of the supervised policy the weights are compared
-LENGTHS = ("num_iterations", "eval_interval", "save_interval")
-MAY_CHANGE = {"out_dir", "sft_checkpoint", "resume", "overwrite", "device", "threads", *LENGTHS}
+LENGTHS = ("iterations", "eval_freq", "save_freq")
+MAY_CHANGE = {"output_dir", "sft_checkpoint", "resume", "auto_resume", "overwrite", "device", "threads", *LENGTHS}
 SAFETY_SEED = EVALUATION_SEED + 2**20  # the safety set's episodes start from the run's seed plus this
 
 
@@ -78,15 +79,15 @@ class WaypointTrainer(Trainer):
             algorithm,
             buffer_size=config.rollout_steps,
             eval_env=next(iter(held_out.envs.values())),
-            output_dir=config.out_dir,
+            output_dir=config.output_dir,
             logging_config=logging_config,
             seed=config.seed,
             threads=config.threads,
             config={"env": {"id": "+".join(config.env), "kwargs": config.env_kwargs}},
-            iterations=config.num_iterations,
-            eval_freq=config.eval_interval * per_iteration,
+            iterations=config.iterations,
+            eval_freq=config.eval_freq * per_iteration,
             eval_episodes=config.eval_episodes,
-            save_freq=config.save_interval * per_iteration,
+            save_freq=config.save_freq * per_iteration,
             log_freq=per_iteration,
             curriculum=_curriculum(config) if config.curriculum else None,
             on_start=on_start,
@@ -132,7 +133,7 @@ class WaypointTrainer(Trainer):
         self.train_metrics.append(entry | {"mean_reward": run_log.mean_reward, "success_rate": run_log.success_rate})
         super().finish_step(previous, metrics)
         self._begin_anew_where_disturbed()
-        if self.config.save_interval and iteration % self.config.save_interval == 0:
+        if self.config.save_freq and iteration % self.config.save_freq == 0:
             self.write_policy(f"checkpoint_iter_{iteration}.pt")
 
     def _begin_anew_where_disturbed(self) -> None:
@@ -206,7 +207,7 @@ def build_waypoint_trainer(
             accept=safety,
         )
         written_before = (CONFIG, TRAIN_METRICS, EVAL_METRICS)  # by this run, before it starts
-        folder = Path(config.out_dir)
+        folder = Path(config.output_dir)
         replaced = [partial(remove_run, folder, written_before)] if replaces else []
 
         def on_start() -> None:  # again where the folder was removed: then there is nothing to replace
@@ -222,8 +223,8 @@ def build_waypoint_trainer(
             trainer.load(resume_from)
             if not same_sft(policy, given):
                 raise InputError(
-                    f"--sft-checkpoint {config.sft_checkpoint}: the run in {config.out_dir} was made from another "
-                    "supervised policy; give that one, or another --out-dir"
+                    f"--sft-checkpoint {config.sft_checkpoint}: the run in {config.output_dir} was made from another "
+                    "supervised policy; give that one, or another --output-dir"
                 )
             if safety is not None:
                 safety.deployed = safety.held_out.evaluate(policy)
@@ -250,12 +251,12 @@ def _curriculum(config: PPOConfig) -> CurriculumConfig:
 
 def _ppo_settings(config: PPOConfig) -> PPOSettings:
     return PPOSettings(
-        learning_rate=config.lr,
+        learning_rate=config.learning_rate,
         gamma=config.gamma,
         batch_size=config.batch_size,
         gae_lambda=config.gae_lambda,
-        n_epochs=config.num_epochs,
-        clip_range=config.clip_epsilon,
+        n_epochs=config.n_epochs,
+        clip_range=config.clip_range,
         value_coef=config.value_coef,
         entropy_coef=config.entropy_coef,
         max_grad_norm=config.max_grad_norm,
@@ -283,18 +284,13 @@ def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
 
 def _place(config: PPOConfig) -> tuple[Path | None, bool]:
     """The checkpoint to resume from, and whether a run in the folder is to be replaced. Nothing is deleted yet."""
-    folder = Path(config.out_dir)
+    folder = Path(config.output_dir)
     existing = checkpoint.list_checkpoints(folder)
-    if config.resume:
-        checkpoint.find_checkpoint(folder)  # an error if there is none
-        found, problems = checkpoint.latest_whole_checkpoint(folder)
-        if found is None:
-            raise InputError(f"resume: no checkpoint in {folder} can be read; the latest: {problems[0]}")
-        for problem in problems:
-            log.warning("passed over: %s", problem)
-        _check_same_settings(config, folder)
+    if config.resume is not None or (config.auto_resume and existing):
+        found = checkpoint.resumable(config.resume or folder)
+        _check_same_settings(config, found.parent)
         return found, False
-    checkpoint.check_replaceable(existing, config.overwrite, "--resume", "--out-dir")
+    checkpoint.check_replaceable(existing, config.overwrite, "--auto-resume", "--output-dir")
     return None, bool(existing)
 
 
@@ -302,7 +298,8 @@ def _check_same_settings(config: PPOConfig, folder: Path) -> None:
     """Refuse to go on with other settings than the run's: a flag that was not repeated has its default again."""
     if not (folder / CONFIG).is_file():
         return  # stopped before it began
-    saved, given = read_json(folder / CONFIG), json.loads(json.dumps(to_dict(config)))
+    saved = translate(PPOConfig, read_json(folder / CONFIG))[0]  # may be written by an earlier version
+    given = json.loads(json.dumps(to_dict(config)))
     changed = sorted(name for name in given if name in saved and name not in MAY_CHANGE and given[name] != saved[name])
     if changed:
         words = ", ".join(f"{name} {given[name]} (the run's is {saved[name]})" for name in changed)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
+from deft.config.aliases import translate
 from deft.config.loading import to_dict
 from deft.config.waypoint_settings import WaypointSFTConfig
 from deft.data.waypoint_recording import WaypointRecording
@@ -32,13 +33,20 @@ from deft.runs.waypoint_files import CONFIG, MODEL, TRAIN_METRICS, check_alone, 
 
 log = logging.getLogger(__name__)
 CHUNK = 512  # decisions that are looked at together in validation
-FREE = ("out_dir", "device", "threads", "resume", "overwrite")  # settings that a resumed run may change
+FREE = (
+    "output_dir",
+    "device",
+    "threads",
+    "resume",
+    "auto_resume",
+    "overwrite",
+)  # settings that a resumed run may change
 
 
 def train_sft(config: WaypointSFTConfig) -> dict[str, Any]:
     """Fit the waypoints of the recording, smooth L1 in deviations; validate on whole episodes that were kept out."""
     check_alone("waypoint-sft")
-    folder = Path(config.out_dir)
+    folder = Path(config.output_dir)
     resume_from = _place(config, folder)
     recording = WaypointRecording.load(config.dataset)
     device = choose_device(config.device)
@@ -72,18 +80,20 @@ def train_sft(config: WaypointSFTConfig) -> dict[str, Any]:
 def _place(config: WaypointSFTConfig, folder: Path) -> Path | None:
     """The checkpoint to resume from; an error where a model or a run would be replaced unasked."""
     stopped = checkpoint.list_checkpoints(folder)
-    if config.resume:
-        if not stopped:
-            raise InputError(f"resume: {folder} holds no run that was stopped; leave --resume out")
-        return stopped[-1]
+    if config.resume is not None:
+        if not checkpoint.list_checkpoints(Path(config.resume)) and not checkpoint.is_checkpoint(Path(config.resume)):
+            raise InputError(f"resume: {config.resume} holds no run that was stopped; leave --resume out")
+        return checkpoint.resumable(config.resume)
+    if config.auto_resume and stopped:
+        return checkpoint.resumable(folder)
     if config.overwrite:
         return None
     if (folder / MODEL).exists():
-        raise InputError(f"out_dir: {folder} already holds a {MODEL}; --overwrite replaces it, or give another")
+        raise InputError(f"output_dir: {folder} already holds a {MODEL}; --overwrite replaces it, or give another")
     if stopped:
         raise InputError(
-            f"out_dir: {folder} holds a run that was stopped ({stopped[-1].name}); --resume continues it, --overwrite "
-            "replaces it, or give another"
+            f"output_dir: {folder} holds a run that was stopped ({stopped[-1].name}); --auto-resume continues it, "
+            "--overwrite replaces it, or give another"
         )
     return None
 
@@ -103,7 +113,7 @@ def _fit(
     resume_from: Path | None,
 ) -> list[dict[str, Any]]:
     """All epochs; the metrics of each. A stop request saves between two minibatches and raises `Stopped`."""
-    optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=config.weight_decay)
     per_epoch = math.ceil(len(training) / config.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.num_epochs * per_epoch)
     generator = np.random.default_rng(config.seed)
@@ -113,9 +123,10 @@ def _fit(
     settings = {name: value for name, value in to_dict(config).items() if name not in FREE}
     if resume_from is not None:
         state = checkpoint.load_training_state(resume_from)
+        saved, _ = translate(WaypointSFTConfig, state["settings"])  # may be written by an earlier version
         for name, value in settings.items():
-            if state["settings"].get(name) != value:
-                raise InputError(f"resume: {resume_from} was trained with {name} {state['settings'].get(name)}")
+            if saved.get(name) != value:
+                raise InputError(f"resume: {resume_from} was trained with {name} {saved.get(name)}")
         checkpoint.load_weights(model, checkpoint.load_part(resume_from, checkpoint.MODEL), resume_from)
         optimizer.load_state_dict(state["optimizer"])
         schedule.load_state_dict(state["schedule"])
@@ -149,8 +160,8 @@ def _fit(
             }
             weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
             updates = (epoch - 1) * per_epoch + len(losses)
-            path = checkpoint.save_checkpoint(Path(config.out_dir), updates, weights, state, {})
-            log.warning("stopped in epoch %d: saved %s; --resume continues", epoch, path)
+            path = checkpoint.save_checkpoint(Path(config.output_dir), updates, weights, state, {})
+            log.warning("stopped in epoch %d: saved %s; --auto-resume continues", epoch, path)
             raise
         losses = []
         metrics.append(entry)

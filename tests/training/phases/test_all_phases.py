@@ -26,7 +26,7 @@ def whole_config(folder, model_file, **run):
     config.training.motion_warmup, config.training.overlap = 0.0, False
     config.all.output_dir = str(folder)
     config.all.teacher_episodes, config.all.student_episodes, config.all.evaluation_episodes = 4, 4, 1
-    config.adversarial.total_iterations = 2
+    config.adversarial.iterations = 2
     return config
 
 
@@ -90,7 +90,7 @@ def test_a_phase_that_is_to_be_longer_goes_on_unless_a_later_one_began_from_it(w
     longer.all.teacher_episodes = 6
     with pytest.raises(InputError, match="teacher: is done with 4 episodes, and student has begun from it"):
         train_all(longer)
-    longer.all.teacher_episodes, longer.adversarial.total_iterations = 4, 3
+    longer.all.teacher_episodes, longer.adversarial.iterations = 4, 3
     train_all(longer)
     assert checkpoint.find_checkpoint(folder / "adversarial").name == "checkpoint-3"
     # 4 updates of the teacher and 3 iterations of 4: the comparison is made anew

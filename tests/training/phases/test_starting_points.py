@@ -47,12 +47,12 @@ def test_a_student_keeps_the_teacher_that_it_was_made_with(tmp_path, teacher_run
 
     def config(**run):
         made = student_config(tmp_path / "student", num_episodes=run.pop("num_episodes", 2), **run)
-        made.student.teacher_path = str(given)
+        made.student.teacher_checkpoint = str(given)
         return made
 
     train_student(config())
     written = read_phase_config(tmp_path / "student" / "config.yaml")
-    assert written.student.teacher_path == str(teacher_run / "checkpoint-8")
+    assert written.student.teacher_checkpoint == str(teacher_run / "checkpoint-8")
     later = teacher_policy()
     with torch.no_grad():
         later.model.world_model.output.weight.add_(1.0)
@@ -60,7 +60,7 @@ def test_a_student_keeps_the_teacher_that_it_was_made_with(tmp_path, teacher_run
     checkpoint.mark_best(teacher_run, teacher_run / "checkpoint-16")
     assert train_student(config(num_episodes=4, auto_resume=True))["episodes"] == 4
     again = config(num_episodes=6, auto_resume=True)
-    again.student.teacher_path = str(teacher_run / "checkpoint-16")  # asked for by name
+    again.student.teacher_checkpoint = str(teacher_run / "checkpoint-16")  # asked for by name
     with pytest.raises(InputError, match="not the teacher of"):
         StudentTrainer(again)
 
@@ -81,8 +81,8 @@ def test_a_game_writes_down_where_it_started(tmp_path, teacher_run):
 
 def test_a_start_that_is_not_there_is_named_by_its_setting(tmp_path):
     config = student_config(tmp_path)
-    config.student.teacher_path = str(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"teacher_path: .*nowhere: there is no such"):
+    config.student.teacher_checkpoint = str(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"teacher_checkpoint: .*nowhere: there is no such"):
         load_teacher(config, torch.device("cpu"))
     config = game_config(tmp_path)
     config.adversarial.student_checkpoint = str(tmp_path / "nowhere")
@@ -92,7 +92,7 @@ def test_a_start_that_is_not_there_is_named_by_its_setting(tmp_path):
 
 def test_a_start_that_its_run_has_pruned_is_said(tmp_path, teacher_run):
     config = student_config(tmp_path)
-    config.student.teacher_path = str(teacher_run / "checkpoint-4")
+    config.student.teacher_checkpoint = str(teacher_run / "checkpoint-4")
     with pytest.raises(InputError, match=r"its run has kept only the latest \(keep_checkpoints\)"):
         load_teacher(config, torch.device("cpu"))
 
@@ -103,7 +103,7 @@ def test_a_teacher_that_is_not_finite_is_refused(tmp_path, teacher_run):
         broken.model.world_model.output.weight[0, 0] = float("nan")
     save_teacher(teacher_run, broken, 16)
     config = student_config(tmp_path)
-    config.student.teacher_path = str(teacher_run)
+    config.student.teacher_checkpoint = str(teacher_run)
     with pytest.raises(InputError, match=r"world_model\.output\.weight has values that are not finite"):
         load_teacher(config, torch.device("cpu"))
 
@@ -127,10 +127,10 @@ def test_links_mean_what_they_point_at(tmp_path, teacher_run, monkeypatch):
     monkeypatch.chdir(tmp_path)  # and a relative path stays right from elsewhere
     for name in ("link", "one", "teacher", str(tmp_path / "link")):
         config = student_config(tmp_path / "student", num_episodes=2, overwrite=True)
-        config.student.teacher_path = name
+        config.student.teacher_checkpoint = name
         made = StudentTrainer(config)
         made.close()
-        assert made.config.student.teacher_path == str(teacher_run / "checkpoint-8")
+        assert made.config.student.teacher_checkpoint == str(teacher_run / "checkpoint-8")
 
 
 def test_a_start_that_was_moved_with_the_run_is_found(tmp_path):

@@ -41,7 +41,7 @@ def teacher_run(teacher, tmp_path_factory) -> Path:
 
 def test_outputs_are_as_documented(tmp_path, teacher_run):
     config = student_config(tmp_path, save_every=2, sample_save_every=4, video_save_every=4)
-    config.student.teacher_path = str(teacher_run)
+    config.student.teacher_checkpoint = str(teacher_run)
     summary = train_student(config)
     assert (summary["episodes"], summary["updates"]) == (4, 2)
     latest = tmp_path / "checkpoint-4"
@@ -143,7 +143,7 @@ def test_another_way_of_acting_is_refused_and_weights_can_be_loaded(tmp_path, te
     made = StudentTrainer(student_config(tmp_path / "one", num_episodes=2), teacher)
     made.train()
     config = student_config(tmp_path / "three")
-    config.student.teacher_path = str(tmp_path / "one" / "checkpoint-2" / "model.pt")
+    config.student.teacher_checkpoint = str(tmp_path / "one" / "checkpoint-2" / "model.pt")
     with pytest.raises(InputError, match="is of phase student; give weights of"):
         load_teacher(config, torch.device("cpu"))
     with pytest.raises(InputError, match=r"denoising_steps: .*checkpoint-2 learned with 2, not 3"):
@@ -168,24 +168,24 @@ def test_another_teacher_is_refused_when_a_run_goes_on(tmp_path, teacher):
 def test_which_teacher(tmp_path, teacher, teacher_run):
     config = student_config(tmp_path)
     config.model.config_file = "small"  # no teacher of this size ships with the package
-    with pytest.raises(InputError, match="teacher_path: whose world model"):
+    with pytest.raises(InputError, match="teacher_checkpoint: missing; give --teacher-checkpoint"):
         load_teacher(config, torch.device("cpu"))
     for path in (teacher_run, teacher_run / "checkpoint-8"):
-        config.student.teacher_path = str(path)
+        config.student.teacher_checkpoint = str(path)
         found = load_teacher(config, torch.device("cpu")).state_dict()
         assert all(torch.equal(value, found[name]) for name, value in teacher.state_dict().items())
     # a file of weights, with the sizes of model.config_file
     model = tmp_path / "model.json"
     model.write_text(json.dumps(to_dict(teacher.config)))
-    config.student.teacher_path = str(teacher_run / "checkpoint-8" / "model.pt")
+    config.student.teacher_checkpoint = str(teacher_run / "checkpoint-8" / "model.pt")
     config.model.config_file = str(model)
     assert load_teacher(config, torch.device("cpu")).config.memory_hidden == 6
     other = micro_policy(memory_hidden=7)
     torch.save(other.state_dict(), tmp_path / "other.pt")
-    config.student.teacher_path = str(tmp_path / "other.pt")
+    config.student.teacher_checkpoint = str(tmp_path / "other.pt")
     with pytest.raises(InputError, match=r"does not fit F1Policy: keys .*model\.memory\."):
         load_teacher(config, torch.device("cpu"))
-    config.student.teacher_path = str(tmp_path / "nowhere")
+    config.student.teacher_checkpoint = str(tmp_path / "nowhere")
     with pytest.raises(InputError, match="no such checkpoint"):
         load_teacher(config, torch.device("cpu"))
 
@@ -193,7 +193,7 @@ def test_which_teacher(tmp_path, teacher, teacher_run):
 def test_the_documents_flags(tmp_path):
     for flag in ("--teacher_path", "--teacher_checkpoint", "--teacher-checkpoint"):
         config, _ = parse_phase("student", [flag, "x", "--num_episodes", "5000", "--auto_resume"], "rl_config")
-        assert config.student.teacher_path == "x"
+        assert config.student.teacher_checkpoint == "x"
         assert config.training.num_episodes == 5000
     flags = ["--learning-rate", "1e-3", "--memory-divergence-weight", "0.7", "--batch-size", "50"]
     config, _ = parse_phase("student", flags, "rl_config")
@@ -207,7 +207,7 @@ def test_the_documents_flags(tmp_path):
 
 def command(folder: Path, teacher_run: Path, *flags: str) -> list[str]:
     config = student_config(folder, num_episodes=100_000, save_every=2, keep_checkpoints=2)
-    config.student.teacher_path = str(teacher_run)
+    config.student.teacher_checkpoint = str(teacher_run)
     values = {name: value for name, value in to_dict(config).items() if name != "run"}
     (folder.parent / "run.json").write_text(json.dumps(values))
     return [sys.executable, "-m", "deft", "train", "student", "--config", str(folder.parent / "run.json"), *flags]

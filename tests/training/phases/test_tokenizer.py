@@ -98,7 +98,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, model, reco
     for path in (tmp_path / "parts" / "checkpoint-40").iterdir():  # as if killed after update 20
         path.unlink()
     (tmp_path / "parts" / "checkpoint-40").rmdir()
-    config.resume = True
+    config.resume = config.output_dir
     resumed = train_tokenizer(config, QUIET)
     first, second = (load_file(results["weights"]) for results in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -61,7 +61,7 @@ def test_the_files_of_a_run(sft, tmp_path, toy, quiet):
     wanted = {"config.json", "train_metrics.json", "eval_metrics.json", "final.pt"}
     assert wanted | {"checkpoint_iter_2.pt", "checkpoint_iter_4.pt"} <= files
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["clip_epsilon"] == 0.2
+    assert written["clip_range"] == 0.2
     assert written["env"] == ["toy"]
     lines = json.loads((tmp_path / "train_metrics.json").read_text())
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
@@ -72,7 +72,7 @@ def test_the_files_of_a_run(sft, tmp_path, toy, quiet):
     assert summary["sft_ade"] == evaluations[0]["ade"]
     assert all((tmp_path / "plots" / name).exists() for name in ("waypoints_toy.png", "learning_curve.png"))
     policy, settings = load_ppo(tmp_path)
-    assert settings["num_iterations"] == 4
+    assert settings["iterations"] == 4
     assert same_sft(policy, load_sft(sft)[0])
 
 
@@ -286,7 +286,7 @@ def test_the_comparison_refuses_policies_that_do_not_belong_together(recording, 
         ({"env": ("tooy",)}, "'tooy' is no waypoint environment; one of 'toy', 'driving', 'highway', 'carla'"),
         ({"env": ("toy", "toy")}, "give one environment, or several different ones"),
         ({"kl_target": 1.0}, "kl_target needs a kl_coef above 0"),
-        ({"env": ("toy", "driving"), "num_envs": 1}, "num_envs 1 is less than one copy for each"),
+        ({"env": ("toy", "driving"), "num_envs": 1}, "num_envs 1 is less than one for each"),
         ({"gamma": 1.5}, "gamma: 1.5 is out of range"),
     ],
 )
@@ -297,6 +297,6 @@ def test_wrong_settings_are_one_line(settings, message):
 
 def test_the_documents_defaults():
     values = PPOConfig(sft_checkpoint="x")
-    assert (values.out_dir, values.env, values.num_iterations) == ("out/rl_delta_ppo_v0", ("toy",), 100)
-    assert (values.batch_size, values.lr, values.clip_epsilon) == (64, 3e-4, 0.2)
+    assert (values.output_dir, values.env, values.iterations) == ("out/rl_delta_ppo_v0", ("toy",), 100)
+    assert (values.batch_size, values.learning_rate, values.clip_range) == (64, 3e-4, 0.2)
     assert (values.value_coef, values.entropy_coef, values.gamma, values.gae_lambda) == (0.5, 0.01, 0.99, 0.95)

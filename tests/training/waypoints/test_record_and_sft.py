@@ -117,9 +117,9 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(recording, tmp_path, mon
             train_sft(config("half"))
     assert (ended.value.code, calls[0]) == (143, at)
     assert not (tmp_path / "half" / "model.pt").exists()
-    with pytest.raises(InputError, match="--resume continues it"):
+    with pytest.raises(InputError, match="--auto-resume continues it"):
         train_sft(config("half"))
-    with pytest.raises(InputError, match="was trained with lr"):
+    with pytest.raises(InputError, match="was trained with learning_rate"):
         train_sft(config("half", resume=True, lr=0.1))
     train_sft(config("half", resume=True))
     one, other = (load_sft(tmp_path / name)[0].state_dict() for name in ("whole", "half"))
