@@ -1,4 +1,4 @@
-"""How fast the driving world steps: many copies at once, with vector and image observations, and one copy alone.
+"""How fast the driving simulator steps: many copies at once, with vector and image observations, and one copy alone.
 
 A vehicle-step is one vehicle of one copy (the ego or another that is on the road) stepped 0.2 s. Each row runs in a
 fresh process on one thread, with random actions and the resets that they lead to (a copy every 20 steps); the best of
@@ -22,7 +22,8 @@ from common import print_machine, print_table, run_worker, write_json
 from deft.config.settings import EnvConfig
 from deft.envs import SerialVectorEnv, make_env, make_vector_env
 from deft.envs.driving.env import DrivingVectorEnv
-from deft.envs.driving.world import DIFFICULTIES, DrivingWorld, bounds
+from deft.envs.driving.road import MAP_RADIUS
+from deft.envs.driving.simulator import DIFFICULTIES, DrivingSimulator
 
 BAR = 100_000  # vehicle-steps a second, 64 copies, the environment with vector observations
 STRETCHES = 5
@@ -45,8 +46,8 @@ def measure(how: str, num_envs: int, kwargs: dict[str, Any], steps: int) -> dict
     generator = np.random.default_rng(0)
     env: Any
     if how == "world":
-        world = DrivingWorld(num_envs)
-        world.reset(seeds=range(num_envs))
+        simulator = DrivingSimulator(num_envs)
+        simulator.reset(seeds=range(num_envs))
     else:
         env = make_vector_env(config) if how == "vector" else SerialVectorEnv([lambda: make_env(config)] * num_envs)
         env.reset(0)
@@ -56,17 +57,18 @@ def measure(how: str, num_envs: int, kwargs: dict[str, Any], steps: int) -> dict
         wall, cpu = time.perf_counter(), time.process_time()
         for action in actions:
             if how == "world":
-                world.step(5.0 * action[:, 0], 0.25 * action[:, 1])
-                world.reset(np.flatnonzero(world.collided | world.off_road | world.reached))
+                simulator.step(5.0 * action[:, 0], 0.25 * action[:, 1])
+                simulator.reset(np.flatnonzero(simulator.collided | simulator.off_road | simulator.reached))
             else:
                 env.step(action)
         best["wall"] = min(best["wall"], time.perf_counter() - wall)
         best["cpu"] = min(best["cpu"], time.process_time() - cpu)
-    # Every copy of a difficulty has as many vehicles
-    worlds = (
-        [world] if how == "world" else [env.world] if how == "vector" else [one.unwrapped.world for one in env.envs]
-    )
-    vehicles = sum(one.num_vehicles for one in worlds)
+    # Every environment of a difficulty has the same number of vehicles
+    if how == "world":
+        simulators = [simulator]
+    else:
+        simulators = [env.simulator] if how == "vector" else [one.unwrapped.simulator for one in env.envs]
+    vehicles = sum(one.num_vehicles for one in simulators)
     return {
         "steps_wall": steps * num_envs / best["wall"],
         "steps_cpu": steps * num_envs / best["cpu"],
@@ -77,7 +79,7 @@ def measure(how: str, num_envs: int, kwargs: dict[str, Any], steps: int) -> dict
 
 def play_random(episodes: int) -> dict[str, Any]:
     """Random actions until so many episodes have ended; counts what must not happen."""
-    low, high = bounds()
+    low, high = -MAP_RADIUS, MAP_RADIUS
     found = {"episodes": 0, "steps": 0, "nan": 0, "outside": 0, "collisions": 0, "off_road": 0}
     for number, difficulty in enumerate(DIFFICULTIES):
         env = DrivingVectorEnv(64, difficulty=difficulty)
@@ -85,11 +87,11 @@ def play_random(episodes: int) -> dict[str, Any]:
         generator = np.random.default_rng(number)
         while found["episodes"] < episodes * (number + 1) / len(DIFFICULTIES):
             step = env.step(generator.uniform(-1, 1, (64, 2)))
-            world = env.world
+            simulator = env.simulator
             found["steps"] += 64
             found["episodes"] += len(step.episodes)
             found["nan"] += int(np.isnan(step.observation).sum() + np.isnan(step.reward).sum())
-            for places in (world.position, world.other_position[world.other_active]):
+            for places in (simulator.position, simulator.other_position[simulator.other_active]):
                 found["outside"] += int(((places < low) | (places > high)).sum())
             found["collisions"] += sum(episode.terms["collision"] < 0 for episode in step.episodes)
             found["off_road"] += sum(episode.terms["off_road"] < 0 for episode in step.episodes)

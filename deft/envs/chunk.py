@@ -1,6 +1,6 @@
-"""Action chunks: one action decides several env steps, so that a slow policy is asked less often.
+"""Action chunks: one action of the policy is several environment steps, so that a slow policy is called less often.
 
-`deft.envs.make` puts this around an environment when a policy's `chunk_length` is above 1.
+`deft.envs.make` wraps an environment in it if a policy's `chunk_length` is above 1.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
+from deft.envs.checks import check_whole
 from deft.envs.reward_weights import RewardWeights
+from deft.envs.wrappers import layers
 from deft.errors import InputError
 
 PASSES_OBSERVATIONS = (TimeLimit, OrderEnforcing, RewardWeights)
-"""Wrappers that hand an observation on as it is."""
+"""Wrappers that do not change observations."""
 
 
 class ActionChunk(gymnasium.Wrapper):
-    """Takes actions [K, A] (or [K] for Discrete) and executes up to K steps, fewer where the episode ends.
+    """Takes actions [K, A] (or [K] for Discrete) and executes up to K steps, fewer if the episode ends.
 
     The reward is Σ_i γ^i r_i over the executed steps, so that a discount of γ^num_steps from one action to the next
-    gives the same return as single steps would. info holds `num_steps`, `raw_reward` = Σ_i r_i, and the
-    sums of `reward_terms`.
+    gives the same return as single steps. info holds `num_steps`, `raw_reward` = Σ_i r_i, and the sums of
+    `reward_terms`.
 
-    Nobody sees the observations within a chunk. An environment that can leave them out (an attribute `observes` that
-    may be False, and a method `observe()`) looks at its world at the chunk's end alone: cameras cost most of a step.
+    Observations within a chunk are not used. An environment with an attribute `observes` and a method `observe()`
+    observes only at the end of the chunk: cameras take most of the time of a step.
     """
 
     def __init__(self, env: gymnasium.Env, chunk_length: int, gamma: float) -> None:
         super().__init__(env)
-        if chunk_length < 1:
-            raise InputError(f"chunk_length {chunk_length}: at least 1 is needed")
+        check_whole("chunk_length", chunk_length, 1)
         self.chunk_length = chunk_length
         self._gamma = gamma
         space = env.action_space
@@ -55,7 +56,8 @@ class ActionChunk(gymnasium.Wrapper):
         """Execute the chunk until it or the episode ends."""
         total, raw, num_steps = 0.0, 0.0, 0
         terms: dict[str, float] = {}
-        self._look(False)
+        if self._is_lazy:
+            self._core.observes = False
         try:
             for single in action.tolist() if self._is_discrete else action:
                 observation, reward, terminated, truncated, info = self.env.step(single)
@@ -67,7 +69,8 @@ class ActionChunk(gymnasium.Wrapper):
                 if terminated or truncated:
                     break
         finally:
-            self._look(True)
+            if self._is_lazy:
+                self._core.observes = True
         if self._is_lazy:
             observation = self._core.observe()
         info = {**info, "num_steps": num_steps, "raw_reward": raw}
@@ -75,22 +78,13 @@ class ActionChunk(gymnasium.Wrapper):
             info["reward_terms"] = terms
         return observation, total, terminated, truncated, info
 
-    def _look(self, observes: bool) -> None:
-        if self._is_lazy:
-            self._core.observes = observes
-
     @property
     def _core(self) -> Any:
         return self.env.unwrapped
 
 
 def _observes_on_demand(env: gymnasium.Env) -> bool:
-    """Whether an environment can be told not to observe, and no wrapper around it reads or changes observations."""
-    core = env.unwrapped
-    if not (hasattr(core, "observes") and callable(getattr(core, "observe", None))):
-        return False
-    while isinstance(env, gymnasium.Wrapper):
-        if not isinstance(env, PASSES_OBSERVATIONS):
-            return False
-        env = env.env
-    return True
+    """Return whether the environment can skip observations, and no wrapper reads or changes them."""
+    *wrappers, core = layers(env)
+    has_switch = hasattr(core, "observes") and callable(getattr(core, "observe", None))
+    return has_switch and all(isinstance(wrapper, PASSES_OBSERVATIONS) for wrapper in wrappers)

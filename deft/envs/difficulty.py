@@ -1,4 +1,4 @@
-"""`set_difficulty(level)` on the outermost wrapper, since Gymnasium's own wrappers do not forward it."""
+"""`set_difficulty(level)` on the outermost wrapper: Gymnasium's own wrappers do not forward it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ METHOD = "set_difficulty"
 
 
 class Difficulty(gymnasium.Wrapper, RecordConstructorArgs):
-    """Forwards `set_difficulty` to the environment that has it; registered with Deft's own environments."""
+    """Forwards `set_difficulty` to the environment that has it."""
 
-    is_stateless = True  # saved states are the same with and without it
+    is_stateless = True  # saved states are equal with and without it
 
     def __init__(self, env: gymnasium.Env) -> None:
         RecordConstructorArgs.__init__(self)
         super().__init__(env)
 
     def set_difficulty(self, level: Any) -> None:
-        """Set the difficulty of the episodes after this one."""
+        """Set the difficulty of the next episodes."""
         self.env.get_wrapper_attr(METHOD)(level)
 
 
@@ -29,5 +29,5 @@ SPEC = WrapperSpec("Difficulty", "deft.envs.difficulty:Difficulty", {})
 
 
 def forward_difficulty(env: gymnasium.Env) -> gymnasium.Env:
-    """The environment with `set_difficulty` on its outermost layer, where an inner one has it."""
+    """Wrap an environment in `Difficulty` if an inner layer has `set_difficulty`."""
     return Difficulty(env) if not hasattr(env, METHOD) and env.has_wrapper_attr(METHOD) else env

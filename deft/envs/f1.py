@@ -19,7 +19,7 @@ from deft.envs.history import History, executed_action, prediction_pair
 from deft.envs.robot_world import EXPLORATION, RobotWorld, TaskConfig
 from deft.envs.state import StateObstacle, restore_state, save_state
 from deft.envs.tabletop.control import PADDED_SIZE, pad_action
-from deft.envs.vector import env_reward_terms
+from deft.envs.wrappers import env_reward_terms
 from deft.errors import InputError, RunError
 
 PHASES = ("teacher", "student")

@@ -1,6 +1,7 @@
 """A reward that is the weighted sum of its named terms (`env.reward_weights`), for any environment that reports them.
 
-`deft.envs.make` and the trainers call `weigh`. Terms stay as they are, in the steps and in the episodes' sums.
+`deft.envs.make` and the trainers call `weigh`. The terms themselves are unchanged, in the steps and in the sums of the
+episodes.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from deft.envs.vector import Observation, VectorEnv, VectorStep, describe_env, env_reward_terms
+from deft.envs.layout import Observation
+from deft.envs.vector import VectorEnv, VectorStep
+from deft.envs.wrappers import describe_env, env_reward_terms
 from deft.errors import InputError, RunError
 
 
 class RewardWeights(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
-    """reward = Σ weight · term over all of `info["reward_terms"]`; a term without a weight has weight 1."""
+    """reward = Σ weight · term over `info["reward_terms"]`; the default weight is 1."""
 
     def __init__(self, env: gymnasium.Env, weights: Mapping[str, float]) -> None:
         gymnasium.utils.RecordConstructorArgs.__init__(self, weights=dict(weights))
@@ -27,13 +30,13 @@ class RewardWeights(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
             _check_names(weights, declared)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Step, and weigh what came of it."""
+        """Step, and weight the terms of the reward."""
         observation, _, terminated, truncated, info = self.env.step(action)
-        weights = self._saved_kwargs["weights"]  # where they are no part of the state: a resumed run may have others
+        weights = self._saved_kwargs["weights"]  # not part of the saved state: a resumed run may use other weights
         if "reward_terms" not in info:
             raise (RunError if self._is_checked else InputError)(
-                f"env.reward_weights: {describe_env(self.env, 0)} reports no reward terms in its step's info "
-                '("reward_terms"): leave the weights out'
+                f"env.reward_weights: {describe_env(self.env, 0)} reports no reward terms in the info of a step "
+                '("reward_terms"): remove the weights'
             )
         terms = info["reward_terms"]
         if not self._is_checked:
@@ -44,21 +47,17 @@ class RewardWeights(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
 
 
 class WeightedVectorEnv(VectorEnv):
-    """The same for a vector environment that steps all copies at once and names its terms."""
+    """The same for a vector environment that declares its terms."""
 
     def __init__(self, env: VectorEnv, weights: Mapping[str, float]) -> None:
         if not env.reward_terms:
-            raise InputError(f"env.reward_weights: {type(env).__name__} names no reward terms: leave the weights out")
+            raise InputError(f"env.reward_weights: {type(env).__name__} declares no reward terms: remove the weights")
         if env.chunk_length > 1:
             raise InputError("env.reward_weights: put deft.envs.reward_weights.RewardWeights inside the action chunks")
         _check_names(weights, env.reward_terms)
+        names = ("observation_space", "action_space", "env_action_space", "action_mask", "chunk_length", "reward_terms")
+        super().__init__(env.num_envs, **{name: getattr(env, name) for name in names})
         self.env = env
-        self.num_envs = env.num_envs
-        self.observation_space = env.observation_space
-        self.action_space, self.env_action_space = env.action_space, env.env_action_space
-        self.action_mask = env.action_mask
-        self.chunk_length = env.chunk_length
-        self.reward_terms = env.reward_terms
         self.num_workers = env.num_workers
         self.notices_hangs = env.notices_hangs
         self._weights = np.array([weights.get(name, 1.0) for name in env.reward_terms])
@@ -83,32 +82,32 @@ class WeightedVectorEnv(VectorEnv):
         return self.env.reset(seed)
 
     def get_state(self) -> list[dict[str, Any]] | None:
-        """The environments' states."""
+        """Return the states of the environments."""
         return self.env.get_state()
 
     def set_state(self, states: list[dict[str, Any]]) -> None:
-        """Go on from saved states."""
+        """Continue from saved states."""
         self.env.set_state(states)
 
     def state_obstacle(self) -> str | None:
-        """One line on what keeps the state from being saved; None if nothing does."""
+        """Explain in one line why the state cannot be saved; None if it can."""
         return self.env.state_obstacle()
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a method on every environment."""
+        """Call a method of every environment."""
         return self.env.call(name, *args)
 
     def render(self, index: int = 0) -> np.ndarray | None:
-        """A picture of one environment."""
+        """Return an image of one environment."""
         return self.env.render(index)
 
     def close(self) -> None:
-        """Free what the environments hold."""
+        """Close the environments."""
         self.env.close()
 
 
 def weigh(env: Any, weights: Mapping[str, float]) -> Any:
-    """What a user or `make` gives as an environment, or as several, with weights; without any as it is."""
+    """Weight the reward of an environment, or of each in a list; return it unchanged without weights."""
     if not weights:
         return env
     if isinstance(env, gymnasium.Env):

@@ -1,7 +1,4 @@
-"""Environments stepped one after another in this process; the default, and the quickest for light environments.
-
-Made by `deft.envs.make`; stepped by the collectors.
-"""
+"""Environments stepped one after another in this process; the default, and the fastest kind for light environments."""
 
 from __future__ import annotations
 
@@ -11,23 +8,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from deft.envs.layout import ActionLayout, Observation, ObservationLayout
+from deft.envs.slot import EnvSlot, check_same_spaces
 from deft.envs.state import StateObstacle
-from deft.envs.vector import (
-    ActionLayout,
-    EnvSlot,
-    Episode,
-    Observation,
-    ObservationLayout,
-    VectorEnv,
-    VectorStep,
-    check_same_spaces,
-    env_reward_terms,
-    wrapper_attribute,
-)
+from deft.envs.vector import ArrayVectorEnv, Episode, VectorStep
+from deft.envs.wrappers import env_reward_terms, wrapper_attribute
 from deft.errors import InputError
 
 
-class SerialVectorEnv(VectorEnv):
+class SerialVectorEnv(ArrayVectorEnv):
     """N environments in a plain loop."""
 
     def __init__(self, envs: Sequence[gymnasium.Env | Callable[[], gymnasium.Env]]) -> None:
@@ -35,15 +24,14 @@ class SerialVectorEnv(VectorEnv):
         if not made:
             raise InputError("a vector environment needs at least one environment")
         if len({id(env) for env in made}) < len(made):
-            raise InputError("the same environment object was given twice; make a copy for each")
-        for index, env in enumerate(made[1:], start=1):
-            check_same_spaces(made[0], env, index)
+            raise InputError("the same environment object was given twice; make a separate one for each index")
+        check_same_spaces(made)
         super().__init__(
             len(made),
             ObservationLayout(made[0].observation_space),
             ActionLayout(made[0].action_space),
-            wrapper_attribute(made[0], "action_mask"),
-            wrapper_attribute(made[0], "chunk_length", 1),
+            action_mask=wrapper_attribute(made[0], "action_mask"),
+            chunk_length=wrapper_attribute(made[0], "chunk_length", 1),
             reward_terms=env_reward_terms(made[0]),
         )
         self._slots = [EnvSlot(env, index, self._observation_layout) for index, env in enumerate(made)]
@@ -79,14 +67,14 @@ class SerialVectorEnv(VectorEnv):
         return self._result(arrays, episodes)
 
     def get_state(self) -> list[dict[str, Any]] | None:
-        """Plain data that `set_state` goes on from; None where `state_obstacle` says why."""
+        """Return plain data for `set_state`; None if `state_obstacle` gives a reason."""
         try:
             return [slot.get_state(self._arrays[self._current]) for slot in self._slots]
         except StateObstacle:
             return None
 
     def set_state(self, states: list[dict[str, Any]]) -> None:
-        """Go on from saved states."""
+        """Continue from saved states."""
         self._check_states(states)
         arrays = self._next_arrays()
         for slot, state in zip(self._slots, states, strict=True):
@@ -94,19 +82,19 @@ class SerialVectorEnv(VectorEnv):
         self._started = True
 
     def state_obstacle(self) -> str | None:
-        """One line on what keeps the state from being saved; None if nothing does."""
+        """Explain in one line why the state cannot be saved; None if it can."""
         return next((obstacle for slot in self._slots if (obstacle := slot.state_obstacle()) is not None), None)
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a method on every environment."""
+        """Call a method of every environment."""
         return [slot.call(name, *args) for slot in self._slots]
 
     def render(self, index: int = 0) -> np.ndarray | None:
-        """A picture of one environment; None where it was made without a render mode."""
+        """Return an image of one environment; None if it has no render mode."""
         return self._slots[index].render()
 
     def close(self) -> None:
-        """Close the environments. Calling it again does nothing."""
+        """Close the environments. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             for slot in self._slots:

@@ -1,9 +1,9 @@
-"""An environment's state as plain data, so that a resumed run goes on bit for bit.
+"""The state of an environment as plain data, so that a resumed run continues bit for bit.
 
-`EnvSlot` in `deft.envs.vector` calls it for checkpoints. No foreign object is pickled: each layer of an environment
-(its wrappers, then itself) is saved by its own `get_state` where it has one, otherwise attribute by attribute: plain
-data, numpy arrays, random generators and MuJoCo data. What else an attribute may hold is either known to be no state
-(specs, functions, renderers) or an obstacle that is named.
+`EnvSlot` calls it for checkpoints. No foreign object is pickled: each layer of an environment (its wrappers, then
+itself) is saved by its own `get_state` if it has one, otherwise attribute by attribute: plain data, numpy arrays,
+random generators and MuJoCo data. Any other attribute is either known not to be state (specs, functions, renderers)
+or an obstacle that the error message names.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
+from deft.envs.wrappers import layers
 from deft.errors import DeftError, InputError, RunError
 
-# Attributes that describe an environment and are the same in a new one: constructor arguments, metadata, pictures.
+# Attributes that describe an environment and are equal in a new one: constructor arguments and metadata.
 _DESCRIPTIONS = {"metadata", "_metadata", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
-# Where the types of renderers, windows and cameras come from; they show a state and hold none.
+# Modules of renderers, windows and cameras, which hold no state.
 _DISPLAY_MODULES = ("pygame", "glfw", "gymnasium.envs.mujoco.mujoco_rendering", "mujoco.renderer", "mujoco.rendering")
 _DISPLAY_TYPES = {"MjvCamera", "MjvOption", "MjvScene", "MjrContext", "GLContext"}
 
 
 class StateObstacle(DeftError):
-    """An environment whose state cannot be saved; the message says which attribute keeps it."""
+    """An environment whose state cannot be saved; the message names the attribute."""
 
 
 # ------------------------------------------------------------------------------------------------ values as plain data
 
 
 def encode(value: Any) -> Any:
-    """A value as plain data that `torch.load(weights_only=True)` reads; raises StateObstacle where it cannot be."""
+    """Convert a value to plain data that `torch.load(weights_only=True)` reads; raise StateObstacle if impossible."""
     return _Encoder().encode(value)
 
 
 def decode(data: Any) -> Any:
-    """The inverse of `encode`."""
+    """Convert the result of `encode` back."""
     return _Decoder().decode(data)
 
 
 def _to_text(data: bytes) -> str:
-    """Bytes as a string of as many characters: not all bytes objects pass `weights_only`, strings do."""
+    """Convert bytes to a string of the same length: `weights_only` accepts all strings, but not all bytes."""
     return data.decode("latin-1")
 
 
@@ -55,14 +56,14 @@ def _to_bytes(text: str) -> bytes:
 
 
 class _Encoder:
-    """Plain data from values; an object met twice is written once, so that it is one object again."""
+    """Encodes values; an object that occurs twice is written once, and is one object again after decoding."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, Any]] = {}  # id -> number, and the object itself to keep its id taken
+        self._seen: dict[int, tuple[int, Any]] = {}  # id -> number, and the object itself so that its id stays unique
         self._memory: list[tuple[int, int]] = []
 
     def encode(self, value: Any) -> Any:
-        """One value."""
+        """Convert one value."""
         if value is None or type(value) in (bool, float, str):
             return value
         if type(value) is bytes:
@@ -96,7 +97,7 @@ class _Encoder:
         raise StateObstacle(f"a {type(value).__module__}.{type(value).__qualname__}")
 
     def _check_memory(self, array: np.ndarray) -> None:
-        """Refuse arrays that change with something else: after a restore they would no longer."""
+        """Raise StateObstacle for arrays that share memory: after a restore they would not."""
         owner: Any = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
@@ -110,13 +111,13 @@ class _Encoder:
 
 
 class _Decoder:
-    """Values from what one `_Encoder` wrote, in the same order."""
+    """Decodes what one `_Encoder` wrote, in the same order."""
 
     def __init__(self) -> None:
         self._objects: dict[int, Any] = {}
 
     def decode(self, data: Any) -> Any:
-        """One value."""
+        """Convert one value."""
         if not isinstance(data, dict):
             return data
         if "__new__" in data:
@@ -155,25 +156,25 @@ class _Decoder:
 
 
 def save_state(env: gymnasium.Env) -> dict[str, Any]:
-    """The state of an environment and its wrappers as plain data; raises StateObstacle where it cannot be saved."""
+    """Return the state of an environment and its wrappers as plain data; raise StateObstacle if impossible."""
     encoder = _Encoder()
-    return {"layers": [_save_layer(layer, encoder) for layer in _layers(env)]}
+    return {"layers": [_save_layer(layer, encoder) for layer in _stateful_layers(env)]}
 
 
 def restore_state(env: gymnasium.Env, state: dict[str, Any]) -> None:
-    """Put an environment, new or used, into a saved state."""
-    layers = list(_layers(env))
-    saved, found = [layer["type"] for layer in state["layers"]], [type(layer).__name__ for layer in layers]
+    """Restore a saved state in an environment, new or used."""
+    present = _stateful_layers(env)
+    saved, found = [layer["type"] for layer in state["layers"]], [type(layer).__name__ for layer in present]
     if saved != found:
         raise InputError(f"the saved state is of {'<'.join(saved)}, the environment is {'<'.join(found)}")
-    env.reset(seed=0)  # whatever an environment makes in its first reset then exists
+    env.reset(seed=0)  # creates everything that an environment makes in its first reset
     decoder = _Decoder()
-    for layer, layer_state in zip(layers, state["layers"], strict=True):
+    for layer, layer_state in zip(present, state["layers"], strict=True):
         _restore_layer(layer, layer_state, decoder)
 
 
 def state_obstacle(env: gymnasium.Env) -> str | None:
-    """One line that says what keeps the state from being saved; None if nothing does."""
+    """Explain in one line why the state cannot be saved; None if it can."""
     try:
         save_state(env)
     except StateObstacle as obstacle:
@@ -181,16 +182,12 @@ def state_obstacle(env: gymnasium.Env) -> str | None:
     return None
 
 
-def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
-    while isinstance(env, gymnasium.Wrapper):
-        if not getattr(type(env), "is_stateless", False):
-            yield env
-        env = env.env
-    yield env
+def _stateful_layers(env: gymnasium.Env) -> list[gymnasium.Env]:
+    return [layer for layer in layers(env) if not getattr(type(layer), "is_stateless", False)]
 
 
 def _saves_itself(layer: gymnasium.Env) -> bool:
-    """Whether the layer has `get_state()` and `set_state(state)`; other methods of these names are something else."""
+    """Return whether the layer has `get_state()` and `set_state(state)` with these arguments."""
 
     def num_required(name: str) -> int:
         parameters = list(inspect.signature(getattr(type(layer), name)).parameters.values())[1:]
@@ -211,7 +208,7 @@ def _save_layer(layer: gymnasium.Env, encoder: _Encoder) -> dict[str, Any]:
         try:
             saved["own"] = encoder.encode(own)
         except StateObstacle as obstacle:
-            raise StateObstacle(f"{name}.get_state() returned {obstacle}, which is no plain data") from None
+            raise StateObstacle(f"{name}.get_state() returned {obstacle}, which is not plain data") from None
         random = (np.random.Generator, gymnasium.Space)
         attributes = {key: value for key, value in vars(layer).items() if isinstance(value, random)}
     else:
@@ -227,7 +224,7 @@ def _save_layer(layer: gymnasium.Env, encoder: _Encoder) -> dict[str, Any]:
             elif isinstance(value, gymnasium.Space):
                 generators = [space._np_random for space in _spaces(value)]
                 saved["attributes"][key] = {"__space__": encode(generators)}
-            elif not _is_harmless(value):
+            elif not _is_no_state(value):
                 saved["attributes"][key] = encoder.encode(value)
         except StateObstacle as obstacle:
             raise StateObstacle(
@@ -256,25 +253,25 @@ def _restore_layer(layer: gymnasium.Env, saved: dict[str, Any], decoder: _Decode
         else:
             value = decoder.decode(data)
             if isinstance(value, np.random.Generator) and isinstance(present, np.random.Generator):
-                present.bit_generator.state = value.bit_generator.state  # others may hold this generator too
+                present.bit_generator.state = value.bit_generator.state  # other objects may refer to this generator
             else:
                 attributes[key] = value
 
 
 def _spaces(space: Any) -> Iterator[gymnasium.Space]:
-    """A space and those inside it: each has a random generator of its own."""
+    """Yield a space and its parts: each has its own random generator."""
     yield space
     parts = getattr(space, "spaces", ())
     for part in parts.values() if isinstance(parts, dict) else parts:
         yield from _spaces(part)
 
 
-def _is_harmless(value: Any) -> bool:
-    """Whether a value is known to be no state: the environment's making, or the showing of it."""
+def _is_no_state(value: Any) -> bool:
+    """Return whether a value is known not to be state: specs, functions, renderers."""
     if isinstance(value, (gymnasium.Env, EnvSpec, ModuleType, np.dtype)) or callable(value):
         return True
     if isinstance(value, (list, tuple)) and len(value) > 0:
-        return all(_is_harmless(item) for item in value)
+        return all(_is_no_state(item) for item in value)
     module = type(value).__module__
     return module.startswith(_DISPLAY_MODULES) or (
         module.startswith("mujoco") and type(value).__name__ in _DISPLAY_TYPES
@@ -297,7 +294,7 @@ def _model_checksum(model: Any) -> int:
 
 
 def _mujoco_arrays(data: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays whose size the model fixes. Those of contacts and constraints vary; a step makes them anew."""
+    """Yield the arrays of fixed size. Those of contacts and constraints vary; every step computes them."""
     import mujoco
 
     empty = mujoco.MjData(data.model)
@@ -311,10 +308,10 @@ def _mujoco_arrays(data: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _save_mujoco(data: Any) -> dict[str, Any]:
-    """The integration state, and with it what was computed from the state before the last integration.
+    """Return the integration state and the arrays computed from the state before the last integration.
 
-    `mj_step` leaves positions and forces of the state it started from; a reward that compares them before and after a
-    step sees these, so that computing them anew from the saved state would not be the same.
+    `mj_step` leaves positions and forces of the state it started from. A reward may read them, and they differ from
+    those computed from the saved state.
     """
     import mujoco
 

@@ -1,8 +1,7 @@
-"""Silence for simulators: what they and their drivers print while they are imported and made goes nowhere.
+"""Suppress the output of simulators and their drivers while they are imported and constructed.
 
-The adapters of ManiSkill and RoboTwin use it. Much of that chatter is written by native code,
-straight to the file descriptors 1 and 2, where neither `sys.stdout` nor `logging` can hold it back. Deft's own log is
-kept.
+The adapters of ManiSkill and RoboTwin use it. Native code writes directly to the file descriptors 1 and 2, which
+neither `sys.stdout` nor `logging` controls. Deft's own log is kept.
 """
 
 from __future__ import annotations
@@ -16,37 +15,37 @@ from collections.abc import Iterator
 from typing import IO
 
 log = logging.getLogger(__name__)
-_MOST_CHARACTERS = 4000  # of what was held back, the end is shown in a failure
+_MOST_CHARACTERS = 4000  # of the suppressed output, the end is part of an exception
 
 
 @contextlib.contextmanager
 def suppress_logs(enabled: bool = True, loggers: tuple[str, ...] = ()) -> Iterator[None]:
-    """Hold back what this process writes to stdout and stderr, in Python and below it.
+    """Suppress everything that this process writes to stdout and stderr, including native code.
 
-    Records of Deft's loggers are kept and appear at the end of the block; those of `loggers` (others' names) appear
-    from WARNING on, from here on. What was held back is logged at DEBUG, and is a note of an exception that leaves the
-    block. Descriptors belong to the whole process: keep the block short, and do not use it where other threads print.
+    Records of Deft's loggers are emitted at the end of the block. The level of `loggers` becomes WARNING permanently.
+    Suppressed output is logged at DEBUG, and added as a note to an exception that leaves the block. Descriptors belong
+    to the whole process: keep the block short, and do not use it while other threads print.
     """
     for name in loggers:
         logging.getLogger(name).setLevel(logging.WARNING)
     if not enabled:
         yield
         return
-    with tempfile.TemporaryFile() as held_back:
+    with tempfile.TemporaryFile() as suppressed:
         try:
-            with _deft_log_kept(), _descriptors_into(held_back):
+            with _deft_log_kept(), _descriptors_into(suppressed):
                 yield
         except BaseException as error:
-            if text := _end_of(held_back):
-                error.add_note(f"it had printed:\n{text}")
+            if text := _end_of(suppressed):
+                error.add_note(f"output before the error:\n{text}")
             raise
-        if text := _end_of(held_back):
-            log.debug("held back: %s", text)
+        if text := _end_of(suppressed):
+            log.debug("suppressed: %s", text)
 
 
 @contextlib.contextmanager
 def _descriptors_into(file: IO[bytes]) -> Iterator[None]:
-    """Point descriptors 1 and 2 to a file for a while."""
+    """Redirect descriptors 1 and 2 to a file."""
     saved: dict[int, int] = {}
     _flush()
     for descriptor in (1, 2):
@@ -56,7 +55,7 @@ def _descriptors_into(file: IO[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
-        _flush()  # what Python has buffered was printed inside
+        _flush()  # text that Python has buffered was printed in the block
         for descriptor, original in saved.items():
             os.dup2(original, descriptor)
             os.close(original)
@@ -68,8 +67,8 @@ def _flush() -> None:
             stream.flush()
 
 
-class _Keeper(logging.Handler):
-    """Keeps records for later."""
+class _RecordKeeper(logging.Handler):
+    """Stores records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +80,9 @@ class _Keeper(logging.Handler):
 
 @contextlib.contextmanager
 def _deft_log_kept() -> Iterator[None]:
-    """Have Deft's log wait until its handlers can write again."""
+    """Delay Deft's log until its handlers can write again."""
     logger = logging.getLogger("deft")
-    handlers, propagate, keeper = logger.handlers[:], logger.propagate, _Keeper()
+    handlers, propagate, keeper = logger.handlers[:], logger.propagate, _RecordKeeper()
     logger.handlers, logger.propagate = [keeper], False
     try:
         yield

@@ -10,7 +10,7 @@ import torch
 
 from deft import schema
 from deft.data.tensors import check_log_prob, policy_inputs, zero_rows
-from deft.envs.vector import Observation, take_rows
+from deft.envs.layout import Observation, take_rows
 from deft.models.policy import Policy
 
 RANDOM, EXPERT = "random", "expert"  # policies that are not checkpoints

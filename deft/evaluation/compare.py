@@ -23,7 +23,8 @@ from deft import trust
 from deft.config.settings import CompareRunsConfig, EnvConfig
 from deft.data.spaces import action_stream
 from deft.envs.make import make_env, make_vector_env
-from deft.envs.vector import Episode, VectorEnv, close_env
+from deft.envs.vector import Episode, VectorEnv
+from deft.envs.wrappers import close_env
 from deft.errors import InputError, RunError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, world_kwargs

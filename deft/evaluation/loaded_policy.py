@@ -13,8 +13,8 @@ from gymnasium import spaces
 
 from deft import schema, trust
 from deft.config.settings import RunConfig
+from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.make import wrap
-from deft.envs.vector import ActionLayout, ObservationLayout
 from deft.errors import InputError, RunError
 from deft.evaluation import evaluate
 from deft.evaluation.acting import PolicyActor

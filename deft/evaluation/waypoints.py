@@ -15,7 +15,7 @@ import torch
 
 from deft import schema
 from deft.data.tensors import policy_inputs
-from deft.envs.waypoints.make import env_kwargs_of, make_waypoint_world
+from deft.envs.waypoints.make import env_kwargs_of, make_waypoint_simulator
 from deft.envs.waypoints.protocol import WaypointEpisode, WaypointVectorEnv
 from deft.evaluation.plots import BLUE, GRAY, ORANGE, _figure, _save, _style
 from deft.evaluation.rollouts import play_episodes, summarize
@@ -60,7 +60,7 @@ class HeldOut:
             if name != "toy":  # which always measures it: elsewhere a plan costs as much as the driving
                 own = {"measure_ade": True} | own
             copies = 1 if name == "carla" else min(episodes, MOST_COPIES)
-            self.envs[name] = WaypointVectorEnv(make_waypoint_world(name, copies, difficulty, own))
+            self.envs[name] = WaypointVectorEnv(make_waypoint_simulator(name, copies, difficulty, own))
 
     def evaluate(self, policy: PPOPolicy) -> dict[str, Any]:
         """The measures of the policy's likeliest waypoints; with several environments also each one's as `name/…`."""
@@ -111,9 +111,9 @@ def plot_waypoints(
         for _ in range(after):
             observation = env.step(_waypoints(first, observation)).observation
         planned = {name: _waypoints(policy, observation) for name, policy in policies.items()}
-        target = env.world.target_waypoints()
+        target = env.simulator.target_waypoints()
     assert isinstance(observation, dict)
-    near, far, right, left = env.world.view
+    near, far, right, left = env.simulator.view
     count = min(count, env.num_envs)
     with _style():
         figure = _figure(3.1 * count, 3.9)

@@ -19,9 +19,11 @@ from deft.data.recording import Recording, environment_details
 from deft.data.recording_lerobot import LeRobotFiles
 from deft.data.recording_minari import MinariFiles, dataset_path
 from deft.data.spaces import action_stream
+from deft.envs.layout import Observation, take_rows
 from deft.envs.make import TASK_KWARGS, full_id, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
-from deft.envs.vector import Observation, VectorEnv, VectorStep, close_env, take_rows
+from deft.envs.vector import VectorEnv, VectorStep
+from deft.envs.wrappers import close_env
 from deft.errors import DeftError, InputError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM, PolicyActor
 from deft.evaluation.evaluate import find_run, load_policy, world_kwargs

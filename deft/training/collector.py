@@ -19,7 +19,8 @@ from torch import Tensor
 from deft import schema
 from deft.data.rollout import RolloutBuffer
 from deft.data.tensors import Key, Row, check_log_prob, policy_inputs, to_numpy, zero_rows
-from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep, first_not_finite, take_rows
+from deft.envs.layout import Observation, first_not_finite, take_rows
+from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
 

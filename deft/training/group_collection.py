@@ -18,7 +18,8 @@ from deft import schema
 from deft.algorithms.experience import Groups
 from deft.data.rollout import Columns
 from deft.data.tensors import Row, zero_rows
-from deft.envs.vector import Episode, Observation, VectorEnv, VectorStep
+from deft.envs.layout import Observation
+from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.runs.random_state import get_random_state, set_random_state

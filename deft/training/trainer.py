@@ -22,7 +22,8 @@ from deft.algorithms.algorithm import Algorithm
 from deft.config.output_base import output_base
 from deft.config.settings import CurriculumConfig, TrainerConfig
 from deft.envs.make import make_another, wrap
-from deft.envs.vector import Episode, VectorEnv, close_env
+from deft.envs.vector import Episode, VectorEnv
+from deft.envs.wrappers import close_env
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import evaluate_policy, film_episodes
 from deft.models.policy import Policy

@@ -1,4 +1,4 @@
-"""Makes the picture of the driving world in this folder: `python docs/pictures/driving_picture.py`."""
+"""Makes the picture of the driving simulator in this folder: `python docs/pictures/driving_picture.py`."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import imageio.v3 as imageio
 import numpy as np
 
 from deft.envs.driving.env import DrivingEnv
-from deft.envs.driving.rendering import picture
+from deft.envs.driving.rendering import images, render
 
 SIZE = 320
 SCENES = (("easy", 3, 24), ("medium", 11, 31), ("hard", 8, 93))  # difficulty, seed, step of the expert's drive
@@ -20,8 +20,8 @@ def main() -> None:
         env.reset(seed=seed)
         for _ in range(num_steps):
             env.step(env.expert_action())
-        panels.append(picture(env.world, 0, SIZE))
-    observation = env.world.images(64)[0].transpose(1, 2, 0)
+        panels.append(render(env.simulator, 0, SIZE))
+    observation = images(env.simulator, 64)[0].transpose(1, 2, 0)
     panels.append(observation.repeat(SIZE // 64, axis=0).repeat(SIZE // 64, axis=1))
     gap = np.full((SIZE, 8, 3), 255, np.uint8)
     row = [part for panel in panels for part in (panel, gap)][:-1]

@@ -40,7 +40,7 @@ def test_through_the_wrappers_of_one_environment(make):
     for step, level in ((0, "easy"), (49_999, "medium"), (50_000, "hard")):
         env.set_difficulty(get_difficulty(step))
         env.reset(seed=0)
-        assert env.unwrapped.world.difficulty == level
+        assert env.unwrapped.simulator.difficulty == level
     with pytest.raises(InputError, match="difficulty is 'extreme'"):
         env.set_difficulty("extreme")
     env.close()
@@ -82,7 +82,7 @@ def test_a_trainers_environment(tmp_path):
     trainer = PPOTrainer(gymnasium.make("deft/Driving-v0"), config=RLConfig(output_dir=str(tmp_path / "run")))
     trainer.trainer.env.set_difficulty("hard")
     trainer.trainer.env.reset(0)
-    assert trainer.trainer.env.envs[0].unwrapped.world.difficulty == "hard"
+    assert trainer.trainer.env.envs[0].unwrapped.simulator.difficulty == "hard"
     trainer.trainer.close()
 
 

@@ -94,7 +94,7 @@ def test_an_environment_without_terms_is_refused() -> None:
     env.reset()
     with pytest.raises(InputError, match=r"Silent.* reports no reward terms"):
         env.step(0)
-    with pytest.raises(InputError, match="SerialVectorEnv names no reward terms"):
+    with pytest.raises(InputError, match="SerialVectorEnv declares no reward terms"):
         weigh(SerialVectorEnv([Silent()]), WEIGHTS)
 
 
@@ -128,5 +128,5 @@ def test_declared_terms_must_come(make_counting_env: MakeEnv) -> None:
 
     env = SerialVectorEnv([Promising()])
     env.reset()
-    with pytest.raises(RunError, match='names its reward_terms, but a step\'s info has no "reward_terms"'):
+    with pytest.raises(RunError, match='declares reward_terms, but the info of a step has no "reward_terms"'):
         env.step(np.zeros(1, np.int64))

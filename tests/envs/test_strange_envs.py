@@ -13,9 +13,9 @@ from tensordict import TensorDict
 
 from deft.cli import main
 from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
+from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
-from deft.envs.vector import ActionLayout, ObservationLayout
 from deft.errors import InputError, RunError
 from deft.models.encoders import ObservationEncoder
 
@@ -47,13 +47,13 @@ class Abandoned(BaseException):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"reward": "1.0"}, "gave the reward '1.0'; it must be one number"),
+        ({"reward": "1.0"}, "returned the reward '1.0'; it must be one number"),
         ({"reward": b"1"}, "it must be one number"),
-        ({"terminated": "False"}, "gave terminated as 'False'; it must be True or False"),
-        ({"truncated": None}, "gave truncated as None"),
-        ({"truncated": 0.5}, "gave truncated as 0.5"),
-        ({"info": []}, r"gave the info \[\]; it must be a dict"),
-        ({"info": 7}, "gave the info 7"),
+        ({"terminated": "False"}, "returned terminated = 'False'; it must be True or False"),
+        ({"truncated": None}, "returned truncated = None"),
+        ({"truncated": 0.5}, "returned truncated = 0.5"),
+        ({"info": []}, r"returned the info \[\]; it must be a dict"),
+        ({"info": 7}, "returned the info 7"),
         ({"leaves": SystemExit(0)}, "raised SystemExit: 0"),
         ({"leaves": Abandoned("gone")}, "raised Abandoned: gone"),
     ],

@@ -83,7 +83,7 @@ def test_what_was_printed_is_in_the_debug_log(caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.DEBUG, "deft")
     with suppress_logs():
         os.write(1, b"chatter\n")
-    assert [record.message for record in caplog.records] == ["held back: chatter"]
+    assert [record.message for record in caplog.records] == ["suppressed: chatter"]
 
 
 def test_other_loggers_speak_from_warnings_on() -> None:

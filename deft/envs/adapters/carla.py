@@ -1,12 +1,11 @@
 """CARLA as a Gymnasium environment with a camera, a state and an instruction: `--env carla`, extra `carla`.
 
-Registered as `deft/Carla-v0`. The client is `CarlaWorld` (`carla_client.py`); this adds pedals and steering as
-actions. A server has one ego vehicle, so the environments of a process that use the same server take turns.
+Registered as `deft/Carla-v0`. It drives a `CarlaClient` (`carla_client.py`) with throttle and steering. A server has
+one ego vehicle: the environments of a process that use the same server alternate by episodes.
 """
 
 from __future__ import annotations
 
-import string
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -16,25 +15,27 @@ import numpy as np
 from gymnasium import spaces
 
 from deft import schema
-from deft.envs.adapters.carla_client import CarlaWorld
+from deft.envs.adapters.carla_client import CarlaClient
+from deft.envs.checks import check_difficulty, check_image_size, check_render_mode, check_whole
 from deft.envs.serial import SerialVectorEnv
+from deft.envs.spaces import action_space, image_space, text_space, vector_space
 from deft.envs.state import StateObstacle
-from deft.envs.waypoints.protocol import MAX_GAP, Outcome, check_difficulty
+from deft.envs.waypoints.protocol import MAX_GAP, outcome_info
 from deft.errors import InputError, RunError
 
 ENV_ID = "deft/Carla-v0"
 INSTRUCTION = "drive safely"
-REWARD_SCALE = 10.0  # the waypoint protocol's terms are a tenth of the driving environment's
+REWARD_SCALE = 10.0  # the terms of waypoint simulators are a tenth of the driving environment's
 STATE_SIZE = 8
 STATE_LIMIT = 2.0
-MOST_LOST = 2
+MAX_INTERRUPTED = 2
 
 
 @dataclass
 class _Shared:
-    """One client of one server, and the environment whose episode it plays."""
+    """One client of one server, and the environment whose episode it runs."""
 
-    world: CarlaWorld
+    client: CarlaClient
     settings: dict[str, Any]
     users: list[CarlaEnv] = field(default_factory=list)
     active: CarlaEnv | None = None
@@ -45,7 +46,7 @@ _CLIENTS: dict[tuple[str, int], _Shared] = {}
 
 
 class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """Drive `route_length` metres through a town's traffic without touching it or leaving the road.
+    """Drive `route_length` metres through the traffic of a town without a collision or leaving the road.
 
     **Action**: [acceleration, steering] in [-1, 1]; acceleration is the throttle above 0 and the brake below, steering
     is positive to the left. A step is `ticks_per_step` ticks of 0.1 s. **Observation**, a Dict: `image` (uint8
@@ -58,12 +59,12 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     off_road (-100), comfort (-0.1 Σ|a - a_before|), lane (-0.5 |offset from the lane's middle|, -2 for a crossed solid
     line); lane and comfort are summed over the ticks.
 
-    Another environment of this process that resets on the same server ends this one's episode: its next step does
-    nothing and is truncated, with `info["interrupted"]`.
+    If another environment of this process resets on the same server, this environment's episode ends: its next step
+    does nothing and is truncated, with `info["interrupted"]`.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012 (Gymnasium's own declaration)
-    reward_terms = CarlaWorld.reward_terms
+    reward_terms = CarlaClient.reward_terms
 
     def __init__(
         self,
@@ -75,44 +76,41 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         host: str = "127.0.0.1",
         port: int = 2000,
         render_mode: Literal["rgb_array"] | None = None,
-        **client: Any,
+        **settings: Any,
     ) -> None:
-        """`client` are further arguments of `CarlaWorld`: town, timeout, route_length, max_seconds, take_server, …"""
-        if render_mode not in (None, "rgb_array"):
-            raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
-        if not 16 <= image_size <= 1024:
-            raise InputError(f"image_size is {image_size!r}; choose 16 to 1024 pixels")
-        if ticks_per_step < 1:
-            raise InputError(f"ticks_per_step is {ticks_per_step!r}; choose at least 1")
+        """`settings` are further arguments of `CarlaClient`: town, timeout, route_length, max_seconds, …"""
+        check_render_mode(render_mode)
+        check_image_size(image_size)
+        check_whole("ticks_per_step", ticks_per_step, 1)
         self.difficulty = check_difficulty(difficulty)
         self.instruction = str(instruction)
         self.ticks_per_step = ticks_per_step
         self.render_mode = render_mode
         self._address = (host, port)
-        self._shared = _client(self, {"camera_size": image_size, "camera": camera, **client})
-        self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self._shared = _connect(self, {"camera_size": image_size, "camera": camera, **settings})
+        self.action_space = action_space(2)
         self.observation_space = spaces.Dict(
             {
-                "image": spaces.Box(0, 255, (3, image_size, image_size), np.uint8),
-                schema.STATE: spaces.Box(-STATE_LIMIT, STATE_LIMIT, (STATE_SIZE,), np.float32),
-                schema.INSTRUCTION: spaces.Text(max(1, len(self.instruction)), charset=string.printable),
+                "image": image_space(image_size),
+                schema.STATE: vector_space(STATE_SIZE, STATE_LIMIT),
+                schema.INSTRUCTION: text_space(max(1, len(self.instruction))),
             }
         )
         self._last: dict[str, Any] = {}
-        self._num_lost = 0  # episodes in a row that were interrupted before their first step
+        self._num_interrupted = 0  # episodes in a row that were interrupted before their first step
         self._has_stepped = False
 
     @property
-    def world(self) -> CarlaWorld:
+    def client(self) -> CarlaClient:
         """The client of the server."""
-        return self._shared.world
+        return self._shared.client
 
     def set_difficulty(self, level: str) -> None:
-        """Choose easy, medium or hard for the traffic of the episodes after this one."""
+        """Set the traffic (easy, medium, hard) of the next episodes."""
         self.difficulty = check_difficulty(level)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Spawn the vehicle and traffic at other places."""
+        """Spawn the vehicle and the traffic at random positions."""
         super().reset(seed=seed)
         shared, thread = self._shared, threading.get_ident()
         if shared.active not in (None, self) and shared.thread != thread:
@@ -121,45 +119,45 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
                 "or --eval_freq 0"
             )
         shared.active, shared.thread, self._has_stepped = self, thread, False
-        self.world.set_difficulty(self.difficulty)
-        self.world.reset(np.arange(1), [int(self.np_random.integers(2**31))])
+        self.client.set_difficulty(self.difficulty)
+        self.client.reset(np.arange(1), [int(self.np_random.integers(2**31))])
         self._last = self._observe()
         return dict(self._last), {"success": False, "collision": False, "off_road": False, "progress": 0.0}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Hold pedals and wheel for one step."""
+        """Hold throttle and steering for one step."""
         if self._shared.active is not self:
-            self._num_lost = 0 if self._has_stepped else self._num_lost + 1
-            if self._num_lost > MOST_LOST:
+            self._num_interrupted = 0 if self._has_stepped else self._num_interrupted + 1
+            if self._num_interrupted > MAX_INTERRUPTED:
                 raise RunError("env carla: several environments are stepped on one server; give each a port of its own")
             nothing = dict.fromkeys(self.reward_terms, 0.0)
             return dict(self._last), 0.0, False, True, {"interrupted": True, "reward_terms": nothing}
         acceleration, steering = np.clip(np.asarray(action, np.float64), -1.0, 1.0).tolist()
         self._has_stepped = True
-        outcome = self.world.drive(acceleration, steering, self.ticks_per_step)
+        outcome = self.client.drive(acceleration, steering, self.ticks_per_step)
         self._last = self._observe()
-        info = self._info(outcome)
+        info = {**outcome_info(outcome, REWARD_SCALE), "progress": self.client.travelled}
         reward = sum(info["reward_terms"].values())
         return dict(self._last), reward, bool(outcome.terminated[0]), bool(outcome.truncated[0]), info
 
     def expert_action(self) -> np.ndarray:
-        """The scripted driver's action: along the lane, behind the vehicle ahead."""
-        return np.array(self.world.expert_command(), np.float32)
+        """Return the scripted driver's action: along the lane, behind the vehicle ahead."""
+        return np.array(self.client.expert_command(), np.float32)
 
     def render(self) -> np.ndarray | None:
-        """The camera's image, uint8 [h, w, 3]."""
+        """Return the camera's image, uint8 [h, w, 3]."""
         return None if self.render_mode is None or not self._last else self._last["image"].transpose(1, 2, 0)
 
     def get_state(self) -> NoReturn:
-        """Raise: a server does not give its state away."""
+        """Raise StateObstacle: a server does not expose its state."""
         raise StateObstacle("a CARLA server, whose state cannot be saved")
 
     def set_state(self, state: dict[str, Any]) -> NoReturn:
-        """Raise, as `get_state`."""
+        """Raise StateObstacle, as `get_state`."""
         raise StateObstacle("a CARLA server, whose state cannot be saved")
 
     def close(self) -> None:
-        """Leave the server as it was, unless another environment of this process uses it. May be called again."""
+        """Close the client, unless another environment of this process uses it. Further calls do nothing."""
         shared = self._shared
         if self in shared.users:
             shared.users.remove(self)
@@ -167,14 +165,14 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
                 shared.active = None
             if not shared.users:
                 _CLIENTS.pop(self._address, None)
-                shared.world.close()
+                shared.client.close()
 
     def _observe(self) -> dict[str, Any]:
-        streams = self.world.observe()
+        streams = self.client.observe()
         speed, acceleration, _, gap, closing = streams[schema.MOTION][0].tolist()
-        offset, heading = self.world.lane_error()
-        rest = 1.0 - self.world.travelled / self.world.route_length
-        ego = [speed / 20, acceleration / 10, self.world.steering]
+        offset, heading = self.client.lane_error()
+        rest = 1.0 - self.client.travelled / self.client.route_length
+        ego = [speed / 20, acceleration / 10, self.client.steering]
         state = [*ego, gap / MAX_GAP, closing / 20, offset / 2, heading, rest]
         return {
             "image": streams[schema.CAMERA][0],
@@ -182,18 +180,9 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             schema.INSTRUCTION: self.instruction,
         }
 
-    def _info(self, outcome: Outcome) -> dict[str, Any]:
-        return {
-            "success": bool(outcome.success[0]),
-            "collision": bool(outcome.collision[0]),
-            "off_road": bool(outcome.off_road[0]),
-            "progress": self.world.travelled,
-            "reward_terms": {name: REWARD_SCALE * float(value[0]) for name, value in outcome.terms.items()},
-        }
-
 
 class CarlaVectorEnv(SerialVectorEnv):
-    """The one environment of a server as a vector environment."""
+    """The single environment of a server as a vector environment."""
 
     def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, **kwargs: Any) -> None:
         if num_envs != 1:
@@ -201,16 +190,16 @@ class CarlaVectorEnv(SerialVectorEnv):
         super().__init__([gymnasium.make(ENV_ID, max_episode_steps, disable_env_checker=True, **kwargs)])
 
 
-def _client(env: CarlaEnv, settings: dict[str, Any]) -> _Shared:
-    """The client of the environment's server: that of another environment of this process, or a new one."""
+def _connect(env: CarlaEnv, settings: dict[str, Any]) -> _Shared:
+    """Return the client of the environment's server: that of another environment of this process, or a new one."""
     shared = _CLIENTS.get(env._address)
     if shared is None:
         host, port = env._address
-        shared = _CLIENTS[env._address] = _Shared(CarlaWorld(host=host, port=port, **settings), settings)
+        shared = _CLIENTS[env._address] = _Shared(CarlaClient(host=host, port=port, **settings), settings)
     elif shared.settings != settings:
         raise InputError(
             f"env carla: an environment with other settings ({shared.settings}) uses the server at "
-            f"{':'.join(map(str, env._address))}; give the same, or another port"
+            f"{':'.join(map(str, env._address))}; use the same settings, or another port"
         )
     shared.users.append(env)
     return shared

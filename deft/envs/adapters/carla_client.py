@@ -1,9 +1,8 @@
-"""A thin client of a running CARLA server: one ego vehicle, synchronous, behind the waypoint protocol; extra `carla`.
+"""A client of a running CARLA server: one ego vehicle in synchronous mode, as a waypoint simulator; extra `carla`.
 
-`deft.envs.adapters.carla` drives the same client with throttle and steering.
-
-Its frame has y to the right and degrees; ours has y to the left. Every actor that is spawned here is destroyed at the
-next reset, when the world is closed, and when the process ends; the server's settings are put back.
+`CarlaEnv` (`carla.py`) drives the same client with throttle and steering. CARLA's frame has y to the right and degrees;
+Deft's has y to the left and radians. Every spawned actor is destroyed at the next reset, when the client is closed, and
+when the process ends; the server's settings are restored.
 """
 
 from __future__ import annotations
@@ -16,48 +15,35 @@ from typing import Any
 
 import numpy as np
 
-from deft import schema
-from deft.envs.waypoints.protocol import (
-    CAMERA_SIZE,
-    MAX_GAP,
-    NUM_WAYPOINTS,
-    Outcome,
-    WaypointWorld,
-    check_difficulty,
-    displacement_errors,
-)
-from deft.envs.waypoints.tracking import pursue
+from deft.envs.checks import check_choice
+from deft.envs.optional import import_optional
+from deft.envs.waypoints.protocol import MAX_GAP, Outcome, WaypointSimulator
+from deft.envs.waypoints.tracking import pursue, to_ego, to_map
 from deft.errors import InputError, RunError
 
 STEP_SECONDS = 0.1
 CRUISE_SPEED = 8.0
 WHEELBASE = 2.9
 TRAFFIC = {"easy": 10, "medium": 30, "hard": 60}
-CAMERA_HEIGHT = 24.0  # metres above a point ahead of the vehicle; with 90° it sees twice as much across
+CAMERA_HEIGHT = 24.0  # metres above a point ahead of the vehicle; 90° field of view: 48 m across
 CAMERA_AHEAD = 12.0
 FRONT_CAMERA = (1.6, 1.7)  # metres ahead of the vehicle's centre and above the ground
-CAMERAS = ("above", "front")
-IN_WAY = 2.2  # vehicles less than this to the side are in the way
+IN_WAY = 2.2  # vehicles closer than this sideways block the lane
 
 
-class CarlaWorld(WaypointWorld):
-    """One ego vehicle in the world of a CARLA server; `town` loads another map first.
+class CarlaClient(WaypointSimulator):
+    """One ego vehicle on a CARLA server; `town` loads another map first.
 
-    A server that is synchronous already has another client, and is rejected unless `take_server`.
+    A server in synchronous mode already has another client, and is rejected unless `take_server`.
     """
 
-    reward_terms = ("progress", "collision", "off_road", "comfort", "lane")
     view = (CAMERA_AHEAD - CAMERA_HEIGHT, CAMERA_AHEAD + CAMERA_HEIGHT, -CAMERA_HEIGHT, CAMERA_HEIGHT)
 
     def __init__(
         self,
         num_envs: int = 1,
         difficulty: str = "medium",
-        num_waypoints: int = NUM_WAYPOINTS,
-        camera_size: int = CAMERA_SIZE,
-        steps_per_decision: int = 5,
-        waypoint_seconds: float = 0.4,
-        measure_ade: bool = False,
+        *,
         host: str = "127.0.0.1",
         port: int = 2000,
         traffic_manager_port: int = 8000,
@@ -67,31 +53,33 @@ class CarlaWorld(WaypointWorld):
         max_seconds: float = 60.0,
         camera: str = "above",
         take_server: bool = False,
+        steps_per_decision: int = 5,
+        **settings: Any,
     ) -> None:
+        """`settings` are the other arguments of `WaypointSimulator`."""
         if num_envs != 1:
             raise InputError(f"env carla: a server has one ego vehicle; give --num-envs 1, not {num_envs}")
-        if camera not in CAMERAS:
-            raise InputError(f"camera is {camera!r}; choose {' or '.join(CAMERAS)}")
-        self.camera = camera
-        self.num_envs, self.num_waypoints, self.camera_size = 1, num_waypoints, camera_size
-        self.steps_per_decision, self.waypoint_seconds = steps_per_decision, waypoint_seconds
-        self.measure_ade, self.timeout = measure_ade, timeout
+        check_choice("camera", camera, ("above", "front"))
+        super().__init__(1, difficulty, steps_per_decision=steps_per_decision, **settings)
+        self.camera, self.timeout = camera, timeout
         self.route_length, self.max_seconds = route_length, max_seconds
-        self.difficulty = check_difficulty(difficulty)
         self._generator = np.random.default_rng()
         self._actors: list[Any] = []
         self._sensors: list[Any] = []
         self._collided = self._crossed_line = False
-        self._travelled = self._elapsed = 0.0
-        self._command = np.zeros(2)  # accelerator (the brake negative) and steering (to the right) of the last tick
+        self.travelled = 0.0
+        """Metres along the road in this episode."""
+        self._elapsed = 0.0
+        self._command = np.zeros(2)  # throttle (brake negative) and steering (right positive) of the last tick
         self._settings: Any = None
-        self._carla = _import_carla()
+        remedy = 'pip install "deft[carla]" (x86 Linux and Windows; its version must be that of the server)'
+        self._carla = import_optional("carla", "env carla", remedy)
         self._connect(host, port, traffic_manager_port, town, take_server)
 
     # -- the server ----------------------------------------------------------------------------------------------------
 
     def _connect(self, host: str, port: int, traffic_manager_port: int, town: str | None, take_server: bool) -> None:
-        """Find the server and make it wait for our ticks."""
+        """Connect to the server and set synchronous mode."""
         carla = self._carla
         try:
             self._client = carla.Client(host, port)
@@ -111,7 +99,7 @@ class CarlaWorld(WaypointWorld):
             )
         atexit.register(self.close)
         try:
-            if settings.synchronous_mode:  # do not leave behind what the killed client did
+            if settings.synchronous_mode:  # do not restore the mode of the killed client
                 settings.synchronous_mode, settings.fixed_delta_seconds = False, None
             self._settings = settings
             changed = self._world.get_settings()
@@ -124,12 +112,12 @@ class CarlaWorld(WaypointWorld):
             raise
 
     def close(self) -> None:
-        """Destroy what was spawned, and let the server run on its own clock again."""
+        """Destroy the spawned actors, and restore the server's settings."""
         atexit.unregister(self.close)
         self._destroy_actors()
         if self._settings is not None:
             settings, self._settings = self._settings, None
-            with contextlib.suppress(RuntimeError):  # the server may be gone, and its actors with it
+            with contextlib.suppress(RuntimeError):  # the server may have ended, and its actors with it
                 self._traffic_manager.set_synchronous_mode(False)
             with contextlib.suppress(RuntimeError):
                 self._world.apply_settings(settings)
@@ -138,33 +126,33 @@ class CarlaWorld(WaypointWorld):
         for sensor in self._sensors:
             with contextlib.suppress(RuntimeError):
                 sensor.stop()
-        doomed, self._actors, self._sensors = [*self._sensors, *self._actors], [], []
-        if doomed:
+        actors, self._actors, self._sensors = [*self._sensors, *self._actors], [], []
+        if actors:
             with contextlib.suppress(RuntimeError):
-                self._client.apply_batch_sync([self._carla.command.DestroyActor(actor) for actor in doomed], False)
+                self._client.apply_batch_sync([self._carla.command.DestroyActor(actor) for actor in actors], False)
 
     def _tick(self) -> None:
-        """One step of the simulation, and the camera's picture of it."""
+        """Simulate one step, and receive its camera image."""
         try:
             frame = self._world.tick(self.timeout)
-            image = self._images.get(timeout=self.timeout)
+            image = self._frames.get(timeout=self.timeout)
             while image.frame < frame:
-                image = self._images.get(timeout=self.timeout)
+                image = self._frames.get(timeout=self.timeout)
         except (RuntimeError, queue.Empty) as error:
             self.close()
             raise RunError(f"env carla: the server stopped answering within {self.timeout:g} s") from error
         pixels = np.frombuffer(image.raw_data, np.uint8).reshape(image.height, image.width, 4)  # BGRA
-        self._picture = pixels[:, :, 2::-1].transpose(2, 0, 1).copy()
+        self._image = pixels[:, :, 2::-1].transpose(2, 0, 1).copy()
 
-    # -- an episode ----------------------------------------------------------------------------------------------------
+    # -- episodes ------------------------------------------------------------------------------------------------------
 
     def reset(self, index: np.ndarray, seeds: Sequence[int | None]) -> None:
-        """A new ego vehicle with its sensors at one of the map's spawn points, and traffic at others."""
+        """Spawn the ego vehicle with its sensors at one of the map's spawn points, and traffic at others."""
         if seeds[0] is not None:
             self._generator = np.random.default_rng(seeds[0])
         self._destroy_actors()
         self._collided = self._crossed_line = False
-        self._travelled = self._elapsed = 0.0
+        self.travelled = self._elapsed = 0.0
         self._command = np.zeros(2)
         try:
             self._traffic_manager.set_random_device_seed(int(self._generator.integers(2**31)))
@@ -192,17 +180,17 @@ class CarlaWorld(WaypointWorld):
         camera = library.find("sensor.camera.rgb")
         for name, value in (("image_size_x", self.camera_size), ("image_size_y", self.camera_size), ("fov", 90)):
             camera.set_attribute(name, str(value))
-        place = carla.Transform(carla.Location(x=CAMERA_AHEAD, z=CAMERA_HEIGHT), carla.Rotation(pitch=-90.0))
+        pose = carla.Transform(carla.Location(x=CAMERA_AHEAD, z=CAMERA_HEIGHT), carla.Rotation(pitch=-90.0))
         if self.camera == "front":
-            place = carla.Transform(carla.Location(x=FRONT_CAMERA[0], z=FRONT_CAMERA[1]), carla.Rotation())
-        self._images: queue.Queue[Any] = queue.Queue()
-        self._attach(camera, place, self._images.put)
+            pose = carla.Transform(carla.Location(x=FRONT_CAMERA[0], z=FRONT_CAMERA[1]), carla.Rotation())
+        self._frames: queue.Queue[Any] = queue.Queue()
+        self._attach(camera, pose, self._frames.put)
         self._attach(library.find("sensor.other.collision"), carla.Transform(), self._on_collision)
         self._attach(library.find("sensor.other.lane_invasion"), carla.Transform(), self._on_lane_invasion)
         self._spawn_traffic(library, free)
 
-    def _attach(self, blueprint: Any, place: Any, callback: Any) -> None:
-        sensor = self._world.spawn_actor(blueprint, place, attach_to=self._ego)
+    def _attach(self, blueprint: Any, pose: Any, callback: Any) -> None:
+        sensor = self._world.spawn_actor(blueprint, pose, attach_to=self._ego)
         self._sensors.append(sensor)
         sensor.listen(callback)
 
@@ -223,42 +211,36 @@ class CarlaWorld(WaypointWorld):
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
-    def observe(self, index: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """The camera from above, the vehicle's own motion, and the gap to the vehicle ahead."""
+    def _images(self, rows: np.ndarray) -> np.ndarray:
+        return self._image[None]
+
+    def _motion(self, rows: np.ndarray) -> list[list[float]]:
         forward = self._ego.get_transform().get_forward_vector()
         push = self._ego.get_acceleration()
-        gap, closing = self._ahead()
         acceleration = push.x * forward.x + push.y * forward.y
-        steering = -self._command[1] * self._max_steering
-        motion = np.array([[self._speed(), acceleration, steering, gap, closing]], np.float32)
-        offset = np.zeros((1, self.num_waypoints, 2), np.float32)
-        return {schema.CAMERA: self._picture[None], schema.MOTION: motion, schema.SFT_OFFSET: offset}
+        return [[self._speed(), acceleration, -self._command[1] * self._max_steering, *self._ahead()]]
 
-    def follow(self, waypoints: np.ndarray) -> Outcome:
-        """Track the path for `steps_per_decision` ticks, or until the vehicle has crashed or left the road."""
-        ade = fde = None
-        if self.measure_ade:
-            ade, fde = displacement_errors(waypoints, self.target_waypoints())
-        start = self._ego.get_transform()
-        path = _to_map(start, np.concatenate([np.zeros((1, 2)), waypoints[0]]))
-        outcome = self._run(lambda step: self._command_along(path, step * STEP_SECONDS), self.steps_per_decision)
-        outcome.ade, outcome.fde = ade, fde
-        return outcome
+    def _track(self, waypoints: np.ndarray) -> Outcome:
+        """Track the path for `steps_per_decision` ticks, or until a collision or the road's edge."""
+        path = self._path(waypoints)
+        return self._run(lambda step: self._command_along(path, step * STEP_SECONDS), self.steps_per_decision)
+
+    def _path(self, waypoints: np.ndarray) -> np.ndarray:
+        """Return the path from the vehicle along waypoints [1, K, 2], on the map."""
+        return to_map(np.concatenate([np.zeros((1, 2)), waypoints[0]]), *_pose(self._ego.get_transform()))
 
     def drive(self, acceleration: float, steering: float, num_ticks: int) -> Outcome:
-        """Hold the pedals (-1 to 1, the brake negative) and the wheel (-1 to 1, left positive) for some ticks."""
+        """Hold the throttle (-1 to 1, brake negative) and the steering (-1 to 1, left positive) for some ticks."""
         command = np.array([acceleration, -steering])
         return self._run(lambda step: command, num_ticks)
 
     def expert_command(self) -> tuple[float, float]:
-        """The acceleration and steering of `drive` that follow `target_waypoints`."""
-        here = self._ego.get_transform()
-        path = _to_map(here, np.concatenate([np.zeros((1, 2)), self.target_waypoints()[0]]))
-        push, right = self._command_along(path, 0.0)
+        """Return acceleration and steering of `drive` along `target_waypoints`."""
+        push, right = self._command_along(self._path(self.target_waypoints()), 0.0)
         return float(push), -float(right)
 
     def _run(self, command: Callable[[int], np.ndarray], num_ticks: int) -> Outcome:
-        """Give each tick its command, until the vehicle has crashed or left the road."""
+        """Apply the commands of the ticks, until a collision or the road's edge."""
         terms = dict.fromkeys(self.reward_terms, 0.0)
         off_road = False
         for step in range(num_ticks):
@@ -278,7 +260,7 @@ class CarlaWorld(WaypointWorld):
         terms["off_road"] = -10.0 * off_road
         terms["lane"] -= 0.2 * self._crossed_line
         self._crossed_line = False
-        terminated = self._collided or off_road or self._travelled >= self.route_length
+        terminated = self._collided or off_road or self.travelled >= self.route_length
         reached = terminated and not (self._collided or off_road)
         late = self._elapsed >= self.max_seconds and not terminated
         flags = (np.array([flag]) for flag in (terminated, late, reached, self._collided, off_road))
@@ -287,7 +269,7 @@ class CarlaWorld(WaypointWorld):
         return Outcome(arrays, terminates, truncates, succeeds, collides, leaves)
 
     def target_waypoints(self) -> np.ndarray:
-        """The middle of the lane ahead, at the speed that the vehicle ahead allows."""
+        """Return the middle of the lane ahead, at the speed that the vehicle ahead allows."""
         gap, closing = self._ahead()
         own = self._speed()
         wanted = min(CRUISE_SPEED, max(0.0, own - closing + (gap - 4.0 - own) / 2.0)) if gap < MAX_GAP else CRUISE_SPEED
@@ -301,15 +283,11 @@ class CarlaWorld(WaypointWorld):
             if ahead:
                 lane, reached = ahead[0], distance
             points.append([lane.transform.location.x, lane.transform.location.y])
-        return _to_ego(here, np.array(points))[None].astype(np.float32)
-
-    def set_difficulty(self, level: str) -> None:
-        """More traffic, from the next episode on."""
-        self.difficulty = check_difficulty(level)
+        return to_ego(np.array(points), *_pose(here))[None].astype(np.float32)
 
     def _command_along(self, path: np.ndarray, elapsed: float) -> np.ndarray:
-        """Acceleration and steering (to the right), -1 to 1 each, that track a path of the map."""
-        seen = _to_ego(self._ego.get_transform(), path)[None]
+        """Return acceleration and steering (right positive), -1 to 1 each, along a path of the map."""
+        seen = to_ego(path, *_pose(self._ego.get_transform()))[None]
         acceleration, curvature = pursue(seen, np.array([self._speed()]), self.waypoint_seconds, elapsed)
         steering = -float(np.arctan(WHEELBASE * curvature[0])) / self._max_steering  # positive is to the right
         push = float(np.clip(acceleration[0] / (4.0 if acceleration[0] > 0 else 6.0), -1.0, 1.0))
@@ -317,30 +295,25 @@ class CarlaWorld(WaypointWorld):
 
     @property
     def steering(self) -> float:
-        """The wheel's last position, -1 to 1, left positive."""
+        """The last steering command, -1 to 1, left positive."""
         return -float(self._command[1])
 
-    @property
-    def travelled(self) -> float:
-        """Metres along the road in this episode."""
-        return self._travelled
-
     def lane_error(self) -> tuple[float, float]:
-        """Metres to the left of the lane's middle, and the sine of the heading error (left positive)."""
-        place = self._ego.get_transform()
-        middle = self._map.get_waypoint(place.location).transform
-        offset = _to_ego(middle, np.array([[place.location.x, place.location.y]]))[0, 1]
-        return float(offset), float(np.sin(np.deg2rad(middle.rotation.yaw - place.rotation.yaw)))
+        """Return metres to the left of the lane's middle, and the sine of the heading error (left positive)."""
+        pose = self._ego.get_transform()
+        middle = self._map.get_waypoint(pose.location).transform
+        offset = to_ego(_pose(pose)[0][None], *_pose(middle))[0, 1]
+        return float(offset), float(np.sin(np.deg2rad(middle.rotation.yaw - pose.rotation.yaw)))
 
     def _lane(self, terms: dict[str, float]) -> Any:
-        """The lane that the vehicle is in, None beside the road; adds progress and distance from its middle."""
-        place = self._ego.get_transform()
-        lane = self._map.get_waypoint(place.location, project_to_road=False)
+        """Return the vehicle's lane, None off the road; add progress and distance from its middle to `terms`."""
+        location = self._ego.get_transform().location
+        lane = self._map.get_waypoint(location, project_to_road=False)
         if lane is not None:
-            ahead = self._map.get_waypoint(place.location).transform.get_forward_vector()
+            ahead = self._map.get_waypoint(location).transform.get_forward_vector()
             velocity = self._ego.get_velocity()
             travelled = (velocity.x * ahead.x + velocity.y * ahead.y) * STEP_SECONDS
-            self._travelled += travelled
+            self.travelled += travelled
             terms["progress"] += 0.1 * travelled
             terms["lane"] -= 0.05 * abs(self.lane_error()[0])
         return lane
@@ -350,13 +323,12 @@ class CarlaWorld(WaypointWorld):
         return float(np.hypot(velocity.x, velocity.y))
 
     def _ahead(self) -> tuple[float, float]:
-        """Metres to the nearest vehicle in the way, bumper to bumper, and the speed at which it comes nearer."""
+        """Return metres to the nearest vehicle ahead, bumper to bumper, and the closing speed."""
         here, gap, closing = self._ego.get_transform(), MAX_GAP, 0.0
         for other in self._world.get_actors().filter("vehicle.*"):
             if other.id == self._ego.id:
                 continue
-            place = other.get_transform().location
-            ahead, beside = _to_ego(here, np.array([[place.x, place.y]]))[0]
+            ahead, beside = to_ego(_pose(other.get_transform())[0][None], *_pose(here))[0]
             length = self._ego.bounding_box.extent.x + other.bounding_box.extent.x
             if abs(beside) < IN_WAY and ahead > 0.0 and ahead - length < gap:
                 velocity = other.get_velocity()
@@ -366,27 +338,6 @@ class CarlaWorld(WaypointWorld):
         return gap, closing
 
 
-def _import_carla() -> Any:
-    try:
-        import carla
-    except ImportError as error:
-        raise InputError(
-            'env carla: the client package is not installed: pip install "deft[carla]" (x86 Linux and Windows; its '
-            "version must be the server's)"
-        ) from error
-    return carla
-
-
-def _to_ego(place: Any, points: np.ndarray) -> np.ndarray:
-    """Points [P, 2] of CARLA's map as a vehicle at `place` sees them, x ahead and y to the left."""
-    yaw = np.deg2rad(place.rotation.yaw)
-    x, y = points[:, 0] - place.location.x, points[:, 1] - place.location.y
-    return np.stack([x * np.cos(yaw) + y * np.sin(yaw), x * np.sin(yaw) - y * np.cos(yaw)], 1)
-
-
-def _to_map(place: Any, points: np.ndarray) -> np.ndarray:
-    """The inverse of `_to_ego`."""
-    yaw = np.deg2rad(place.rotation.yaw)
-    x = points[:, 0] * np.cos(yaw) + points[:, 1] * np.sin(yaw) + place.location.x
-    y = points[:, 0] * np.sin(yaw) - points[:, 1] * np.cos(yaw) + place.location.y
-    return np.stack([x, y], 1)
+def _pose(transform: Any) -> tuple[np.ndarray, float]:
+    """Return the position [2] and the heading (radians) of a CARLA transform."""
+    return np.array([transform.location.x, transform.location.y]), float(np.deg2rad(transform.rotation.yaw))

@@ -1,24 +1,22 @@
-"""A user's own `gymnasium.vector.VectorEnv`, behind Deft's contract.
-
-`deft.envs.wrap` makes it when a trainer is given such an environment.
-"""
+"""A user's own `gymnasium.vector.VectorEnv` as a Deft vector environment; `deft.envs.wrap` makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from deft.envs.batched import BatchedVectorEnv
-from deft.envs.vector import ActionLayout, Observation, ObservationLayout, VectorStep, close_env, reward_term_names
+from deft.envs.batched import BatchedVectorEnv, BatchStep
+from deft.envs.layout import ActionLayout, Observation, ObservationLayout
+from deft.envs.wrappers import close_env, reward_term_names
 from deft.errors import InputError, RunError, user_code
 
 
 class GymnasiumVectorEnv(BatchedVectorEnv):
-    """Passes steps on, and takes the true last observations from `info["final_obs"]`."""
+    """Steps a Gymnasium vector environment, and reads the last observations from `info["final_obs"]`."""
 
     def __init__(self, env: gymnasium.vector.VectorEnv) -> None:
         mode = env.metadata.get("autoreset_mode")
@@ -32,103 +30,113 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
             env.num_envs,
             ObservationLayout(env.single_observation_space),
             ActionLayout(env.single_action_space),
-            _reward_terms(env),
+            reward_terms=_reward_terms(env),
         )
         self._env = env
         self._closed = False
+        self._latest: Any = None
+        self._final_observations: Any = None
+        self._terms: list[dict[str, float]] = [{} for _ in range(env.num_envs)]  # declared or not
 
-    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
-        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
-        arrays = self._next_arrays()
-        seeds: Any = seed if seed is None or isinstance(seed, int | np.integer) else self._env_seeds(seed)
+    def _begin(self, seeds: list[int] | None) -> None:
+        # One seed where possible: some vector environments take only that.
+        seed: Any = seeds[0] if seeds and seeds == list(range(seeds[0], seeds[0] + self.num_envs)) else seeds
         with user_code("the vector environment, reset() raised"):
-            observation, _ = self._env.reset(seed=seeds)
-        self._observation_layout.write_batch(observation, arrays.observation, self._rows)
-        self._forget()
-        self._started = True
-        return arrays.observation
+            self._latest, _ = self._env.reset(seed=seed)
 
-    def step(self, actions: np.ndarray) -> VectorStep:
-        """Step every environment with its row of `actions`."""
-        prepared = self._prepare(actions)
-        arrays = self._next_arrays()
+    def _advance(self, actions: np.ndarray) -> BatchStep:
         with user_code("the vector environment raised"):
-            observation, reward, terminated, truncated, infos = self._env.step(prepared)
-        arrays.reward[:], arrays.terminated[:], arrays.truncated[:] = reward, terminated, truncated
-        self._count(reward)
-        self._observation_layout.write_batch(observation, arrays.observation, self._rows)
-        done_index = np.flatnonzero(arrays.terminated | arrays.truncated)
-        running = ~(arrays.terminated | arrays.truncated)
-        self._add_terms(
-            infos, running, arrays.reward_terms
-        )  # of an environment that ended, `infos` has what its reset said
-        if not len(done_index):
-            return self._result(arrays, [])
-        if "final_obs" not in infos or not infos["_final_obs"][done_index].all():
+            self._latest, reward, terminated, truncated, infos = self._env.step(actions)
+        done = np.asarray(terminated | truncated)
+        terms = np.zeros((self.num_envs, len(self.reward_terms)))
+        self._add_terms(infos, ~done, terms)  # `infos` of an ended environment is that of its reset
+        if not done.any():
+            return BatchStep(reward, terminated, truncated, terms=terms)
+        if "final_obs" not in infos or not infos["_final_obs"][done].all():
             raise RunError('the vector environment ended an episode without info["final_obs"]')
         final_infos = infos.get("final_info", {})
-        self._add_terms(final_infos, ~running, arrays.reward_terms)
-        episodes = []
-        for index in done_index.tolist():
-            self._observation_layout.write(infos["final_obs"][index], self._final, index)
-            success = _entry(final_infos, "success", index)
-            episodes.append(
-                self._end_episode(index, _entry(final_infos, "is_success", index) if success is None else success)
-            )
-        return self._result(arrays, episodes)
+        self._add_terms(final_infos, done, terms)
+        self._final_observations = infos["final_obs"]
+        success = [_entry(final_infos, ("success", "is_success"), index) for index in range(self.num_envs)]
+        return BatchStep(reward, terminated, truncated, success, terms)
 
-    def _add_terms(self, infos: dict[str, Any], mask: np.ndarray, rows: np.ndarray | None) -> None:
-        """Add the terms of the environments in `mask` to their episodes', and write them into the step's rows."""
+    def _observe(self, rows: np.ndarray | None) -> Any:
+        return self._latest if rows is None else take(self._latest, rows)
+
+    def _restart(self, rows: np.ndarray) -> None:
+        """Do nothing: the environments were reset in the step."""
+
+    def _write_final(self, observation: Observation, done: np.ndarray) -> None:
+        for index in done.tolist():
+            self._observation_layout.write(self._final_observations[index], self._final, index)
+
+    def _add_terms(self, infos: dict[str, Any], mask: np.ndarray, rows: np.ndarray) -> None:
+        """Add the terms of the environments in `mask` to their episodes' sums, and write them to the step's rows."""
         if "raw_reward" in infos:
-            raise InputError("deft.envs.ActionChunk does not work inside a gymnasium vector environment; pass a list")
+            raise InputError("deft.envs.ActionChunk does not work in a gymnasium vector environment; pass a list")
         terms = infos.get("reward_terms", {})
         for name, values in terms.items():
             if not name.startswith("_"):
                 for index in np.flatnonzero(mask & terms[f"_{name}"]).tolist():
                     sums = self._terms[index]
                     sums[name] = sums.get(name, 0.0) + float(values[index])
-        if rows is None or not mask.any():
+        if not mask.any():
             return
         for column, name in enumerate(self.reward_terms):
             if name not in terms or not terms[f"_{name}"][mask].all():
-                raise RunError(f"the vector environment names the reward term {name!r}, but a step's info has none")
+                raise RunError(f"the vector environment declares the reward term {name!r}, but a step's info lacks it")
             rows[mask, column] = terms[name][mask]
 
+    def _episode_terms(self, index: int) -> dict[str, float]:
+        return self._terms[index]
+
+    def _clear(self, rows: Any) -> None:
+        super()._clear(rows)
+        for index in np.arange(self.num_envs)[rows]:
+            self._terms[index] = {}
+
     def state_obstacle(self) -> str:
-        """One line on what keeps the state from being saved."""
-        return "a gymnasium vector environment keeps its state to itself; a list of environments can be saved"
+        """Explain in one line why the state cannot be saved."""
+        return "a gymnasium vector environment does not expose its state; a list of environments can be saved"
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a method on every environment."""
+        """Call a method of every environment."""
         try:
             return list(self._env.call(name, *args))  # type: ignore[attr-defined]
         except AttributeError as error:
             raise InputError(f"the vector environment has no method {name!r}") from error
 
     def render(self, index: int = 0) -> np.ndarray | None:
-        """A picture of one environment; None where it was made without a render mode."""
+        """Return an image of one environment; None if it has no render mode."""
         with user_code("the vector environment cannot be rendered:"):
             frames: Any = self._env.render() if self._env.render_mode is not None else None
         return None if frames is None else frames[index]
 
     def close(self) -> None:
-        """Close the environments. Calling it again does nothing."""
+        """Close the environments. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             close_env(self._env, "the vector environment")
 
 
+def take(observation: Any, rows: np.ndarray) -> Any:
+    """Return the selected rows of a batch of observations, nested or not."""
+    if isinstance(observation, Mapping):
+        return {name: take(value, rows) for name, value in observation.items()}
+    return [observation[row] for row in rows] if isinstance(observation, tuple | list) else observation[rows]
+
+
 def _reward_terms(env: gymnasium.vector.VectorEnv) -> tuple[str, ...]:
-    """The names that the vector environment declares, or the environments in it."""
+    """Return the names that the vector environment declares, or its environments."""
     if hasattr(env, "reward_terms"):
         return reward_term_names(env.reward_terms)
-    try:  # asked first: a worker of AsyncVectorEnv ends where an attribute is missing
+    try:  # check first: a worker of AsyncVectorEnv ends if an attribute is missing
         is_declared = all(env.call("has_wrapper_attr", "reward_terms"))  # type: ignore[attr-defined]
         return reward_term_names(env.get_attr("reward_terms")[0]) if is_declared else ()  # type: ignore[attr-defined]
-    except AttributeError:  # one that has no environments to call
+    except AttributeError:  # no environments to call
         return ()
 
 
-def _entry(infos: dict[str, Any], name: str, index: int) -> Any:
-    """One environment's entry in a vector environment's infos; None where it made none."""
-    return infos[name][index] if name in infos and infos[f"_{name}"][index] else None
+def _entry(infos: dict[str, Any], names: tuple[str, ...], index: int) -> Any:
+    """Return one environment's entry of the first of these names in a vector environment's infos; None without one."""
+    return next((infos[name][index] for name in names if name in infos and infos[f"_{name}"][index]), None)

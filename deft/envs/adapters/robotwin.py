@@ -1,7 +1,7 @@
-"""RoboTwin 2.0 (on SAPIEN): its two-armed tasks behind Deft's contracts, registered as `deft/RoboTwin-v0` (`robotwin`).
+"""RoboTwin 2.0 (on SAPIEN): its two-armed tasks as an environment, registered as `deft/RoboTwin-v0` (`robotwin`).
 
-RoboTwin is a repository, not a package: `root` (or ROBOTWIN_ROOT) says where it lies. The adapter is thin: it reads
-RoboTwin's own config files, turns deltas into joint targets, and observations into named streams.
+RoboTwin is a repository, not a package: `root` (or ROBOTWIN_ROOT) is its folder. The adapter reads RoboTwin's config
+files, and converts deltas to joint targets and observations to named streams.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from PIL import Image
 
 from deft import trust
 from deft.envs.adapters.sapien_gpu import setup_sapien_gpu
+from deft.envs.checks import check_choice, check_render_mode
+from deft.envs.spaces import action_space, image_space, text_space, vector_space
 from deft.envs.suppress_logs import suppress_logs
 from deft.errors import InputError, RunError, one_line
 
 ROOT_VARIABLE = "ROBOTWIN_ROOT"
 CONFIG_FOLDERS = ("env_cfg/task_config", "task_config")  # of the repository since August 2026, and before
-# The 32 dims of actions and states: 8 for an arm (a Panda uses 7), then its gripper; the rest is padding.
+# The 32 dims of actions and states: 8 per arm (a Panda uses 7), then its gripper; the rest is padding.
 SIZE = 32
 ARM_STARTS = {"left": 0, "right": 9}
 GRIPPERS = {"left": 8, "right": 17}
 ARM_SLOTS = 8
 MAX_JOINT_STEP = 0.1  # radians in one step, at action 1 and action_scale 1
-MAX_LAG = 0.3  # radians that a target may be ahead of a joint which does not follow
+MAX_LAG = 0.3  # radians from a joint to its target at most
 MAX_SCENE_TRIES = 100
 INSTRUCTION_LENGTH = 128
 RANDOMIZATION_KEYS = (
@@ -52,12 +54,12 @@ RANDOMIZATION_KEYS = (
 class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
     """One RoboTwin task.
 
-    **Action**: Box(-1, 1, (32,)) in the layout above; joints move by ±0.1 rad × action_scale, a gripper goes to where
-    its dim says (1 open, -1 closed). RoboTwin takes absolute joint positions: the delta is added to the last target.
-    `action_mask` says which dims are real; with `single_arm` the right arm stays where it is.
+    **Action**: Box(-1, 1, (32,)) in the layout above; joints move by ±0.1 rad × action_scale, a gripper dim is its
+    target opening (1 open, -1 closed). RoboTwin takes absolute joint positions: the delta is added to the last target.
+    `action_mask` marks the real dims; with `single_arm` the right arm does not move.
 
     **Observation** `"images"`: Dict of `state` (32: joints and grippers), `head_rgb`, `wrist_rgb` (the left arm's),
-    with two arms `right_wrist_rgb` (uint8 [3, h, w]), and `instruction`; `"state"`: the 32 alone, without pictures.
+    with two arms `right_wrist_rgb` (uint8 [3, h, w]), and `instruction`; `"state"`: only the 32, without images.
 
     **Reward**: 1 for success, which ends the episode.
     """
@@ -79,21 +81,19 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         instruction: str | None = None,
         render_mode: Literal["rgb_array"] | None = None,
     ) -> None:
-        """`config` names a file in RoboTwin's `task_config`, or is its content; the other arguments come before it."""
+        """`config` names a file in RoboTwin's `task_config`, or is its content; the other arguments override it."""
         if control_mode != "delta_qpos":
-            raise InputError(f"control_mode is {control_mode!r}; RoboTwin's adapter has delta_qpos alone")
-        if observation not in ("images", "state"):
-            raise InputError(f"observation is {observation!r}; choose 'images' or 'state'")
-        if render_mode not in (None, "rgb_array"):
-            raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
+            raise InputError(f"control_mode is {control_mode!r}; RoboTwin's adapter has only delta_qpos")
+        check_choice("observation", observation, ("images", "state"))
+        check_render_mode(render_mode)
         if action_scale <= 0:
-            raise InputError(f"action_scale is {action_scale:g}; choose more than 0")
+            raise InputError(f"action_scale is {action_scale:g}; choose a number above 0")
         self._root = _find_root(root)
-        self._sees = observation == "images"
+        self._has_images = observation == "images"
         self._settings = _read_settings(self._root, task, config, embodiment, domain_randomization)
         self._settings["data_type"] = {
             **self._settings.get("data_type", {}),
-            "rgb": self._sees or render_mode is not None,
+            "rgb": self._has_images or render_mode is not None,
             "qpos": True,
         }
         self._task = _load_task(self._root, task)
@@ -108,8 +108,8 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         self._is_set_up = False
         self._raw: dict[str, Any] = {}
         self._target = np.zeros(SIZE)
-        self.action_space = spaces.Box(-1.0, 1.0, (SIZE,), np.float32)
-        self._draw_scene(0, np.random.default_rng(0))  # its observation alone says how large arms and pictures are
+        self.action_space = action_space(SIZE)
+        self._draw_scene(0, np.random.default_rng(0))  # its observation gives the sizes of arms and images
         self._joints = _joint_mask(self._raw["joint_action"])
         self.action_mask = self._joints.copy()
         if single_arm:
@@ -117,7 +117,7 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         self.observation_space = self._make_observation_space()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Set a scene up; one whose objects do not come to rest is drawn anew, at most 100 times."""
+        """Set up a scene; draw another one if its objects do not come to rest, at most 100 times."""
         super().reset(seed=seed)
         self._draw_scene(seed, self.np_random)
         self._target = padded_joints(self._raw["joint_action"])
@@ -140,11 +140,11 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         return self._observe(), float(success), success, False, info
 
     def render(self) -> np.ndarray | None:
-        """The head camera's latest picture, uint8 [h, w, 3]."""
+        """Return the head camera's latest image, uint8 [h, w, 3]."""
         return None if self.render_mode is None else self._raw["observation"]["head_camera"]["rgb"]
 
     def close(self) -> None:
-        """Free the simulation."""
+        """Close the simulation."""
         if self._is_set_up:
             self._is_set_up = False
             self._task.close_env()
@@ -176,28 +176,24 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
-        """RoboTwin prints a line at every action."""
+        """Suppress the line that RoboTwin prints at every action."""
         with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(self._root), self._random.swapped():
             yield
 
     def _make_observation_space(self) -> spaces.Space:
-        state = spaces.Box(-np.inf, np.inf, (SIZE,), np.float32)
-        if not self._sees:
+        state = vector_space(SIZE)
+        if not self._has_images:
             return state
-        streams: dict[str, spaces.Space] = {"state": state}
-        for name, picture in self._pictures().items():
-            streams[name] = spaces.Box(0, 255, picture.shape, np.uint8)
-        printable = "".join(chr(code) for code in range(32, 127))
-        streams["instruction"] = spaces.Text(INSTRUCTION_LENGTH, min_length=0, charset=printable)
-        return spaces.Dict(streams)
+        images = {name: image_space(*image.shape) for name, image in self._images().items()}
+        return spaces.Dict({"state": state, **images, "instruction": text_space(INSTRUCTION_LENGTH)})
 
     def _observe(self) -> Any:
         state = padded_joints(self._raw["joint_action"]).astype(np.float32)
-        if not self._sees:
+        if not self._has_images:
             return state
-        return {"state": state, **self._pictures(), "instruction": self.instruction}
+        return {"state": state, **self._images(), "instruction": self.instruction}
 
-    def _pictures(self) -> dict[str, np.ndarray]:
+    def _images(self) -> dict[str, np.ndarray]:
         cameras = {"head_rgb": "head_camera", "wrist_rgb": "left_camera"}
         if not self.single_arm:
             cameras["right_wrist_rgb"] = "right_camera"
@@ -205,13 +201,13 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         missing = [camera for camera in cameras.values() if "rgb" not in found.get(camera, {})]
         if missing:
             raise InputError(
-                f"RoboTwin's {self.task} gives no pictures of {', '.join(missing)}; set collect_head_camera and "
+                f"RoboTwin's {self.task} has no images of {', '.join(missing)}; set collect_head_camera and "
                 "collect_wrist_camera in its config"
             )
-        return {stream: self._picture(found[camera]["rgb"]) for stream, camera in cameras.items()}
+        return {stream: self._image(found[camera]["rgb"]) for stream, camera in cameras.items()}
 
-    def _picture(self, rgb: np.ndarray) -> np.ndarray:
-        """[h, w, 3] as RoboTwin gives it → [3, h, w], at `image_size` where that is given."""
+    def _image(self, rgb: np.ndarray) -> np.ndarray:
+        """Convert [h, w, 3] to [3, h, w], resized to `image_size` if that is given."""
         if self.image_size is not None:
             size = (self.image_size, self.image_size)
             rgb = np.asarray(Image.fromarray(rgb).resize(size, Image.Resampling.BILINEAR))
@@ -219,7 +215,7 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
 
 
 def padded_joints(joint_action: Mapping[str, Any]) -> np.ndarray:
-    """RoboTwin's joint positions in the 32-dim layout; zeros where nothing is."""
+    """Return RoboTwin's joint positions in the 32-dim layout; zeros in the padding."""
     padded = np.zeros(SIZE)
     for side, start in ARM_STARTS.items():
         arm = np.asarray(joint_action[f"{side}_arm"], np.float64)
@@ -229,12 +225,12 @@ def padded_joints(joint_action: Mapping[str, Any]) -> np.ndarray:
 
 
 def _joint_mask(joint_action: Mapping[str, Any]) -> np.ndarray:
-    """Which of the 32 dims the robot has; in their order they are RoboTwin's own action vector."""
+    """Return which of the 32 dims the robot has; in their order they are RoboTwin's own action vector."""
     mask = np.zeros(SIZE, bool)
     for side, start in ARM_STARTS.items():
         size = len(joint_action[f"{side}_arm"])
         if size > ARM_SLOTS:
-            raise InputError(f"RoboTwin's {side} arm has {size} joints; the layout has room for {ARM_SLOTS}")
+            raise InputError(f"RoboTwin's {side} arm has {size} joints; the layout has {ARM_SLOTS} per arm")
         mask[start : start + size] = mask[GRIPPERS[side]] = True
     return mask
 
@@ -248,17 +244,17 @@ def _find_root(root: str | None) -> Path:
     given = root or os.environ.get(ROOT_VARIABLE)
     if not given:
         raise InputError(
-            f"RoboTwin is a repository of its own: install it as its README says, then set {ROOT_VARIABLE} (or "
+            f"RoboTwin is a separate repository: install it as its README describes, then set {ROOT_VARIABLE} (or "
             "--env-kwargs root=…) to its folder"
         )
     path = Path(given).expanduser().resolve()
     if not (path / "envs").is_dir() or not _config_folder(path).is_dir():
-        raise InputError(f"{path} is no RoboTwin repository: it lacks envs/ or {' or '.join(CONFIG_FOLDERS)}/")
+        raise InputError(f"{path} is not a RoboTwin repository: it lacks envs/ or {' or '.join(CONFIG_FOLDERS)}/")
     return path
 
 
 def _config_folder(root: Path) -> Path:
-    """Where the repository keeps the configs of tasks, robots and cameras."""
+    """Return the folder of the configs of tasks, robots and cameras."""
     return next((root / name for name in CONFIG_FOLDERS if (root / name).is_dir()), root / CONFIG_FOLDERS[0])
 
 
@@ -269,7 +265,7 @@ def _read_settings(
     embodiment: list[Any] | None,
     domain_randomization: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What `setup_demo` is given: a config, with the files of its robots and the size of its head camera."""
+    """Return the arguments of `setup_demo`: a config, the files of its robots and the size of its head camera."""
     configs = _config_folder(root)
     settings = dict(_read_yaml(configs / f"{config}.yml")) if isinstance(config, str) else dict(config)
     settings |= {"task_name": task, "render_freq": 0, "save_data": False, "eval_mode": False}
@@ -287,11 +283,11 @@ def _read_settings(
     robots = settings.get("embodiment")
     if not isinstance(robots, list) or len(robots) not in (1, 3):
         raise InputError(f"embodiment is {robots!r}; RoboTwin takes [robot], or [left, right, distance]")
-    places = _read_yaml(configs / "_embodiment_config.yml")
+    embodiments = _read_yaml(configs / "_embodiment_config.yml")
     for side, name in zip(("left", "right"), (robots * 2)[:2], strict=True):
-        if name not in places:
-            raise InputError(f"embodiment: RoboTwin has no {name!r}; it has {', '.join(map(str, places))}")
-        file = places[name]["file_path"]
+        if name not in embodiments:
+            raise InputError(f"embodiment: RoboTwin has no {name!r}; it has {', '.join(map(str, embodiments))}")
+        file = embodiments[name]["file_path"]
         settings[f"{side}_robot_file"] = file
         settings[f"{side}_embodiment_config"] = _read_yaml(root / file / "config.yml")
     settings["dual_arm_embodied"] = len(robots) == 1
@@ -311,14 +307,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"RoboTwin's {path} cannot be read: {error.strerror or error}") from error
     except yaml.YAMLError as error:
-        raise InputError(f"RoboTwin's {path} is no YAML: {one_line(error)}") from error
+        raise InputError(f"RoboTwin's {path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise InputError(f"RoboTwin's {path} holds no mapping")
+        raise InputError(f"RoboTwin's {path} is not a mapping")
     return content
 
 
 def _load_task(root: Path, task: str) -> Any:
-    """A task object; RoboTwin's modules are imported from its folder, after the GPU is chosen."""
+    """Make a task object; RoboTwin's modules are imported from its folder, after the GPU is set."""
     if not task.isidentifier() or not (root / "envs" / f"{task}.py").is_file():
         names = sorted(file.stem for file in (root / "envs").glob("[!_]*.py"))
         raise InputError(f"task is {task!r}, which RoboTwin does not have; it has {', '.join(names)}")
@@ -330,14 +326,14 @@ def _load_task(root: Path, task: str) -> Any:
             return getattr(importlib.import_module(f"envs.{task}"), task)()
     except ImportError as error:
         raise InputError(
-            f"RoboTwin's {task} cannot be imported ({one_line(error)}): install what its README names"
+            f"RoboTwin's {task} cannot be imported ({one_line(error)}): install the packages in its README"
         ) from error
 
 
 class _OwnRandomState:
-    """The global random generators as RoboTwin knows them.
+    """RoboTwin's state of the global random generators.
 
-    It seeds them at every scene and draws from them while running; the policy's own draws must not notice.
+    RoboTwin seeds them at every scene and draws from them while running; the policy's own draws must not change.
     """
 
     def __init__(self) -> None:
@@ -345,7 +341,7 @@ class _OwnRandomState:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """RoboTwin's generators for the block, and afterwards those that were there before."""
+        """Use RoboTwin's generators in the block, and restore the previous ones afterwards."""
         outside = self._get()
         if self._inside is not None:
             self._set(self._inside)

@@ -1,7 +1,7 @@
-"""Which GPU SAPIEN (ManiSkill, RoboTwin) renders on; called by their adapters before SAPIEN is imported.
+"""The GPU on which SAPIEN (ManiSkill, RoboTwin) renders; their adapters set it before SAPIEN is imported.
 
-Vulkan does not know CUDA_VISIBLE_DEVICES: it counts the machine's GPUs, so the environment variables below take the
-physical number. Where a device is named explicitly (`cuda:0`) CUDA resolves the name: the logical number belongs there.
+Vulkan ignores CUDA_VISIBLE_DEVICES and numbers all GPUs of the machine, so the environment variables below take the
+physical number. An explicit device (`cuda:0`) is resolved by CUDA and takes the logical number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def get_logical_gpu_id(accelerator: Any = None) -> int:
-    """This process's GPU as CUDA counts them: Accelerate's local process index, or LOCAL_RANK, or 0."""
+    """Return this process's GPU in CUDA's numbering: Accelerate's local process index, or LOCAL_RANK, or 0."""
     if accelerator is not None:
         return int(accelerator.local_process_index)
     rank = os.environ.get("LOCAL_RANK", "0")
@@ -29,27 +29,25 @@ def get_logical_gpu_id(accelerator: Any = None) -> int:
 
 
 def get_physical_gpu_id(accelerator: Any = None) -> int:
-    """This process's GPU as the machine counts them: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, where it is set."""
+    """Return this process's GPU in the machine's numbering: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES if it is set."""
     logical = get_logical_gpu_id(accelerator)
     visible = []
     for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","):
         text = entry.strip()
-        if not text or text == "-1":  # CUDA reads no further
+        if not text or text == "-1":  # CUDA ignores the rest
             break
         if not text.isdigit():
-            raise InputError(
-                f"CUDA_VISIBLE_DEVICES names {text!r}; SAPIEN needs GPUs by number, as nvidia-smi counts them"
-            )
+            raise InputError(f"CUDA_VISIBLE_DEVICES names {text!r}; SAPIEN needs GPUs by number, as in nvidia-smi")
         visible.append(int(text))
     return visible[logical] if logical < len(visible) else logical
 
 
 def setup_sapien_gpu(gpu_id: int | None = None) -> int:
-    """Have SAPIEN render on this GPU (by default this process's own); works before SAPIEN is imported alone."""
+    """Let SAPIEN render on this GPU (by default this process's own); call it before SAPIEN is imported."""
     chosen = get_physical_gpu_id() if gpu_id is None else gpu_id
     wanted = dict.fromkeys(VARIABLES, str(chosen))
     changed = any(os.environ.get(name) != value for name, value in wanted.items())
     if "sapien" in sys.modules and changed:
-        log.warning("SAPIEN was imported before its GPU was chosen: it may render on another one than GPU %d", chosen)
+        log.warning("SAPIEN was imported before its GPU was set: it may not render on GPU %d", chosen)
     os.environ.update(wanted)
     return chosen

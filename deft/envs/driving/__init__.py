@@ -1,1 +1,1 @@
-"""A driving world in numpy: a curved road with three lanes and traffic, many copies stepped at once."""
+"""A driving simulator in numpy: a curved road with three lanes and traffic, many environments at once."""

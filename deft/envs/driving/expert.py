@@ -1,14 +1,14 @@
-"""A scripted driver for the driving world: keeps its lane, follows, and passes slower vehicles where there is room.
+"""A scripted driver for the driving simulator: keeps its lane, follows, and overtakes slower vehicles.
 
-`expert_action` is what `deft collect --policy expert` records; `expert_waypoints` is where the expert will drive. Both
-read the world alone: the expert remembers nothing from step to step.
+`deft collect --policy expert` records `expert_action`; `expert_waypoints` is the expert's future path. The expert has
+no memory from step to step.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from deft.envs.driving.world import (
+from deft.envs.driving.simulator import (
     LANE_CENTRES,
     LANE_WIDTH,
     MAX_ACCELERATION,
@@ -17,7 +17,7 @@ from deft.envs.driving.world import (
     STEP_SECONDS,
     VEHICLE_LENGTH,
     WHEELBASE,
-    DrivingWorld,
+    DrivingSimulator,
 )
 
 CRUISE_SPEED = 11.0
@@ -29,49 +29,49 @@ HEADWAY, STANDING_GAP, COMFORTABLE_BRAKE = 0.9, 2.5, 3.0
 _LOOK_AHEAD = np.array([0.0, 4.0, 8.0, 13.0, 18.0, 24.0])
 
 
-def expert_action(world: DrivingWorld) -> np.ndarray:
-    """float32 [N, 2] in [-1, 1]: acceleration and steering in parts of their limits."""
-    lane = choose_lane(world)
+def expert_action(simulator: DrivingSimulator) -> np.ndarray:
+    """Return float32 [N, 2] in [-1, 1]: acceleration and steering as fractions of their limits."""
+    lane = choose_lane(simulator)
     return (
-        np.stack([_acceleration(world, lane) / MAX_ACCELERATION, _steering(world, lane) / MAX_STEERING], axis=1)
+        np.stack([_acceleration(simulator, lane) / MAX_ACCELERATION, _steering(simulator, lane) / MAX_STEERING], axis=1)
         .clip(-1.0, 1.0)
         .astype(np.float32)
     )
 
 
-def expert_waypoints(world: DrivingWorld, num: int, dt: float) -> np.ndarray:
-    """Where the expert drives in the next `num` times `dt` seconds: [N, num, 2] in the present ego frame.
+def expert_waypoints(simulator: DrivingSimulator, num: int, dt: float) -> np.ndarray:
+    """Return the expert's path in the next `num` intervals of `dt` seconds: [N, num, 2] in the present ego frame.
 
-    The traffic's future is simulated, not guessed; places between two steps lie on the line between theirs.
+    The future of the traffic is simulated; positions between two steps are interpolated.
     """
     times = np.arange(1, num + 1) * (dt / STEP_SECONDS)
-    future = world.fork()
-    path = [world.position]
+    future = simulator.fork()
+    path = [simulator.position]
     for _ in range(int(np.ceil(times[-1] - 1e-9))):
         action = expert_action(future)
         future.step(action[:, 0] * MAX_ACCELERATION, action[:, 1] * MAX_STEERING)
         path.append(future.position)
-    places = np.stack(path, axis=1)
+    positions = np.stack(path, axis=1)
     before = np.minimum(times.astype(np.int64), len(path) - 2)
     part = (times - before)[:, None]
-    return world.to_ego(places[:, before] * (1 - part) + places[:, before + 1] * part)
+    return simulator.to_ego(positions[:, before] * (1 - part) + positions[:, before + 1] * part)
 
 
-def choose_lane(world: DrivingWorld) -> np.ndarray:
-    """int [N]: the lane to be in: the one it is heading for, or one beside it that is worth more and free.
+def choose_lane(simulator: DrivingSimulator) -> np.ndarray:
+    """int [N]: the lane to drive in: the present one, or a free one beside it with a higher value.
 
     A lane's value is the speed that it allows: v_ahead + (gap - 10) / 4, at most the cruising speed.
     """
-    side_speed = world.speed * np.sin(world.heading_error)
-    heading_for = world.road_offset + 1.0 * side_speed
+    side_speed = simulator.speed * np.sin(simulator.heading_error)
+    heading_for = simulator.road_offset + 1.0 * side_speed
     lane = np.clip(np.floor(heading_for / LANE_WIDTH + NUM_LANES / 2).astype(np.int64), 0, NUM_LANES - 1)
-    ahead, behind, ahead_speed, behind_speed = _neighbours(world)
+    ahead, behind, ahead_speed, behind_speed = _neighbours(simulator)
     value = np.minimum(ahead_speed + (ahead - 10.0) / 4.0, CRUISE_SPEED)
-    closing, chasing = world.speed[:, None] - ahead_speed, behind_speed - world.speed[:, None]
+    closing, chasing = simulator.speed[:, None] - ahead_speed, behind_speed - simulator.speed[:, None]
     is_free = (ahead > 4.0 + 1.2 * np.maximum(closing, 0.0)) & (behind > 4.0 + 1.5 * np.maximum(chasing, 0.0))
 
-    rows = np.arange(world.num_envs)
-    # What lies beyond a lane counts a little: a way to it is opened
+    rows = np.arange(simulator.num_envs)
+    # The lane beyond a neighbouring lane counts with a discount
     beyond = value.copy()
     beyond[:, 1:] = np.maximum(beyond[:, 1:], value[:, :-1] - 2.0)
     beyond[:, :-1] = np.maximum(beyond[:, :-1], value[:, 1:] - 2.0)
@@ -82,20 +82,20 @@ def choose_lane(world: DrivingWorld) -> np.ndarray:
         other = np.clip(other, 0, NUM_LANES - 1)
         better = inside & is_free[rows, other] & (beyond[rows, other] > best_value)
         best, best_value = np.where(better, other, best), np.where(better, beyond[rows, other], best_value)
-    # Between two lanes with the new one closed by now: back to the nearer one
-    return np.where(world.speed > 2.0, best, world.target_lane)
+    # Too slow to change lanes: stay in the nearest one
+    return np.where(simulator.speed > 2.0, best, simulator.target_lane)
 
 
-def _neighbours(world: DrivingWorld) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _neighbours(simulator: DrivingSimulator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """[N, lanes] each: gaps to the nearest vehicles ahead and behind in each lane, then their speeds."""
-    distance = world.ahead()
-    offset = world.other_offset + 1.5 * world.other_side_speed  # where they will be in a moment
+    distance = simulator.ahead()
+    offset = simulator.other_offset + 1.5 * simulator.other_side_speed  # in 1.5 s
     centres = LANE_CENTRES[None, :, None]
     in_lane = (
-        np.minimum(np.abs(offset[:, None] - centres), np.abs(world.other_offset[:, None] - centres))
+        np.minimum(np.abs(offset[:, None] - centres), np.abs(simulator.other_offset[:, None] - centres))
         < 0.5 * LANE_WIDTH + 0.6
     )
-    in_lane &= world.other_active[:, None]
+    in_lane &= simulator.other_active[:, None]
     found = []
     for sign in (1.0, -1.0):
         gaps = np.where(
@@ -103,40 +103,39 @@ def _neighbours(world: DrivingWorld) -> tuple[np.ndarray, np.ndarray, np.ndarray
         )
         nearest = np.argmin(gaps, axis=2)
         gap = np.take_along_axis(gaps, nearest[:, :, None], axis=2)[:, :, 0] - VEHICLE_LENGTH
-        speed = np.take_along_axis(world.other_speed, nearest, axis=1)
+        speed = np.take_along_axis(simulator.other_speed, nearest, axis=1)
         found += [gap, np.where(gap < 900.0, speed, CRUISE_SPEED if sign > 0 else 0.0)]
     return found[0], found[2], found[1], found[3]
 
 
-def _acceleration(world: DrivingWorld, lane: np.ndarray) -> np.ndarray:
-    """[N]: behind what is in the way in the present lane and in the chosen one; slower in bends."""
-    rows = np.arange(world.num_envs)
-    ahead, _, ahead_speed, _ = _neighbours(world)
-    bend = np.abs(world.curvature(_LOOK_AHEAD)).max(axis=1)
+def _acceleration(simulator: DrivingSimulator, lane: np.ndarray) -> np.ndarray:
+    """[N]: follow the vehicles ahead in the present lane and in the chosen one; slow down in bends."""
+    rows = np.arange(simulator.num_envs)
+    ahead, _, ahead_speed, _ = _neighbours(simulator)
+    bend = np.abs(simulator.curvature(_LOOK_AHEAD)).max(axis=1)
     wanted = np.minimum(CRUISE_SPEED, np.sqrt(SIDEWAYS_ACCELERATION / np.maximum(bend, 1e-3)))
-    result = np.clip(1.5 * (wanted - world.speed), -3.0, 3.0)
-    for number, own in enumerate((lane, world.target_lane)):
+    result = np.clip(1.5 * (wanted - simulator.speed), -3.0, 3.0)
+    for number, own in enumerate((lane, simulator.target_lane)):
         gap, speed = ahead[rows, own], ahead_speed[rows, own]
-        closing = world.speed - speed
-        # A leader that is being passed needs less room: only what braking down to its speed takes
+        closing = simulator.speed - speed
+        # A leader that is being overtaken needs less room: the distance to brake to its speed
         headway = HEADWAY if number == 0 else 0.3
-        gap_wanted = STANDING_GAP + headway * world.speed
+        gap_wanted = STANDING_GAP + headway * simulator.speed
         gap_wanted += np.maximum(closing, 0.0) * np.abs(closing) / (2 * COMFORTABLE_BRAKE)
         follow = 1.2 * (gap - gap_wanted) - 1.2 * closing
         result = np.minimum(result, np.where(gap < 60.0, follow, result))
     return np.clip(result, -MAX_ACCELERATION, MAX_ACCELERATION)
 
 
-def _steering(world: DrivingWorld, lane: np.ndarray) -> np.ndarray:
-    """[N]: the bend's own curvature, and what brings the heading to one that leads to the lane's centre."""
-    speed = np.maximum(world.speed, 2.0)
-    error = world.road_offset - LANE_CENTRES[lane]
+def _steering(simulator: DrivingSimulator, lane: np.ndarray) -> np.ndarray:
+    """[N]: the road's curvature, plus a correction of the heading towards the lane's centre."""
+    speed = np.maximum(simulator.speed, 2.0)
+    error = simulator.road_offset - LANE_CENTRES[lane]
     side_speed = np.clip(-0.7 * error, -MAX_SIDE_SPEED, MAX_SIDE_SPEED)
     heading = np.arcsin(np.clip(side_speed / speed, -0.3, 0.3))
-    bend = world.curvature(np.array([0.0, 2.0])).mean(axis=1)
-    bend = bend / np.maximum(1.0 - bend * world.road_offset, 0.3)
-    direction = world.heading_error + np.arctan(
-        0.5 * np.tan(world.steering)
-    )  # it moves a little inwards of its heading
+    bend = simulator.curvature(np.array([0.0, 2.0])).mean(axis=1)
+    bend = bend / np.maximum(1.0 - bend * simulator.road_offset, 0.3)
+    slip = np.arctan(0.5 * np.tan(simulator.steering))  # the direction of motion differs from the heading
+    direction = simulator.heading_error + slip
     curvature = bend + 2.0 * (heading - direction) / speed
     return np.arctan(WHEELBASE * curvature)

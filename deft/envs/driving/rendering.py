@@ -1,19 +1,17 @@
-"""Top-down pictures of the driving world in numpy, many copies at once: observations, and larger ones for videos.
+"""Top-down images of the driving simulator in numpy, for many environments at once: observations and video frames.
 
-`DrivingWorld.images` and the environments' `render` call it. A pixel's place on the map gives its angle, the road's
-table by angle gives arc length and offset from the centre line, and these two give its colour; vehicles are painted
-over it.
+The position of a pixel on the map gives its angle, the road's table by angle gives arc length and offset from the
+centre line, and these two give its colour. Vehicles are drawn on top.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deft.envs.driving.road import NUM_ANGLES, bin_of
-from deft.envs.driving.world import (
+from deft.envs.driving.simulator import (
     HALF_ROAD,
     LANE_CENTRES,
     LANE_WIDTH,
@@ -21,12 +19,10 @@ from deft.envs.driving.world import (
     NUM_LANES,
     VEHICLE_LENGTH,
     VEHICLE_WIDTH,
+    DrivingSimulator,
 )
 
-if TYPE_CHECKING:
-    from deft.envs.driving.world import DrivingWorld
-
-VIEW_SIZE = 48.0  # metres, the side of the square that is seen
+VIEW_SIZE = 48.0  # metres, the side of the visible square
 VIEW_FORWARD, VIEW_LEFT = 36.0, 24.0  # of it ahead of the ego, and to its left
 RENDER_SIZE = 480
 
@@ -57,44 +53,50 @@ MAX_OFFSET = 8.0  # metres from the centre line; beyond it is grass
 DASH, DASHES_A_MARK = 3.0, 3  # a lane mark is 3 m long, one every 9 m
 ROUTE_WIDTH = 0.7
 GOAL_DEPTH = 1.2  # metres of each of the finish line's two rows of squares
-# What a stretch of road shows: nothing special, the route in one of the lanes, or a row of the finish line
+# Kinds of road sections: plain, the route in one of the lanes, or a row of the finish line
 _PLAIN, _GOAL = 0, 1 + NUM_LANES
 _NUM_KINDS = _GOAL + 2
 
 
-def draw(world: DrivingWorld, size: int, index: np.ndarray, detailed: bool = False) -> np.ndarray:
-    """uint8 [R, 3, size, size]: the copies `index` [R], each around its ego; `detailed` is for people."""
-    pixels = _ground(world, size, index)
-    _paint_traffic(world, pixels, index, detailed)
-    _paint_ego(world, pixels, index, detailed)
+def images(
+    simulator: DrivingSimulator, size: int, index: np.ndarray | None = None, detailed: bool = False
+) -> np.ndarray:
+    """Return uint8 [R, 3, size, size]: the environments `index` [R], or all, each around its ego, heading up.
+
+    `detailed` images are for videos.
+    """
+    index = np.arange(simulator.num_envs) if index is None else index
+    pixels = _ground(simulator, size, index)
+    _paint_traffic(simulator, pixels, index, detailed)
+    _paint_ego(simulator, pixels, index, detailed)
     return pixels
 
 
-def picture(world: DrivingWorld, row: int, size: int = RENDER_SIZE) -> np.ndarray:
-    """One copy for videos, uint8 [size, size, 3]."""
-    return np.ascontiguousarray(draw(world, size, np.array([row]), detailed=True)[0].transpose(1, 2, 0))
+def render(simulator: DrivingSimulator, row: int, size: int = RENDER_SIZE) -> np.ndarray:
+    """Return an image of one environment for videos, uint8 [size, size, 3]."""
+    return np.ascontiguousarray(images(simulator, size, np.array([row]), detailed=True)[0].transpose(1, 2, 0))
 
 
 # ----------------------------------------------------------------------------------------------------------- the ground
 
 
-def _ground(world: DrivingWorld, size: int, index: np.ndarray) -> np.ndarray:
-    """Road and grass, [R, 3, size, size]; everything in float32, which is a centimetre on this map at the worst."""
+def _ground(simulator: DrivingSimulator, size: int, index: np.ndarray) -> np.ndarray:
+    """Draw road and grass, [R, 3, size, size]; in float32, whose error on this map is below a centimetre."""
     single = np.float32
     scale = VIEW_SIZE / size
     centres = (np.arange(size) + 0.5) * scale
     forward, left = (VIEW_FORWARD - centres).astype(single), (VIEW_LEFT - centres).astype(single)
-    cosine, sine = np.cos(world.heading)[index, None], np.sin(world.heading)[index, None]
-    direction = world.roads.direction[index, None]
-    position = world.position[index]
-    # map = position + rotation · (forward, left); a mirrored road is looked up in the mirror
+    cosine, sine = np.cos(simulator.heading)[index, None], np.sin(simulator.heading)[index, None]
+    direction = simulator.roads.direction[index, None]
+    position = simulator.position[index]
+    # map = position + rotation · (forward, left); a mirrored road uses mirrored coordinates
     x = (position[:, :1] + cosine * forward).astype(single)[:, :, None] - (sine * left).astype(single)[:, None]
     y = (direction * (position[:, 1:] + sine * forward)).astype(single)[:, :, None]
     y = y + (direction * cosine * left).astype(single)[:, None]
 
-    places = bin_of(x, y)
-    places += (index * NUM_ANGLES).astype(np.int32)[:, None, None]
-    table = world.roads.by_angle.reshape(-1, 4).take(places.ravel(), axis=0).reshape(*places.shape, 4)
+    bins = bin_of(x, y)
+    bins += (index * NUM_ANGLES).astype(np.int32)[:, None, None]
+    table = simulator.roads.by_angle.reshape(-1, 4).take(bins.ravel(), axis=0).reshape(*bins.shape, 4)
     np.multiply(x, x, out=x)
     np.multiply(y, y, out=y)
     x += y
@@ -110,7 +112,7 @@ def _ground(world: DrivingWorld, size: int, index: np.ndarray) -> np.ndarray:
     offset += single(OFFSET_BINS / 2)
     np.minimum(np.maximum(offset, single(0.0), out=offset), single(OFFSET_BINS - 1), out=offset)
     look = offset.astype(np.int32)
-    look += _kinds(world, index, arc) * OFFSET_BINS
+    look += _kinds(simulator, index, arc) * OFFSET_BINS
     colours = _colours(size)
     pixels = np.empty((len(index), 3, size, size), np.uint8)
     flat = look.reshape(len(index), -1)
@@ -119,18 +121,18 @@ def _ground(world: DrivingWorld, size: int, index: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def _kinds(world: DrivingWorld, index: np.ndarray, arc: np.ndarray) -> np.ndarray:
-    """int32 [R, size, size]: the row of the colour table, by what lies at an arc length."""
+def _kinds(simulator: DrivingSimulator, index: np.ndarray, arc: np.ndarray) -> np.ndarray:
+    """int32 [R, size, size]: the row of the colour table for each arc length."""
     single = np.float32
     phase = arc * single(1 / (DASH * DASHES_A_MARK))
     phase -= np.floor(phase)
-    length = world.roads.length[index].astype(single)[:, None, None]
-    ahead = arc - world.arc[index].astype(single)[:, None, None]
+    length = simulator.roads.length[index].astype(single)[:, None, None]
+    ahead = arc - simulator.arc[index].astype(single)[:, None, None]
     ahead -= length * np.rint(ahead / length)
-    remaining = world.remaining[index].astype(single)
+    remaining = simulator.remaining[index].astype(single)
     on_route = ahead > single(3.0)
     on_route &= ahead < remaining[:, None, None]
-    kinds = on_route * (1 + world.target_lane[index]).astype(np.int32)[:, None, None]
+    kinds = on_route * (1 + simulator.target_lane[index]).astype(np.int32)[:, None, None]
     for row in np.flatnonzero(remaining < VIEW_SIZE):
         beyond = np.floor((ahead[row] - remaining[row]) * single(1 / GOAL_DEPTH))
         kinds[row][beyond == 0] = _GOAL
@@ -141,14 +143,14 @@ def _kinds(world: DrivingWorld, index: np.ndarray, arc: np.ndarray) -> np.ndarra
 
 @cache
 def _colours(size: int) -> np.ndarray:
-    """uint8 [3, 2 · kinds · offsets]: colours by mark or gap, kind of stretch, and offset to the left; soft edges."""
+    """uint8 [3, 2 · kinds · offsets]: colours by mark or gap, kind of section, and offset to the left; smooth edges."""
     scale = VIEW_SIZE / size
     offset = (np.arange(OFFSET_BINS) + 0.5) * (2 * MAX_OFFSET / OFFSET_BINS) - MAX_OFFSET
     table = np.empty((2, _NUM_KINDS, OFFSET_BINS, 3))
-    mark = max(0.25, 0.65 * scale)  # wide enough to be seen in small pictures
+    mark = max(0.25, 0.65 * scale)  # wide enough for small images
 
     def paint(row: np.ndarray, centre: float, width: float, colour: Colour, opacity: float = 1.0) -> None:
-        # How much of a pixel around each offset lies in the stripe
+        # The fraction of a pixel around each offset that lies in the stripe
         low, high = offset - 0.5 * scale, offset + 0.5 * scale
         inside = np.minimum(high, centre + width / 2) - np.maximum(low, centre - width / 2)
         row += (np.array(colour) - row) * (opacity * np.clip(inside / scale, 0, 1))[:, None]
@@ -176,32 +178,32 @@ def _colours(size: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------- vehicles
 
 
-def _paint_traffic(world: DrivingWorld, pixels: np.ndarray, index: np.ndarray, detailed: bool) -> None:
-    x, y = (world.other_position[index, :, axis] - world.position[index, None, axis] for axis in (0, 1))
-    cosine, sine = np.cos(world.heading)[index, None], np.sin(world.heading)[index, None]
+def _paint_traffic(simulator: DrivingSimulator, pixels: np.ndarray, index: np.ndarray, detailed: bool) -> None:
+    x, y = (simulator.other_position[index, :, axis] - simulator.position[index, None, axis] for axis in (0, 1))
+    cosine, sine = np.cos(simulator.heading)[index, None], np.sin(simulator.heading)[index, None]
     forward, left = x * cosine + y * sine, y * cosine - x * sine
     margin = VEHICLE_LENGTH
-    seen = world.other_active[index] & (forward < VIEW_FORWARD + margin) & (np.abs(left) < VIEW_LEFT + margin)
+    seen = simulator.other_active[index] & (forward < VIEW_FORWARD + margin) & (np.abs(left) < VIEW_LEFT + margin)
     seen &= forward > VIEW_FORWARD - VIEW_SIZE - margin
-    copies, numbers = np.nonzero(seen)
-    if not len(copies):
+    owners, numbers = np.nonzero(seen)
+    if not len(owners):
         return
-    heading = (world.other_heading[index] - world.heading[index, None])[seen]
+    heading = (simulator.other_heading[index] - simulator.heading[index, None])[seen]
     forward, left = forward[seen], left[seen]
     colours = np.array(TRAFFIC_COLOURS)[numbers % len(TRAFFIC_COLOURS)] if detailed else np.array([TRAFFIC])
-    braking = (world.other_acceleration[index] < -0.7)[seen]
-    _paint_vehicles(pixels, copies, forward, left, heading, colours, braking, detailed)
+    braking = (simulator.other_acceleration[index] < -0.7)[seen]
+    _paint_vehicles(pixels, owners, forward, left, heading, colours, braking, detailed)
 
 
-def _paint_ego(world: DrivingWorld, pixels: np.ndarray, index: np.ndarray, detailed: bool) -> None:
-    """The ego, and on the picture's left edge a bar as high as its part of the greatest speed."""
+def _paint_ego(simulator: DrivingSimulator, pixels: np.ndarray, index: np.ndarray, detailed: bool) -> None:
+    """Draw the ego, and on the left edge of the image a bar with the height speed / MAX_SPEED."""
     zeros = np.zeros(len(index))
-    braking = world.acceleration[index] < -0.7
-    copies = np.arange(len(index))
-    _paint_vehicles(pixels, copies, zeros, zeros, zeros, np.array([EGO]), braking, detailed)
+    braking = simulator.acceleration[index] < -0.7
+    owners = np.arange(len(index))
+    _paint_vehicles(pixels, owners, zeros, zeros, zeros, np.array([EGO]), braking, detailed)
     size = pixels.shape[2]
     width = max(size // 48, 1)
-    filled = np.arange(size, 0, -1) <= (world.speed[index] / MAX_SPEED * size)[:, None]  # [R, size]
+    filled = np.arange(size, 0, -1) <= (simulator.speed[index] / MAX_SPEED * size)[:, None]  # [R, size]
     for channel in range(3):
         strip = pixels[:, channel, :, :width]
         strip[:] = np.where(filled, GAUGE[channel], 20)[:, :, None]
@@ -209,7 +211,7 @@ def _paint_ego(world: DrivingWorld, pixels: np.ndarray, index: np.ndarray, detai
 
 def _paint_vehicles(
     pixels: np.ndarray,
-    copies: np.ndarray,
+    owners: np.ndarray,
     forward: np.ndarray,
     left: np.ndarray,
     heading: np.ndarray,
@@ -217,15 +219,15 @@ def _paint_vehicles(
     braking: np.ndarray,
     detailed: bool,
 ) -> None:
-    """Vehicles at places of the ego frame, each a few boxes."""
+    """Draw vehicles at positions of the ego frame, each as a few boxes."""
 
     def box(ahead: float, length: float, width: float, colour: np.ndarray | Colour, opacity: float = 1.0) -> None:
         x, y = forward + ahead * np.cos(heading), left + ahead * np.sin(heading)
-        _paint_boxes(pixels, copies, x, y, heading, length, width, np.atleast_2d(colour), opacity)
+        _paint_boxes(pixels, owners, x, y, heading, length, width, np.atleast_2d(colour), opacity)
 
     if detailed:
         _paint_boxes(
-            pixels, copies, forward - 0.35, left - 0.35, heading, VEHICLE_LENGTH, VEHICLE_WIDTH,
+            pixels, owners, forward - 0.35, left - 0.35, heading, VEHICLE_LENGTH, VEHICLE_WIDTH,
             np.array([SHADOW]), 0.45,
         )  # fmt: skip
         box(0.0, VEHICLE_LENGTH, VEHICLE_WIDTH, (colours * 0.55).astype(int))
@@ -233,17 +235,17 @@ def _paint_vehicles(
         box(-1.35, 0.5, 1.45, GLASS)
     else:
         box(0.0, VEHICLE_LENGTH, VEHICLE_WIDTH, colours)
-    box(0.65, 0.8, 1.6, GLASS)  # the windscreen shows which way it faces
+    box(0.65, 0.8, 1.6, GLASS)  # the windscreen shows the heading
     if detailed and braking.any():
         _paint_boxes(
-            pixels, copies[braking], (forward - 2.1 * np.cos(heading))[braking],
+            pixels, owners[braking], (forward - 2.1 * np.cos(heading))[braking],
             (left - 2.1 * np.sin(heading))[braking], heading[braking], 0.3, 1.8, np.array([BRAKE_LIGHT]), 1.0,
         )  # fmt: skip
 
 
 def _paint_boxes(
     pixels: np.ndarray,
-    copies: np.ndarray,
+    owners: np.ndarray,
     forward: np.ndarray,
     left: np.ndarray,
     heading: np.ndarray,
@@ -252,11 +254,11 @@ def _paint_boxes(
     colours: np.ndarray,
     opacity: float,
 ) -> None:
-    """Blend V turned boxes into their copies' pictures, each over a square patch of pixels that holds it."""
+    """Blend V rotated boxes into the images of their environments, each over a square patch of pixels around it."""
     size = pixels.shape[2]
     scale = VIEW_SIZE / size
     patch = 2 * int(np.ceil(0.5 * np.hypot(length, width) / scale)) + 2
-    # Pixel coordinates of the centres; the patch's pixels; their places along and across each box, in pixels
+    # Pixel coordinates of the centres; the patch's pixels; their positions along and across each box, in pixels
     centre_row, centre_column = (VIEW_FORWARD - forward) / scale, (VIEW_LEFT - left) / scale
     steps = np.arange(patch) - patch // 2
     rows = np.floor(centre_row).astype(np.int64)[:, None] + steps
@@ -268,18 +270,18 @@ def _paint_boxes(
     half = np.float32(0.5)
     along = np.float32(length / 2 / scale) + half - np.abs(up * cosine + to_left * sine)
     across = np.float32(width / 2 / scale) + half - np.abs(to_left * cosine - up * sine)
-    # A box thinner than a pixel covers its part of one
+    # A box thinner than a pixel covers a fraction of it
     most_along, most_across = np.float32(min(length / scale, 1.0)), np.float32(min(width / scale, 1.0))
     coverage = np.minimum(np.maximum(along, 0), most_along) * np.minimum(np.maximum(across, 0), most_across)
     coverage *= np.float32(opacity)
     inside_rows, inside_columns = (rows >= 0) & (rows < size), (columns >= 0) & (columns < size)
     vehicle, row, column = np.nonzero((coverage > 0) & inside_rows[:, :, None] & inside_columns[:, None, :])
     weight = coverage[vehicle, row, column]
-    place = rows[vehicle, row] * size + columns[vehicle, column] + copies[vehicle] * (3 * size * size)
+    pixel = rows[vehicle, row] * size + columns[vehicle, column] + owners[vehicle] * (3 * size * size)
     flat = pixels.reshape(-1)
     which = vehicle if len(colours) > 1 else np.zeros_like(vehicle)
     for channel in range(3):
-        before = flat[place].astype(np.float32)
+        before = flat[pixel].astype(np.float32)
         after = before + (colours[which, channel].astype(np.float32) - before) * weight
-        flat[place] = (after + half).astype(np.uint8)
-        place = place + size * size
+        flat[pixel] = (after + half).astype(np.uint8)
+        pixel = pixel + size * size

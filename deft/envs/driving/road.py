@@ -1,7 +1,7 @@
-"""Closed roads of the driving world: smooth random loops around the origin, one a copy.
+"""Closed roads of the driving simulator: smooth random loops around the origin, one per environment.
 
-`DrivingWorld` follows them by arc length; `rendering.py` looks places up by their angle. A road is its 10 numbers
-(`parameters`), from which all tables follow.
+`DrivingSimulator` follows them by arc length; `rendering.py` finds points by their angle. All tables of a road follow
+from its 10 `parameters`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RADII = (62.0, 76.0)  # metres
 MAP_RADIUS = 112.0  # no road reaches further: 76 · (1 + Σ AMPLITUDES) = 95.6, then half the road and some grass
 NUM_PARAMETERS = 2 + 2 * len(HARMONICS)
 
-# Angles θ from -π/2 once around. They are even in p, which a pixel has sooner than its angle (`bin_of`): with
+# Angles θ over a full turn from -π/2. They are uniform in p, which is cheaper to compute than θ (`bin_of`): with
 # q = y / (|x| + |y|), p is q on the right side of the map (-1 to 1) and 2 - q on the left (1 to 3).
 _P = np.arange(NUM_ANGLES) * (4 / NUM_ANGLES) - 1.0
 _Q = np.where(_P <= 1.0, _P, 2.0 - _P)
@@ -31,7 +31,7 @@ _INDICES = np.arange(NUM_ANGLES + 1.0)
 
 
 def bin_of(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """int32: the nearest of the table's angles for places on the map, float32; no angle is computed."""
+    """Return the index, int32, of the nearest angle of the table for points on the map, float32."""
     single = np.float32
     p = y / (np.abs(x) + np.abs(y))
     is_left = x < 0
@@ -43,9 +43,9 @@ def bin_of(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def draw_parameters(uniforms: np.ndarray, bend: np.ndarray) -> np.ndarray:
-    """Roads from numbers in [0, 1), both [R, NUM_PARAMETERS]: radius, direction, then cosine and sine amplitudes.
+    """Return parameters of roads from numbers in [0, 1), both [R, NUM_PARAMETERS].
 
-    `bend` [R] says how much the roads wind, 0 (circles) to 1.
+    They are radius, direction, then cosine and sine amplitudes. `bend` [R] scales the curves, 0 (circles) to 1.
     """
     parameters = np.empty_like(uniforms)
     parameters[:, 0] = RADII[0] + (RADII[1] - RADII[0]) * uniforms[:, 0]
@@ -64,18 +64,18 @@ class Roads:
     def __init__(self, num_roads: int) -> None:
         self.parameters = np.zeros((num_roads, NUM_PARAMETERS))
         self.length = np.ones(num_roads)
-        """[N]: once around, metres."""
+        """[N]: metres."""
         self.direction = np.ones(num_roads)
         """[N]: 1 counterclockwise, -1 clockwise."""
         self.points = np.zeros((num_roads, NUM_POINTS + 1, 4))
-        """[N, K + 1, 4]: x, y, heading (not wrapped) and curvature of the centre line; the last is the first again."""
+        """[N, K + 1, 4]: x, y, heading (not wrapped) and curvature of the centre line; the last point is the first."""
         self.by_angle = np.zeros((num_roads, NUM_ANGLES, 4), np.float32)
-        """[N, A, 4]: where the ray at an angle crosses the centre line: distance from the origin, arc length, and
-        cosine and sine of the angle between the ray and the road's normal."""
+        """[N, A, 4]: the point where the ray at an angle crosses the centre line: distance from the origin, arc length,
+        and cosine and sine of the angle between the ray and the road's normal."""
         self._first = np.arange(num_roads) * (NUM_POINTS + 1)
 
     def build(self, index: np.ndarray, parameters: np.ndarray) -> None:
-        """Lay new roads for the copies `index` [R]. Every row is computed by itself, so that it is the same in any N.
+        """Set the roads of the environments `index` [R]. Every row is computed separately, so it does not depend on N.
 
         r(θ) = R (1 + Σ a_k cos kθ + b_k sin kθ); s(θ) = ∫ √(r² + r'²) dθ;
         heading = θ + π/2 - atan(r'/r); κ = (r² + 2 r'² - r r'') / (r² + r'²)^(3/2).
@@ -86,7 +86,7 @@ class Roads:
         shape = np.empty((num_roads, 2, NUM_ANGLES + 1))  # r and r' by angle, closed
         arc = np.zeros((num_roads, NUM_ANGLES + 1))
         angle = np.empty((num_roads, NUM_POINTS))  # of the points at equal distances
-        place = np.empty((num_roads, NUM_POINTS))  # the same as an index of the angles
+        position = np.empty((num_roads, NUM_POINTS))  # the same as an index of the angles
         for number, row in enumerate(index.tolist()):
             r, dr = shape[number]
             shape[number, :, :-1] = np.dot(parameters[number, 2:], _BASIS).reshape(2, NUM_ANGLES) * radius[number]
@@ -96,16 +96,16 @@ class Roads:
             np.cumsum((pace[:-1] + pace[1:]) * _HALF_STEPS, out=arc[number, 1:])
             even = np.arange(NUM_POINTS) * (arc[number, -1] / NUM_POINTS)
             angle[number] = np.interp(even, arc[number], _CLOSED_ANGLES)
-            place[number] = np.interp(even, arc[number], _INDICES)
+            position[number] = np.interp(even, arc[number], _INDICES)
             table = self.by_angle[row]
             table[:, 0], table[:, 1] = r[:-1], arc[number, :-1]
             table[:, 2], table[:, 3] = (r / pace)[:-1], (dr / pace)[:-1]
         self.length[index], self.direction[index] = arc[:, -1], direction[:, 0]
 
-        whole = np.minimum(place.astype(np.int64), NUM_ANGLES - 1)
+        whole = np.minimum(position.astype(np.int64), NUM_ANGLES - 1)
         rows = np.arange(num_roads)[:, None]
         start, step = shape[rows, :, whole], shape[rows, :, whole + 1] - shape[rows, :, whole]  # [R, K, 2]
-        r, dr = np.moveaxis(start + step * (place - whole)[:, :, None], 2, 0)
+        r, dr = np.moveaxis(start + step * (position - whole)[:, :, None], 2, 0)
         ddr = 0.5 * step[:, :, 1] / _HALF_STEPS[whole]
         square = r * r + dr * dr
         points = np.empty((num_roads, NUM_POINTS + 1, 4))
@@ -118,23 +118,23 @@ class Roads:
         self.points[index] = points
 
     def at(self, arc: np.ndarray) -> np.ndarray:
-        """The centre line at arc lengths in [0, length), [N, …]: [N, …, 4] as `points` has it, interpolated."""
+        """Interpolate the centre line at arc lengths [N, …] in [0, length): [N, …, 4] as in `points`."""
         shape = (len(self.length),) + (1,) * (arc.ndim - 1)
-        place = arc * (NUM_POINTS / self.length).reshape(shape)
-        whole = np.minimum(place.astype(np.int64), NUM_POINTS - 1)
+        position = arc * (NUM_POINTS / self.length).reshape(shape)
+        whole = np.minimum(position.astype(np.int64), NUM_POINTS - 1)
         flat = self.points.reshape(-1, 4)
         first = whole + self._first.reshape(shape)
         start = flat.take(first, axis=0)
-        return start + (flat.take(first + 1, axis=0) - start) * (place - whole)[..., None]
+        return start + (flat.take(first + 1, axis=0) - start) * (position - whole)[..., None]
 
     def wrap(self, arc: np.ndarray) -> np.ndarray:
-        """Arc lengths at most once around away, brought into [0, length)."""
+        """Wrap arc lengths, at most one lap outside, to [0, length)."""
         length = self.length.reshape((-1,) + (1,) * (arc.ndim - 1))
         arc = np.where(arc < 0, arc + length, arc)
         return np.where(arc >= length, arc - length, arc)
 
-    def place(self, arc: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions [N, …, 2] that lie `offset` to the left of the centre line, and the road's heading there."""
+    def locate(self, arc: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return positions [N, …, 2] at `offset` to the left of the centre line, and the road's heading there."""
         line = self.at(arc)
         heading = np.ascontiguousarray(line[..., 2])
         cosine, sine = np.cos(heading), np.sin(heading)

@@ -1,1 +1,1 @@
-"""Worlds that are driven by waypoints, behind one protocol: a toy, our driving world, highway-env and CARLA."""
+"""Environments that are driven by waypoints: a toy, the driving simulator, highway-env and CARLA."""

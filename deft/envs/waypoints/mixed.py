@@ -1,6 +1,6 @@
 """Several vector environments side by side as one, for training in all of them at once.
 
-Made by `deft.envs.waypoints.make`; the first rows are the first environment's copies, and so on.
+Made by `deft.envs.waypoints.make`; the first rows belong to the first part, and so on.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from deft.envs.vector import ActionLayout, Episode, Observation, ObservationLayout, VectorEnv, VectorStep
+from deft.envs.layout import ActionLayout, Observation, ObservationLayout
+from deft.envs.vector import ArrayVectorEnv, Episode, VectorEnv, VectorStep
 from deft.errors import InputError
 
 
-class MixedVectorEnv(VectorEnv):
-    """The copies of several vector environments with the same spaces."""
+class MixedVectorEnv(ArrayVectorEnv):
+    """The environments of several vector environments with the same spaces."""
 
     def __init__(self, parts: Sequence[VectorEnv]) -> None:
         first = parts[0]
@@ -24,8 +25,8 @@ class MixedVectorEnv(VectorEnv):
             for kind in ("observation_space", "action_space"):
                 if getattr(part, kind) != getattr(first, kind):
                     raise InputError(
-                        f"environments trained in together need the same {kind}: {getattr(first, kind)} and "
-                        f"{getattr(part, kind)} differ; give them the same camera_size and num_waypoints"
+                        f"several environments need the same {kind}: {getattr(first, kind)} and "
+                        f"{getattr(part, kind)} differ; use the same camera_size and num_waypoints"
                     )
         count = sum(part.num_envs for part in parts)
         super().__init__(count, ObservationLayout(first.observation_space), ActionLayout(first.action_space))
@@ -34,7 +35,7 @@ class MixedVectorEnv(VectorEnv):
         self._spans = [slice(int(end) - part.num_envs, int(end)) for part, end in zip(parts, ends, strict=True)]
 
     def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
-        """Start an episode in every copy; copy i gets `seed + i`, or the i-th of several seeds."""
+        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
         seeds = self._env_seeds(seed)
         arrays = self._next_arrays()
         for part, span in zip(self.parts, self._spans, strict=True):
@@ -44,7 +45,7 @@ class MixedVectorEnv(VectorEnv):
         return arrays.observation
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        """Step every copy with its row of `actions`."""
+        """Step every environment with its row of `actions`."""
         prepared = self._prepare(actions)
         arrays = self._next_arrays()
         episodes: list[Episode] = []
@@ -59,12 +60,12 @@ class MixedVectorEnv(VectorEnv):
         return self._result(arrays, episodes)
 
     def get_state(self) -> list[dict[str, Any]] | None:
-        """Those of the parts; None where one has none."""
+        """Return the states of the parts; None if one cannot be saved."""
         states = [part.get_state() for part in self.parts]
         return None if None in states else [state for part in states if part is not None for state in part]
 
     def set_state(self, states: list[dict[str, Any]]) -> None:
-        """Go on from saved states."""
+        """Continue from saved states."""
         self._check_states(states)
         arrays = self._next_arrays()
         for part, span in zip(self.parts, self._spans, strict=True):
@@ -73,15 +74,15 @@ class MixedVectorEnv(VectorEnv):
         self._started = True
 
     def state_obstacle(self) -> str | None:
-        """The first of the parts' obstacles."""
+        """Return the first obstacle of the parts."""
         return next((obstacle for part in self.parts if (obstacle := part.state_obstacle()) is not None), None)
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a method on every copy."""
+        """Call a method of every environment."""
         return [result for part in self.parts for result in part.call(name, *args)]
 
     def render(self, index: int = 0) -> np.ndarray | None:
-        """A picture of one copy."""
+        """Return an image of one environment."""
         for part, span in zip(self.parts, self._spans, strict=True):
             if index < span.stop:
                 return part.render(index - span.start)

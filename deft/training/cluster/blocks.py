@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from deft.data.tensors import Key
-from deft.envs.vector import Episode, Observation
+from deft.envs.layout import Observation
+from deft.envs.vector import Episode
 
 
 @dataclass

@@ -23,7 +23,7 @@ import torch
 from deft import schema
 from deft.data.tensors import Key
 from deft.data.transition_ring import TransitionRing
-from deft.envs.vector import Observation
+from deft.envs.layout import Observation
 from deft.models.policy import Policy
 from deft.runs.random_state import get_random_state, set_random_state
 from deft.runs.seeds import training_seed

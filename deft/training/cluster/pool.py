@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from deft.config.settings import ClusterConfig
-from deft.envs.vector import Observation, VectorEnv, VectorStep
+from deft.envs.layout import Observation
+from deft.envs.vector import VectorEnv, VectorStep
 from deft.errors import DeftError, InputError, RunError
 from deft.models.policy import Policy
 from deft.training.cluster import connection

@@ -20,7 +20,8 @@ from torch import Tensor
 from deft import schema
 from deft.data.rollout import Columns
 from deft.data.tensors import Key, Row
-from deft.envs.vector import Episode, Observation, VectorEnv
+from deft.envs.layout import Observation
+from deft.envs.vector import Episode, VectorEnv
 from deft.models.policy import Policy
 from deft.runs.compute import is_small, torch_threads
 from deft.runs.random_state import get_random_state, set_random_state

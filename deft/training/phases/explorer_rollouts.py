@@ -34,9 +34,10 @@ from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, StudentEnv, read_task_config
 from deft.envs.history import executed_action
+from deft.envs.layout import take_rows
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
-from deft.envs.vector import VectorEnv, VectorStep, take_rows
+from deft.envs.vector import VectorEnv, VectorStep
 from deft.machine import available_cores
 from deft.models.f1.explorer import ExplorerPolicy
 from deft.models.f1.frames import to_model

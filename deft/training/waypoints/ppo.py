@@ -21,10 +21,11 @@ from deft.config.aliases import translate
 from deft.config.loading import to_dict
 from deft.config.settings import CurriculumConfig, LoggingConfig
 from deft.config.waypoint_settings import PPOConfig
+from deft.envs.checks import DIFFICULTIES
 from deft.envs.vector import VectorEnv
 from deft.envs.waypoints.make import make_waypoint_env
 from deft.envs.waypoints.mixed import MixedVectorEnv
-from deft.envs.waypoints.protocol import DIFFICULTIES, WaypointVectorEnv
+from deft.envs.waypoints.protocol import WaypointVectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.waypoints import HeldOut, plot_safety, plot_waypoints

@@ -11,7 +11,7 @@ from deft import schema
 from deft.config.loading import to_dict
 from deft.config.waypoint_settings import WaypointRecordingConfig
 from deft.data.waypoint_recording import WaypointRecording
-from deft.envs.waypoints.make import make_waypoint_world
+from deft.envs.waypoints.make import make_waypoint_simulator
 from deft.envs.waypoints.protocol import WaypointEpisode, WaypointVectorEnv
 from deft.errors import InputError, RunError
 
@@ -26,8 +26,8 @@ def record(config: WaypointRecordingConfig) -> dict[str, Any]:
     if path.exists() and not config.overwrite:
         raise InputError(f"--out {path}: exists; --overwrite replaces it")
     copies = config.num_envs or (1 if config.env == "carla" else DEFAULT_COPIES)
-    world = make_waypoint_world(config.env, min(copies, config.episodes), config.difficulty, config.env_kwargs)
-    env = WaypointVectorEnv(world)
+    simulator = make_waypoint_simulator(config.env, min(copies, config.episodes), config.difficulty, config.env_kwargs)
+    env = WaypointVectorEnv(simulator)
     try:
         rows, episodes = _drive(env, config)
     finally:
@@ -58,7 +58,7 @@ def _drive(
         observation = env.reset(config.seed + first)
         under_way = set(range(min(env.num_envs, config.episodes - first)))
         while under_way:
-            plan = env.world.target_waypoints()
+            plan = env.simulator.target_waypoints()
             if plan is None:
                 raise RunError(f"{config.env} has no driver to record: it gives no ground truth")
             assert isinstance(observation, dict)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deft import schema
-from deft.envs.waypoints.make import make_waypoint_world
+from deft.envs.waypoints.make import make_waypoint_simulator
 from deft.envs.waypoints.protocol import WaypointVectorEnv
 from deft.errors import InputError, RunError
 
@@ -24,19 +24,19 @@ def server(monkeypatch):
 
 
 def make(**kwargs):
-    return make_waypoint_world("carla", 1, "easy", {"camera_size": 16, "timeout": 0.2, **kwargs})
+    return make_waypoint_simulator("carla", 1, "easy", {"camera_size": 16, "timeout": 0.2, **kwargs})
 
 
 def test_its_own_waypoints_reach_the_end_of_the_route(server):
-    world = make(route_length=60.0)
-    env = WaypointVectorEnv(world)
+    client = make(route_length=60.0)
+    env = WaypointVectorEnv(client)
     env.reset(0)
     for other in list(server.actors.values()):  # an empty road
         if other.autopilot:
             del server.actors[other.id]
     episodes = []
     for _ in range(40):
-        episodes += env.step(world.target_waypoints()).episodes
+        episodes += env.step(client.target_waypoints()).episodes
         if episodes:
             break
     assert episodes[0].success
@@ -46,92 +46,92 @@ def test_its_own_waypoints_reach_the_end_of_the_route(server):
 
 
 def test_left_is_left_and_right_is_right(server):
-    world = make()
-    world.reset(np.arange(1), [0])
+    client = make()
+    client.reset(np.arange(1), [0])
     for side in (1.0, -1.0):
-        start = world._ego.get_transform().location.y
+        start = client._ego.get_transform().location.y
         path = np.stack([np.arange(1, 9) * 2.0, side * np.arange(1, 9) * 0.4], 1)[None].astype(np.float32)
         for _ in range(3):
-            world.follow(path)
+            client.follow(path)
         # The package's y points to the right.
-        assert np.sign(start - world._ego.get_transform().location.y) == side
-        world.reset(np.arange(1), [0])
-    world.close()
+        assert np.sign(start - client._ego.get_transform().location.y) == side
+        client.reset(np.arange(1), [0])
+    client.close()
 
 
 def test_the_observation_has_the_camera_in_red_green_blue_and_the_motion(server):
-    world = make()
-    world.reset(np.arange(1), [3])
-    observation = world.observe()
-    assert world.observation_space.contains({name: stream[0] for name, stream in observation.items()})
+    client = make()
+    client.reset(np.arange(1), [3])
+    observation = client.observe()
+    assert client.observation_space.contains({name: stream[0] for name, stream in observation.items()})
     assert observation[schema.CAMERA][0, :, 0, 0].tolist() == [10, 20, 30]
-    world._ego.speed = 5.0
-    assert world.observe()[schema.MOTION][0, 0] == pytest.approx(5.0)
-    world.close()
+    client._ego.speed = 5.0
+    assert client.observe()[schema.MOTION][0, 0] == pytest.approx(5.0)
+    client.close()
 
 
 def test_the_gap_is_to_the_vehicle_in_the_lane(server):
-    world = make()
-    world.reset(np.arange(1), [0])
+    client = make()
+    client.reset(np.arange(1), [0])
     for actor in list(server.actors.values()):
         if actor.autopilot:
             del server.actors[actor.id]
-    here = world._ego.get_transform().location
-    other = world._world.spawn_actor(
-        world._world.get_blueprint_library().find("vehicle.audi.a2"),
+    here = client._ego.get_transform().location
+    other = client._world.spawn_actor(
+        client._world.get_blueprint_library().find("vehicle.audi.a2"),
         stand_in.Transform(stand_in.Location(here.x + 20.0, here.y)),
     )
-    world._ego.speed, other.speed = 8.0, 3.0
+    client._ego.speed, other.speed = 8.0, 3.0
     # 20 m between the middles, less two halves of 4.5 m.
-    assert world.observe()[schema.MOTION][0, 3:] == pytest.approx([15.5, 5.0])
-    world.close()
+    assert client.observe()[schema.MOTION][0, 3:] == pytest.approx([15.5, 5.0])
+    client.close()
 
 
 def test_a_collision_ends_the_episode(server):
-    world = make()
-    world.reset(np.arange(1), [0])
+    client = make()
+    client.reset(np.arange(1), [0])
     server.collides = True
-    outcome = world.follow(world.target_waypoints())
+    outcome = client.follow(client.target_waypoints())
     assert outcome.collision[0]
     assert outcome.terminated[0]
     assert not outcome.success[0]
     assert outcome.terms["collision"][0] == pytest.approx(-10.0)
-    world.close()
+    client.close()
 
 
 def test_leaving_the_road_ends_the_episode(server):
-    world = make()
-    world.reset(np.arange(1), [0])
-    world._ego.get_transform().rotation.yaw = -45.0  # half to the left, and straight on
+    client = make()
+    client.reset(np.arange(1), [0])
+    client._ego.get_transform().rotation.yaw = -45.0  # half to the left, and straight on
     ahead = np.stack([np.arange(1, 9) * 2.0, np.zeros(8)], 1)[None].astype(np.float32)
-    outcomes = [world.follow(ahead) for _ in range(12)]
+    outcomes = [client.follow(ahead) for _ in range(12)]
     first = next(outcome for outcome in outcomes if outcome.terminated[0])
     assert first.off_road[0]
     assert not first.collision[0]
     assert first.terms["off_road"][0] == pytest.approx(-10.0)
-    world.close()
+    client.close()
 
 
 def test_errors_are_against_the_lane(server):
-    world = make(measure_ade=True)
-    world.reset(np.arange(1), [0])
-    outcome = world.follow(world.target_waypoints() + np.array([0.0, 2.0], np.float32))
+    client = make(measure_ade=True)
+    client.reset(np.arange(1), [0])
+    outcome = client.follow(client.target_waypoints() + np.array([0.0, 2.0], np.float32))
     assert outcome.ade == pytest.approx([2.0], abs=1e-4)
-    world.close()
+    client.close()
 
 
 def test_while_it_is_used_the_server_waits_and_afterwards_it_is_as_before(server):
-    world = make()
+    client = make()
     assert server.settings.synchronous_mode
     assert server.settings.fixed_delta_seconds == 0.1
     assert server.traffic_is_synchronous
-    world.reset(np.arange(1), [0])
+    client.reset(np.arange(1), [0])
     assert len(server.actors) > 4  # the vehicle, three sensors, and traffic
-    world.reset(np.arange(1), [1])
+    client.reset(np.arange(1), [1])
     egos = [actor for actor in server.actors.values() if actor.blueprint.attributes.get("role_name") == "hero"]
     assert len(egos) == 1
-    world.close()
-    world.close()
+    client.close()
+    client.close()
     assert not server.actors
     assert not server.settings.synchronous_mode
     assert server.settings.fixed_delta_seconds is None
@@ -140,20 +140,20 @@ def test_while_it_is_used_the_server_waits_and_afterwards_it_is_as_before(server
 
 @pytest.mark.parametrize("blueprint", ["sensor.camera.rgb", "sensor.other.collision", "vehicle.tesla.model3"])
 def test_nothing_is_left_where_spawning_fails_half_way(server, blueprint):
-    world = make()
+    client = make()
     server.fails_to_spawn = blueprint
     with pytest.raises(RuntimeError, match="Spawn failed"):
-        world.reset(np.arange(1), [0])
+        client.reset(np.arange(1), [0])
     assert not server.actors
-    world.close()
+    client.close()
 
 
 def test_a_server_that_goes_away_is_one_line_and_nothing_is_left(server):
-    world = make()
-    world.reset(np.arange(1), [0])
+    client = make()
+    client.reset(np.arange(1), [0])
     server.is_gone = True
     with pytest.raises(RunError, match=r"the server stopped answering within 0\.2 s"):
-        world.follow(world.target_waypoints())
+        client.follow(client.target_waypoints())
     assert not server.actors
 
 
@@ -208,4 +208,4 @@ def test_training_and_evaluating_share_the_servers_one_world(server, tmp_path, m
 
 def test_one_vehicle_a_server(server):
     with pytest.raises(InputError, match="--num-envs 1, not 4"):
-        make_waypoint_world("carla", 4)
+        make_waypoint_simulator("carla", 4)

@@ -89,5 +89,5 @@ def test_chunks_inside_are_refused(make_counting_env: MakeEnv) -> None:
         SyncVectorEnv([lambda: ActionChunk(make_counting_env(), 2, 1.0)], autoreset_mode=AutoresetMode.SAME_STEP)
     )
     env.reset()
-    with pytest.raises(InputError, match="ActionChunk does not work inside"):
+    with pytest.raises(InputError, match="ActionChunk does not work in a"):
         env.step(np.zeros((1, 2), np.int64))

@@ -44,7 +44,7 @@ def win() -> np.ndarray:
 
 
 @pytest.mark.usefixtures("robots")
-def test_streams_of_one_world() -> None:
+def test_streams_of_one_environment() -> None:
     env = make_env(EnvConfig(id="maniskill", kwargs={"image_size": 16}))
     observation, info = env.reset(seed=3)
     assert env.observation_space.contains(observation)
@@ -67,7 +67,7 @@ def test_streams_of_one_world() -> None:
     *_, terminated, truncated, info = env.step(win())
     assert (terminated, truncated, info["success"]) == (True, False, True)
     env.close()
-    assert env.unwrapped._world.env.is_closed
+    assert env.unwrapped._simulation.env.is_closed
 
 
 @pytest.mark.usefixtures("robots")
@@ -160,7 +160,7 @@ def test_only_the_looks_of_one_link_are_dropped(tmp_path: Path) -> None:
         ({"task": "TurnFaucet-v1", "observation": "state"}, "SAPIEN needs Vulkan, with observation: state too"),
         ({"task": "PickCubes"}, "ManiSkill does not have; without a download: .*StackCube-v1"),
         ({"observation": "both"}, "observation is 'both'"),
-        ({"reward": "none"}, "reward is 'none'; choose dense or sparse"),
+        ({"reward": "none"}, "reward is 'none'; choose 'dense' or 'sparse'"),
         ({"image_size": 4}, "image_size is 4"),
         ({"render_device": "gpu"}, "render_device is 'gpu'; choose auto, cpu, cuda or cuda:N"),
         ({"render_mode": "human"}, "render_mode is 'human'"),
@@ -183,7 +183,7 @@ def test_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("robots", "on_gpu")
-def test_many_worlds_on_the_gpu() -> None:
+def test_many_environments_on_the_gpu() -> None:
     config = EnvConfig(id="maniskill", vector="gpu", num_envs=3, kwargs={"image_size": 16}, max_episode_steps=4)
     env = make_vector_env(config)
     assert isinstance(env, ManiSkillVectorEnv)
@@ -207,14 +207,14 @@ def test_many_worlds_on_the_gpu() -> None:
     assert step.truncated.tolist() == [True, False, True]  # 4 steps; environment 1 began one later
     assert [episode.length for episode in step.episodes] == [4, 4]
     assert [episode.success for episode in step.episodes] == [False, False]
-    assert env._world.env.resets[-1] == (None, [0, 2])
+    assert env._simulation.env.resets[-1] == (None, [0, 2])
     assert env.get_state() is None
-    assert "cannot be put back" in env.state_obstacle()
+    assert "cannot be restored" in env.state_obstacle()
     with pytest.raises(InputError, match="no method"):
         env.call("fly")
     env.close()
     env.close()
-    assert env._world.env.is_closed
+    assert env._simulation.env.is_closed
 
 
 @pytest.mark.usefixtures("robots", "on_gpu")

@@ -198,7 +198,7 @@ def test_steps_are_silent(root: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().out == ""
 
 
-def test_vector_of_worlds_has_a_time_limit(root: Path) -> None:
+def test_vector_env_has_a_time_limit(root: Path) -> None:
     config = EnvConfig(id="robotwin", num_envs=2, max_episode_steps=3, kwargs={"task": "push_button"})
     env = make_vector_env(config)
     env.reset(seed=1)
@@ -213,7 +213,7 @@ def test_vector_of_worlds_has_a_time_limit(root: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"root": "/nowhere"}, "no RoboTwin repository"),
+        ({"root": "/nowhere"}, "not a RoboTwin repository"),
         ({"task": "fly"}, "task is 'fly', which RoboTwin does not have; it has broken, push_button"),
         ({"task": "../envs"}, "RoboTwin does not have"),
         ({"task": "broken"}, "cannot be imported .*no_such_module_anywhere"),
@@ -222,7 +222,7 @@ def test_vector_of_worlds_has_a_time_limit(root: Path) -> None:
         ({"embodiment": ["arm"]}, "RoboTwin has no 'arm'; it has tiny-arm, long-arm"),
         ({"domain_randomization": {"random_colour": True}}, "RoboTwin has no 'random_colour'"),
         ({"domain_randomization": {"random_appearance": True}}, "RoboTwin has no random_appearance"),
-        ({"control_mode": "delta_ee"}, "delta_qpos alone"),
+        ({"control_mode": "delta_ee"}, "only delta_qpos"),
         ({"observation": "both"}, "observation is 'both'"),
         ({"action_scale": 0.0}, "action_scale is 0"),
     ],

@@ -71,5 +71,5 @@ def test_too_late_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     setup_sapien_gpu(1)
     setup_sapien_gpu(1)  # as it is already
     assert [record.message for record in caplog.records] == [
-        "SAPIEN was imported before its GPU was chosen: it may render on another one than GPU 1"
+        "SAPIEN was imported before its GPU was set: it may not render on GPU 1"
     ]

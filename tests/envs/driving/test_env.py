@@ -9,7 +9,7 @@ from gymnasium.utils.env_checker import check_env
 from deft.config.settings import EnvConfig
 from deft.envs import SerialVectorEnv, make_env, make_vector_env
 from deft.envs.driving.env import DrivingEnv, DrivingVectorEnv
-from deft.envs.driving.world import REWARD_TERMS
+from deft.envs.driving.simulator import REWARD_TERMS
 from deft.envs.make import make_another
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.reward_weights import WeightedVectorEnv
@@ -27,9 +27,9 @@ def test_gymnasium_accepts_it(observation: str) -> None:
 
 def test_settings_that_do_not_exist_are_refused() -> None:
     for kwargs, message in (
-        ({"difficulty": "extreme"}, "difficulty is 'extreme'; choose easy, medium, hard"),
+        ({"difficulty": "extreme"}, "difficulty is 'extreme'; choose 'easy', 'medium' or 'hard'"),
         ({"observation": "lidar"}, "observation is 'lidar'; choose 'vector', 'image' or 'both'"),
-        ({"image_size": 8}, "image_size is 8; choose 16 to 512 pixels"),
+        ({"image_size": 8}, "image_size is 8; choose a whole number, from 16 to 512"),
         ({"render_mode": "human"}, "render_mode is 'human'"),
     ):
         with pytest.raises(InputError, match=message):
@@ -128,10 +128,10 @@ def test_difficulty_changes_with_the_next_episode() -> None:
     ):
         env.reset(0)
         assert env.call("set_difficulty", "hard") == [None, None]
-        worlds = [env.world] if isinstance(env, DrivingVectorEnv) else [one.world for one in env.envs]  # type: ignore[attr-defined]
-        assert all((world.level == 0).all() for world in worlds)
+        simulators = [env.simulator] if isinstance(env, DrivingVectorEnv) else [one.simulator for one in env.envs]  # type: ignore[attr-defined]
+        assert all((simulator.level == 0).all() for simulator in simulators)
         env.reset(0)
-        assert all((world.level == 2).all() for world in worlds)
+        assert all((simulator.level == 2).all() for simulator in simulators)
         with pytest.raises(InputError, match="has no method 'fly'"):
             env.call("fly")
 
@@ -171,15 +171,15 @@ def test_what_the_observation_says() -> None:
     observation, _ = env.reset(seed=4)
     assert isinstance(env.observation_space, spaces.Box)
     assert env.observation_space.shape == (45,)
-    world = env.world
-    assert observation[0] == pytest.approx(world.speed[0] / 15)
-    assert observation[3] == pytest.approx(world.lateral_offset[0] / 1.75)
-    assert observation[5:8].tolist() == np.eye(3)[world.target_lane[0]].tolist()
+    simulator = env.simulator
+    assert observation[0] == pytest.approx(simulator.speed[0] / 15)
+    assert observation[3] == pytest.approx(simulator.lateral_offset[0] / 1.75)
+    assert observation[5:8].tolist() == np.eye(3)[simulator.target_lane[0]].tolist()
     assert observation[8] == 1.0
     neighbours = observation[15:].reshape(6, 5)
-    seen = world.other_active[0] & (np.abs(world.ahead()[0]) < 60)
+    seen = simulator.other_active[0] & (np.abs(simulator.ahead()[0]) < 60)
     assert neighbours[:, 0].sum() == seen.sum() > 0
-    ahead = np.sort(np.abs(world.ahead()[0][seen]))
+    ahead = np.sort(np.abs(simulator.ahead()[0][seen]))
     np.testing.assert_allclose(np.abs(neighbours[: seen.sum(), 1]) * 50, ahead, rtol=1e-5)
     assert not neighbours[seen.sum() :].any()
 
@@ -187,7 +187,7 @@ def test_what_the_observation_says() -> None:
 def test_another_one_is_made_for_evaluation() -> None:
     env = make_another(DrivingVectorEnv(4, difficulty="hard", observation="image", image_size=32, max_episode_steps=9))
     assert isinstance(env.unwrapped, DrivingEnv)
-    assert env.unwrapped.world.difficulty == "hard"
+    assert env.unwrapped.simulator.difficulty == "hard"
     assert env.observation_space.shape == (3, 32, 32)
     assert env.spec is not None
     assert env.spec.max_episode_steps == 9

@@ -1,4 +1,4 @@
-"""Pictures of the driving world: what is where is where it is drawn."""
+"""Pictures of the driving simulator: what is where is where it is drawn."""
 
 import numpy as np
 import pytest
@@ -17,17 +17,24 @@ from deft.envs.driving.rendering import (
     VIEW_LEFT,
     VIEW_SIZE,
 )
-from deft.envs.driving.world import HALF_ROAD, MAX_ACCELERATION, MAX_SPEED, MAX_STEERING, ROUTE_LENGTH, DrivingWorld
+from deft.envs.driving.simulator import (
+    HALF_ROAD,
+    MAX_ACCELERATION,
+    MAX_SPEED,
+    MAX_STEERING,
+    ROUTE_LENGTH,
+    DrivingSimulator,
+)
 
 
 @pytest.fixture
-def world() -> DrivingWorld:
-    world = DrivingWorld(6, "hard")
-    world.reset(seeds=range(6))
+def simulator() -> DrivingSimulator:
+    simulator = DrivingSimulator(6, "hard")
+    simulator.reset(seeds=range(6))
     for _ in range(25):
-        action = expert_action(world)
-        world.step(action[:, 0] * MAX_ACCELERATION, action[:, 1] * MAX_STEERING)
-    return world
+        action = expert_action(simulator)
+        simulator.step(action[:, 0] * MAX_ACCELERATION, action[:, 1] * MAX_STEERING)
+    return simulator
 
 
 def pixel(forward: float, left: float, size: int) -> tuple[int, int]:
@@ -39,16 +46,16 @@ def is_near(colours: np.ndarray, colour: tuple[int, int, int], distance: float =
 
 
 @pytest.mark.parametrize("size", [64, 120])
-def test_grass_is_off_the_road_and_the_road_is_not_green(world: DrivingWorld, size: int) -> None:
-    images = world.images(size).transpose(0, 2, 3, 1)
+def test_grass_is_off_the_road_and_the_road_is_not_green(simulator: DrivingSimulator, size: int) -> None:
+    images = rendering.images(simulator, size).transpose(0, 2, 3, 1)
     assert images.shape == (6, size, size, 3)
     assert images.dtype == np.uint8
     # The same by brute force: the distance of every pixel from the nearest point of the centre line
     centres = (np.arange(size) + 0.5) * VIEW_SIZE / size
     grid = np.stack(np.meshgrid(VIEW_FORWARD - centres, VIEW_LEFT - centres, indexing="ij"), axis=-1).reshape(-1, 2)
     for row in (0, 1, 5):
-        points = world.to_map(np.broadcast_to(grid, (6, *grid.shape)))[row].astype(np.float32)
-        line = world.roads.points[row, :, :2].astype(np.float32)
+        points = simulator.to_map(np.broadcast_to(grid, (6, *grid.shape)))[row].astype(np.float32)
+        line = simulator.roads.points[row, :, :2].astype(np.float32)
         gap = points[:, None] - line
         distance = np.sqrt((gap * gap).sum(axis=-1).min(axis=1)).reshape(size, size)
         green = is_near(images[row], GRASS, 4) | is_near(images[row], STRIPE, 4)
@@ -58,12 +65,12 @@ def test_grass_is_off_the_road_and_the_road_is_not_green(world: DrivingWorld, si
         assert not green[distance < HALF_ROAD - margin].any()
 
 
-def test_vehicles_are_drawn_where_they_are(world: DrivingWorld) -> None:
-    images = world.images(64).transpose(0, 2, 3, 1)
+def test_vehicles_are_drawn_where_they_are(simulator: DrivingSimulator) -> None:
+    images = rendering.images(simulator, 64).transpose(0, 2, 3, 1)
     assert is_near(images[:, pixel(-1.0, 0.0, 64)[0], pixel(-1.0, 0.0, 64)[1]], EGO).all()
-    places = world.to_ego(world.other_position)
+    places = simulator.to_ego(simulator.other_position)
     seen = 0
-    for row, number in np.argwhere(world.other_active):
+    for row, number in np.argwhere(simulator.other_active):
         forward, left = places[row, number]
         if -10 < forward < 34 and abs(left) < 20:
             seen += 1
@@ -74,32 +81,33 @@ def test_vehicles_are_drawn_where_they_are(world: DrivingWorld) -> None:
     assert seen > 5
 
 
-def test_route_lane_marks_and_finish(world: DrivingWorld) -> None:
-    world.other_active[:] = False
+def test_route_lane_marks_and_finish(simulator: DrivingSimulator) -> None:
+    simulator.other_active[:] = False
     size = 192
-    image = world.images(size).transpose(0, 2, 3, 1)
+    image = rendering.images(simulator, size).transpose(0, 2, 3, 1)
     for row in range(6):
-        for forward, left in world.lane_points(np.array([5.0, 12.0, 25.0]))[row]:
+        for forward, left in simulator.lane_points(np.array([5.0, 12.0, 25.0]))[row]:
             if abs(left) < 22:
                 assert is_near(image[row][pixel(forward, left, size)], ROUTE, 60)
     assert is_near(image, PAINT, 12).any()
     assert is_near(image, ROAD, 4).mean() > 0.05
-    world.progress[:] = ROUTE_LENGTH - 15.0
-    finish = world.images(size).transpose(0, 2, 3, 1)
-    behind = world.lane_points(np.array([20.0]))[0, 0]
+    simulator.progress[:] = ROUTE_LENGTH - 15.0
+    finish = rendering.images(simulator, size).transpose(0, 2, 3, 1)
+    behind = simulator.lane_points(np.array([20.0]))[0, 0]
     assert is_near(finish[0][pixel(*behind, size)], ROAD, 30)  # the route ends at the finish line
     is_black = [(picture[0].max(axis=-1) < 40)[:, 10:] for picture in (finish, image)]
     assert is_black[0].sum() > is_black[1].sum() + 50  # its squares
 
 
-def test_the_gauge_shows_the_speed(world: DrivingWorld) -> None:
-    column = world.images(64)[:, 0, :, 0]
-    np.testing.assert_array_equal((column > 128).sum(axis=1), np.floor(world.speed / MAX_SPEED * 64))
+def test_the_gauge_shows_the_speed(simulator: DrivingSimulator) -> None:
+    column = rendering.images(simulator, 64)[:, 0, :, 0]
+    np.testing.assert_array_equal((column > 128).sum(axis=1), np.floor(simulator.speed / MAX_SPEED * 64))
 
 
-def test_some_of_the_copies_and_one_for_videos(world: DrivingWorld) -> None:
-    np.testing.assert_array_equal(world.images(64, np.array([4, 1])), world.images(64)[[4, 1]])
-    picture = rendering.picture(world, 3)
+def test_some_of_the_copies_and_one_for_videos(simulator: DrivingSimulator) -> None:
+    some, every = rendering.images(simulator, 64, np.array([4, 1])), rendering.images(simulator, 64)
+    np.testing.assert_array_equal(some, every[[4, 1]])
+    picture = rendering.render(simulator, 3)
     assert picture.shape == (480, 480, 3)
     assert picture.dtype == np.uint8
     assert picture.flags.c_contiguous

@@ -5,12 +5,12 @@ import pytest
 
 from deft import schema
 from deft.envs.driving.expert import expert_waypoints
-from deft.envs.waypoints.driving import DrivingWaypointWorld
+from deft.envs.waypoints.driving import DrivingWaypointSimulator
 from deft.envs.waypoints.protocol import MAX_GAP, WaypointVectorEnv
 
 
 def drive(waypoints, episodes=12, **kwargs):
-    env = WaypointVectorEnv(DrivingWaypointWorld(episodes, "medium", camera_size=16, **kwargs))
+    env = WaypointVectorEnv(DrivingWaypointSimulator(episodes, "medium", camera_size=16, **kwargs))
     env.reset(0)
     ended = {}
     while len(ended) < episodes:
@@ -20,7 +20,7 @@ def drive(waypoints, episodes=12, **kwargs):
 
 
 def test_the_scripted_drivers_waypoints_arrive():
-    episodes = drive(lambda env: env.world.target_waypoints())
+    episodes = drive(lambda env: env.simulator.target_waypoints())
     assert np.mean([episode.success for episode in episodes]) > 0.9
     assert not any(episode.collision for episode in episodes)
 
@@ -36,42 +36,42 @@ def test_driving_straight_on_does_not():
 
 
 def test_errors_are_against_the_scripted_drivers_plan():
-    world = DrivingWaypointWorld(2, camera_size=16, measure_ade=True)
-    world.reset(np.arange(2), [0, 1])
-    plan = expert_waypoints(world.world, 8, 0.4)
-    outcome = world.follow((plan + [0.0, 1.5]).astype(np.float32))
+    simulator = DrivingWaypointSimulator(2, camera_size=16, measure_ade=True)
+    simulator.reset(np.arange(2), [0, 1])
+    plan = expert_waypoints(simulator.simulator, 8, 0.4)
+    outcome = simulator.follow((plan + [0.0, 1.5]).astype(np.float32))
     assert outcome.ade == pytest.approx([1.5, 1.5], rel=1e-5)
     assert outcome.fde == pytest.approx([1.5, 1.5], rel=1e-5)
 
 
 def test_without_measuring_there_is_no_error():
-    world = DrivingWaypointWorld(1, camera_size=16)
-    world.reset(np.arange(1), [0])
-    assert world.follow(world.target_waypoints()).ade is None
+    simulator = DrivingWaypointSimulator(1, camera_size=16)
+    simulator.reset(np.arange(1), [0])
+    assert simulator.follow(simulator.target_waypoints()).ade is None
 
 
 def test_the_distance_sensor_reads_the_vehicle_in_the_lane():
-    world = DrivingWaypointWorld(1, camera_size=16)
-    world.reset(np.arange(1), [0])
-    inner = world.world
+    simulator = DrivingWaypointSimulator(1, camera_size=16)
+    simulator.reset(np.arange(1), [0])
+    inner = simulator.simulator
     inner.other_active[:] = False
-    assert world.observe()[schema.MOTION][0, 3] == MAX_GAP
+    assert simulator.observe()[schema.MOTION][0, 3] == MAX_GAP
     inner.other_active[0, 0] = True
     inner.other_arc[0, 0], inner.other_offset[0, 0] = inner.arc[0] + 20.0, inner.road_offset[0]
     inner.other_speed[0, 0], inner.speed[0] = 3.0, 8.0
     # 20 m from centre to centre, less one length of 4.5 m; 8 − 3 m/s nearer.
-    assert world.observe()[schema.MOTION][0, 3:] == pytest.approx([15.5, 5.0])
+    assert simulator.observe()[schema.MOTION][0, 3:] == pytest.approx([15.5, 5.0])
     inner.other_offset[0, 0] += 3.5  # the next lane
-    assert world.observe()[schema.MOTION][0, 3] == MAX_GAP
+    assert simulator.observe()[schema.MOTION][0, 3] == MAX_GAP
 
 
 def test_an_episode_that_ends_between_two_decisions_counts_no_further():
-    world = DrivingWaypointWorld(1, camera_size=16, steps_per_decision=10)
-    world.reset(np.arange(1), [0])
-    world.world.other_active[:] = False
+    simulator = DrivingWaypointSimulator(1, camera_size=16, steps_per_decision=10)
+    simulator.reset(np.arange(1), [0])
+    simulator.simulator.other_active[:] = False
     side = np.tile(np.array([0.0, 1.0], np.float32), (1, 8, 1)) * np.arange(1, 9)[None, :, None] * 2
     side[..., 0] = np.arange(1, 9) * 2.0
-    outcomes = [world.follow(side.astype(np.float32)) for _ in range(3)]
+    outcomes = [simulator.follow(side.astype(np.float32)) for _ in range(3)]
     first = next(outcome for outcome in outcomes if outcome.terminated[0])
     assert first.off_road[0]
     assert first.terms["off_road"][0] == pytest.approx(-10.0)  # once, though more steps were beside the road

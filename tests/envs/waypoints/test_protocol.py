@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from deft import schema
-from deft.envs.waypoints.make import make_waypoint_env, make_waypoint_world
+from deft.envs.waypoints.make import make_waypoint_env, make_waypoint_simulator
 from deft.envs.waypoints.mixed import MixedVectorEnv
 from deft.envs.waypoints.protocol import WaypointEpisode, WaypointVectorEnv, displacement_errors
-from deft.envs.waypoints.toy import ToyWaypointEnv, ToyWorld
+from deft.envs.waypoints.toy import ToySimulator, ToyWaypointEnv
 from deft.errors import InputError
 
 SMALL = {"camera_size": 16, "num_waypoints": 4}
@@ -23,12 +23,12 @@ def test_displacement_errors_by_hand():
 
 
 def test_episodes_are_counted_and_reset_in_the_step_that_ends_them():
-    env = WaypointVectorEnv(ToyWorld(2, horizon=2, **SMALL))
+    env = WaypointVectorEnv(ToySimulator(2, horizon=2, **SMALL))
     env.reset(7)
     first_error = env.observation[schema.SFT_OFFSET].copy()
-    off = env.world.target_waypoints() + np.array([3.0, 4.0], np.float32)  # 5 m from each waypoint
+    off = env.simulator.target_waypoints() + np.array([3.0, 4.0], np.float32)  # 5 m from each waypoint
     assert env.step(off).reward == pytest.approx([-5.0, -5.0])
-    step = env.step(env.world.target_waypoints())
+    step = env.step(env.simulator.target_waypoints())
     assert step.truncated.all()
     assert not step.terminated.any()
     assert step.done_index.tolist() == [0, 1]
@@ -46,12 +46,12 @@ def test_episodes_are_counted_and_reset_in_the_step_that_ends_them():
 
 
 def test_a_copy_depends_on_its_own_seed_alone():
-    together, alone = WaypointVectorEnv(ToyWorld(3, **SMALL)), WaypointVectorEnv(ToyWorld(1, **SMALL))
+    together, alone = WaypointVectorEnv(ToySimulator(3, **SMALL)), WaypointVectorEnv(ToySimulator(1, **SMALL))
     together.reset([5, 6, 7])
     alone.reset(6)
     for _ in range(7):  # beyond the first episode's end
-        actions = together.world.target_waypoints()
-        many, one = together.step(actions), alone.step(alone.world.target_waypoints())
+        actions = together.simulator.target_waypoints()
+        many, one = together.step(actions), alone.step(alone.simulator.target_waypoints())
         for name in many.observation:
             np.testing.assert_array_equal(many.observation[name][1], one.observation[name][0])
 
@@ -81,7 +81,7 @@ def test_mixed_rows_are_those_of_the_parts():
     assert isinstance(env, MixedVectorEnv)
     assert [part.num_envs for part in env.parts] == [3, 2]
     env.reset(3)
-    toy = WaypointVectorEnv(ToyWorld(3, **SMALL))
+    toy = WaypointVectorEnv(ToySimulator(3, **SMALL))
     toy.reset(3)
     np.testing.assert_array_equal(env.observation[schema.CAMERA][:3], toy.observation[schema.CAMERA])
     actions = np.zeros((5, 4, 2), np.float32)
@@ -98,16 +98,16 @@ def test_the_gymnasium_environment_reports_errors_in_its_info():
     env = ToyWaypointEnv(**SMALL)
     observation, _ = env.reset(seed=3)
     assert env.observation_space.contains(observation)
-    _, reward, _, _, info = env.step(env.world.target_waypoints()[0] + np.array([0, 2], np.float32))
+    _, reward, _, _, info = env.step(env.simulator.target_waypoints()[0] + np.array([0, 2], np.float32))
     assert info["ade"] == pytest.approx(2.0)
     assert info["fde"] == pytest.approx(2.0)
     assert reward == pytest.approx(-2.0)
 
 
 def test_unknown_names_and_arguments_are_one_line():
-    with pytest.raises(InputError, match="'tooy' is no waypoint environment; one of toy, driving, highway, carla"):
-        make_waypoint_world("tooy")
+    with pytest.raises(InputError, match="'tooy' is not a waypoint environment; choose one of toy, driving, high"):
+        make_waypoint_simulator("tooy")
     with pytest.raises(InputError, match=r"do not fit toy: TypeError.*'size'"):
-        make_waypoint_world("toy", kwargs={"size": 3})
-    with pytest.raises(InputError, match="'extreme' is not allowed; one of easy, medium, hard"):
-        make_waypoint_world("toy", difficulty="extreme")
+        make_waypoint_simulator("toy", kwargs={"size": 3})
+    with pytest.raises(InputError, match="difficulty is 'extreme'; choose 'easy', 'medium' or 'hard'"):
+        make_waypoint_simulator("toy", difficulty="extreme")

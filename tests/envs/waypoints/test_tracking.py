@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deft.envs.waypoints.tracking import point_at, pursue
+from deft.envs.waypoints.tracking import point_at, pursue, to_ego, to_map
 
 
 def test_a_point_of_the_path_at_a_distance():
@@ -34,3 +34,10 @@ def test_a_path_without_length_asks_to_stop():
     acceleration, curvature = pursue(np.zeros((1, 9, 2)), np.array([5.0]), 0.4, 0.0)
     assert acceleration == pytest.approx([-10.0])
     assert curvature == pytest.approx([0.0])
+
+
+def test_points_come_back_from_the_map():
+    points, pose = np.array([[10.0, 2.0], [-3.0, 1.0]]), (np.array([5.0, -2.0]), 0.3)
+    np.testing.assert_allclose(to_ego(to_map(points, *pose), *pose), points)
+    right = np.array([[5.0, -1.0]])  # y of the map points to the right: one metre further is one metre to the right
+    np.testing.assert_allclose(to_ego(right, np.array([5.0, -2.0]), 0.0), [[0.0, -1.0]], atol=1e-12)

@@ -11,7 +11,7 @@ import torch
 
 from deft.config.waypoint_settings import WaypointRecordingConfig, WaypointSFTConfig
 from deft.data.waypoint_recording import WaypointRecording
-from deft.envs.waypoints.toy import ToyWorld
+from deft.envs.waypoints.toy import ToySimulator
 from deft.errors import InputError
 from deft.models.waypoint import WaypointSFT, WaypointShape
 from deft.runs.waypoint_files import load_sft, save_sft
@@ -23,11 +23,11 @@ from deft.training.waypoints.sft import train_sft
 def test_a_recording_holds_what_was_seen_and_planned(recording, toy):
     found = WaypointRecording.load(recording)
     assert len(found) == 200  # 200 episodes of one decision
-    world = ToyWorld(1, **toy)
+    simulator = ToySimulator(1, **toy)
     for episode in (0, 17, 150):  # more than the copies that recorded: episode i is of seed i
-        world.reset(np.arange(1), [episode])
-        np.testing.assert_array_equal(found.camera[episode], world.observe()["camera"][0])
-        np.testing.assert_allclose(found.waypoints[episode], world.target_waypoints()[0], rtol=1e-6)
+        simulator.reset(np.arange(1), [episode])
+        np.testing.assert_array_equal(found.camera[episode], simulator.observe()["camera"][0])
+        np.testing.assert_allclose(found.waypoints[episode], simulator.target_waypoints()[0], rtol=1e-6)
     assert found.about["env"] == "toy"
 
 

@@ -1,20 +1,21 @@
-"""The driving world: N copies of a three-lane road with traffic, all stepped at once in numpy.
+"""The driving simulator: N three-lane roads with traffic, all stepped at once in numpy.
 
-`env.py` makes Gymnasium and vector environments of it, `expert.py` drives in it, `rendering.py` draws it. Units are
-metres, seconds and radians; x and y of the ego frame point forward and left. What a copy does depends on its own seed
-and actions alone: no operation mixes rows, and no sum depends on how many there are, so a copy is bit-equal alone and
-among others.
+`env.py` has the environments, `expert.py` the scripted driver, `rendering.py` the images. Units are metres, seconds and
+radians; x and y of the ego frame point forward and left. An environment depends on its own seed and actions only: no
+operation mixes rows, and no sum depends on the number of rows, so its results are bit-equal for any number of
+environments.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from deft.envs.driving.road import MAP_RADIUS, NUM_PARAMETERS, Roads, draw_parameters
+from deft.envs.checks import DIFFICULTIES, check_difficulty
+from deft.envs.driving.road import NUM_PARAMETERS, Roads, draw_parameters
 from deft.errors import InputError
 
 STEP_SECONDS = 0.2
@@ -25,7 +26,7 @@ NUM_LANES = 3
 LANE_WIDTH = 3.5
 HALF_ROAD = NUM_LANES * LANE_WIDTH / 2
 LANE_CENTRES = (np.arange(NUM_LANES) - (NUM_LANES - 1) / 2) * LANE_WIDTH  # right to left, from the road's centre
-EDGE = HALF_ROAD - 0.5  # off the road: the vehicle's centre is further from the road's; half of it hangs over then
+EDGE = HALF_ROAD - 0.5  # largest distance of the vehicle's centre from the road's centre line
 
 VEHICLE_LENGTH, VEHICLE_WIDTH = 4.5, 2.0
 WHEELBASE = 2.7
@@ -37,16 +38,14 @@ STEERING_RATE = 0.5  # radians a second
 # The intelligent driver model of the other vehicles: a (1 - (v/v0)⁴ - (s*/gap)²), s* = s0 + v T + v Δv / (2 √(a b))
 IDM_ACCELERATION, IDM_BRAKE, IDM_HEADWAY, IDM_GAP = 1.5, 2.5, 1.2, 2.0
 STRONGEST_BRAKE = 8.0
-SIDE_GAP = 2.6  # vehicles whose centres are less than this apart sideways are in each other's way
+SIDE_GAP = 2.6  # vehicles closer than this sideways, centre to centre, block each other
 LANE_CHANGE_SPEED = 1.2  # sideways, of other vehicles
-LANE_CHANGE_PAUSE = 4.0  # seconds from one change of a vehicle to its next
+LANE_CHANGE_PAUSE = 4.0  # seconds between two lane changes of a vehicle
 
 MAX_AHEAD, MAX_BEHIND = 9, 3  # others that start ahead of the ego, and behind it
 NUM_OTHERS = MAX_AHEAD + MAX_BEHIND
 
-Difficulty = Literal["easy", "medium", "hard"]
-DIFFICULTIES: tuple[Difficulty, ...] = ("easy", "medium", "hard")
-# One row a difficulty, in that order
+# One entry per difficulty: easy, medium, hard
 _BEND = np.array([0.35, 0.65, 1.0])  # how much the road winds
 _NUM_AHEAD = np.array([3, 7, 9])
 _NUM_BEHIND = np.array([1, 2, 3])
@@ -64,57 +63,27 @@ COMFORT_WEIGHT = 0.1
 LANE_WEIGHT = 0.5
 
 _NUM_DRAWS = NUM_PARAMETERS + 4 + 3 * NUM_OTHERS
-# What changes from step to step, one row a copy; with the road's parameters this is a copy's whole state.
-_STATE_NAMES = (
-    "level",
-    "elapsed_steps",
-    "position",
-    "heading",
-    "speed",
-    "steering",
-    "acceleration",
-    "command",
-    "arc",
-    "progress",
-    "road_offset",
-    "road_heading",
-    "collided",
-    "off_road",
-    "reached",
-    "terms",
-    "other_active",
-    "other_arc",
-    "other_offset",
-    "other_speed",
-    "other_lane",
-    "other_desired_speed",
-    "other_pause",
-    "other_acceleration",
-    "other_side_speed",
-    "other_position",
-    "other_heading",
-)
 
 
-class DrivingWorld:
-    """N copies of road, ego vehicle and traffic. Every attribute that is an array has one row a copy.
+class DrivingSimulator:
+    """N environments of a road, an ego vehicle and traffic. Every array attribute has one row per environment.
 
-    `reset` before the first `step`. Nothing is reset by itself: a copy whose episode is over (`collided`, `off_road`,
-    `reached`, or `elapsed_steps` at a limit of yours) drives on until it is reset.
+    Call `reset` before the first `step`. There is no automatic reset: an environment whose episode has ended
+    (`terminated`, or `elapsed_steps` at a limit of the caller) continues until it is reset.
     """
 
     def __init__(self, num_envs: int, difficulty: str = "medium") -> None:
         if num_envs < 1:
-            raise InputError(f"a driving world needs at least one copy, not {num_envs}")
+            raise InputError(f"num_envs is {num_envs}; choose at least 1")
         self.num_envs = num_envs
         self.set_difficulty(difficulty)
         self.generators = [np.random.default_rng() for _ in range(num_envs)]
-        """One source of random numbers a copy; only `reset` draws from it."""
+        """One per environment; only `reset` draws from it."""
         self.roads = Roads(num_envs)
         vehicles = (num_envs, NUM_OTHERS)
 
         self.level = np.zeros(num_envs, np.int64)
-        """int [N]: the difficulty of the present episode, as an index of DIFFICULTIES."""
+        """int [N]: the difficulty of the present episode, an index of DIFFICULTIES."""
         self.elapsed_steps = np.zeros(num_envs, np.int64)
         self.position = np.zeros((num_envs, 2))
         """[N, 2]: the ego's centre on the map."""
@@ -124,32 +93,32 @@ class DrivingWorld:
         self.steering = np.zeros(num_envs)
         """[N]: the angle of the front wheels, left positive."""
         self.acceleration = np.zeros(num_envs)
-        """[N]: what the last step asked for, m/s²."""
+        """[N]: of the last action, m/s²."""
         self.command = np.zeros((num_envs, 2))
-        """[N, 2]: the last step's acceleration and steering in parts of their limits, which comfort compares."""
+        """[N, 2]: acceleration and steering of the last action as fractions of their limits."""
         self.arc = np.zeros(num_envs)
-        """[N]: where along the road the ego is, in [0, road length)."""
+        """[N]: arc length of the ego along the road, in [0, road length)."""
         self.progress = np.zeros(num_envs)
         """[N]: metres along the road since the start; the route ends at ROUTE_LENGTH."""
         self.road_offset = np.zeros(num_envs)
         """[N]: to the left of the road's centre line."""
         self.road_heading = np.zeros(num_envs)
-        """[N]: of the road where the ego is."""
+        """[N]: heading of the road at the ego."""
         self.collided = np.zeros(num_envs, bool)
         self.off_road = np.zeros(num_envs, bool)
         """bool [N]: beyond the road's edge, or turned against its direction."""
         self.reached = np.zeros(num_envs, bool)
-        """bool [N]: the end of the route, unharmed."""
+        """bool [N]: the end of the route, without a collision."""
         self.terms = np.zeros((num_envs, len(REWARD_TERMS)))
-        """[N, 5]: the last step's reward in the parts that REWARD_TERMS names."""
+        """[N, 5]: the terms of the last step's reward, as in REWARD_TERMS."""
 
         self.other_active = np.zeros(vehicles, bool)
-        """bool [N, M]: which of the other vehicles there are in this episode; all else of the rest is meaningless."""
+        """bool [N, M]: which vehicles exist in this episode; the other attributes of the rest are undefined."""
         self.other_arc = np.zeros(vehicles)
         self.other_offset = np.zeros(vehicles)
         self.other_speed = np.zeros(vehicles)
         self.other_lane = np.zeros(vehicles, np.int64)
-        """int [N, M]: the lane that each keeps to or changes into."""
+        """int [N, M]: the lane that each vehicle keeps or changes to."""
         self.other_desired_speed = np.ones(vehicles)
         self.other_pause = np.zeros(vehicles)
         self.other_acceleration = np.zeros(vehicles)
@@ -157,17 +126,24 @@ class DrivingWorld:
         """[N, M]: to the left, m/s."""
         self.other_position = np.zeros((*vehicles, 2))
         self.other_heading = np.zeros(vehicles)
+        # With the parameters of the road these are the whole state of an environment.
+        self._state_names = [name for name, value in vars(self).items() if isinstance(value, np.ndarray)]
 
-    # ------------------------------------------------------------------------------------------------- what is known
+    # -------------------------------------------------------------------------------------------- derived quantities
+
+    @property
+    def terminated(self) -> np.ndarray:
+        """bool [N]: the episode has ended, by success or failure."""
+        return self.collided | self.off_road | self.reached
 
     @property
     def heading_error(self) -> np.ndarray:
-        """[N]: how far the ego points to the left of the road's direction, in [-π, π)."""
+        """[N]: angle of the ego to the left of the road's direction, in [-π, π)."""
         return _wrap_angle(self.heading - self.road_heading)
 
     @property
     def target_lane(self) -> np.ndarray:
-        """int [N]: the lane the ego is to keep to, the one nearest to it; 0 is the rightmost."""
+        """int [N]: the lane nearest to the ego; 0 is the rightmost."""
         lane = np.floor((self.road_offset + HALF_ROAD) / LANE_WIDTH).astype(np.int64)
         return np.minimum(np.maximum(lane, 0), NUM_LANES - 1)
 
@@ -183,57 +159,46 @@ class DrivingWorld:
 
     @property
     def num_vehicles(self) -> int:
-        """All vehicles of all copies, the egos included."""
+        """The number of vehicles in all environments, including the egos."""
         return self.num_envs + int(np.count_nonzero(self.other_active))
 
     def ahead(self) -> np.ndarray:
-        """[N, M]: how far ahead of the ego the others are along the road, behind it negative; centre to centre."""
+        """[N, M]: metres along the road from the ego to the others, centre to centre; negative behind it."""
         length = self.roads.length[:, None]
         distance = self.other_arc - self.arc[:, None]
         distance = np.where(distance < -0.5 * length, distance + length, distance)
         return np.where(distance >= 0.5 * length, distance - length, distance)
 
     def curvature(self, distances: np.ndarray) -> np.ndarray:
-        """[N, D]: of the road, these distances [D] ahead of the ego; left positive."""
+        """[N, D]: curvature of the road at distances [D] ahead of the ego; left positive."""
         return self.roads.at(self.roads.wrap(self.arc[:, None] + distances))[..., 3]
 
     def to_ego(self, points: np.ndarray) -> np.ndarray:
-        """Points of the map [N, P, 2] as the ego sees them: x forward, y left."""
+        """Transform points of the map [N, P, 2] to the ego frame: x forward, y left."""
         x, y = (points[..., axis] - self.position[:, None, axis] for axis in (0, 1))
         cosine, sine = np.cos(self.heading)[:, None], np.sin(self.heading)[:, None]
         return np.stack([x * cosine + y * sine, y * cosine - x * sine], axis=-1)
 
     def to_map(self, points: np.ndarray) -> np.ndarray:
-        """The inverse of `to_ego`."""
+        """Transform points of the ego frame to the map."""
         cosine, sine = np.cos(self.heading)[:, None], np.sin(self.heading)[:, None]
         x, y = points[..., 0] * cosine - points[..., 1] * sine, points[..., 0] * sine + points[..., 1] * cosine
         return np.stack([x, y], axis=-1) + self.position[:, None]
 
     def lane_points(self, distances: np.ndarray, lane: np.ndarray | None = None) -> np.ndarray:
-        """The centre of the target lane, or of `lane` [N], these distances [D] ahead along the road.
-
-        [N, D, 2] in the ego frame.
-        """
+        """Return points [N, D, 2] of the target lane's centre, or of `lane` [N], at distances [D] ahead; ego frame."""
         arc = self.roads.wrap(self.arc[:, None] + distances)
         offset = LANE_CENTRES[self.target_lane if lane is None else lane]
-        return self.to_ego(self.roads.place(arc, offset[:, None])[0])
+        return self.to_ego(self.roads.locate(arc, offset[:, None])[0])
 
-    def images(self, size: int = 64, index: np.ndarray | None = None) -> np.ndarray:
-        """Pictures from above, each ego's heading up: uint8 [N, 3, size, size]; of the copies `index`, or of all."""
-        from deft.envs.driving.rendering import draw
-
-        return draw(self, size, np.arange(self.num_envs) if index is None else index)
-
-    # ----------------------------------------------------------------------------------------------------- an episode
+    # ------------------------------------------------------------------------------------------------------ episodes
 
     def set_difficulty(self, difficulty: str) -> None:
-        """Choose easy, medium or hard for the episodes that begin from now on."""
-        if difficulty not in DIFFICULTIES:
-            raise InputError(f"difficulty is {difficulty!r}; choose {', '.join(DIFFICULTIES)}")
-        self.difficulty: str = difficulty
+        """Set the difficulty (easy, medium, hard) of the next episodes."""
+        self.difficulty = check_difficulty(difficulty)
 
     def reset(self, index: Sequence[int] | np.ndarray | None = None, seeds: Sequence[int] | None = None) -> None:
-        """Begin an episode in the copies `index` (default: all), each with its own seed, or else its generator."""
+        """Start an episode in the environments `index` (default: all), with new seeds or their present generators."""
         rows = np.arange(self.num_envs) if index is None else np.asarray(index, np.int64)
         if seeds is not None:
             for row, seed in zip(rows.tolist(), seeds, strict=True):
@@ -250,7 +215,7 @@ class DrivingWorld:
         offset = LANE_CENTRES[lane] + 0.8 * (draws[:, 1] - 0.5)
         start = np.zeros(self.num_envs)
         start[rows] = offset
-        position, road_heading = self.roads.place(np.zeros(self.num_envs), start)
+        position, road_heading = self.roads.locate(np.zeros(self.num_envs), start)
         self.position[rows], self.road_heading[rows] = position[rows], road_heading[rows]
         self.heading[rows] = _wrap_angle(road_heading[rows] + 0.1 * (draws[:, 2] - 0.5))
         self.speed[rows] = 6.0 + 3.0 * draws[:, 3]
@@ -262,7 +227,7 @@ class DrivingWorld:
         self._place_others(rows, level, lane, draws[:, 4:].reshape(len(rows), 3, NUM_OTHERS))
 
     def _place_others(self, rows: np.ndarray, level: np.ndarray, ego_lane: np.ndarray, draws: np.ndarray) -> None:
-        """Put the traffic on the road. Each has a stretch of it to itself, so that none overlap."""
+        """Draw the traffic. Each vehicle has its own section of the road, so that none overlap."""
         number = np.arange(NUM_OTHERS)
         is_ahead = number < MAX_AHEAD
         spacing = _SPACING[level][:, None]
@@ -288,9 +253,9 @@ class DrivingWorld:
         self._locate_others()
 
     def step(self, acceleration: np.ndarray, steering: np.ndarray) -> None:
-        """0.2 s in every copy: accelerations [N] (m/s²) and steering angles [N] (rad) of the egos, cut to their limits.
+        """Simulate 0.2 s with accelerations [N] (m/s²) and steering angles [N] (rad) of the egos, clipped to limits.
 
-        The steering wheels turn towards their angle at STEERING_RATE at most. The outcome is in the attributes.
+        The steering angle changes by STEERING_RATE at most. The results are in the attributes.
         """
         acceleration = np.minimum(np.maximum(acceleration, -MAX_ACCELERATION), MAX_ACCELERATION).astype(np.float64)
         steering = np.minimum(np.maximum(steering, -MAX_STEERING), MAX_STEERING).astype(np.float64)
@@ -305,7 +270,7 @@ class DrivingWorld:
         self._judge(travelled, previous)
 
     def _drive(self, acceleration: np.ndarray, steering: np.ndarray) -> np.ndarray:
-        """Move the egos as kinematic bicycles, by the midpoint rule; returns the metres along the road.
+        """Move the egos as kinematic bicycles, by the midpoint rule; return the metres along the road.
 
         ẋ = v cos(ψ + β), ẏ = v sin(ψ + β), ψ̇ = v cos β tan δ / wheelbase, tan β = tan δ / 2 (centre between the axles).
         """
@@ -336,7 +301,7 @@ class DrivingWorld:
         return travelled
 
     def _follow(self) -> np.ndarray:
-        """[N, M]: the acceleration of the others by the intelligent driver model, behind whatever is in their way."""
+        """[N, M]: the acceleration of the others by the intelligent driver model."""
         arc = np.concatenate([self.arc[:, None], self.other_arc], axis=1)  # the ego is vehicle 0
         offset = np.concatenate([self.road_offset[:, None], self.other_offset], axis=1)
         speed = np.concatenate([self.speed[:, None], self.other_speed], axis=1)
@@ -363,7 +328,7 @@ class DrivingWorld:
         return np.minimum(np.maximum(acceleration, -STRONGEST_BRAKE), IDM_ACCELERATION)
 
     def _change_lanes(self) -> None:
-        """One vehicle a copy and step may decide for a free lane beside it, on hard: none then choose the same gap."""
+        """Let one vehicle per environment and step change to a free lane (hard), so that no two take the same gap."""
         rows = np.arange(self.num_envs)
         number = self.elapsed_steps % NUM_OTHERS
         self.other_pause = np.maximum(self.other_pause - STEP_SECONDS, 0.0)
@@ -383,7 +348,7 @@ class DrivingWorld:
         distance = arc - self.other_arc[rows, number][:, None]
         distance = np.where(distance < -0.5 * length, distance + length, distance)
         distance = np.where(distance >= 0.5 * length, distance - length, distance)
-        # Room for what moves at another speed: two seconds of it on either side, and more than the gap now in front
+        # Room for vehicles at other speeds: two seconds on either side, and more than the present gap ahead
         closing = speed - own_speed[:, None]
         is_near = np.where(distance > 0, distance < 14.0 - 2 * closing, -distance < 14.0 + 2 * closing) & there
         for side in (1, -1):  # the left first
@@ -397,14 +362,14 @@ class DrivingWorld:
             may &= ~change
 
     def _drive_others(self, acceleration: np.ndarray) -> None:
-        """Move the others along their lanes. None drives into the gap's last metre, whatever cut in before it."""
+        """Move the others along their lanes. The last metre of a gap stays free."""
         room = np.maximum(self._gap - 1.0, 0.0) / STEP_SECONDS
         speed = np.minimum(np.maximum(self.other_speed + acceleration * STEP_SECONDS, 0.0), room)
         self.other_acceleration = acceleration
         self.other_speed = speed
         self.other_arc = self.roads.wrap(self.other_arc + speed * STEP_SECONDS)
         side = LANE_CENTRES[self.other_lane] - self.other_offset
-        # A vehicle that stands cannot move sideways: at most a quarter of its speed
+        # A vehicle at rest cannot move sideways: at most a quarter of its speed
         most = np.minimum(LANE_CHANGE_SPEED, 0.25 * speed) * STEP_SECONDS
         side = np.minimum(np.maximum(side, -most), most)
         self.other_offset = self.other_offset + side
@@ -412,11 +377,11 @@ class DrivingWorld:
         self._locate_others()
 
     def _locate_others(self) -> None:
-        self.other_position, heading = self.roads.place(self.other_arc, self.other_offset)
+        self.other_position, heading = self.roads.locate(self.other_arc, self.other_offset)
         self.other_heading = heading + np.arctan(self.other_side_speed / np.maximum(self.other_speed, 1.0))
 
     def _judge(self, travelled: np.ndarray, previous: np.ndarray) -> None:
-        """What the step led to: the reward's terms, and whether the route or the drive is at its end."""
+        """Compute the reward's terms, and whether the episode has ended."""
         self.progress = self.progress + travelled
         self.collided = np.any(self._touches(), axis=1)
         self.off_road = (np.abs(self.road_offset) > EDGE) | (np.abs(self.heading_error) > 0.5 * np.pi)
@@ -434,12 +399,12 @@ class DrivingWorld:
         )
 
     def _touches(self) -> np.ndarray:
-        """bool [N, M]: whose box overlaps the ego's. Two boxes are apart where an axis of either separates them."""
+        """bool [N, M]: whose box overlaps the ego's. Boxes do not overlap if an axis of either separates them."""
         x, y = (self.other_position[..., axis] - self.position[:, None, axis] for axis in (0, 1))
         half_length, half_width = VEHICLE_LENGTH / 2, VEHICLE_WIDTH / 2
         turn = self.other_heading - self.heading[:, None]
         cosine, sine = np.abs(np.cos(turn)), np.abs(np.sin(turn))
-        # The other's box, seen along the ego's axes, and the reverse, reaches as far as:
+        # Half extent of the other's box along the ego's axes, plus the ego's, and the reverse:
         reach_along = half_length + half_length * cosine + half_width * sine
         reach_across = half_width + half_length * sine + half_width * cosine
         touches = self.other_active.copy()
@@ -452,44 +417,37 @@ class DrivingWorld:
     # ---------------------------------------------------------------------------------------------------------- state
 
     def get_state(self, index: Sequence[int] | np.ndarray | None = None) -> list[dict[str, Any]]:
-        """All that the future of each copy depends on, as plain data: one dict a copy, of `index` or of all."""
+        """Return the complete state as plain data: one dict per environment of `index`, or of all."""
         rows = range(self.num_envs) if index is None else np.asarray(index).tolist()
         return [
             {
                 "difficulty": self.difficulty,
                 "random": self.generators[row].bit_generator.state,
                 "road": self.roads.parameters[row].copy(),
-                **{name: getattr(self, name)[row].copy() for name in _STATE_NAMES},
+                **{name: getattr(self, name)[row].copy() for name in self._state_names},
             }
             for row in rows
         ]
 
     def set_state(self, states: Sequence[dict[str, Any]], index: Sequence[int] | np.ndarray | None = None) -> None:
-        """Go on from saved states, one for each copy of `index` (default: all)."""
+        """Continue from saved states, one for each environment of `index` (default: all)."""
         rows = np.arange(self.num_envs) if index is None else np.asarray(index, np.int64)
         for row, state in zip(rows.tolist(), states, strict=True):
             self.set_difficulty(state["difficulty"])
             self.generators[row].bit_generator.state = state["random"]
             if (self.roads.parameters[row] != state["road"]).any():
                 self.roads.build(np.array([row]), np.asarray(state["road"])[None])
-            for name in _STATE_NAMES:
+            for name in self._state_names:
                 getattr(self, name)[row] = state[name]
 
-    def fork(self) -> DrivingWorld:
-        """A copy of the world to look ahead in: stepping it changes nothing here. It shares roads and generators."""
-        return copy.copy(self)._own_arrays()
-
-    def _own_arrays(self) -> DrivingWorld:
-        for name in _STATE_NAMES:
-            setattr(self, name, getattr(self, name).copy())
-        return self
-
-
-def bounds() -> tuple[float, float]:
-    """The least and the greatest x and y that any vehicle on a road has: the map is this square."""
-    return -MAP_RADIUS, MAP_RADIUS
+    def fork(self) -> DrivingSimulator:
+        """Return a copy for simulating ahead: stepping it changes nothing here. It shares roads and generators."""
+        fork = copy.copy(self)
+        for name in self._state_names:
+            setattr(fork, name, getattr(self, name).copy())
+        return fork
 
 
 def _wrap_angle(angle: np.ndarray) -> np.ndarray:
-    """Into [-π, π)."""
+    """Wrap angles to [-π, π)."""
     return angle - 2 * np.pi * np.floor((angle + np.pi) / (2 * np.pi))
