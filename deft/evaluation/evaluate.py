@@ -16,11 +16,11 @@ from deft import trust
 from deft.config.loading import load_config, replace
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
+from deft.envs.captions import FrameRecorder
 from deft.envs.make import full_id, make_env, make_vector_env, wrap
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
-from deft.evaluation.captions import Film
 from deft.evaluation.rollouts import (
     EVALUATION_ENVS,
     check_num_episodes,
@@ -170,7 +170,7 @@ def film_outcomes(
     ]
     if not chosen:
         raise InputError("--videos: this environment does not say whether an episode succeeded; use --video")
-    film = Film(make_env(env_config, render_mode="rgb_array"))
+    film = FrameRecorder(make_env(env_config, render_mode="rgb_array"))
     fps = film.metadata.get("render_fps", 30)
     vector = wrap(film, chunk_length=chunk_length)
     written = []

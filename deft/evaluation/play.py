@@ -13,11 +13,11 @@ from deft import trust
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import EnvConfig, PlayConfig
 from deft.data.spaces import action_stream
+from deft.envs.captions import Captions
 from deft.envs.make import full_id, make_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
-from deft.evaluation.captions import Captions
 from deft.evaluation.evaluate import find_run, load_policy
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.video import write_video

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 
 from deft import schema
 from deft.data.tensors import check_log_prob, policy_inputs, zero_rows
+from deft.envs.layout import Observation
 from deft.envs.make import wrap
-from deft.envs.vector import Episode, VectorEnv
+from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.evaluation.video import write_video
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.policy import Policy
+from deft.runs.rollout import rollout
 
 EVALUATION_ENVS = 10  # environments that an evaluation steps at once
 
@@ -33,51 +36,100 @@ def play_episodes(
     act: Callable[[], np.ndarray] | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> list[Episode]:
-    """`num_episodes` episodes, episode i from seed + i, whatever the policy and the number of environments.
+    """Play `num_episodes` episodes, episode i from seed + i, whatever the policy and the number of environments.
 
     `policy` None acts at random, or as `act` decides (actions [N, …], from whatever it knows of the environments).
-    Pictures of the first environment are appended to `frames`. `watch` is called before every step with the number of
-    episodes that ended since its last call; what it raises ends the evaluation.
+    Images of the first environment are appended to `frames`. `watch` is called before every step with the number of
+    episodes that ended since its last call; an exception that it raises ends the evaluation.
     """
     check_num_episodes(num_episodes)
-    generator = np.random.default_rng(seed)
-    device = torch.device("cpu") if policy is None else next(iter(policy.parameters())).device
-    mask = None if env.action_mask is None else torch.as_tensor(env.action_mask, device=device).expand(env.num_envs, -1)
+    players = _Players(policy, env, deterministic, act or partial(random_actions, env, np.random.default_rng(seed)))
     episodes: list[Episode] = []
     while len(episodes) < num_episodes:
         wanted = min(env.num_envs, num_episodes - len(episodes))
-        observation = env.reset(seed + len(episodes))
-        memory = None if policy is None else policy.initial_memory(env.num_envs)
-        reward = np.zeros(env.num_envs, np.float32) if policy is not None and policy.needs_reward else None
-        finished: dict[int, Episode] = {}
-        ended = 0
-        while len(finished) < wanted:
-            if watch is not None:
-                watch(len(finished) - ended)
-                ended = len(finished)
-            if frames is not None and 0 not in finished and (frame := env.render(0)) is not None:
-                frames.append(frame)
-            if policy is None:
-                actions = random_actions(env, generator) if act is None else act()
-            else:
-                td = policy.act(policy_inputs(observation, device, memory, mask, reward), deterministic)
-                check_log_prob(td.get(schema.LOG_PROB, None))
-                actions = td[schema.ACTION].numpy(force=True)
-                memory = td.get(schema.NEXT_MEMORY, None)
-            step = env.step(actions)
-            observation = step.observation
-            if memory is not None:
-                memory = zero_rows(memory, step.done_index)
-            if reward is not None:
-                reward = step.reward.astype(np.float32)
-                reward[step.done_index] = 0.0
-            for episode in step.episodes:
-                if episode.env_index < wanted:
-                    finished.setdefault(episode.env_index, episode)
-        if watch is not None:
-            watch(len(finished) - ended)
-        episodes += [finished[index] for index in range(wanted)]
+        episodes += _play_round(players, env, wanted, seed + len(episodes), frames, watch or (lambda _: None))
     return episodes
+
+
+def _play_round(
+    players: _Players,
+    env: VectorEnv,
+    wanted: int,
+    seed: int,
+    frames: list[np.ndarray] | None,
+    watch: Callable[[int], None],
+) -> list[Episode]:
+    """One episode in each of the first `wanted` environments."""
+    finished: dict[int, Episode] = {}
+    num_watched = 0
+
+    def report() -> None:
+        nonlocal num_watched
+        num_new, num_watched = len(finished) - num_watched, len(finished)
+        watch(num_new)
+
+    def act(observation: Observation) -> np.ndarray:
+        report()
+        if frames is not None and 0 not in finished and (frame := env.render(0)) is not None:
+            frames.append(frame)
+        return players.act(observation)
+
+    def sink(_: Any, __: Any, step: VectorStep) -> bool:
+        players.take(step)
+        for episode in step.episodes:
+            if episode.env_index < wanted:
+                finished.setdefault(episode.env_index, episode)
+        return len(finished) >= wanted
+
+    observation = env.reset(seed)
+    players.begin()
+    rollout(env, act, sink, observation)
+    report()
+    return [finished[index] for index in range(wanted)]
+
+
+class _Players:
+    """What acts in every environment of an evaluation: a policy with its memory, or `act` where there is none."""
+
+    def __init__(
+        self, policy: Policy | None, env: VectorEnv, deterministic: bool, act: Callable[[], np.ndarray]
+    ) -> None:
+        self._policy, self._num_envs, self._deterministic, self._without_policy = (
+            policy,
+            env.num_envs,
+            deterministic,
+            act,
+        )
+        self._device = torch.device("cpu") if policy is None else next(iter(policy.parameters())).device
+        self._mask: torch.Tensor | None = None
+        if env.action_mask is not None:
+            self._mask = torch.as_tensor(env.action_mask, device=self._device).expand(env.num_envs, -1)
+
+    def begin(self) -> None:
+        """Start new episodes in all environments."""
+        policy = self._policy
+        self._memory = None if policy is None else policy.initial_memory(self._num_envs)
+        needs_reward = policy is not None and policy.needs_reward
+        self._reward = np.zeros(self._num_envs, np.float32) if needs_reward else None
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Actions [N, …] for the observations."""
+        if self._policy is None:
+            return self._without_policy()
+        inputs = policy_inputs(observation, self._device, self._memory, self._mask, self._reward)
+        td = self._policy.act(inputs, self._deterministic)
+        check_log_prob(td.get(schema.LOG_PROB, None))
+        self._memory = td.get(schema.NEXT_MEMORY, None)
+        actions: np.ndarray = td[schema.ACTION].numpy(force=True)
+        return actions
+
+    def take(self, step: VectorStep) -> None:
+        """Carry memory and rewards on, from zero where an episode ended."""
+        if self._memory is not None:
+            self._memory = zero_rows(self._memory, step.done_index)
+        if self._reward is not None:
+            self._reward = step.reward.astype(np.float32)
+            self._reward[step.done_index] = 0.0
 
 
 def num_played(policy: Policy | None, num_episodes: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from deft.evaluation.plots import BLUE, GRAY, ORANGE, _figure, _save, _style
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.waypoint import PPOPolicy
 from deft.runs.random_state import separate_random_state
+from deft.runs.rollout import rollout
 
 CYAN = "#00d5ff"  # to be seen on grass, asphalt and white lines
 MEASURES = ("success_rate", "collision_rate", "off_road_rate", "ade", "fde", "mean_reward")
@@ -107,9 +109,7 @@ def plot_waypoints(
     first = next(iter(policies.values()))
     colors = (ORANGE, BLUE, GRAY)
     with torch.inference_mode(), separate_random_state(seed):
-        observation = env.reset(seed)
-        for _ in range(after):
-            observation = env.step(_waypoints(first, observation)).observation
+        observation = rollout(env, partial(_waypoints, first), lambda *_: None, env.reset(seed), after)
         planned = {name: _waypoints(policy, observation) for name, policy in policies.items()}
         target = env.simulator.target_waypoints()
     assert isinstance(observation, dict)

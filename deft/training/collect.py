@@ -31,6 +31,7 @@ from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import members_of
 from deft.runs.logging import show_progress
 from deft.runs.random_state import seed_everything
+from deft.runs.rollout import rollout
 from deft.runs.signals import StopSignal
 
 
@@ -309,18 +310,25 @@ def _play(
     total, unit = (config.steps, "steps") if config.steps is not None else (config.episodes, "episodes")
     assert total is not None
     with show_progress(total, unit) as progress:
-        while not is_enough() and not stop():
+        actions = np.empty(0)
+
+        def act(observation: Observation) -> np.ndarray:
+            nonlocal actions
             actions = _executed(actor.act(observation), env.action_space)
-            try:
-                step = env.step(actions)
-            except DeftError:
-                if env.finished is not None:
-                    take(actions, env.finished, env.finished.done_index.tolist())
-                raise
-            observation = step.observation
+            return actions
+
+        def sink(_: Any, __: Any, step: VectorStep) -> bool:
             take(actions, step, range(env.num_envs))
             actor.ended(step.done_index)
             progress(num_taken if config.steps is not None else played.num_episodes)
+            return is_enough()
+
+        try:
+            rollout(env, act, sink, observation, stop=stop)
+        except DeftError:
+            if env.finished is not None:  # environments whose step was complete when another one failed
+                take(actions, env.finished, env.finished.done_index.tolist())
+            raise
         if not stop():
             for index, episode in enumerate(open_episodes):
                 if config.steps is not None and len(episode):

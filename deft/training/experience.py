@@ -15,8 +15,7 @@ from deft.models.policy import Policy
 from deft.training.cluster.building import block_steps, open_workers
 from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
-from deft.training.collection import BackgroundCollection, Collection, InlineCollection
-from deft.training.collector import Collector
+from deft.training.collection import BackgroundCollection, Collection, Collector, InlineCollection
 from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.replay_collection import ReplayCollection
 

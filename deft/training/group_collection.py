@@ -17,15 +17,15 @@ from tensordict import TensorDict
 from deft import schema
 from deft.algorithms.experience import Groups
 from deft.data.rollout import Columns
-from deft.data.tensors import Row, zero_rows
+from deft.data.tensors import Row
 from deft.envs.layout import Observation
 from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.runs.random_state import get_random_state, set_random_state
+from deft.runs.rollout import rollout
 from deft.runs.seeds import TRAINING_SEEDS
-from deft.training.collection import Collection
-from deft.training.collector import Collector
+from deft.training.collection import Collection, Collector
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +90,11 @@ class GroupCollector(Collector):
         num_envs, self.played = self.env.num_envs, 0
         alive, lost = np.ones(num_envs, bool), np.zeros(num_envs, bool)
         lengths, returns = np.zeros(num_envs, np.int64), np.zeros(num_envs)
-        for _ in range(max_steps):
-            if stop():
-                return False
-            step = self._play_step(buffer, alive)
+
+        def sink(_: Any, __: Any, step: VectorStep) -> bool:
+            self._row[schema.STEP_MASK] = alive
+            self._complete(step)
+            buffer.write(self._row)
             lengths[alive] += step.num_steps[alive]
             returns[alive] += step.reward[alive]
             self.played = int(lengths.sum())
@@ -102,8 +103,18 @@ class GroupCollector(Collector):
             self.episodes.extend(ended)
             lost[step.lost_index] |= alive[step.lost_index]
             alive[step.done_index] = False
-            if not alive.any():
-                break
+            return not alive.any()
+
+        is_stopped = False
+
+        def stops() -> bool:
+            nonlocal is_stopped
+            is_stopped = stop()
+            return is_stopped
+
+        rollout(self.env, self._choose, sink, None, max_steps, stops)
+        if is_stopped:
+            return False
         success = False if self._reports_success else None  # of an episode that is cut: it was not reached
         self.episodes.extend(
             Episode(int(index), float(returns[index]), int(lengths[index]), success, {})
@@ -115,15 +126,6 @@ class GroupCollector(Collector):
         lost_groups = lost.reshape(-1, self.group_size).any(1).repeat(self.group_size)
         buffer.end_round(lost_groups)
         return True
-
-    def _play_step(self, buffer: GroupBuffer, alive: np.ndarray) -> VectorStep:
-        row, next_memory = self._act()
-        row[schema.STEP_MASK] = alive
-        step = self._step_env(row)
-        buffer.write(row)
-        self._observation = step.observation
-        self._memory = None if next_memory is None else zero_rows(next_memory, step.done_index)
-        return step
 
     def take_step_count(self, num_vector_steps: int) -> int:
         """Env steps of the episodes played since the last call; the steps after an episode's end are none."""

@@ -21,8 +21,7 @@ from deft.errors import InputError
 from deft.models.normalization import has_seen_data
 from deft.runs.precision import set_precision
 from deft.training.capture import CapturedUpdate
-from deft.training.collection import Collection
-from deft.training.collector import Collector
+from deft.training.collection import Collection, Collector
 from deft.training.evaluator import check_spaces
 
 log = logging.getLogger(__name__)

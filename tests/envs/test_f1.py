@@ -20,7 +20,7 @@ from deft.envs.tabletop.control import CONTROL_MODES, action_mask
 from deft.envs.tabletop.env import TabletopEnv
 from deft.errors import InputError, RunError
 from deft.models.policy import Policy
-from deft.training.collector import Collector
+from deft.training.collection import Collector
 
 NUMBERED: dict[str, Any] = {"world": WORLD_ID}
 SMALL: dict[str, Any] = {"image_size": 16, "max_steps": 4}

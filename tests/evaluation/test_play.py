@@ -9,8 +9,8 @@ from worlds import Counting
 
 from deft.cli import main
 from deft.config.settings import PlayConfig
+from deft.envs.captions import CAPTION_HEIGHT, Captions
 from deft.errors import InputError
-from deft.evaluation.captions import CAPTION_HEIGHT, Captions
 from deft.evaluation.play import play
 
 

@@ -17,7 +17,6 @@ from deft.data.episodes import batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.evaluation.world_model import (
     episode_losses,
-    evaluate_teacher,
     mean_loss,
     measure,
     open_loop,
@@ -30,6 +29,7 @@ from deft.models.f1.policy import F1Policy
 from deft.models.f1.rollout import encode_frames
 from deft.training.phases.exploration import Exploration, InlineExplorer
 from deft.training.phases.teacher import train_teacher
+from deft.training.phases.teacher_evaluation import evaluate_teacher
 
 
 class FakeTokenizer:

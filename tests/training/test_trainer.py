@@ -205,16 +205,16 @@ def test_a_signal_stops_between_steps_and_the_resumed_run_is_the_same(tmp_path, 
     whole.train(512)
 
     trainer = make_trainer(tmp_path / "half", **mode)
-    step, calls = trainer.collection.collector.step, 0
+    step, calls = trainer.env.step, 0
 
-    def interrupted(buffer, ends_segment):
+    def interrupted(actions):
         nonlocal calls
         calls += 1
         if calls == 100:  # in the middle of the fourth rollout of 32
             os.kill(os.getpid(), number)
-        step(buffer, ends_segment)
+        return step(actions)
 
-    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
+    trainer.env.step = interrupted  # type: ignore[method-assign]
     handler = signal.getsignal(number)
     with pytest.raises(raised):
         trainer.train(512)
@@ -417,14 +417,14 @@ def test_a_run_stopped_in_its_first_rollout_is_resumed(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     whole.train(256)
     trainer = make_trainer(tmp_path / "half")
-    step, calls = trainer.collection.collector.step, itertools.count(1)
+    step, calls = trainer.env.step, itertools.count(1)
 
-    def interrupted(buffer, ends_segment):
+    def interrupted(actions):
         if next(calls) == 10:
             os.kill(os.getpid(), signal.SIGINT)
-        step(buffer, ends_segment)
+        return step(actions)
 
-    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
+    trainer.env.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         trainer.train(256)
     assert trainer.num_timesteps == 0
@@ -460,18 +460,18 @@ class Blinking(gymnasium.Env):
 def test_a_half_rollout_that_no_longer_fits_is_dropped(tmp_path, mode, change, caplog):
     """Stopped in the second rollout of 32, then resumed with an earlier end, or with shorter rollouts."""
     trainer = make_trainer(tmp_path, buffer_type=mode, max_staleness=0)
-    step, calls = trainer.collection.collector.step, itertools.count(1)
+    step, calls = trainer.env.step, itertools.count(1)
 
-    def interrupted(buffer, ends_segment):
+    def interrupted(actions):
         if next(calls) == 32 + 20:
             os.kill(os.getpid(), signal.SIGINT)
             if mode == "vla":
                 time.sleep(
                     1.0
                 )  # this is the collector's thread: the main one is to see the signal before the next step
-        step(buffer, ends_segment)
+        return step(actions)
 
-    trainer.collection.collector.step = interrupted  # type: ignore[method-assign]
+    trainer.env.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         trainer.train(256)
     settings = {"buffer_size": change.get("buffer_size", 32)}

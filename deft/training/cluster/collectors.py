@@ -30,8 +30,7 @@ from deft.runs.seeds import training_seed
 from deft.training.cluster.blocks import Block, End, Order, unpack_tensor
 from deft.training.cluster.packing import Strand, lay, like, plain, strands_of, take_steps
 from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost, parts_of
-from deft.training.collection import UNKNOWN_COLLECTOR
-from deft.training.collector import Collector, StepBuffer
+from deft.training.collection import UNKNOWN_COLLECTOR, Collector, StepBuffer
 from deft.training.group_collection import GroupBuffer, GroupCollector
 
 log = logging.getLogger(__name__)

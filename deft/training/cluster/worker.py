@@ -26,7 +26,7 @@ from deft.models.policy import Policy
 from deft.runs.compute import is_small, torch_threads
 from deft.runs.random_state import get_random_state, set_random_state
 from deft.training.cluster.blocks import Block, End, Order, load_packed, pack_tensor
-from deft.training.collector import Collector
+from deft.training.collection import Collector
 from deft.training.group_collection import GroupBuffer, GroupCollector
 
 _OF_THE_POLICY = (schema.LOG_PROB, schema.VALUE, schema.POLICY_VERSION, schema.ACTION_MASK)

@@ -26,6 +26,7 @@ from deft.data.augmentation import recolor_episode
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, TeacherEnv
 from deft.errors import DeftError, InputError, RunError
+from deft.runs.rollout import rollout
 from deft.runs.signals import raise_if_stopped
 
 SCENES = 2**31  # training's scenes have seeds below it, held-out ones from it on
@@ -75,15 +76,19 @@ class Exploration:
         """An episode of random actions."""
         generator = np.random.default_rng([self.seed, number, int(self.held_out)])
         observation, _ = env.reset(seed=scene_seed)
-        observations, over = [observation], False
+        observations = [observation]
         actions: list[np.ndarray] = []
-        while not over:
+
+        def choose(_: Any) -> np.ndarray:
             raise_if_stopped()
-            action = self.choose(env, generator, len(actions))
-            observation, _, terminated, truncated, info = env.step(action.astype(np.float32))
-            over = terminated or truncated
-            observations.append(observation)
-            actions.append(info["executed_action"])
+            return self.choose(env, generator, len(actions)).astype(np.float32)
+
+        def sink(_: Any, __: Any, answer: tuple[Any, ...]) -> bool:
+            observations.append(answer[0])
+            actions.append(answer[4]["executed_action"])
+            return bool(answer[2] or answer[3])
+
+        rollout(env, choose, sink, observation)
 
         def frames(camera: str) -> np.ndarray | None:
             return np.stack([seen[camera][-1] for seen in observations]) if camera in observation else None

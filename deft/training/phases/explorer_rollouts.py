@@ -43,6 +43,7 @@ from deft.models.f1.explorer import ExplorerPolicy
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
 from deft.runs.processes import Processes
+from deft.runs.rollout import rollout
 from deft.runs.seeds import process_seed
 from deft.runs.signals import raise_if_stopped
 from deft.training.phases.exploration import Exploration
@@ -190,7 +191,7 @@ class ExplorerRollouts:
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def _round(self, act: Callable[[TensorDict], TensorDictBase] | None, version: int) -> Collected:
-        """One episode in every copy (a copy that ends early begins another)."""
+        """One episode in every environment (one that ends early starts another)."""
         explorer, count = self.explorer, self.env.num_envs
         seen = _copied(self.env.reset(self._seeds()))
         memory, codes = explorer.initial_memory(count), self._codes(seen)
@@ -199,7 +200,8 @@ class ExplorerRollouts:
         steps: list[TensorDictBase] = []
         records = [_Record(number, seen, codes.cpu(), column) for column, number in enumerate(self._numbers())]
         done: list[_Record] = []
-        for time in range(self.num_steps):
+
+        def choose(_: Any) -> np.ndarray:
             raise_if_stopped()
             td = TensorDict(
                 {
@@ -210,16 +212,22 @@ class ExplorerRollouts:
                 },
                 batch_size=[count],
             )
-            acted = explorer.act(td) if act is None else act(td)
-            next_memory, said = acted[schema.NEXT_MEMORY], acted[schema.ACTION]
-            executed = (explorer.executed(said) if act is None else executed_action(said, explorer.action_mask)).cpu()
-            answer = self.env.step(executed.numpy())
-            following = _copied(answer.observation)
-            true_next = _with_final(following, answer)
+            steps.append(explorer.act(td) if act is None else act(td))
+            action = steps[-1][schema.ACTION]
+            executed = explorer.executed(action) if act is None else executed_action(action, explorer.action_mask)
+            actions: np.ndarray = executed.cpu().numpy()
+            return actions
+
+        def sink(_: Any, actions: np.ndarray, step: VectorStep) -> None:
+            nonlocal seen, codes, memory, noise
+            time, acted = len(steps) - 1, steps[-1]
+            next_memory = acted[schema.NEXT_MEMORY]
+            following = _copied(step.observation)
+            true_next = _with_final(following, step)
             next_codes = self._codes(true_next)
             is_last = time == self.num_steps - 1
-            terminated = torch.as_tensor(answer.terminated.copy())
-            truncated = (torch.as_tensor(answer.truncated.copy()) | is_last) & ~terminated
+            terminated = torch.as_tensor(step.terminated.copy())
+            truncated = (torch.as_tensor(step.truncated.copy()) | is_last) & ~terminated
             over = (terminated | truncated).numpy()
             acted[schema.NEXT] = TensorDict(
                 {
@@ -232,28 +240,28 @@ class ExplorerRollouts:
             )
             acted[schema.POLICY_VERSION] = torch.full((count,), version)
             acted["remembered"] = next_memory[:, -1]
-            steps.append(acted)
             found = next_codes.cpu()
             for column, record in enumerate(records):
-                record.add(executed[column], true_next, found)
+                record.add(torch.as_tensor(actions[column]), true_next, found)
                 if over[column]:
                     done.append(record)
             if is_last:
-                break
-            codes = next_codes
+                return
+            seen, codes = following, next_codes
             if over.any():
                 codes = self._codes(following)
                 for column in np.flatnonzero(over).tolist():
                     records[column] = _Record(records[column].number, following, codes.cpu(), column, time + 1)
-            seen = following
             ended = torch.as_tensor(over, device=next_memory.device)
             memory = next_memory * ~ended[:, None, None]
             noise = explorer.draw_noise(count, noise, ended)
-        rollout: Any = torch.stack(steps)
-        remembered = rollout.pop("remembered")
+
+        rollout(self.env, choose, sink, None, self.num_steps)
+        stacked: Any = torch.stack(steps)
+        remembered = stacked.pop("remembered")
         done.sort(key=lambda record: (record.column, record.start))
         return Collected(
-            rollout.to(explorer.device),
+            stacked.to(explorer.device),
             [record.episode() for record in done],
             [(record.start, record.column) for record in done],
             remembered,

@@ -29,6 +29,7 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.frames import to_model, to_pictures
+from deft.runs.rollout import rollout
 from deft.runs.signals import raise_if_stopped
 from deft.training.phases.recorded import split, trained_on
 
@@ -131,15 +132,16 @@ class TabletopFrames:
         env = self._make()
         try:
             actions = np.zeros(COPIES, np.int64)
-            observation = env.reset(seed)
+            observation: Any = env.reset(seed)
+            finals: list[Any] = []  # the last images of scenes that ended
             while True:
-                assert isinstance(observation, np.ndarray)
                 yield observation.reshape(-1, *observation.shape[2:]).copy()
-                step = env.step(actions)
-                if step.final_observation is not None:  # the last pictures of scenes that ended
-                    assert isinstance(step.final_observation, np.ndarray)
-                    yield step.final_observation.reshape(-1, *step.final_observation.shape[2:]).copy()
-                observation = step.observation
+                observation = rollout(
+                    env, lambda _: actions, lambda _, __, step: finals.append(step.final_observation), observation, 1
+                )
+                final = finals.pop()
+                if final is not None:
+                    yield final.reshape(-1, *final.shape[2:]).copy()
         finally:
             env.close()
 

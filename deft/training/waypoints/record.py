@@ -11,9 +11,11 @@ from deft import schema
 from deft.config.loading import to_dict
 from deft.config.waypoint_settings import WaypointRecordingConfig
 from deft.data.waypoint_recording import WaypointRecording
+from deft.envs.vector import VectorStep
 from deft.envs.waypoints.make import make_waypoint_simulator
 from deft.envs.waypoints.protocol import WaypointEpisode, WaypointVectorEnv
 from deft.errors import InputError, RunError
+from deft.runs.rollout import rollout
 
 DEFAULT_COPIES = 16
 
@@ -29,9 +31,12 @@ def record(config: WaypointRecordingConfig) -> dict[str, Any]:
     simulator = make_waypoint_simulator(config.env, min(copies, config.episodes), config.difficulty, config.env_kwargs)
     env = WaypointVectorEnv(simulator)
     try:
-        rows, episodes = _drive(env, config)
+        recorder = _Recorder(env, config)
+        for first in range(0, config.episodes, env.num_envs):
+            recorder.record(first)
     finally:
         env.close()
+    rows, episodes = recorder.rows, recorder.episodes
     numbers = np.concatenate([np.full(len(rows[number]), number) for number in sorted(rows)])
     columns = [
         np.stack(column) for column in zip(*(row for number in sorted(rows) for row in rows[number]), strict=True)
@@ -47,31 +52,39 @@ def record(config: WaypointRecordingConfig) -> dict[str, Any]:
     }
 
 
-def _drive(
-    env: WaypointVectorEnv, config: WaypointRecordingConfig
-) -> tuple[dict[int, list[tuple[np.ndarray, ...]]], list[WaypointEpisode]]:
-    """The rows of each episode by its number, and how the episodes went."""
-    generator = np.random.default_rng(config.seed)
-    rows: dict[int, list[tuple[np.ndarray, ...]]] = {}
-    episodes: list[WaypointEpisode] = []
-    for first in range(0, config.episodes, env.num_envs):
-        observation = env.reset(config.seed + first)
-        under_way = set(range(min(env.num_envs, config.episodes - first)))
-        while under_way:
-            plan = env.simulator.target_waypoints()
-            if plan is None:
-                raise RunError(f"{config.env} has no driver to record: it gives no ground truth")
-            assert isinstance(observation, dict)
-            label = plan + generator.normal(0, config.label_noise, plan.shape) if config.label_noise else plan
-            for index in under_way:
-                row = (observation[schema.CAMERA][index], observation[schema.MOTION][index], label[index])
-                rows.setdefault(first + index, []).append((row[0].copy(), row[1].copy(), row[2].astype(np.float32)))
-            noise = generator.normal(0, config.noise, plan.shape) if config.noise else 0.0
-            step = env.step((plan + noise).astype(np.float32))
-            observation = step.observation
-            for episode in step.episodes:
-                if episode.env_index in under_way:
-                    assert isinstance(episode, WaypointEpisode)
-                    under_way.remove(episode.env_index)
-                    episodes.append(episode)
-    return rows, episodes
+class _Recorder:
+    """The rows of each episode by its number, and the episodes, as the scripted driver drives them."""
+
+    def __init__(self, env: WaypointVectorEnv, config: WaypointRecordingConfig) -> None:
+        self.env, self.config = env, config
+        self.generator = np.random.default_rng(config.seed)
+        self.rows: dict[int, list[tuple[np.ndarray, ...]]] = {}
+        self.episodes: list[WaypointEpisode] = []
+
+    def record(self, first: int) -> None:
+        """Record the episodes from number `first` on, one in every environment."""
+        self._first = first
+        self._under_way = set(range(min(self.env.num_envs, self.config.episodes - first)))
+        rollout(self.env, self._act, self._take, self.env.reset(self.config.seed + first))
+
+    def _act(self, observation: Any) -> np.ndarray:
+        """Store what is seen and planned; return the plan with noise."""
+        config, plan = self.config, self.env.simulator.target_waypoints()
+        if plan is None:
+            raise RunError(f"{config.env} has no driver to record: it gives no ground truth")
+        label = plan + self.generator.normal(0, config.label_noise, plan.shape) if config.label_noise else plan
+        for index in self._under_way:
+            images, motion = observation[schema.CAMERA][index].copy(), observation[schema.MOTION][index].copy()
+            row = (images, motion, label[index].astype(np.float32))
+            self.rows.setdefault(self._first + index, []).append(row)
+        noise = self.generator.normal(0, config.noise, plan.shape) if config.noise else 0.0
+        actions: np.ndarray = (plan + noise).astype(np.float32)
+        return actions
+
+    def _take(self, _: Any, __: Any, step: VectorStep) -> bool:
+        for episode in step.episodes:
+            if episode.env_index in self._under_way:
+                assert isinstance(episode, WaypointEpisode)
+                self._under_way.remove(episode.env_index)
+                self.episodes.append(episode)
+        return not self._under_way

@@ -24,7 +24,7 @@ from deft.models.vla.actor import VLAActor
 from deft.models.vla.get_action import GetActionPolicy, find_modules, wrap_policy
 from deft.models.vla.policy import VLAPolicy
 from deft.training.api import PPOTrainer
-from deft.training.collector import Collector
+from deft.training.collection import Collector
 
 WORDS = {"red": 0, "blue": 1, "": 0}
 

@@ -29,7 +29,7 @@ class Captions(gymnasium.Wrapper):
         return np.concatenate([np.asarray(frame), np.asarray(strip)])
 
 
-class Film(Captions):
+class FrameRecorder(Captions):
     """Keeps a picture of every step, also of those within a chunk of actions."""
 
     def __init__(self, env: gymnasium.Env) -> None:

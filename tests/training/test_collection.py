@@ -17,7 +17,7 @@ from deft.evaluation.acting import PolicyActor
 from deft.evaluation.rollouts import play_episodes
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
-from deft.training.collector import Collector
+from deft.training.collection import Collector
 
 
 class Reader(Policy):
