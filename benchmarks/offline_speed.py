@@ -49,7 +49,7 @@ class Deft:
     def __init__(self, name: str, arguments: argparse.Namespace, precision: str = "fp32") -> None:
         import torch
 
-        from deft.config.settings import ActorConfig
+        from deft.config.settings import DatasetPolicyConfig
         from deft.data.datasets.dataset import VectorDataset, box
         from deft.data.replay import TransitionTable
 
@@ -60,7 +60,9 @@ class Deft:
         for place, column in zip((table.observation, table.action, table.reward), columns, strict=False):
             place[rows] = torch.from_numpy(column)
         dataset = VectorDataset(table, "noise", action_space=box(arguments.action_dim, -1.0, 1.0))
-        self.algorithm, self.sampler = self._make(name, dataset, ActorConfig(num_layers=arguments.layers), precision)
+        self.algorithm, self.sampler = self._make(
+            name, dataset, DatasetPolicyConfig(num_layers=arguments.layers), precision
+        )
         self.batch_size = self.algorithm.settings.batch_size
 
     @staticmethod

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from deft.envs.waypoints.toy import ToyWaypointEnv
     from deft.evaluation.loaded_policy import load_policy
     from deft.evaluation.vla_model import VLAModel
-    from deft.models.actor import Actor
     from deft.models.actor_critic import ActorCritic
     from deft.models.f1.batch import BatchBuilder, MemoryStateManager
     from deft.models.f1.loading import load_f1_policy
@@ -97,7 +96,6 @@ _MODULES = {
     "ToyWaypointEnv": "deft.envs.waypoints.toy",
     "get_physical_gpu_id": "deft.envs.adapters.sapien_gpu",
     "setup_sapien_gpu": "deft.envs.adapters.sapien_gpu",
-    "Actor": "deft.models.actor",
     "ActorCritic": "deft.models.actor_critic",
     "load_policy": "deft.evaluation.loaded_policy",
     "VLAModel": "deft.evaluation.vla_model",
@@ -128,7 +126,6 @@ __all__ = [
     "SAC",
     "SFT",
     "TD3BC",
-    "Actor",
     "ActorCritic",
     "AdversarialTrainer",
     "BaseRLTrainer",

@@ -8,15 +8,16 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from policies import actor_policy
 from tensordict import TensorDict
 from torch import Tensor
 
 from deft import schema
 from deft.algorithms.off_policy import OffPolicy
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.data.datasets.dataset import VectorDataset, box
 from deft.data.replay import TransitionTable
-from deft.models.actor import Actor
+from deft.models.actor_critic import ActorCritic
 from deft.models.mlp import BatchedMLP
 from deft.runs.compute import torch_threads
 
@@ -71,12 +72,12 @@ def learned_actions(algorithm: OffPolicy, updates: int = 300, batch_size: int = 
             algorithm.progress = update / updates
             algorithm.update(sampler.batches(batch_size))
     policy = algorithm.policy
-    assert isinstance(policy, Actor)
+    assert isinstance(policy, ActorCritic)
     return [first_action(policy.member(index)) for index in range(policy.num_members)]
 
 
 @torch.no_grad()
-def first_action(policy: Actor) -> float:
+def first_action(policy: ActorCritic) -> float:
     return float(policy.act(schema_row(torch.zeros(1, 2)), deterministic=True)[schema.ACTION])
 
 
@@ -131,10 +132,10 @@ def small_actor(
     members: int = 1,
     action_space: spaces.Box | None = None,
     **config: Any,
-) -> Actor:
-    settings = ActorConfig(**{"hidden_dim": 16, **config})
+) -> ActorCritic:
+    settings = DatasetPolicyConfig(**{"hidden_dim": 16, **config})
     space = action_space or box(action_dim, -1.0, 1.0)
-    return Actor(box(observation_dim), space, settings, distribution, members)
+    return actor_policy(box(observation_dim), space, settings, distribution, members)
 
 
 @torch.no_grad()

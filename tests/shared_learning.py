@@ -19,7 +19,7 @@ from deft.algorithms.iql import IQL
 from deft.algorithms.sac import SAC
 from deft.config.algorithm_settings import GRPOSettings, IQLSettings, PPOSettings, SACSettings
 from deft.config.loading import resolve
-from deft.config.settings import ActorConfig, PolicyConfig
+from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.data.datasets.dataset import box
 from deft.models.f1.experts import GatedMLP
 from deft.models.f1.optimization import setup_optimizer
@@ -47,7 +47,7 @@ def one_update(name: str, processes: Processes) -> dict[str, Tensor]:
         batches = [rollout(policy)[:, part] for _ in range(2)]
     else:
         make, settings = {"iql": (IQL, IQLSettings), "sac": (SAC, SACSettings)}[name]
-        policy = make.make_policy(box(3), box(2, -1.0, 1.0), ActorConfig(hidden_dim=8), settings())
+        policy = make.make_policy(box(3), box(2, -1.0, 1.0), DatasetPolicyConfig(hidden_dim=8), settings())
         algorithm = make(policy, settings())
         torch.randn = lambda *size, **_: torch.zeros(size)  # no draws: they would differ between one batch and two
         batches = [{key: value[part] for key, value in transitions().items()} for _ in range(2)]

@@ -283,10 +283,10 @@ SETTINGS_CLASSES: dict[str, tuple[str, str]] = {  # class → an algorithm whose
     "ClusterConfig": ("ppo", "cluster"),
     "LoggingConfig": ("ppo", "logging"),
     **{cls.__name__: (name, "algorithm.cfg") for name, cls in algorithm_settings.ALGORITHM_SETTINGS.items()},
-    "OnlineActorConfig": ("sac", "policy"),
+    "ReplayPolicyConfig": ("sac", "policy"),
     "DatasetConfig": ("iql", "dataset"),
     "EvaluationEnvConfig": ("iql", "env"),
-    "ActorConfig": ("iql", "policy"),
+    "DatasetPolicyConfig": ("iql", "policy"),
     "OfflineTrainerConfig": ("iql", "trainer"),
 }
 COMMAND_CLASSES = (

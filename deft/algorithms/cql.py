@@ -15,7 +15,7 @@ from deft.algorithms.off_policy import Scalars, SoftPolicy
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import CQLSettings
 from deft.data.datasets.dataset import Dataset
-from deft.models.actor import ContinuousActor, Encoded
+from deft.models.policy import Encoded, Policy
 
 
 class CQL(SoftPolicy):
@@ -29,7 +29,7 @@ class CQL(SoftPolicy):
     distribution = "tanh_gaussian"
     settings: CQLSettings
 
-    def __init__(self, policy: ContinuousActor, settings: CQLSettings | None = None, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: CQLSettings | None = None, seed: int = 0) -> None:
         settings = settings or CQLSettings()
         device, members = policy.center.device, policy.num_members
         self._is_cloning = torch.zeros((), dtype=torch.bool, device=device)
@@ -60,7 +60,7 @@ class CQL(SoftPolicy):
         chosen, log_prob = samples[0], sample_log_probs[0]
         with torch.no_grad():
             alpha = self.log_alpha.exp().unsqueeze(-1)
-            next_state = policy.asked(next_state)
+            next_state = policy.with_output(next_state)
             next_samples, next_log_probs = policy.sample(next_state, settings.cql_samples + 1)
             following = policy.mean(next_state) if settings.backup_action == "likeliest" else next_samples[0]
             backup = self._backup(next_state, following, next_log_probs[0], alpha, reward, discount)

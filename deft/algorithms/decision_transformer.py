@@ -21,7 +21,7 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm
 from deft.algorithms.optimization import FusedAdam, give_gradients
 from deft.config.algorithm_settings import DTSettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.data.datasets.dataset import Dataset
 from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
 from deft.errors import InputError
@@ -55,7 +55,7 @@ class DecisionTransformer(OfflineAlgorithm):
         cls,
         observation_space: gymnasium.Space,
         action_space: gymnasium.Space,
-        config: ActorConfig,
+        config: PolicyConfig,
         settings: DTSettings,
         num_members: int = 1,
         weights_follow: bool = False,
@@ -68,7 +68,7 @@ class DecisionTransformer(OfflineAlgorithm):
             ("num_layers", "n_layer"),
             ("log_std_init", "nothing like it"),
         ):
-            if getattr(config, name) != getattr(ActorConfig, name):
+            if getattr(config, name) != getattr(DatasetPolicyConfig, name):
                 log.warning("%s: not used: dt has %s", name, instead)
         if config.name == "vla":
             raise InputError("policy: dt trains a transformer of its own, not a VLA model; leave policy.name out")

@@ -23,7 +23,7 @@ from deft.algorithms.sharded_optimization import ShardedFusedAdam, are_sharded
 from deft.config.algorithm_settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.errors import InputError
-from deft.models.actor import ContinuousActor, Encoded
+from deft.models.policy import Encoded, Policy
 from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class IQL(OffPolicy):
     name = "iql"
     settings: IQLSettings
 
-    def __init__(self, policy: ContinuousActor, settings: IQLSettings | None = None, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: IQLSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or IQLSettings(), seed)
         if self.settings.sight == "start" and are_sharded(policy.parameters()):
             raise InputError("sight: 'start' is not for fsdp; train without one of the two")
@@ -93,7 +93,7 @@ class IQL(OffPolicy):
     def _encode(self, observation: Any) -> Encoded:
         if self.start is None:
             return super()._encode(observation)
-        return self.policy.encode(observation, self.start.sight(observation))
+        return self.policy.encode(observation, self.start.object_positions(observation))
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         settings, policy, critics = self.settings, self.policy, self.critics
@@ -112,15 +112,15 @@ class IQL(OffPolicy):
         weight = (settings.temperature * advantage).exp().clamp(max=settings.max_weight)
         imitation_loss = policy.imitation_loss(state._replace(features=state.features.detach()), action)
         policy_loss = (weight * imitation_loss).mean(-1)
-        besides = policy.besides(state)
-        total = v_loss + q_loss + (policy_loss if besides is None else policy_loss + besides)
+        auxiliary_loss = state.auxiliary_loss
+        total = v_loss + q_loss + (policy_loss if auxiliary_loss is None else policy_loss + auxiliary_loss)
         descend(total.sum(), self.critic_optimizer, *(optimizer for optimizer, _ in self._policy_optimizers()))
         critics.move_target(settings.tau)
         return {
             "v_loss": v_loss.detach().mean(),
             "q_loss": q_loss.detach().mean(),
             "policy_loss": policy_loss.detach().mean(),
-            **({} if besides is None else {"auxiliary_loss": besides.detach().mean()}),
+            **({} if auxiliary_loss is None else {"auxiliary_loss": auxiliary_loss.detach().mean()}),
             "mean_advantage": advantage.mean(),
             "mean_weight": weight.mean(),
             "mean_q": target_q.mean(),

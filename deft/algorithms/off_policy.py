@@ -1,11 +1,12 @@
-"""What IQL, CQL, TD3+BC and SAC share: critics beside a policy, one update a batch, and all of it resumes."""
+"""The base of SFT, IQL, CQL, TD3+BC and SAC: a policy, critics beside it, one update per batch."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import torch
@@ -17,32 +18,35 @@ from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
 from deft.algorithms.optimization import FusedAdam, fused_adam
 from deft.algorithms.sharded_optimization import ShardedFusedAdam
 from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import Dataset
 from deft.data.replay import ReplayBuffer
 from deft.data.streaming import StreamingBuffer
 from deft.errors import InputError
-from deft.models.actor import Actor, ContinuousActor, Encoded
+from deft.models.building import make_policy
 from deft.models.critics import Critics
-from deft.models.policy import Policy
-from deft.models.vla.actor import make_vla_actor
+from deft.models.policy import Encoded, Policy
 
 log = logging.getLogger(__name__)
 
 
 class ActorAlgorithm(OfflineAlgorithm):
-    """Trains an actor of unit actions on single transitions."""
+    """Trains a policy of continuous actions on single transitions."""
 
     settings: OfflineSettings
-    policy: ContinuousActor
-    distribution: str = "gaussian"
-    """Which of `Actor`'s distributions the algorithm trains."""
+    policy: Policy
+    distribution: Literal["tanh_gaussian", "gaussian"] = "gaussian"
+    """The action distribution of a new network from scratch."""
     needs_next_observation: bool = True
     """Whether its batches hold the observation that a transition leads to."""
 
-    def __init__(self, policy: ContinuousActor, settings: OfflineSettings, seed: int = 0) -> None:
-        if not isinstance(policy, ContinuousActor):
-            raise InputError(f"{self.name} trains an actor of unit actions; {type(policy).__name__} is not one")
+    def __init__(self, policy: Policy, settings: OfflineSettings, seed: int = 0) -> None:
+        if not policy.is_continuous:
+            memory = " with recurrent memory" if policy.recurrent else ""
+            raise InputError(
+                f"policy: {self.name} needs continuous actions in a Box and no memory; {type(policy).__name__}{memory} "
+                "does not have that: train it with ppo or grpo"
+            )
         self.policy, self.settings = policy, settings
         self.actor_optimizer = self._optimizer(self._actor_trains(), self._actor_learning_rate())
 
@@ -55,7 +59,7 @@ class ActorAlgorithm(OfflineAlgorithm):
         return self.settings.learning_rate if own is None else own
 
     def _policy_optimizers(self) -> list[tuple[FusedAdam | ShardedFusedAdam, float]]:
-        """What trains the policy, each with the step size that it begins with."""
+        """The optimizers of the policy, each with its initial learning rate."""
         return [(self.actor_optimizer, self._actor_learning_rate())]
 
     def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> FusedAdam | ShardedFusedAdam:
@@ -66,23 +70,21 @@ class ActorAlgorithm(OfflineAlgorithm):
         cls,
         observation_space: gymnasium.Space,
         action_space: gymnasium.Space,
-        config: ActorConfig,
+        config: PolicyConfig,
         settings: Any,
         num_members: int = 1,
         weights_follow: bool = False,
     ) -> Policy:
-        """An `Actor` for the spaces, or a `VLAActor` around the model that the config names."""
-        dtype = PRECISIONS[settings.precision]
-        if cls.distribution == "tanh_gaussian" and config.log_std_init != ActorConfig.log_std_init:
+        """Build the policy of a config, with this algorithm's distribution where the config gives none."""
+        if config.distribution is None:
+            config = dataclasses.replace(config, distribution=cls.distribution)
+        if config.distribution == "tanh_gaussian" and config.log_std_init != PolicyConfig.log_std_init:
             log.warning("log_std_init: not used: the deviation of %s's policy depends on the state", cls.name)
-        if config.vla_config is not None:
-            if num_members > 1:
-                raise InputError("num_seeds: a VLA model is trained one seed at a time; start a run for each")
-            return make_vla_actor(config, observation_space, action_space, "the dataset", dtype, weights_follow)
-        return Actor(observation_space, action_space, config, cls.distribution, num_members, dtype)
+        dtype = PRECISIONS[settings.precision]
+        return make_policy(config, observation_space, action_space, "the dataset", num_members, dtype, weights_follow)
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
-        """Single transitions, out of memory or off the disk."""
+        """Sample single transitions, from memory or from disk."""
         if dataset.table is not None:
             return ReplayBuffer(dataset.table, seed, self.policy.num_members, device)
         return StreamingBuffer(
@@ -103,7 +105,7 @@ class ActorAlgorithm(OfflineAlgorithm):
             self._copy_statistics()
 
     def schedule(self) -> None:
-        """The policy's step size, where the settings let it fall."""
+        """Set the policy's learning rate by its schedule."""
         if getattr(self.settings, "learning_rate_schedule", "constant") == "cosine":
             # α_t = α (1 + cos π t) / 2
             share = 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
@@ -113,16 +115,16 @@ class ActorAlgorithm(OfflineAlgorithm):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _parts(self) -> dict[str, Any]:
-        """Everything with a state beside the policy."""
+        """Everything with a state except the policy, by name."""
         return {"actor_optimizer": self.actor_optimizer}
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizers, counters, and what else has a state."""
+        """Optimizers, counters, and the other parts with a state."""
         parts = {name: to_cpu(part.state_dict()) for name, part in self._parts().items()}
         return {**parts, "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; refuses what does not fit."""
+        """Load the state; raise an error where it does not fit."""
         self._load_parts(state, self._parts())
         self._complete_copies()
         self.version = state["version"]
@@ -136,7 +138,7 @@ class ActorAlgorithm(OfflineAlgorithm):
                 parts[name].load_state_dict(state[name])
             except RuntimeError as error:
                 raise InputError(
-                    f"{name} of the checkpoint does not fit: go on with the sizes it was trained with (num_critics, "
+                    f"{name} of the checkpoint does not fit: use the sizes that it was trained with (num_critics, "
                     "critic_layer_norm, hidden_dim, num_layers, num_seeds)"
                 ) from error
 
@@ -153,8 +155,13 @@ class OffPolicy(ActorAlgorithm):
 
     settings: OffPolicySettings
 
-    def __init__(self, policy: ContinuousActor, settings: OffPolicySettings, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: OffPolicySettings, seed: int = 0) -> None:
         super().__init__(policy, settings, seed)
+        if not policy.feature_dim:
+            raise InputError(
+                f"policy: {self.name}'s critics need features of the observation; build {type(policy).__name__} with "
+                "separate_value, or give its model the methods `features` and `value_of`"
+            )
         self.critics = Critics(
             policy.num_members,
             settings.num_critics,
@@ -174,12 +181,12 @@ class OffPolicy(ActorAlgorithm):
         return {"critics": self.critics, **super()._parts(), "critic_optimizer": self.critic_optimizer}
 
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
-        """Fit the normalisation. The critics learn from rewards as they are, whatever the policy's former ones did."""
+        """Fit the normalisation, and reset the reward scale: new critics learn from unscaled rewards."""
         super().prepare(dataset, sampler, fresh)
         self.policy.reward_scale.fill_(1.0)
 
-    def adopt(self, state: dict[str, Any]) -> None:
-        """Take the critics out of the state of another off-policy algorithm."""
+    def load_critics(self, state: dict[str, Any]) -> None:
+        """Load the critics from the state of another off-policy algorithm."""
         self._load_parts(state, ("critics",))
 
     # -- pieces of a step ----------------------------------------------------------------------------------------------
@@ -188,7 +195,7 @@ class OffPolicy(ActorAlgorithm):
         return self.policy.encode(observation)
 
     def _read(self, batch: Mapping[Any, Any]) -> tuple[Encoded, Tensor, Encoded, Tensor, Tensor]:
-        """State, unit action and next state; the reward, and γ where the episode goes on after it (else 0)."""
+        """State, unit action, next state, reward, and the discount γ (0 after a terminal state)."""
         state = self._encode(batch[schema.OBSERVATION])._replace(step_mask=batch.get(schema.STEP_MASK))
         with torch.no_grad():
             next_state = self._encode(batch[schema.NEXT_OBSERVATION])
@@ -203,11 +210,11 @@ class OffPolicy(ActorAlgorithm):
 
 
 class SoftPolicy(OffPolicy):
-    """An off-policy algorithm whose policy is paid for entropy, with a temperature α that is learned or fixed."""
+    """An off-policy algorithm with an entropy bonus, whose temperature α is learned or fixed."""
 
     settings: Any
 
-    def __init__(self, policy: ContinuousActor, settings: Any, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: Any, seed: int = 0) -> None:
         self.log_alpha = nn.Parameter(torch.zeros(policy.num_members, device=policy.center.device))
         self._fix_alpha(settings)
         super().__init__(policy, settings, seed)
@@ -217,22 +224,22 @@ class SoftPolicy(OffPolicy):
             self.log_alpha.data.fill_(math.log(max(float(settings.alpha), 1e-8)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; the temperature is a setting: a resumed run may fix another, or learn it."""
+        """Load the state. The temperature is a setting: a resumed run may fix another one, or learn it."""
         super().load_state_dict({**state, "actor_optimizer": self._fitted(state["actor_optimizer"])})
         self._fix_alpha(self.settings)
 
-    def _fitted(self, moments: dict[str, Any]) -> dict[str, Any]:
-        """Adam's memory of the policy, which ends with α's where α was learned: cut off, or begun anew."""
+    def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer state of the policy with that of α at its end added or removed."""
         if not isinstance(self.actor_optimizer, FusedAdam):
-            return moments
-        missing = sum(parameter.numel() for parameter in self.actor_optimizer.parameters) - moments["first"].numel()
+            return state
+        missing = sum(parameter.numel() for parameter in self.actor_optimizer.parameters) - state["first"].numel()
         if abs(missing) != self.log_alpha.numel():
-            return moments
-        return {name: functional.pad(part, (0, missing)) if part.ndim else part for name, part in moments.items()}
+            return state
+        return {name: functional.pad(part, (0, missing)) if part.ndim else part for name, part in state.items()}
 
     @property
     def target_entropy(self) -> float:
-        """What `alpha: auto` holds the entropy of unit actions at."""
+        """The entropy of unit actions that `alpha: auto` aims at."""
         wanted = self.settings.target_entropy
         return -float(self.policy.action_dim) if wanted == "auto" else float(wanted)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.experience import DatasetBatches, Experience
 from deft.config.algorithm_settings import OfflineSettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import Dataset
 from deft.models.policy import Policy
 
@@ -38,7 +38,7 @@ class OfflineAlgorithm(Algorithm):
         cls,
         observation_space: gymnasium.Space,
         action_space: gymnasium.Space,
-        config: ActorConfig,
+        config: PolicyConfig,
         settings: Any,
         num_members: int = 1,
         weights_follow: bool = False,

@@ -19,7 +19,7 @@ from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import SACSettings
 from deft.data.augmentation import shift_images
 from deft.errors import InputError
-from deft.models.actor import ContinuousActor, Encoded
+from deft.models.policy import Encoded, Policy
 from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class SAC(SoftPolicy):
     distribution = "tanh_gaussian"
     settings: SACSettings
 
-    def __init__(self, policy: ContinuousActor, settings: SACSettings | None = None, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: SACSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or SACSettings(), seed)
         self._start_alpha(1.0)
         self.period = self.settings.policy_delay
@@ -90,9 +90,9 @@ class SAC(SoftPolicy):
         self._start_alpha(LEARNED_ALPHA)
         self.policy.reward_scale.fill_(1.0)
 
-    def adopt(self, state: dict[str, Any]) -> None:
-        """Take the critics, and a temperature where there is one, out of the state of another off-policy algorithm."""
-        super().adopt(state)
+    def load_critics(self, state: dict[str, Any]) -> None:
+        """Load the critics, and a temperature where there is one, from the state of another off-policy algorithm."""
+        super().load_critics(state)
         self.policy.reward_scale.fill_(self._former_scale)
         self._start_alpha(float(state["scalars"]["0"].exp()) if "scalars" in state else LEARNED_ALPHA)
 
@@ -182,7 +182,7 @@ class SAC(SoftPolicy):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The losses of the policy and of its temperature, a value for each member, log π of its actions, and KL."""
         if self.anchor is not None:
-            state = self.policy.asked(state)
+            state = self.policy.with_output(state)
         samples, log_probs = self.policy.sample(state)
         q = self.critics(state.features, samples[0], frozen=True)
         value = q.mean(1) if self.settings.target_critics is not None else q.amin(1)

@@ -16,7 +16,7 @@ from deft.config.algorithm_settings import SFTSettings
 from deft.data.augmentation import augment, has_images
 from deft.data.datasets.dataset import Dataset
 from deft.errors import InputError
-from deft.models.actor import ContinuousActor
+from deft.models.policy import Policy
 
 
 class SFT(ActorAlgorithm):
@@ -27,7 +27,7 @@ class SFT(ActorAlgorithm):
     needs_next_observation = False
     settings: SFTSettings
 
-    def __init__(self, policy: ContinuousActor, settings: SFTSettings | None = None, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: SFTSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or SFTSettings(), seed)
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:

@@ -13,7 +13,7 @@ from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.offline import to_cpu
 from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import TD3BCSettings
-from deft.models.actor import ContinuousActor, Encoded, squared_error
+from deft.models.policy import Encoded, Policy, squared_error
 from deft.models.targets import frozen_copy, soft_update
 
 
@@ -27,7 +27,7 @@ class TD3BC(OffPolicy):
     name = "td3-bc"
     settings: TD3BCSettings
 
-    def __init__(self, policy: ContinuousActor, settings: TD3BCSettings | None = None, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: TD3BCSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or TD3BCSettings(), seed)
         self.target_policy = frozen_copy(policy)
         self._policy_metrics: Metrics = {}

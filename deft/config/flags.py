@@ -100,8 +100,6 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
     taken: set[str] = set()
     groups = []
     for prefix, cls in sections:
-        if prefix.startswith("policy.actor"):  # another run's, taken over with its weights
-            continue
         flags = []
         for flag in class_flags(cls, prefix):
             if flag.path == "algorithm.name":  # the command's first word

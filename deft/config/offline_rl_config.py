@@ -14,7 +14,13 @@ from deft.config.fields import setting_names
 from deft.config.flags import run_flags
 from deft.config.groups import Precision
 from deft.config.loading import resolve, set_path
-from deft.config.settings import ActorConfig, DatasetConfig, LoggingConfig, OfflineRunConfig, OfflineTrainerConfig
+from deft.config.settings import (
+    DatasetConfig,
+    DatasetPolicyConfig,
+    LoggingConfig,
+    OfflineRunConfig,
+    OfflineTrainerConfig,
+)
 from deft.config.validation import (
     Count,
     Fraction,
@@ -50,11 +56,11 @@ class OfflineRLConfig:
     capture: Literal["auto", "on", "off"] = OfflineTrainerConfig.capture
 
     # Networks
-    hidden_dim: Count = ActorConfig.hidden_dim
-    num_layers: Count = ActorConfig.num_layers
-    encoder_dim: Count = ActorConfig.encoder_dim
-    log_std_init: Number = ActorConfig.log_std_init
-    normalize_observation: Switch = ActorConfig.normalize_observation
+    hidden_dim: Count = DatasetPolicyConfig.hidden_dim
+    num_layers: Count = DatasetPolicyConfig.num_layers
+    encoder_dim: Count = DatasetPolicyConfig.encoder_dim
+    log_std_init: Number = DatasetPolicyConfig.log_std_init
+    normalize_observation: Switch = DatasetPolicyConfig.normalize_observation
 
     # RL
     discount_gamma: Fraction = OfflineSettings.gamma

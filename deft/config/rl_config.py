@@ -21,7 +21,6 @@ from deft.config.settings import (
     CurriculumConfig,
     EnvConfig,
     LoggingConfig,
-    OnlineActorConfig,
     PolicyConfig,
     RunConfig,
     TrainerConfig,
@@ -159,9 +158,9 @@ class RLConfig:
 
     # Policy
     hidden_sizes: tuple[Count, ...] = PolicyConfig.hidden_sizes
-    hidden_dim: Count = OnlineActorConfig.hidden_dim
-    num_layers: Count = OnlineActorConfig.num_layers
-    distribution: Literal["tanh_gaussian", "gaussian"] = OnlineActorConfig.distribution
+    hidden_dim: Count = PolicyConfig.hidden_dim
+    num_layers: Count = PolicyConfig.num_layers
+    distribution: Literal["tanh_gaussian", "gaussian"] | None = PolicyConfig.distribution
     activation: Literal["tanh", "relu", "elu", "gelu", "silu"] = PolicyConfig.activation
     encoder_dim: Count = PolicyConfig.encoder_dim
     memory_hidden: NonNegativeInt = PolicyConfig.memory_hidden

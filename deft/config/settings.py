@@ -109,90 +109,85 @@ MODEL_CHUNKS = {"vla-tiny": 4}
 """Env steps that one inference of a model decides, where `--model` names it and `--chunk-length` is not given."""
 
 
-def check_vla_config(policy: Any) -> None:
-    """Refuse a VLA policy without its model, and a model without a VLA policy."""
-    if policy.name == "vla" and policy.vla_config is None:
-        raise ValueError("name 'vla' needs vla_config with at least model_class")
-    if policy.name != "vla" and policy.vla_config is not None:
-        raise ValueError(f"vla_config is given but name is '{policy.name}'; write name 'vla' or leave it out")
-
-
-@settings
-class ActorConfig:
-    """The policy, and the shape of its critics."""
-
-    name: Literal["actor", "vla"] = "actor"
-    """A network from scratch, or a VLA model."""
-    hidden_dim: Count = 256
-    """Width of the hidden layers of actor, value and critics."""
-    num_layers: Count = 2
-    """Hidden layers."""
-    encoder_dim: Count = 256
-    """Width of the features that the image encoder gives."""
-    log_std_init: Number = 0.0
-    """Log standard deviation of a Gaussian policy at the start."""
-    normalize_observation: Switch = True
-    """Scale vector observations by the dataset's mean and deviation; saved with the policy."""
-    chunk_length: Count = 1
-    """Env steps that one inference decides; above 1 with a VLA model alone."""
-    vla_config: VLAConfig | None = None
-    """The model behind `name: vla`."""
-
-    @model_validator(mode="after")
-    def _vla_config_goes_with_vla(self) -> ActorConfig:
-        check_vla_config(self)
-        if self.chunk_length > 1 and self.name != "vla":
-            raise ValueError(f"chunk_length {self.chunk_length}: name '{self.name}' decides one step at a time")
-        return self
-
-
-@settings
-class OnlineActorConfig(ActorConfig):
-    """The policy that learns from a replay buffer, and the shape of its critics."""
-
-    distribution: Literal["tanh_gaussian", "gaussian"] = "tanh_gaussian"
-    """`tanh_gaussian`: squashed, its deviation depends on the state; `gaussian`: as IQL and TD3+BC train it."""
-    normalize_observation: Switch = False
-    """Scale vector observations by mean and deviation before learning starts; saved with the policy."""
-
-
 @settings
 class PolicyConfig:
-    """What is trained."""
+    """The policy: its networks, its action distribution, and the shape of its critics."""
 
-    name: Literal["actor_critic", "vla", "actor"] = "actor_critic"
-    """A network from scratch, a VLA model behind `VLAPolicy`, or the actor of another run (`model_path`)."""
+    name: Literal["actor_critic", "actor", "vla"] = "actor_critic"
+    """`actor_critic`: PPO's network from scratch; `actor`: that of SAC and offline algorithms; `vla`: a VLA model."""
     hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Hidden layers of the actor and of the critic."""
+    """Hidden layers of an `actor_critic`."""
     activation: Literal["tanh", "relu", "elu", "gelu", "silu"] = "tanh"
-    """Between the hidden layers."""
+    """Between the hidden layers of an `actor_critic`."""
+    hidden_dim: Count = 256
+    """Width of the hidden layers of an `actor`, of critics, and of a separate value network."""
+    num_layers: Count = 2
+    """Number of these layers."""
+    distribution: Literal["tanh_gaussian", "gaussian"] | None = None
+    """Of an `actor`: `tanh_gaussian` is squashed, its deviation depends on the state; `gaussian` has a bounded mean."""
     encoder_dim: Count = 256
-    """Width of the features that the image encoder gives."""
+    """Width of the features of the image encoder."""
     memory_hidden: NonNegativeInt = 0
-    """Width of the recurrent memory (GRU); 0: none."""
+    """Width of the recurrent memory (GRU) of an `actor_critic`; 0: none."""
     memory_num_layers: Count = 1
     """Layers of the recurrent memory."""
     log_std_init: Number = 0.0
-    """Log standard deviation of a Gaussian policy at the start."""
+    """Initial log standard deviation of a Gaussian policy."""
     normalize_observation: Switch = True
-    """Scale vector observations by their running mean and deviation; saved with the policy."""
+    """Normalize vector observations by their mean and deviation; saved with the policy."""
     normalize_reward: Switch = True
-    """Scale rewards by the running deviation of the discounted return; saved with the policy."""
+    """Scale rewards by the running deviation of the discounted return (ppo, grpo); saved with the policy."""
     chunk_length: Count = 1
     """Env steps that one inference decides."""
     action_dim: Count | None = None
     """Checked against the environment where given."""
+    unit_actions: Switch = False
+    """The VLA model's actions in [-1, 1] are scaled to the action Box; if false they are in the environment's units."""
+    separate_value: Switch = False
+    """V and critics of a VLA model have an encoder of their own, unless the model offers its features."""
     vla_config: VLAConfig | None = None
     """The model behind `name: vla`."""
-    actor: OnlineActorConfig | None = None
-    """The network behind `name: actor`; taken from the run that `model_path` names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_actor_section(cls, given: Any) -> Any:
+        """Read configs of version 1, in which a policy from another run was the nested section `actor`."""
+        if not isinstance(given, dict) or "actor" not in given:
+            return given
+        section, nested = {name: value for name, value in given.items() if name != "actor"}, given["actor"]
+        if nested is None:
+            return section
+        return {"normalize_reward": False, "unit_actions": True, "separate_value": True, **nested}
 
     @model_validator(mode="after")
-    def _vla_config_goes_with_vla(self) -> PolicyConfig:
-        check_vla_config(self)
-        if (self.name == "actor") != (self.actor is not None):
-            raise ValueError("name 'actor' and the section actor go together; --model-path RUN sets both")
+    def _check_name(self) -> PolicyConfig:
+        if self.name == "vla" and self.vla_config is None:
+            raise ValueError("name 'vla' needs vla_config with at least model_class")
+        if self.name != "vla" and self.vla_config is not None:
+            raise ValueError(f"vla_config is given but name is '{self.name}'; write name 'vla' or leave it out")
+        if self.name == "actor" and self.chunk_length > 1:
+            raise ValueError(f"chunk_length {self.chunk_length}: name '{self.name}' decides one step at a time")
+        if self.name != "actor_critic" and self.memory_hidden:
+            raise ValueError(f"memory_hidden {self.memory_hidden}: name '{self.name}' has no recurrent memory")
         return self
+
+
+@settings
+class DatasetPolicyConfig(PolicyConfig):
+    """The policy that learns from a dataset, and the shape of its critics."""
+
+    name: Literal["actor_critic", "actor", "vla"] = "actor"
+    normalize_reward: Switch = False
+    unit_actions: Switch = True
+    separate_value: Switch = True
+
+
+@settings
+class ReplayPolicyConfig(DatasetPolicyConfig):
+    """The policy that learns from a replay buffer, and the shape of its critics."""
+
+    distribution: Literal["tanh_gaussian", "gaussian"] | None = "tanh_gaussian"
+    normalize_observation: Switch = False
 
 
 @settings
@@ -310,7 +305,7 @@ class RunConfig(TrainingRun):
 class ReplayRunConfig(RunConfig):
     """One run in an environment that learns from a replay buffer."""
 
-    policy: OnlineActorConfig = Field(default_factory=OnlineActorConfig)  # type: ignore[assignment]
+    policy: ReplayPolicyConfig = Field(default_factory=ReplayPolicyConfig)
     trainer: LoopConfig = Field(default_factory=LoopConfig)  # type: ignore[assignment]
 
 
@@ -372,7 +367,7 @@ class OfflineRunConfig(TrainingRun):
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig)
     env: EvaluationEnvConfig = Field(default_factory=EvaluationEnvConfig)
-    policy: ActorConfig = Field(default_factory=ActorConfig)
+    policy: DatasetPolicyConfig = Field(default_factory=DatasetPolicyConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: OfflineTrainerConfig = Field(default_factory=OfflineTrainerConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

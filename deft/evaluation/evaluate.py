@@ -33,7 +33,6 @@ from deft.evaluation.rollouts import (
 from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy, members_of
-from deft.models.unit_actions import ActionScale
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import CONFIG_FILE, checkpoint_choice
@@ -190,8 +189,7 @@ def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorE
     observation = policy_space(PolicySpaces.read(folder), env.observation_space, folder, "the environment")
     policy = rebuild_policy(folder, config, observation, env.action_space, device)
     check_streams(policy, observation, env.observation_space, "the environment")
-    if isinstance(policy, ActionScale):
-        policy.check_box(env.action_space)
+    policy.check_box(env.action_space)
     return policy
 
 

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from deft import schema
 from deft.errors import InputError
 from deft.evaluation.loaded_policy import load_policy
-from deft.models.actor import ContinuousActor
 from deft.models.encoders import is_image
 from deft.models.policy import Policy
-from deft.models.vla.policy import VLAPolicy
 
 
 class VLAModel(nn.Module):
@@ -32,7 +30,7 @@ class VLAModel(nn.Module):
 
     def __init__(self, policy: Policy, observation_space: spaces.Dict) -> None:
         super().__init__()
-        if not isinstance(policy, VLAPolicy | ContinuousActor):
+        if not policy.is_continuous:
             raise InputError(
                 f"VLAModel: {type(policy).__name__} has no action to differentiate; use a run of sft, iql, cql, td3-bc "
                 "or sac, or one with a VLA model"
@@ -85,8 +83,4 @@ class VLAModel(nn.Module):
         return {"predicted_actions": self._actions(td)}
 
     def _actions(self, observation: TensorDict) -> Tensor:
-        policy = self.policy
-        if isinstance(policy, ContinuousActor):
-            return policy.from_unit(policy.mean(policy.encode(observation))[0])
-        action = policy.model(observation, deterministic=True)
-        return action if policy.is_unit else policy.from_unit(action.flatten(1))
+        return self.policy.from_unit(self.policy.mean(self.policy.encode(observation))[0])

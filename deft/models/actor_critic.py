@@ -1,12 +1,13 @@
-"""The policy from scratch: an actor and a critic on vectors, images or dictionaries, with or without memory.
+"""The policy from scratch: networks on vectors, images or dictionaries, with or without memory, and an action head.
 
-Built from the environment's spaces and `PolicyConfig`; trained by the on-policy algorithms.
+Built from the spaces and `PolicyConfig`; every algorithm trains it. `name: actor_critic` builds PPO's networks,
+`name: actor` those of SAC and the offline algorithms, also for several members (seeds) at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +19,14 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.config.settings import PolicyConfig
-from deft.models.distributions import action_head
-from deft.models.encoders import ObservationEncoder
+from deft.errors import InputError
+from deft.models.bounded_heads import BoundedGaussianHead, TanhGaussianHead
+from deft.models.distributions import ActionHead, BoxHead, action_head
+from deft.models.encoders import ObservationEncoder, make_encoder
+from deft.models.legacy_weights import keep_reward_normalizer, translate
+from deft.models.mlp import BatchedMLP
 from deft.models.normalization import RewardNormalizer
-from deft.models.policy import Policy
+from deft.models.policy import Encoded, Policy
 from deft.models.small_actor import MOST_ROWS, SmallActor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,11 +38,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class TwinTowers(nn.Module):
-    """Two MLPs of the same hidden sizes on the same input, run as one: every hidden layer is one batched matmul.
+class TwinMLP(nn.Module):
+    """An actor and a value MLP of the same hidden sizes on the same input: each hidden layer is one batched matmul.
 
-    Weights are [2, in, out] and the heads' [in, out]: in small networks a transposed weight, or a module's call, costs
-    as much as the product itself.
+    Weights are [2, in, out], those of the last layers [in, out]. In small networks a transposed weight or a module
+    call costs as much as the product itself.
     """
 
     def __init__(self, in_dim: int, hidden_sizes: tuple[int, ...], out_dims: tuple[int, int], activation: str) -> None:
@@ -48,14 +53,14 @@ class TwinTowers(nn.Module):
             weight = torch.stack([nn.init.orthogonal_(torch.empty(fan_in, fan_out), math.sqrt(2)) for _ in range(2)])
             self.register_parameter(f"weight_{layer}", nn.Parameter(weight))
             self.register_parameter(f"bias_{layer}", nn.Parameter(torch.zeros(2, 1, fan_out)))
-        # A near-zero last layer of the first tower: as an actor it starts close to its mean action whatever it sees.
+        # A near-zero last layer of the actor: at first the action hardly depends on the observation.
         for head, (dim, gain) in enumerate(zip(out_dims, (0.01, 1.0), strict=True)):
             weight = nn.init.orthogonal_(torch.empty((in_dim, *hidden_sizes)[-1], dim), gain)
             self.register_parameter(f"head_weight_{head}", nn.Parameter(weight))
             self.register_parameter(f"head_bias_{head}", nn.Parameter(torch.zeros(dim)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Both towers' outputs, [B, out_dim] each."""
+        """Outputs of the actor and of the value network, [B, out_dim] each."""
         parameters = self._parameters  # attribute access on a module is slow enough to show
         hidden = x.expand(2, *x.shape)
         for layer in range(self.depth):
@@ -67,12 +72,21 @@ class TwinTowers(nn.Module):
             torch.addmm(parameters["head_bias_1"], second, parameters["head_weight_1"]),  # type: ignore[arg-type]
         )
 
+    def single(self, x: Tensor, index: int) -> Tensor:
+        """The output of the actor (0) or the value network (1) alone, [B, out_dim]."""
+        parameters: Any = self._parameters
+        for layer in range(self.depth):
+            x = self.activation(
+                torch.addmm(parameters[f"bias_{layer}"][index], x, parameters[f"weight_{layer}"][index])
+            )
+        return torch.addmm(parameters[f"head_bias_{index}"], x, parameters[f"head_weight_{index}"])
+
 
 class ActorCritic(Policy):
-    """π(a | o) and V(o) on shared encoders, with separate towers for the actor and the critic.
+    """π(a | o) and V(o) on a shared encoder, with separate networks for the actor and the value.
 
-    With `memory_hidden` > 0 a GRU stands between the encoder and the towers; its state before the step is
-    `schema.MEMORY` [B, layers, hidden], its state after the step `schema.NEXT_MEMORY`.
+    With `memory_hidden` > 0 a GRU follows the encoder; its state before the step is `schema.MEMORY`
+    [B, layers, hidden], its state after the step `schema.NEXT_MEMORY`.
     """
 
     def __init__(
@@ -80,26 +94,62 @@ class ActorCritic(Policy):
         observation_space: gymnasium.Space,
         action_space: gymnasium.Space,
         config: PolicyConfig | None = None,
+        num_members: int = 1,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        config = config or PolicyConfig()
-        self.chunk_length = config.chunk_length
-        self.encoder = ObservationEncoder(observation_space, config.encoder_dim, config.normalize_observation)
-        self.head = action_head(action_space, config.log_std_init)
-        width = self.encoder.dim
+        self.policy_config = config = config or PolicyConfig()
+        self._spaces = (observation_space, action_space)
+        self.chunk_length, self.num_members = config.chunk_length, num_members
+        self.hidden_sizes = (config.hidden_dim,) * config.num_layers
+        self.towers: TwinMLP | None = None
         self.memory: nn.GRU | None = None
+        if config.name == "actor":
+            self._build_separate(num_members, dtype)
+        else:
+            self._build_twin()
+        if num_members > 1 and (self.towers is not None or any(True for _ in self.encoder.parameters())):
+            raise InputError("num_seeds: several seeds at once need vector observations and policy name 'actor'")
+        self.feature_dim = self.encoder.dim
+        self.register_buffer("reward_scale", torch.ones(()))
+        self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
+        if isinstance(self.head, BoxHead):
+            self.head.chunk_length = config.chunk_length
+        self.is_continuous = self.has_mean = isinstance(self.head, BoxHead) and self.memory is None
+        self.action_dim = getattr(self.head, "action_dim", None)
+        self._small_actor: tuple[int, SmallActor] | None = None
+        self.register_load_state_dict_pre_hook(_translate_weights)
+
+    def _build_twin(self) -> None:
+        """PPO's networks: orthogonal weights, actor and value in one batched matmul."""
+        config = self.policy_config
+        assert config is not None
+        self.encoder = ObservationEncoder(self._spaces[0], config.encoder_dim, config.normalize_observation)
+        self.head: ActionHead = action_head(self._spaces[1], config.log_std_init)
+        width = self.encoder.dim
         if config.memory_hidden:
             self.recurrent = True
             self.memory = nn.GRU(width, config.memory_hidden, config.memory_num_layers)
             width = config.memory_hidden
-        self.towers = TwinTowers(width, tuple(config.hidden_sizes), (self.head.num_outputs, 1), config.activation)
-        self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
-        self._activation = config.activation
-        self._small_actor: tuple[int, SmallActor] | None = None
+        self.towers = TwinMLP(width, tuple(config.hidden_sizes), (self.head.num_outputs, 1), config.activation)
+
+    def _build_separate(self, num_members: int, dtype: torch.dtype) -> None:
+        """The networks of SAC and the offline algorithms, which train actor and value by different optimizers."""
+        config, (observation_space, action_space) = self.policy_config, self._spaces
+        assert config is not None
+        if config.distribution == "tanh_gaussian":
+            self.head = TanhGaussianHead(action_space)
+        else:
+            self.head = BoundedGaussianHead(action_space, config.log_std_init, num_members)
+        self.encoder = make_encoder(observation_space, config)
+        self.actor = BatchedMLP(num_members, self.encoder.dim, self.hidden_sizes, self.head.num_outputs, dtype=dtype)
+        self.value = BatchedMLP(num_members, self.encoder.dim, self.hidden_sizes, 1, dtype=dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: the small actor reads this policy's memory, not theirs."""
+        """For copies: the small actor reads this policy's parameters, not theirs."""
         return {**self.__dict__, "_small_actor": None}
+
+    # -- for collectors and on-policy algorithms -----------------------------------------------------------------------
 
     def initial_memory(self, num_envs: int) -> Tensor | None:
         """Zeros [num_envs, layers, hidden], or None without memory."""
@@ -109,29 +159,34 @@ class ActorCritic(Policy):
         return torch.zeros(num_envs, self.memory.num_layers, self.memory.hidden_size, device=device)
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
-        """Draw an action (its mode when deterministic) and add it with its log-prob and the value."""
+        """Sample an action (its mode when deterministic) and add it with its log-prob and the value."""
         features = self.encoder(td[schema.OBSERVATION])
         if self.memory is not None:
             features, memory = self._remember(features, td[schema.MEMORY])
             td.set(schema.NEXT_MEMORY, memory)
-        output, value = self.towers(features)
-        action, log_prob = self.head.sample(output, td.get(schema.ACTION_MASK, None), deterministic)
+        output, value = self._outputs(features)
+        action, log_prob, sample = self.head.act(output, td.get(schema.ACTION_MASK, None), deterministic)
         td.set(schema.ACTION, action)
         td.set(schema.LOG_PROB, log_prob)
         td.set(schema.VALUE, value.squeeze(-1))
+        if sample is not None:
+            td.set(schema.SAMPLE, sample)
         return td
 
     def act_arrays(self, observation: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """Act in numpy, where the network is small, on the CPU and without memory, and the rows are few."""
         if isinstance(observation, dict) or len(observation) > MOST_ROWS or self.memory is not None:
             return None
+        if self.towers is None:
+            return None
+        assert self.policy_config is not None
         parameter: Any = self.towers.head_weight_0
         place = parameter.data_ptr()  # an optimizer or a copy may move the parameters
         if self._small_actor is None or self._small_actor[0] != place:
-            if not SmallActor.fits(self.encoder, self.head, self._activation, parameter):
+            if not SmallActor.fits(self.encoder, self.head, self.policy_config.activation, parameter):
                 return None
             vector: Any = self.encoder.streams["observation"]
-            actor = SmallActor(vector, self.towers, self.towers.depth, self.head, self._activation)
+            actor = SmallActor(vector, self.towers, self.towers.depth, self.head, self.policy_config.activation)
             self._small_actor = (place, actor)
         return self._small_actor[1].act(observation)
 
@@ -139,16 +194,16 @@ class ActorCritic(Policy):
         """Score stored actions; with memory `td` is [T, B] and the GRU runs from the first row's memory."""
         features = self.encoder(td[schema.OBSERVATION])
         if self.memory is None:
-            output, value = self.towers(features)
+            output, value = self._outputs(features)
         else:
             features = self._unroll(features, td)
-            outputs = self.towers(features.flatten(0, 1))
+            outputs = self._outputs(features.flatten(0, 1))
             output, value = (part.unflatten(0, features.shape[:2]) for part in outputs)
         action, mask = td[schema.ACTION], td.get(schema.ACTION_MASK, None)
-        log_prob, entropy = self.head.score(output, action, mask)
+        log_prob, entropy = self.head.score(output, action, mask, td.get(schema.SAMPLE, None))
         scored = {"log_prob": log_prob, "entropy": entropy, "value": value.squeeze(-1)}
-        if self.reports_tokens:
-            scored["token_log_prob"] = self.head.token_log_prob(output, action, mask)
+        if self.reports_tokens and (tokens := self.head.token_log_prob(output, action, mask)) is not None:
+            scored["token_log_prob"] = tokens
         return scored
 
     def get_value(self, td: TensorDictBase) -> Tensor:
@@ -156,15 +211,145 @@ class ActorCritic(Policy):
         features = self.encoder(td[schema.OBSERVATION])
         if self.memory is not None:
             features, _ = self._remember(features, td[schema.MEMORY])
+        if self.towers is None:
+            return self.state_value(features.unsqueeze(0))[0]
         return self.towers(features)[1].squeeze(-1)
 
     def value_only_parameters(self) -> Iterator[nn.Parameter]:
-        """Both towers: the value's gradient is 0 in the actor's. The encoder and the memory are shared."""
-        return self.towers.parameters()
+        """The value network; a `TwinMLP` as a whole, since the value's gradient is 0 in its actor."""
+        return self.value.parameters() if self.towers is None else self.towers.parameters()
 
-    def observe(self, td: TensorDictBase) -> None:
-        """Take a rollout's observations into the normalisation."""
+    def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
+        """Update the observation normalisation."""
         self.encoder.observe(td[schema.OBSERVATION])
+
+    # -- for off-policy, offline and supervised algorithms -------------------------------------------------------------
+
+    @property
+    def center(self) -> Tensor:
+        """Centre of the action range."""
+        return self._box_head.center
+
+    @property
+    def width(self) -> Tensor:
+        """Half width of the action range."""
+        return self._box_head.width
+
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Actions in the environment's units as unit actions."""
+        return self._box_head.to_unit(action)
+
+    def from_unit(self, unit: Tensor) -> Tensor:
+        """Unit actions as actions in the environment's units."""
+        return self._box_head.from_unit(unit)
+
+    def check_box(self, space: gymnasium.Space) -> None:
+        """Compare the action range with an environment's."""
+        if isinstance(self.head, BoxHead) and self.towers is None:
+            self.head.check_box(space)
+
+    def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
+        """Return how the action range differs from a Box."""
+        if not isinstance(self.head, BoxHead) or self.towers is not None:
+            return None
+        if weights is not None:
+            weights = {name: self.complete_weights(weights)[f"head.{name}"] for name in ("center", "width")}
+        return self.head.misfit(space, weights)
+
+    def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
+        """Features [members, B, F] of [B, …] (one member) or [members, B, …]."""
+        features = self.encoder(observation)
+        return Encoded(observation, features if features.ndim == 3 else features.unsqueeze(0))
+
+    def with_output(self, state: Encoded) -> Encoded:
+        """Add the output of the actor network."""
+        return state._replace(output=self._actor_output(state))
+
+    def mean(self, state: Encoded) -> Tensor:
+        """The most likely unit action."""
+        return self._box_head.mean(self._actor_output(state))
+
+    def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
+        """Log-density of unit actions."""
+        return self._box_head.log_prob(self._actor_output(state), unit)
+
+    def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
+        """`count` unit actions per state from one pass through the network, and their log-densities."""
+        return self._box_head.rsample(self._actor_output(state), count)
+
+    def divergence(self, state: Encoded, other: Policy, other_state: Encoded) -> Tensor:
+        """Exact between two heads of one kind, else estimated."""
+        if not isinstance(other, ActorCritic) or type(other.head) is not type(self.head):
+            return super().divergence(state, other, other_state)
+        return self._box_head.divergence(self._actor_output(state), other._box_head, other._actor_output(other_state))
+
+    def state_value(self, features: Tensor) -> Tensor:
+        """V by the value network."""
+        if self.towers is None:
+            return self.value(features).squeeze(-1)
+        return self.towers.single(features[0], 1).squeeze(-1).unsqueeze(0)
+
+    def actor_parameters(self) -> Iterator[nn.Parameter]:
+        """The actor network and the deviation of a Gaussian; a `TwinMLP` as a whole, which holds V too."""
+        yield from self.actor.parameters() if self.towers is None else self.towers.parameters()
+        yield from self.head.parameters()
+
+    def encoder_parameters(self) -> Iterator[nn.Parameter]:
+        """The encoder, where it learns."""
+        yield from self.encoder.parameters()
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """The value network; none of a `TwinMLP`."""
+        yield from self.value.parameters() if self.towers is None else ()
+
+    @torch.no_grad()
+    def member(self, index: int) -> ActorCritic:
+        """One member as a policy of its own, with a copy of its weights; itself where it is alone."""
+        if self.num_members == 1:
+            return self
+        alone = ActorCritic(*self._spaces, self.policy_config, dtype=self.actor.dtype).to(self.center.device)
+        stacked = {name for name, _ in self.named_parameters()}
+        weights = {
+            name: value[index : index + 1] if name in stacked else value for name, value in self.state_dict().items()
+        }
+        alone.load_state_dict(weights)
+        return alone
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Translate weights of the previous version."""
+        completed = keep_reward_normalizer(self, weights)
+        translate(completed)
+        return completed
+
+    # -- networks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _box_head(self) -> BoxHead:
+        if not isinstance(self.head, BoxHead):
+            raise self._not_continuous()
+        return self.head
+
+    def _outputs(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of the actor and of the value network for features [B, F]."""
+        if self.towers is not None:
+            return self.towers(features)
+        if self.num_members > 1:
+            raise InputError(f"a policy of {self.num_members} members does not act itself: use member(i)")
+        features = features.unsqueeze(0)
+        return self.actor(features)[0], self.value(features)[0]
+
+    def _actor_output(self, state: Encoded) -> Tensor:
+        """Output of the actor network, [members, B, O].
+
+        The gradient reaches the encoder. An algorithm whose critics train the encoder passes detached features.
+        """
+        if state.output is not None:
+            return state.output
+        if self.towers is None:
+            return self.actor(state.features)
+        return self.towers.single(state.features[0], 0).unsqueeze(0)
 
     def _remember(self, features: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
         """One GRU step: features [B, F] and memory [B, layers, hidden] → features and next memory."""
@@ -185,3 +370,7 @@ class ActorCritic(Policy):
             output, memory = self._remember(features[t], memory)
             outputs.append(output)
         return torch.stack(outputs)
+
+
+def _translate_weights(_: nn.Module, weights: dict[str, Any], prefix: str, *rest: Any) -> None:
+    translate(weights, prefix)

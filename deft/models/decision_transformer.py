@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.config.algorithm_settings import DTSettings
-from deft.models.encoders import ObservationEncoder, VectorEncoder
-from deft.models.policy import MODE
-from deft.models.unit_actions import UnitActions
+from deft.models.action_scale import ActionScale
+from deft.models.encoders import NORMALIZER_EPSILON, ObservationEncoder, VectorEncoder
+from deft.models.policy import MODE, Policy
 
 INITIAL_STD = 0.02
-NORMALIZER_EPSILON = 1e-6  # a dim that never moves in the data is not blown up
 TOKENS_PER_STEP = 3
 
 
@@ -121,7 +120,7 @@ class _ReluMLP(torch.autograd.Function):
         return tuple(part.float() for part in parts)
 
 
-class DecisionTransformerPolicy(UnitActions):
+class DecisionTransformerPolicy(ActionScale, Policy):
     """a_t = tanh(head(h_t)), h_t the output at o_t of a causal transformer over (R̂, o, a) of the last steps.
 
     R̂ is the return still wanted, in units of `return_scale`; every token carries the embedding of its timestep in the
@@ -134,7 +133,6 @@ class DecisionTransformerPolicy(UnitActions):
     steps that were dropped. So the action is always that of a plain forward pass over the window.
     """
 
-    ACTS = "the Decision Transformer acts"
     recurrent = True
     needs_reward = True
     return_scale: Tensor
@@ -156,7 +154,7 @@ class DecisionTransformerPolicy(UnitActions):
         self.dim, self.num_heads = dim, settings.n_head
         self.context_length, self.context_slide = settings.context_length, settings.context_slide
         self._given_targets = settings.target_return
-        self.set_box(action_space)
+        self.set_box(action_space, "the Decision Transformer acts")
         self.encoder = ObservationEncoder(observation_space, encoder_dim, normalize_observation)
         for encoder in self.encoder.streams.values():
             if isinstance(encoder, VectorEncoder) and encoder.normalizer is not None:

@@ -1,12 +1,14 @@
-"""Action distributions as plain functions of a network's output: Gaussian, categorical and several categoricals.
+"""Action heads: the distribution of actions, given the outputs of a network. Gaussian and categorical.
 
-A head knows how many outputs it needs, draws an action, and scores one. Written without torch.distributions, whose
-checks and broadcasting cost more than the arithmetic in the collection loop.
+A head knows how many outputs it needs, samples an action, and scores one. Written without torch.distributions, whose
+checks and broadcasting cost more than the arithmetic in the collection loop. Heads of the off-policy algorithms are in
+`deft.models.bounded_heads`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -15,7 +17,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from deft.errors import InputError
-from deft.models.unit_actions import watch_scale
+from deft.models.action_scale import ActionScale, into_box
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -29,43 +31,76 @@ class ActionHead(nn.Module):
         """An action and its log-prob."""
         raise TypeError(type(self).__name__)
 
-    def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-prob of `action`, and the entropy."""
+    def act(
+        self, output: Tensor, mask: Tensor | None, deterministic: bool
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+        """An action, its log-prob, and what `score` needs beside the action, if anything."""
+        return *self.sample(output, mask, deterministic), None
+
+    def score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> tuple[Tensor, Tensor]:
+        """Log-prob of `action`, and the entropy; `sample` is the third result of `act`."""
         raise TypeError(type(self).__name__)
 
-    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
-        """The parts [..., tokens] that the log-prob of `action` is the sum of."""
+    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The parts [..., tokens] that the log-prob of `action` is the sum of; None for a head without parts."""
+        return None
+
+
+class BoxHead(ActionHead, ActionScale):
+    """A continuous distribution over unit actions of a Box, with the methods of the off-policy algorithms.
+
+    Outputs are [members, B, num_outputs] there.
+    """
+
+    log_std: Tensor
+
+    def mean(self, output: Tensor) -> Tensor:
+        """The most likely unit action."""
         raise TypeError(type(self).__name__)
 
+    def log_prob(self, output: Tensor, unit: Tensor) -> Tensor:
+        """Log-density of unit actions."""
+        raise TypeError(type(self).__name__)
 
-class GaussianHead(ActionHead):
+    def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`count` differentiable unit actions per row, [count, …, A], and their log-densities."""
+        raise TypeError(type(self).__name__)
+
+    def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log-deviation of the Gaussian behind the actions, before any squashing."""
+        raise TypeError(type(self).__name__)
+
+    def divergence(self, output: Tensor, other: BoxHead, other_output: Tensor) -> Tensor:
+        """KL between two heads of one kind: Σ over dims of log(σ'/σ) + (σ² + (μ − μ')²) / 2σ'² − ½.
+
+        Squashing changes nothing: the divergence is that of the Gaussians before tanh.
+        """
+        mean, log_std = self.gaussian(output)
+        other_mean, other_log_std = other.gaussian(other_output)
+        ratio = log_std - other_log_std
+        shift = (mean - other_mean) * torch.exp(-other_log_std)
+        return (0.5 * (torch.exp(2 * ratio) + shift.square() - 1) - ratio).sum(-1)
+
+
+class GaussianHead(BoxHead):
     """A diagonal Gaussian with one learned deviation a dim, in units of the space's half width.
 
     log p(a) = Σ_i [ −½ ((u_i − μ_i) / σ_i)² − log σ_i − ½ log 2π − log w_i ],  u = (a − centre) / w. A chunk of K
     actions is K·A dims. Padded dims (mask False) are left out of every sum.
     """
 
-    log_std: Tensor
-    center: Tensor
-    width: Tensor
-    is_unit: bool
-
     def __init__(self, space: spaces.Box, log_std_init: float) -> None:
         super().__init__()
         self.action_shape = tuple(space.shape)
-        self.num_outputs = int(np.prod(space.shape))
+        self.num_outputs = self.action_dim = int(np.prod(space.shape))
         low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
         bounded = np.isfinite(low) & np.isfinite(high) & (high > low)
+        self.is_bounded = bool(bounded.all())
         with np.errstate(invalid="ignore", over="ignore"):
             center = np.where(bounded, (low + high) / 2, 0.0)
             width = np.where(bounded, (high - low) / 2, 1.0)
-        self.register_buffer("center", torch.as_tensor(center, dtype=torch.float32))
-        self.register_buffer("width", torch.as_tensor(width, dtype=torch.float32))
-        watch_scale(self)
+        self.set_scale(*(torch.as_tensor(part, dtype=torch.float32) for part in (center, width)))
         self.log_std = nn.Parameter(torch.full((self.num_outputs,), float(log_std_init)))
-
-    def _shape(self, flat: Tensor) -> Tensor:
-        return flat if len(self.action_shape) == 1 else flat.reshape(*flat.shape[:-1], *self.action_shape)
 
     def _dims(self, mask: Tensor | None) -> Tensor | None:
         """The mask over all dims of a chunk, as numbers."""
@@ -89,24 +124,42 @@ class GaussianHead(ActionHead):
         log_prob, _ = self._log_prob_of_noise(noise, dims)
         if dims is not None:
             unit = unit * dims
-        return self._shape(unit if self.is_unit else torch.addcmul(self.center, unit, self.width)), log_prob
+        return self.from_unit(unit), log_prob
 
-    def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> tuple[Tensor, Tensor]:
         """Log-prob of `action`, and the entropy."""
-        flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
-        unit = flat if self.is_unit else (flat - self.center) / self.width
-        log_prob, entropy = self._log_prob_of_noise((unit - output) * torch.exp(-self.log_std), self._dims(mask))
+        noise = (self._flat_unit(action) - output) * torch.exp(-self.log_std)
+        log_prob, entropy = self._log_prob_of_noise(noise, self._dims(mask))
         return log_prob, entropy.expand_as(log_prob)
+
+    def _flat_unit(self, action: Tensor) -> Tensor:
+        return self.to_unit(action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape)))
 
     def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
         """One token for each step of a chunk, one in all without chunks."""
-        flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
-        unit = flat if self.is_unit else (flat - self.center) / self.width
-        noise, dims = (unit - output) * torch.exp(-self.log_std), self._dims(mask)
+        noise, dims = (self._flat_unit(action) - output) * torch.exp(-self.log_std), self._dims(mask)
         log_scale = self.log_std if self.is_unit else self.log_std + self.width.log()
         log_probs = -0.5 * noise.square() - log_scale - HALF_LOG_2PI
         num_tokens = 1 if len(self.action_shape) == 1 else self.action_shape[0]
         return (log_probs if dims is None else log_probs * dims).unflatten(-1, (num_tokens, -1)).sum(-1)
+
+    def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs are the mean."""
+        return output, self.log_std
+
+    def mean(self, output: Tensor) -> Tensor:
+        """The outputs, clipped as by the environment."""
+        return into_box(output) if self.is_bounded else output
+
+    def log_prob(self, output: Tensor, unit: Tensor) -> Tensor:
+        """Log-density of unit actions, before clipping."""
+        return gaussian_log_prob((unit - output) * torch.exp(-self.log_std), self.log_std)
+
+    def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Mean plus deviation times noise, clipped as by the environment, with the density before clipping."""
+        noise = torch.randn(count, *output.shape, device=output.device)
+        drawn = torch.addcmul(output, noise, self.log_std.exp())
+        return into_box(drawn) if self.is_bounded else drawn, gaussian_log_prob(noise, self.log_std)
 
 
 class CategoricalHead(ActionHead):
@@ -144,7 +197,7 @@ class CategoricalHead(ActionHead):
             *output.shape[:-1], *self.action_shape
         ), log_prob
 
-    def score(self, output: Tensor, action: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> tuple[Tensor, Tensor]:
         """Σ over the categoricals of log p(choice) and of −Σ p log p."""
         if len(self.action_shape) > 1:
             action = action.flatten(-len(self.action_shape))
@@ -160,6 +213,11 @@ class CategoricalHead(ActionHead):
         choices = action.long().reshape(*output.shape[:-1], len(self.sizes)).split(1, -1)
         parts = zip(self._log_probs(output), choices, strict=True)
         return torch.cat([log_p.gather(-1, choice) for log_p, choice in parts], -1)
+
+
+def gaussian_log_prob(noise: Tensor, log_std: Tensor) -> Tensor:
+    """Σ over dims of −½ noise² − log σ − ½ log 2π."""
+    return (-0.5 * noise.square() - log_std).sum(-1) - noise.shape[-1] * HALF_LOG_2PI
 
 
 def action_head(space: gymnasium.Space, log_std_init: float) -> ActionHead:

@@ -16,9 +16,12 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.normalization import RunningNormalizer
 from deft.schema import has_channels_last
+
+NORMALIZER_EPSILON = 1e-6  # a dim that is constant in the data is not amplified
 
 
 class VectorEncoder(nn.Module):
@@ -173,6 +176,15 @@ class ObservationEncoder(nn.Module):
         for name, encoder in zip(self.names, self.streams.values(), strict=True):
             if isinstance(encoder, VectorEncoder):
                 encoder.observe(observation if isinstance(observation, Tensor) else observation[name])
+
+
+def make_encoder(space: gymnasium.Space, config: PolicyConfig) -> ObservationEncoder:
+    """The encoder of SAC's and the offline algorithms' networks, and of critics."""
+    encoder = ObservationEncoder(space, config.encoder_dim, config.normalize_observation)
+    for stream in encoder.streams.values():
+        if isinstance(stream, VectorEncoder) and stream.normalizer is not None:
+            stream.normalizer.epsilon = NORMALIZER_EPSILON
+    return encoder
 
 
 def _module_name(name: str) -> str:

@@ -1,28 +1,48 @@
-"""What a policy is to the rest of Deft: the base class of every trainable actor.
+"""The contract of a policy: the base class of everything that acts and is trained.
 
-Collectors call `act`, algorithms call `evaluate_actions` and `get_value`; both hand over TensorDicts in the schema.
+Collectors call `act`; PPO and GRPO call `evaluate_actions` and `get_value`; the off-policy and offline algorithms call
+`encode`, `sample`, `log_prob`, `mean`, `imitation_loss` and `state_value`. `ActorCritic` implements all of it for
+networks from scratch, `VLAPolicy` for VLA models, so that every algorithm continues with the policy of any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import gymnasium
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.normalization import RewardNormalizer
 
 MODE, SAMPLE, SAMPLED_NOISE = "mode", "sample", "sampled noise"  # see `Policy.action_selection`
 
 
+class Encoded(NamedTuple):
+    """An observation with its features, which policy and critics share: [members, B, F]."""
+
+    observation: Any
+    features: Tensor
+    shared_features: Tensor | None = None  # [B, F]: features of a VLA model with the gradient of its own loss
+    auxiliary_loss: Tensor | None = None  # [members]: loss of labels, where the observation has any
+    step_mask: Tensor | None = None  # bool [B, K]: which steps of the chunks are real
+    output: Tensor | None = None  # of the actor network, where it is known already
+
+
 class Policy(nn.Module):
-    """An actor with a value estimate.
+    """π(a | o) with a value estimate.
 
     `act` followed by `evaluate_actions` on the same weights gives the same log-prob: whatever was random while acting
     and is needed to score the action again goes into `schema.SAMPLE` and is stored with the transition. Padded action
     dims (`schema.ACTION_MASK`) never enter a log-prob or an entropy.
+
+    Off-policy methods take and return unit actions, [members, B, A]: [-1, 1] in each dim is the range of the Box.
+    Several members (seeds) may share one policy object, their layers batched.
     """
 
     recurrent: bool = False
@@ -34,17 +54,44 @@ class Policy(nn.Module):
     streams: frozenset[str] | None = None
     """Names of the observation's streams that it reads; None: all that it was made for."""
     reports_tokens: bool = False
-    """Set by an algorithm that asks for `token_log_prob` [B, tokens] from `evaluate_actions`, where a policy has it."""
+    """Set by an algorithm that needs `token_log_prob` [B, tokens] from `evaluate_actions`, where a policy has it."""
     reward_normalizer: RewardNormalizer | None
     """Scales rewards for the algorithm; a submodule, so that it is saved with the policy."""
+    policy_config: PolicyConfig | None = None
+    """The settings that it was built from; None for a policy of another kind."""
+
+    is_continuous: bool = False
+    """Whether the off-policy methods below are defined: its actions lie in a Box."""
+    has_mean: bool = False
+    """Whether `mean` is defined."""
+    num_members: int = 1
+    action_dim: Any = None
+    center: Any
+    """Centre of the action range, [A]."""
+    feature_dim: int
+    hidden_sizes: tuple[int, ...]
+    """Hidden layers of critics."""
+    reward_scale: Tensor
+    """Factor on the rewards that V and critics were trained with."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reward_normalizer = None
 
+    # -- weights -------------------------------------------------------------------------------------------------------
+
     def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of this policy with what checkpoints of earlier versions lack; called before they are loaded."""
+        """Translate weights of the previous version; called before they are checked and loaded."""
         return dict(weights)
+
+    def check_box(self, space: gymnasium.Space) -> None:
+        """Raise an error where the policy's action range and the environment's do not overlap."""
+
+    def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
+        """Return how the action range differs from a Box, and by which factor; None where it does not."""
+        return None
+
+    # -- for collectors and on-policy algorithms -----------------------------------------------------------------------
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Add `action`, `sample_log_prob` and `value` (and the next memory) to `td` and return it."""
@@ -53,21 +100,13 @@ class Policy(nn.Module):
     def action_selection(self, deterministic: bool) -> str:
         """How `act` selects actions, for the results of an evaluation.
 
-        `mode`: the most likely action. `sample`: drawn as in training. `sampled noise`: a flow's, denoised without more
-        noise from a start that is drawn.
+        `mode`: the most likely action. `sample`: sampled as in training. `sampled noise`: that of a flow, denoised
+        without further noise from a sampled start.
         """
         return MODE if deterministic else SAMPLE
 
-    def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
-        """A loss that a policy has besides its reward, [B], for observations alone (`deft.algorithms.auxiliary`)."""
-        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} learns from its reward alone")
-
-    def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
-        """What `auxiliary_loss` trains, and nothing else does then."""
-        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} learns from its reward alone")
-
     def act_arrays(self, observation: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """A quicker way to act than `act`, where a policy has one: the same keys, as arrays; None where it has not."""
+        """Act faster than `act`, with the same keys as arrays; None where a policy cannot."""
         return None
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
@@ -83,27 +122,138 @@ class Policy(nn.Module):
         return None
 
     def value_only_parameters(self) -> Iterable[nn.Parameter]:
-        """Parameters that the value's gradient moves without changing any action: `value_warmup` trains no others."""
+        """Parameters that change V without changing any action: `value_warmup` trains no others."""
         raise InputError(
             f"value_warmup: {type(self).__name__} does not name the parameters that only its value depends on; define "
             "value_only_parameters(), or use value_warmup 0"
         )
 
+    def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
+        """A loss on observations alone, [B] (`deft.algorithms.auxiliary`)."""
+        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no auxiliary loss; set it to 0")
+
+    def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that `auxiliary_loss` trains; nothing else trains them then."""
+        raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no auxiliary loss; set it to 0")
+
     def observe_value(self, td: TensorDictBase) -> None:
-        """Take a rollout's observations into statistics that only the value depends on, where there are any."""
+        """Update the running statistics that only the value depends on."""
 
     def observe(self, td: TensorDictBase) -> None:
-        """Take a rollout's observations into the running statistics. Called after the update, never during it."""
+        """Update the running statistics. Called after the update, never during it."""
 
     def freeze_statistics(self) -> None:
-        """Keep the statistics observed so far for good; do nothing without any.
+        """Keep the statistics observed so far; called after a dataset was observed and after weights were loaded.
 
-        Called after a dataset was observed and after the weights of a trained policy were loaded. The statistics of a
-        `RunningNormalizer` need nothing here: the algorithm that trains the policy next freezes them.
+        The statistics of a `RunningNormalizer` need nothing here: the algorithm that trains the policy next freezes
+        them.
         """
+
+    # -- for off-policy, offline and supervised algorithms -------------------------------------------------------------
+
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Actions in the environment's units as unit actions."""
+        raise self._not_continuous()
+
+    def from_unit(self, unit: Tensor) -> Tensor:
+        """Unit actions as actions in the environment's units."""
+        raise self._not_continuous()
+
+    def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
+        """Encode observations, differentiable; `object_positions` replace labels of them."""
+        raise self._not_continuous()
+
+    def object_positions(self, observation: Any) -> Tensor:
+        """Predict object positions from images, as `encode` of a later policy takes them."""
+        raise InputError(
+            "sight: 'start' is for vla-tiny with a bottleneck, on a dataset with labels of object positions; "
+            f"{type(self).__name__} predicts no object positions"
+        )
+
+    def with_output(self, state: Encoded) -> Encoded:
+        """Add the output of the actor network to the state, where `sample` and `divergence` can share it."""
+        return state
+
+    def mean(self, state: Encoded) -> Tensor:
+        """The most likely unit action [members, B, A], differentiable."""
+        raise self._not_continuous()
+
+    def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
+        """Log-density of unit actions under the distribution that acts, [members, B], differentiable."""
+        raise self._not_continuous()
+
+    def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
+        """`count` unit actions per state, [count, members, B, A], and their log-densities; differentiable."""
+        raise self._not_continuous()
+
+    def divergence(self, state: Encoded, other: Policy, other_state: Encoded) -> Tensor:
+        """KL(π ‖ π_other) at the same observations, [members, B], differentiable; estimated from one action each."""
+        samples, log_probs = self.sample(state)
+        return log_probs[0] - other.log_prob(other_state, samples[0])
+
+    def state_value(self, features: Tensor) -> Tensor:
+        """V, [members, B]."""
+        raise self._not_continuous()
+
+    def imitation_loss(self, state: Encoded, unit: Tensor) -> Tensor:
+        """The loss of behaviour cloning, [members, B]: −log π, or that of a VLA model.
+
+        Steps of a chunk outside `state.step_mask` are padding. A sampled action is scored there, whose gradient has
+        mean 0, E_π[∇ log π(a)] = 0: exact in expectation where steps are independent given the state.
+        """
+        if state.step_mask is not None:
+            unit = real_steps(unit, self._sampled_action(state), state.step_mask)
+        return -self.log_prob(state, unit)
+
+    @torch.no_grad()
+    def _sampled_action(self, state: Encoded) -> Tensor:
+        return self.sample(state)[0][0]
+
+    def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
+        """The loss of supervised training, [members], as `bc_loss`, and further metrics."""
+        state = self.encode(observation)._replace(step_mask=step_mask)
+        if loss == "mse":
+            error = squared_error(self.mean(state), unit, step_mask)
+            return {"bc_loss": error, "action_error": error}
+        losses = {"bc_loss": self.imitation_loss(state, unit).mean(-1)}
+        if self.has_mean:
+            with torch.no_grad():
+                losses["action_error"] = squared_error(self.mean(state), unit, step_mask)
+        return losses
+
+    def actor_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that the policy loss trains."""
+        raise self._not_continuous()
+
+    def encoder_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the encoder that critics share; their loss trains it."""
+        raise self._not_continuous()
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of V that are not among `actor_parameters`."""
+        raise self._not_continuous()
+
+    def member(self, index: int) -> Policy:
+        """One member as a policy of its own, with a copy of its weights; the policy itself where it has one member."""
+        return self
+
+    def _not_continuous(self) -> Exception:
+        return InputError(f"{type(self).__name__} has no continuous actions in a Box, which this algorithm needs")
+
+
+def real_steps(unit: Tensor, other: Tensor, step_mask: Tensor | None) -> Tensor:
+    """Unit actions [members, B, K · A] with `other` in the padded steps, outside `step_mask` (bool [B, K])."""
+    if step_mask is None:
+        return unit
+    size = unit.shape[-1] // step_mask.shape[-1]
+    return torch.where(step_mask.repeat_interleave(size, -1), unit, other)
+
+
+def squared_error(chosen: Tensor, unit: Tensor, step_mask: Tensor | None) -> Tensor:
+    """(chosen − unit)² of the real steps, a mean over all rows and numbers, [members]."""
+    return (chosen - real_steps(unit, chosen.detach(), step_mask)).square().mean((-1, -2))
 
 
 def members_of(policy: Policy) -> list[Policy]:
     """The policies of all seeds that were trained at once; the policy itself where there is one."""
-    count = getattr(policy, "num_members", 1)
-    return [policy] if count == 1 else [policy.member(index) for index in range(count)]  # type: ignore[operator]
+    return [policy.member(index) for index in range(policy.num_members)]

@@ -14,15 +14,10 @@ from deft import trust
 from deft.algorithms.offline import PRECISIONS
 from deft.algorithms.registry import OFFLINE_ALGORITHMS
 from deft.config.loading import load_config, resolve
-from deft.config.settings import OfflineRunConfig, OnlineActorConfig, ReplayRunConfig, RunConfig
+from deft.config.settings import OfflineRunConfig, ReplayRunConfig, RunConfig
 from deft.errors import InputError
-from deft.models.actor import Actor
-from deft.models.actor_critic import ActorCritic
+from deft.models.building import make_policy
 from deft.models.policy import Policy
-from deft.models.unit_actions import with_bounds
-from deft.models.vla.actor import convert_weights, make_vla_actor
-from deft.models.vla.loading import load_vla_model_for
-from deft.models.vla.policy import VLAPolicy
 from deft.runs import checkpoint
 from deft.runs.directory import CONFIG_FILE
 from deft.runs.policy_spaces import PolicySpaces, policy_space
@@ -46,35 +41,13 @@ def build_policy(
 
     `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
     """
-    if isinstance(config, ReplayRunConfig):
-        return _build_actor(config.policy, config.algorithm.cfg, observation, action, weights_follow)
     _check_action_dim(config, action)
-    if config.policy.actor is not None:
-        return _build_actor(config.policy.actor, None, observation, action, weights_follow)
-    if config.policy.name == "actor_critic":
-        return ActorCritic(observation, action, config.policy)
-    settings = config.policy
-    assert settings.vla_config is not None
-    model = load_vla_model_for(
-        settings.vla_config, observation, action, config.env.id, settings.chunk_length, weights_follow
+    settings: Any = config.algorithm.cfg
+    precision = settings.precision if isinstance(config, ReplayRunConfig) else "fp32"
+    where = config.env.id if config.policy.name == "vla" else "the environment"
+    return make_policy(
+        config.policy, observation, action, where, dtype=PRECISIONS[precision], weights_follow=weights_follow
     )
-    assert action.shape is not None
-    return VLAPolicy(model, int(action.shape[-1]), settings.chunk_length, settings.normalize_reward)
-
-
-def _build_actor(
-    actor: OnlineActorConfig,
-    settings: Any,
-    observation: gymnasium.Space,
-    action: gymnasium.Space,
-    weights_follow: bool,
-) -> Policy:
-    """The actor of a run that learns from a replay buffer, or that starts from one trained on a dataset."""
-    dtype = PRECISIONS["fp32" if settings is None else settings.precision]
-    action = with_bounds(action) if weights_follow else action
-    if actor.vla_config is not None:
-        return make_vla_actor(actor, observation, action, "the environment", dtype, weights_follow)
-    return Actor(observation, action, actor, actor.distribution, dtype=dtype)
 
 
 def _check_action_dim(config: RunConfig, action: gymnasium.Space) -> None:
@@ -97,30 +70,21 @@ def build_offline_policy(
     `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
     """
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
-    action_space = with_bounds(action_space) if weights_follow else action_space
     settings, members = config.algorithm.cfg, config.trainer.num_seeds
     return algorithm_class.make_policy(
         observation_space, action_space, config.policy, settings, members, weights_follow
     )
 
 
-def load_policy_weights(policy: Policy, path: str | Path) -> bool:
-    """Weights from a run folder (its best checkpoint, else its latest), a checkpoint, or a weights file.
-
-    False where they were those of a VLA model alone, trained offline and now online or the other way round.
-    """
+def load_policy_weights(policy: Policy, path: str | Path) -> None:
+    """Load weights from a run directory (its best checkpoint, else its latest), a checkpoint, or a weights file."""
     source = Path(path)
     folder = checkpoint_folder(source)
     if folder is not None:
         source = folder / checkpoint.MODEL
     elif not source.exists():
         raise InputError(f"model_path: {path} does not exist")
-    weights = checkpoint.load_tensors(source)
-    adapted = None
-    if isinstance(policy, VLAPolicy) and isinstance(weights, dict):
-        adapted = convert_weights(policy, weights, source)
-    checkpoint.load_weights(policy, weights if adapted is None else adapted, source)
-    return adapted is None
+    checkpoint.load_weights(policy, checkpoint.load_tensors(source), source)
 
 
 def checkpoint_folder(path: Path) -> Path | None:

@@ -11,9 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from deft import trust
-from deft.algorithms.off_policy import ActorAlgorithm
 from deft.algorithms.offline import OfflineAlgorithm
-from deft.algorithms.registry import OFFLINE_ALGORITHMS
 from deft.config.loading import replace, resolve
 from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.settings import OfflineRunConfig
@@ -21,7 +19,6 @@ from deft.data.datasets import find_dataset, open_dataset
 from deft.data.datasets.dataset import Dataset
 from deft.data.offline_buffer import OfflineReplayBuffer
 from deft.errors import InputError
-from deft.models.actor import Actor
 from deft.models.policy import Policy
 from deft.runs import checkpoint
 from deft.runs.policies import build_offline_policy, load_policy_weights
@@ -81,8 +78,6 @@ class OfflineRLTrainer:
                 action_space or _box("action_dim", action_dim, 1.0),
             )
             policy = build_offline_policy(self.config, *self._spaces)
-        else:
-            _check_kind(policy, self.algorithm_name)
         self._policy = policy
         self._dataset: Dataset | None = None
         self._source: Path | None = None
@@ -269,18 +264,6 @@ class DecisionTransformerTrainer(OfflineRLTrainer):
 def _given(**settings: Any) -> dict[str, Any]:
     """The settings that are not None: the config, or the algorithm's defaults, say the others."""
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def _check_kind(policy: Any, algorithm: str) -> None:
-    """Refuse a policy whose distribution is not the algorithm's: a run of it could not be rebuilt from its settings."""
-    kind = OFFLINE_ALGORITHMS[algorithm]
-    if not isinstance(policy, Actor) or not issubclass(kind, ActorAlgorithm):
-        return
-    if policy.distribution != kind.distribution:
-        raise InputError(
-            f"policy: {algorithm} trains a {kind.distribution} policy, this one is {policy.distribution}; those of "
-            "iql, td3-bc and sft are alike, and those of cql and sac"
-        )
 
 
 def _box(name: str, dim: int | None, bound: float) -> spaces.Box:

@@ -28,9 +28,8 @@ from deft.envs.rename import rename
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.rollouts import EVALUATION_ENVS
-from deft.models.normalization import has_seen_data
+from deft.models.normalization import has_seen_data, normalizers
 from deft.models.policy import Policy
-from deft.models.unit_actions import UnitActions
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import choose_device
 from deft.runs.directory import CONFIG_FILE, place_run, run_folder_opener
@@ -42,7 +41,7 @@ from deft.runs.random_state import seed_everything
 from deft.runs.seeds import EVALUATION_SEED
 from deft.runs.sinks import check_extras
 from deft.training.evaluator import Evaluator, check_space
-from deft.training.handover import check_heads, take_over_offline
+from deft.training.handover import check_heads, use_policy_section
 from deft.training.offline import OfflineSpec, OfflineTrainer
 from deft.training.run import run_trainer
 from deft.training.validation import make_validation, split
@@ -80,7 +79,7 @@ def build_offline_trainer(
     config, resume_from, replaces = processes.share(placed)
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
-    config = take_over_offline(config, resume_from)
+    config = use_policy_section(config, policy, resume_from)
     if resume_from is not None:
         config = with_its_split(config, resume_from)
     check_heads(config, resume_from or config.model_path)
@@ -139,8 +138,8 @@ def build_offline_trainer(
         check_streams(policy, observation_space, played_in, f"env {name}", "--env_rename_streams")
     policy.to("cpu" if shards else device)  # which may not hold all of it
     starts_from = config.model_path if resume_from is None else None  # a run that goes on has its own weights
-    whole = starts_from is not None and load_policy_weights(policy, starts_from)
     if starts_from is not None:
+        load_policy_weights(policy, starts_from)
         _check_scale(policy, action_space)
     acts = processes.is_first and evaluator is not None
     acting = sharding.shard_policy(policy, processes, device, acts) if shards else None
@@ -151,7 +150,8 @@ def build_offline_trainer(
         if kept is not None:
             validation = make_validation(algorithm, kept, held_out, config.seed, device, cache_bytes)
     sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
-    fresh = resume_from is None and not whole and not has_seen_data(policy)
+    is_trained = starts_from is not None and not any(True for _ in normalizers(policy))
+    fresh = resume_from is None and not is_trained and not has_seen_data(policy)
     algorithm.prepare(learned_from, sampler, fresh)
     spec = OfflineSpec(
         output_dir=config.output_dir,
@@ -277,7 +277,7 @@ def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> 
 
 def _check_scale(policy: Policy, space: gymnasium.Space, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Refuse weights that act on another scale than a new policy would here; say so where they nearly do."""
-    found = policy.misfit(space, weights) if isinstance(policy, UnitActions) else None
+    found = policy.misfit(space, weights)
     if found is None:
         return
     words, reach = found

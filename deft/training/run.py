@@ -21,8 +21,6 @@ from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.rollouts import EVALUATION_ENVS
-from deft.models.actor import ContinuousActor
-from deft.models.unit_actions import ActionScale
 from deft.models.vla.get_action import wrap_policy
 from deft.runs import sharding
 from deft.runs.compute import choose_device
@@ -35,7 +33,7 @@ from deft.runs.random_state import seed_everything
 from deft.runs.seeds import process_seed
 from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
-from deft.training.handover import GOES_ON_WITH, adopt_critics, take_over
+from deft.training.handover import load_critics, use_policy_section
 from deft.training.trainer import OnlineSpec, Trainer
 
 
@@ -84,7 +82,7 @@ def build_trainer(
     shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, kind.can_shard, processes)
     if shards and getattr(config.algorithm.cfg, "compile", False):
         raise InputError(sharding.NOT_COMPILED)
-    config = take_over(config, policy, resume_from)
+    config = use_policy_section(config, policy, resume_from)
     fresh_policy = policy is None and config.model_path is None
     assert config.output_dir is not None
     seed_everything(config.seed)
@@ -113,23 +111,20 @@ def build_trainer(
         if policy is None:
             weights_follow = resume_from is not None or config.model_path is not None
             policy = build_policy(config, observation, action, weights_follow)
-        policy = wrap_policy(policy, observation, action, config.policy, chunk_length)
+        policy = wrap_policy(policy, observation, action, config.policy)
         observation = getattr(getattr(policy, "encoder", None), "space", observation)  # of a policy that was given
         policy.to("cpu" if shards else device)  # which may not hold all of it
         if config.model_path is not None and resume_from is None:
             load_policy_weights(policy, config.model_path)
             policy.freeze_statistics()
-        if isinstance(config, ReplayRunConfig) and not isinstance(policy, ContinuousActor):
-            raise InputError(f"policy: {kind.name} {GOES_ON_WITH}; {type(policy).__name__} is of another kind")
         check_streams(policy, observation, vector_env.observation_space, where)
-        if isinstance(policy, ActionScale):
-            policy.check_box(action)
+        policy.check_box(action)
         acting = sharding.shard_policy(policy, processes, device) if shards else None
         algorithm = kind(policy, config.algorithm.cfg, seed=process_seed(config.seed, processes.rank))
         if not fresh_policy:
             algorithm.start_from_a_policy()
         if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
-            adopt_critics(algorithm, config.model_path, critics)
+            load_critics(algorithm, config.model_path, critics)
         spec = OnlineSpec(
             output_dir=config.output_dir,
             logging_config=config.logging,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from policies import actor_policy, vla_policy
 from tensordict import TensorDict
 from torch import Tensor
 from vla_worlds import PlainModel
@@ -22,12 +23,10 @@ from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings, SACSettings, SFTSettings
-from deft.config.settings import ActorConfig, PolicyConfig
+from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.errors import InputError
-from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
 from deft.models.normalization import normalizers
-from deft.models.vla.actor import VLAActor
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.policy import VLAPolicy
 from deft.models.vla.tiny import TinyVLAModel
@@ -54,9 +53,9 @@ def seen(count: int) -> TensorDict:
     return TensorDict({"camera": spots(count)[0], "instruction": words}, [count])
 
 
-def make_actor(distribution: str = "gaussian") -> Actor:
+def make_actor(distribution: str = "gaussian") -> ActorCritic:
     torch.manual_seed(0)
-    return Actor(STREAMS, ACTIONS, ActorConfig(hidden_dim=16, encoder_dim=16), distribution)
+    return actor_policy(STREAMS, ACTIONS, DatasetPolicyConfig(hidden_dim=16, encoder_dim=16), distribution)
 
 
 def transitions(count: int = 8, look: Callable[[int], TensorDict] = seen) -> dict[Any, Any]:
@@ -92,7 +91,7 @@ def played(
     return torch.stack(rows)
 
 
-def record_actor_inputs(policy: Actor) -> list[bool]:
+def record_actor_inputs(policy: ActorCritic) -> list[bool]:
     """Whether each call of the actor network, while gradients are recorded, gets features with a gradient."""
     calls: list[bool] = []
     forward = policy.actor.forward
@@ -106,7 +105,7 @@ def record_actor_inputs(policy: Actor) -> list[bool]:
     return calls
 
 
-def assert_every_encoder_weight_moves(policy: Actor, before: dict[str, Tensor]) -> None:
+def assert_every_encoder_weight_moves(policy: ActorCritic, before: dict[str, Tensor]) -> None:
     names = [name for name, _ in policy.named_parameters() if name.startswith("encoder.")]
     assert {name.split(".")[2] for name in names} == {"camera", "instruction"}
     still = [name for name in names if torch.equal(policy.state_dict()[name], before[name])]
@@ -165,7 +164,7 @@ def test_sft_learns_to_see():
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     space = spaces.Box(0, 255, (3, SIDE, SIDE), np.uint8)
-    policy = Actor(space, ACTIONS, ActorConfig(hidden_dim=32, encoder_dim=32))
+    policy = actor_policy(space, ACTIONS, DatasetPolicyConfig(hidden_dim=32, encoder_dim=32))
     algorithm = SFT(policy, SFTSettings(loss="mse", learning_rate=2e-3))
     for _ in range(200):
         images, place = spots(32, generator)
@@ -189,18 +188,18 @@ def felt(count: int) -> TensorDict:
 
 def make_robot_policy(kind: str) -> Any:
     torch.manual_seed(0)
-    config = ActorConfig(hidden_dim=16, encoder_dim=16)
+    config = DatasetPolicyConfig(hidden_dim=16, encoder_dim=16)
     if kind == "actor-critic":
         return ActorCritic(ROBOT, ACTIONS, PolicyConfig(hidden_sizes=[16], encoder_dim=16))
     if kind == "vla-policy":
         return VLAPolicy(TinyVLAModel(**KEYS, chunk_length=1, width=16, proprio_key="proprio"))
     if kind == "actor":
-        return Actor(ROBOT, ACTIONS, config, "tanh_gaussian")
+        return actor_policy(ROBOT, ACTIONS, config, "tanh_gaussian")
     if kind == "vla-tiny":
         model: Any = TinyVLAModel(**KEYS, chunk_length=1, width=16, proprio_key="proprio")
     else:
         model = GPTVLAModel(**KEYS)
-    return VLAActor(model, ROBOT, ACTIONS, config)
+    return vla_policy(model, ROBOT, ACTIONS, config)
 
 
 WITH_COPIES: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch.nn import functional
 from deft import schema
 from deft.algorithms.cql import CQL
 from deft.config.algorithm_settings import CQLSettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.data.datasets.dataset import box
 
 FAST = {"learning_rate": 3e-3, "policy_learning_rate": 3e-3, "tau": 0.05, "cql_samples": 4}
@@ -345,7 +345,9 @@ def test_bf16_is_close_to_float32():
     for precision in ("float32", "bf16"):
         torch.manual_seed(0)
         settings = CQLSettings(precision=precision, cql_samples=3)
-        algorithm = CQL(CQL.make_policy(box(3), box(2, -1.0, 1.0), ActorConfig(hidden_dim=16), settings), settings)
+        algorithm = CQL(
+            CQL.make_policy(box(3), box(2, -1.0, 1.0), DatasetPolicyConfig(hidden_dim=16), settings), settings
+        )
         torch.manual_seed(1)
         metrics = [algorithm.update(iter([random_batch(64)])) for _ in range(6)][-1]
         results[precision] = {name: float(value) for name, value in metrics.items()}

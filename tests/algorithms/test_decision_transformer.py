@@ -12,7 +12,7 @@ from gymnasium import spaces
 from deft import schema
 from deft.algorithms.decision_transformer import DecisionTransformer, DropoutMasks, return_scale
 from deft.config.algorithm_settings import DTSettings
-from deft.config.settings import ActorConfig, VLAConfig
+from deft.config.settings import DatasetPolicyConfig, VLAConfig
 from deft.data.datasets.dataset import VectorDataset
 from deft.data.replay import TransitionTable
 from deft.data.windows import EpisodeWindows
@@ -42,7 +42,7 @@ def make_algorithm(table: TransitionTable, **settings: object) -> tuple[Decision
     torch.manual_seed(0)
     given = DTSettings(**(SMALL | settings))
     dataset = VectorDataset(table, "choice", OBSERVATION, ACTION)
-    policy = DecisionTransformer.make_policy(OBSERVATION, ACTION, ActorConfig(), given)
+    policy = DecisionTransformer.make_policy(OBSERVATION, ACTION, DatasetPolicyConfig(), given)
     algorithm = DecisionTransformer(policy, given)
     windows = algorithm.make_sampler(dataset, 0, torch.device("cpu"), 2**30)
     assert isinstance(windows, EpisodeWindows)
@@ -125,8 +125,8 @@ def test_a_policy_from_a_checkpoint_keeps_its_statistics() -> None:
 
 def test_what_it_cannot_train_is_refused() -> None:
     with pytest.raises(InputError, match="num_seeds: dt trains one seed at a time"):
-        DecisionTransformer.make_policy(OBSERVATION, ACTION, ActorConfig(), DTSettings(), num_members=3)
-    vla = ActorConfig(name="vla", vla_config=VLAConfig(model_class="some.Model"))
+        DecisionTransformer.make_policy(OBSERVATION, ACTION, DatasetPolicyConfig(), DTSettings(), num_members=3)
+    vla = DatasetPolicyConfig(name="vla", vla_config=VLAConfig(model_class="some.Model"))
     with pytest.raises(InputError, match="not a VLA model"):
         DecisionTransformer.make_policy(OBSERVATION, ACTION, vla, DTSettings())
 

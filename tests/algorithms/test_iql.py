@@ -20,7 +20,7 @@ from torch.nn import functional
 from deft import schema
 from deft.algorithms.iql import IQL
 from deft.config.algorithm_settings import IQLSettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.data.datasets.dataset import box
 from deft.errors import InputError
 
@@ -37,7 +37,7 @@ def known_iql(**settings) -> IQL:
     make_linear(algorithm.critics.target, 0, [[1.0], [1.0]], [0.0])
     make_linear(algorithm.critics.target, 1, [[0.0], [0.0]], [0.0])
     with torch.no_grad():
-        algorithm.policy.log_std.fill_(math.log(0.5))
+        algorithm.policy.head.log_std.fill_(math.log(0.5))
     return algorithm
 
 
@@ -109,7 +109,7 @@ def test_weights_follow_a_plain_restatement():
         v_loss = (torch.abs(0.8 - (advantage < 0).float()) * advantage**2).mean()
         backup = batch[schema.NEXT_REWARD] + 0.99 * (1 - batch[schema.NEXT_TERMINATED]) * next_value
         q_loss = sum(functional.mse_loss(mlp(critics.online, i, both)[:, 0], backup) for i in (0, 1)) / 2
-        normal = torch.distributions.Normal(mlp(policy.actor, 0, observation).tanh(), policy.log_std[0].exp())
+        normal = torch.distributions.Normal(mlp(policy.actor, 0, observation).tanh(), policy.head.log_std[0].exp())
         weight = torch.exp(2.0 * advantage.detach()).clamp(max=100)
         policy_loss = -(weight * normal.log_prob(action).sum(-1)).mean()
         for loss, optimizer in zip((v_loss, q_loss, policy_loss), optimizers, strict=True):
@@ -236,7 +236,9 @@ def test_bf16_is_close_to_float32(layer_norm):
     for precision in ("float32", "bf16"):
         torch.manual_seed(0)
         settings = IQLSettings(precision=precision, critic_layer_norm=layer_norm)
-        algorithm = IQL(IQL.make_policy(box(3), box(2, -1.0, 1.0), ActorConfig(hidden_dim=16), settings), settings)
+        algorithm = IQL(
+            IQL.make_policy(box(3), box(2, -1.0, 1.0), DatasetPolicyConfig(hidden_dim=16), settings), settings
+        )
         torch.manual_seed(1)
         metrics = [algorithm.update(iter([random_batch(64)])) for _ in range(5)][-1]
         results[precision] = {name: float(value) for name, value in metrics.items()}

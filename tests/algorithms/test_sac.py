@@ -12,7 +12,7 @@ from deft.config.algorithm_settings import CQLSettings, SACSettings
 from deft.data.augmentation import random_shift
 from deft.data.datasets.dataset import box
 from deft.errors import InputError
-from deft.models.actor import ContinuousActor
+from deft.models.policy import Policy
 
 # The second transition terminates: its target is its reward alone.
 BATCH = batch_of([1.0, -1.0], [0.5, -0.5], [1.0, 2.0], [2.0, 3.0], [0.0, 1.0])
@@ -151,7 +151,7 @@ def test_rewards_are_scaled_for_critics_that_learned_from_scaled_ones_alone():
         algorithm = SAC(algorithm.policy, algorithm.settings)
         algorithm.start_from_a_policy()
         if adopts:
-            algorithm.adopt(sac(3, 2).state_dict())
+            algorithm.load_critics(sac(3, 2).state_dict())
         assert float(algorithm.policy.reward_scale) == scale
 
 
@@ -160,12 +160,12 @@ def test_critics_and_temperature_are_adopted():
     offline = CQL(small_actor(3, 2, "tanh_gaussian"), CQLSettings(cql_samples=2))
     offline.log_alpha.data.fill_(-1.5)
     algorithm = sac(3, 2)
-    algorithm.adopt(offline.state_dict())
+    algorithm.load_critics(offline.state_dict())
     for own, theirs in zip(algorithm.critics.parameters(), offline.critics.parameters(), strict=True):
         assert torch.equal(own, theirs)
     assert float(algorithm.log_alpha.detach()) == -1.5
     with pytest.raises(InputError, match="critics of the checkpoint does not fit"):
-        sac(3, 2, num_critics=3).adopt(offline.state_dict())
+        sac(3, 2, num_critics=3).load_critics(offline.state_dict())
 
 
 def test_actions_fill_the_environments_bounds():
@@ -212,7 +212,7 @@ def test_divergence_is_that_of_torch(distribution):
     states = [actor.encode(observation) for actor in (one, other)]
     gaussians = []
     for actor, state in zip((one, other), states, strict=True):
-        mean, log_std = actor._mean_and_log_std(state.features)
+        mean, log_std = actor.head.gaussian(actor.actor(state.features))
         mean = mean.tanh() if distribution == "gaussian" else mean
         gaussians.append(torch.distributions.Normal(mean, log_std.exp()))
     expected = torch.distributions.kl_divergence(*gaussians).sum(-1)
@@ -221,7 +221,7 @@ def test_divergence_is_that_of_torch(distribution):
     assert exact.shape == (1, 5)
     # What any other policy does: log π(a) − log π'(a) of drawn actions, the same in the mean.
     rows = observation[:1].expand(40_000, 3)
-    drawn = ContinuousActor.divergence(one, one.encode(rows), other, other.encode(rows))
+    drawn = Policy.divergence(one, one.encode(rows), other, other.encode(rows))
     assert float(drawn.mean().detach()) == pytest.approx(float(expected[0, 0].detach()), rel=0.05)
 
 

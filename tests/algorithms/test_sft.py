@@ -6,15 +6,15 @@ import pytest
 import torch
 from gymnasium import spaces
 from offline_worlds import batch_of, learned_actions, make_linear, small_actor, two_step_dataset
+from policies import actor_policy
 
 from deft import schema
 from deft.algorithms.sft import SFT
 from deft.config.algorithm_settings import SFTSettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.data.augmentation import augment
 from deft.data.datasets.dataset import box
 from deft.errors import InputError
-from deft.models.actor import Actor
 
 BATCH = batch_of([1.0, -1.0], [0.5, -0.5], [1.0, 2.0], [2.0, 3.0], [0.0, 1.0])
 
@@ -66,7 +66,7 @@ def test_augmented_images_are_trained_on_and_validated_as_they_are():
         schema.OBSERVATION: torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8),
         schema.ACTION: torch.zeros(4, 1),
     }
-    policy = Actor(space, box(1, -1.0, 1.0), ActorConfig(hidden_dim=8, encoder_dim=8))
+    policy = actor_policy(space, box(1, -1.0, 1.0), DatasetPolicyConfig(hidden_dim=8, encoder_dim=8))
     algorithm = SFT(policy, SFTSettings(augment="shift,color", learning_rate=1e-12))
     assert algorithm.settings.augment == ("shift", "color")
     plain = algorithm.validate([batch])

@@ -17,7 +17,7 @@ from torch.nn import functional
 from deft import schema
 from deft.algorithms.td3_bc import TD3BC
 from deft.config.algorithm_settings import TD3BCSettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.data.datasets.dataset import box
 
 FAST = {"learning_rate": 3e-3, "tau": 0.05}
@@ -178,7 +178,9 @@ def test_bf16_is_close_to_float32():
     for precision in ("float32", "bf16"):
         torch.manual_seed(0)
         settings = TD3BCSettings(precision=precision)
-        algorithm = TD3BC(TD3BC.make_policy(box(3), box(2, -1.0, 1.0), ActorConfig(hidden_dim=16), settings), settings)
+        algorithm = TD3BC(
+            TD3BC.make_policy(box(3), box(2, -1.0, 1.0), DatasetPolicyConfig(hidden_dim=16), settings), settings
+        )
         torch.manual_seed(1)
         metrics = [algorithm.update(iter([random_batch(64)])) for _ in range(6)][-1]
         results[precision] = {name: float(value) for name, value in metrics.items()}

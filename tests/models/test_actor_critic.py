@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from deft import schema
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
-from deft.models.actor_critic import ActorCritic, TwinTowers
+from deft.models.actor_critic import ActorCritic, TwinMLP
 from deft.models.encoders import ImageEncoder, ObservationEncoder, TextEncoder
 
 VECTOR = spaces.Box(-np.inf, np.inf, (5,), np.float32)
@@ -111,7 +111,7 @@ def test_chunk_of_masked_actions():
 
 
 def test_twin_towers_are_two_separate_networks():
-    towers = TwinTowers(5, (8, 8), (2, 1), "tanh")
+    towers = TwinMLP(5, (8, 8), (2, 1), "tanh")
     x = torch.rand(4, 5)
     for tower, output in enumerate(towers(x)):
         hidden = x

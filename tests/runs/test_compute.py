@@ -2,12 +2,12 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from policies import actor_policy
 from worlds import Counting
 
 from deft.algorithms.ppo import PPO
 from deft.envs.process import ProcessVectorEnv
 from deft.errors import InputError
-from deft.models.actor import Actor
 from deft.models.actor_critic import ActorCritic
 from deft.runs.checkpoint import load_training_state
 from deft.runs.compute import Threads, choose_device, is_small, thread_counts, threads_for, torch_threads
@@ -46,11 +46,11 @@ def test_omp_num_threads_is_respected(monkeypatch, variable, counts):
 @pytest.mark.usefixtures("free_choice")
 def test_networks_are_small_by_their_largest_product():
     space, action = gymnasium.spaces.Box(-1, 1, (8,)), gymnasium.spaces.Box(-1, 1, (2,))
-    policy = Actor(space, action)  # 256 × 256 weights
+    policy = actor_policy(space, action)  # 256 × 256 weights
     assert threads_for(None, policy, 32, cores=4).counts == (1,)  # 2.1 M multiplications
     assert threads_for(None, policy, 256, cores=4).counts == (1, 2, 4)  # 16.8 M
     camera = gymnasium.spaces.Dict({"rgb": gymnasium.spaces.Box(0, 255, (3, 64, 64), np.uint8)})
-    assert threads_for(None, Actor(camera, action), 1, cores=4).counts == (1, 2, 4)
+    assert threads_for(None, actor_policy(camera, action), 1, cores=4).counts == (1, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_threads_are_put_back_and_small_matrices_leave_onednn_out():
 
 def test_small_policies_in_bfloat16_are_left_to_onednn():
     spaces = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Box(-1, 1, (2,))
-    assert is_small(Actor(*spaces))
-    assert not is_small(Actor(*spaces, dtype=torch.bfloat16))
+    assert is_small(actor_policy(*spaces))
+    assert not is_small(actor_policy(*spaces, dtype=torch.bfloat16))
 
 
 def test_training_runs_with_the_chosen_threads(tmp_path):

@@ -21,11 +21,11 @@ from deft.envs.make import wrap
 from deft.errors import InputError
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.vla import gpt
-from deft.models.vla.actor import VLAActor
 from deft.models.vla.loading import save_vla_model
+from deft.models.vla.policy import VLAPolicy
 from deft.training import run
 from deft.training.collect import collect
-from deft.training.handover import take_over, take_over_offline
+from deft.training.handover import use_policy_section
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
 
@@ -118,7 +118,7 @@ def test_language(tmp_path, reach, algorithm):
     # The built-in actor on camera and words: its own encoder learns.
     assert_trains(make_trainer(tmp_path / "actor", algorithm, reach, SMALL), "actor", *streams)
     trainer = make_trainer(tmp_path / "vla", algorithm, reach, vla())
-    assert isinstance(trainer.policy, VLAActor)
+    assert isinstance(trainer.policy, VLAPolicy)
     model = trainer.policy.model
     # What the dataset says of itself need not be configured.
     assert (model.action_dim, model.image_size, model.proprio_dim) == (2, 16, 8)
@@ -398,7 +398,7 @@ def test_a_policy_setting_beside_a_model_path_holds_over_the_model_s(tmp_path):
     source = resolve({"algorithm": "sft", "dataset": data, "policy": {**model, "hidden_dim": 16, "num_layers": 3}})
     write_config(source, first / "config.yaml")
     config = resolve({"algorithm": "iql", "dataset": data, "model_path": str(first), "policy": {"hidden_dim": 48}})
-    policy = take_over_offline(config).policy
+    policy = use_policy_section(config).policy
     assert policy.vla_config is not None
     assert policy.vla_config.model_class == "gpt-vla"
     assert (policy.hidden_dim, policy.num_layers) == (48, 3)
@@ -411,7 +411,7 @@ def test_a_run_that_goes_on_by_the_same_command_has_the_model_that_it_took_over(
     (run / "checkpoint-5").mkdir(parents=True)
     write_config(resolve({"algorithm": "iql", "dataset": data, "policy": model}), run / "config.yaml")
     config = resolve({"algorithm": "iql", "dataset": data, "model_path": str(tmp_path / "gone")})
-    policy = take_over_offline(config, run / "checkpoint-5").policy
+    policy = use_policy_section(config, resume_from=run / "checkpoint-5").policy
     assert policy.vla_config is not None
     assert policy.vla_config.model_config == {"bottleneck": 8}
 
@@ -429,7 +429,7 @@ def test_a_model_is_built_as_in_its_run_but_for_what_is_said_of_it(tmp_path, alg
 
     def taken(policy: dict[str, Any]) -> Any:
         config = resolve({"algorithm": algorithm, **where, "model_path": str(first), "policy": policy})
-        found = take_over_offline(config) if algorithm == "iql" else take_over(config, None)
+        found = use_policy_section(config)
         return found.policy.vla_config.model_config
 
     assert taken(section("vla-tiny", width=16, freeze_vision=True)) == {
@@ -453,7 +453,7 @@ def test_the_chunk_length_comes_with_the_policy_also_where_the_model_is_named(tm
 
     def found(length: int | None) -> int:
         config = resolve({"algorithm": algorithm, **where, "model_path": str(first), "policy": section(length)})
-        return (take_over_offline(config) if algorithm == "iql" else take_over(config, None)).policy.chunk_length
+        return use_policy_section(config).policy.chunk_length
 
     assert found(None) == 2
     assert found(4) == 2  # what `--model vla-tiny` sets without `--chunk_length`
@@ -465,4 +465,4 @@ def test_the_chunk_length_comes_with_the_policy_also_where_the_model_is_named(tm
 def test_a_run_of_sac_leaves_the_settings_of_an_offline_one_alone(tmp_path):
     write_config(resolve({"algorithm": "sac", "env": {"id": "Pendulum-v1"}}), tmp_path / "config.yaml")
     config = resolve({"algorithm": "iql", "dataset": "data-v0", "model_path": str(tmp_path)})
-    assert take_over_offline(config) == config
+    assert use_policy_section(config) == config

@@ -9,13 +9,13 @@ import pytest
 import torch
 from gymnasium import spaces
 from offline_worlds import TwoStep, schema_row, small_actor, two_step_dataset
+from policies import vla_policy
 
 from deft import CQLTrainer, IQLTrainer, OfflineRLConfig, PPOTrainer, RLConfig, SACTrainer, SFTTrainer, cli
 from deft.config.loading import load_config, resolve
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.models.vla import gpt
-from deft.models.vla.actor import VLAActor
 from deft.models.vla.tiny import TinyVLAModel
 from deft.runs.logging import logged_evaluations
 from deft.runs.policies import checkpoint_folder
@@ -467,8 +467,8 @@ def test_a_vla_model_of_chunks_is_told_how_to_train(tmp_path, capsys):
     model = TinyVLAModel(
         action_dim=1, image_keys=["rgb"], image_size=16, proprio_key=None, instruction_key=None, width=8
     )
-    policy = VLAActor(model, space, spaces.Box(-2.0, 4.0, (4, 1), np.float32))
-    with pytest.raises(InputError, match=r"policy: VLAActor decides 4 steps .* build the policy with chunk_length 1"):
+    policy = vla_policy(model, space, spaces.Box(-2.0, 4.0, (4, 1), np.float32))
+    with pytest.raises(InputError, match=r"policy: VLAPolicy decides 4 steps .* build the policy with chunk_length 1"):
         SACTrainer(env=Target(image=True), policy=policy)
 
 

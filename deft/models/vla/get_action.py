@@ -17,13 +17,12 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
-from deft.config.settings import ActorConfig, PolicyConfig
+from deft.config.settings import PolicyConfig
 from deft.errors import DeftError, InputError, RunError
 from deft.models.distributions import GaussianHead
 from deft.models.encoders import ObservationEncoder, is_image
 from deft.models.mlp import BatchedMLP
 from deft.models.policy import Policy
-from deft.models.vla.actor import VLAActor
 from deft.models.vla.interface import BaseVLAModel, missing_methods, takes_keyword
 from deft.models.vla.policy import VLAPolicy
 
@@ -35,37 +34,29 @@ def wrap_policy(
     policy: Any,
     observation_space: gymnasium.Space,
     action_space: gymnasium.Space,
-    config: PolicyConfig | ActorConfig,
-    chunk_length: int = 1,
+    config: PolicyConfig,
 ) -> Policy:
-    """What a user gives as a policy, as a `Policy`: a VLA model, or an object with `get_action`.
-
-    With an `ActorConfig` it becomes the actor of an off-policy algorithm.
-    """
+    """Wrap what a user passes as a policy, a VLA model or an object with `get_action`, as a `Policy`."""
     if isinstance(policy, Policy):
         return policy
-    name = type(policy).__name__
     lacks = missing_methods(policy)
-    if isinstance(config, ActorConfig):
-        model = GetActionModel(policy, observation_space, action_space, config, unit=True) if lacks else policy
-        return VLAActor(model, observation_space, action_space, config)
-    if not lacks:
-        return VLAPolicy(policy, chunk_length=chunk_length, normalize_reward=config.normalize_reward)
-    if not callable(getattr(policy, "get_action", None)):
+    if lacks and not callable(getattr(policy, "get_action", None)):
         raise InputError(
-            f"policy: {name} is no deft.Policy, has no get_action(obs, deterministic=False), and lacks "
-            f"{', '.join(lacks)} of deft.VLAModelInterface"
+            f"policy: {type(policy).__name__} is no deft.Policy, has no get_action(obs, deterministic=False), and "
+            f"lacks {', '.join(lacks)} of deft.VLAModelInterface"
         )
-    model = GetActionModel(policy, observation_space, action_space, config)
-    return GetActionPolicy(model, chunk_length=chunk_length, normalize_reward=config.normalize_reward)
+    given: dict[str, Any] = {"observation_space": observation_space, "action_space": action_space, "config": config}
+    if not lacks:
+        return VLAPolicy(policy, **given)
+    return GetActionPolicy(GetActionModel(policy, observation_space, action_space, config), **given)
 
 
 class GetActionModel(BaseVLAModel):
     """`VLAModelInterface` around `get_action`, whose action is the mean of a Gaussian with a learned deviation.
 
     The torch modules and parameters in the object's attributes are registered here: they are trained, saved and moved
-    with the policy, and the object goes on using them. The value has an encoder of its own over all streams. With
-    `unit` actions are in [-1, 1], the range of the Box, and the value is left to whoever asks for that.
+    with the policy, and the object keeps using them. The value has an encoder of its own over all streams. With
+    `unit_actions` actions are in [-1, 1], the range of the Box; with `separate_value` the policy has the value.
     """
 
     center: Tensor
@@ -76,8 +67,7 @@ class GetActionModel(BaseVLAModel):
         policy: Any,
         observation_space: gymnasium.Space,
         action_space: gymnasium.Space,
-        config: PolicyConfig | ActorConfig,
-        unit: bool = False,
+        config: PolicyConfig,
     ) -> None:
         super().__init__()
         self.name = type(policy).__name__
@@ -108,9 +98,10 @@ class GetActionModel(BaseVLAModel):
         box = GaussianHead(action_space, config.log_std_init)
         self.register_buffer("center", box.center.clone())
         self.register_buffer("width", box.width.clone())
-        self.head = GaussianHead(spaces.Box(-1.0, 1.0, self._action_shape), config.log_std_init) if unit else box
+        unit_box = spaces.Box(-1.0, 1.0, self._action_shape)
+        self.head = GaussianHead(unit_box, config.log_std_init) if config.unit_actions else box
         self.encoder: ObservationEncoder | None = None
-        if isinstance(config, PolicyConfig):
+        if not config.separate_value:
             self.encoder = ObservationEncoder(observation_space, config.encoder_dim, config.normalize_observation)
             self.value = BatchedMLP(1, self.encoder.dim, tuple(config.hidden_sizes), 1)
         self._is_checked = False
@@ -245,12 +236,16 @@ class GetActionModel(BaseVLAModel):
 class GetActionPolicy(VLAPolicy):
     """The policy around a `GetActionModel`, in any environment with a Box of actions."""
 
-    def observe(self, td: TensorDictBase) -> None:
-        """Take a rollout's observations into the normalisation of the value's vectors."""
-        model: Any = self.model
-        model.encoder.observe(td[schema.OBSERVATION])
+    def observe(self, td: Any) -> None:
+        """Update the running statistics of the value's encoder, the only ones."""
+        self.observe_value(td)
 
-    observe_value = observe
+    def observe_value(self, td: Any) -> None:
+        """Update the running statistics of the value's encoder, which is a part of the model or of the policy."""
+        super().observe_value(td)
+        model: Any = self.model
+        if model.encoder is not None:
+            model.encoder.observe(td[schema.OBSERVATION])
 
     def _observations(self, td: TensorDictBase) -> tuple[Any, int]:
         return td[schema.OBSERVATION], td.batch_size[0]

@@ -42,9 +42,8 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
             f"{env.num_workers * unit} or more, or fewer workers"
         )
     check_id(env)  # a Ray that is started takes seconds
-    for policy in (config.policy, getattr(config.policy, "actor", None)):
-        if (model := getattr(policy, "vla_config", None)) is not None:
-            find_vla_class(model.model_class)
+    if config.policy.vla_config is not None:
+        find_vla_class(config.policy.vla_config.model_class)
     wanted = env.num_workers or min(most, max(1, available_cores() - 1))
     opened = connection.connect(cluster.ray_address, (wanted + cluster.spare_workers) * cluster.worker_cpus + 1)
     try:

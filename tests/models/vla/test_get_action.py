@@ -17,10 +17,9 @@ from vla_worlds import PointToColour, SevenJoints
 
 from deft import schema
 from deft.config.rl_config import RLConfig
-from deft.config.settings import ActorConfig, PolicyConfig
+from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.envs import SerialVectorEnv
 from deft.errors import InputError, RunError
-from deft.models.vla.actor import VLAActor
 from deft.models.vla.get_action import GetActionPolicy, find_modules, wrap_policy
 from deft.models.vla.policy import VLAPolicy
 from deft.training.api import PPOTrainer
@@ -80,9 +79,9 @@ def config(tmp_path: Path, **settings: Any) -> RLConfig:
     return RLConfig(algorithm="ppo", **defaults | settings)
 
 
-def wrap_in(policy: Any, env: gymnasium.Env, settings: PolicyConfig | ActorConfig | None = None, chunk: int = 1) -> Any:
+def wrap_in(policy: Any, env: gymnasium.Env, settings: PolicyConfig | None = None) -> Any:
     vector_env = SerialVectorEnv([env])
-    return wrap_policy(policy, vector_env.observation_space, vector_env.action_space, settings or PolicyConfig(), chunk)
+    return wrap_policy(policy, vector_env.observation_space, vector_env.action_space, settings or PolicyConfig())
 
 
 def test_the_documents_example_learns_and_resumes(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_chunks() -> None:
     policy = SimpleNamespace(weight=weight, get_action=lambda obs: weight.expand(len(obs["state"]), 2, 1))
     space = spaces.Box(-1, 1, (3,))
     td = TensorDict({schema.OBSERVATION: torch.zeros(4, 3)}, [4])
-    wrapped = wrap_policy(policy, space, spaces.Box(-1, 1, (2, 1)), PolicyConfig(), chunk_length=2)
+    wrapped = wrap_policy(policy, space, spaces.Box(-1, 1, (2, 1)), PolicyConfig())
     wrapped.act(td)
     assert tuple(td[schema.ACTION].shape) == (4, 2, 1)
     assert torch.allclose(wrapped.evaluate_actions(td)["log_prob"], td[schema.LOG_PROB])
@@ -221,8 +220,8 @@ def test_off_policy_algorithms_get_an_actor_of_unit_actions() -> None:
     weight = nn.Parameter(torch.full((1,), -1.0))
     policy = SimpleNamespace(weight=weight, get_action=lambda obs: weight.expand(len(obs["camera"]), 1))
     env = SerialVectorEnv([Wide()])
-    actor = wrap_policy(policy, env.observation_space, env.action_space, ActorConfig(log_std_init=-1.0))
-    assert isinstance(actor, VLAActor)
+    actor = wrap_policy(policy, env.observation_space, env.action_space, DatasetPolicyConfig(log_std_init=-1.0))
+    assert isinstance(actor, VLAPolicy)
     env.reset(seed=0)
     observation = {name: torch.as_tensor(stream) for name, stream in env.observation.items()}
     state = actor.encode(observation)
@@ -240,7 +239,8 @@ def test_a_vla_model_stays_a_vla_policy() -> None:
     from vla_worlds import PlainModel
 
     env = SerialVectorEnv([gymnasium.make("deft/Reach-v0", observation="vla")])
-    policy = wrap_policy(PlainModel(), env.observation_space, env.action_space, PolicyConfig(), 2)
+    chunks = spaces.Box(-1, 1, (2, *env.action_space.shape), np.float32)
+    policy = wrap_policy(PlainModel(), env.observation_space, chunks, PolicyConfig())
     assert isinstance(policy, VLAPolicy)
     assert not isinstance(policy, GetActionPolicy)
     assert policy.chunk_length == 2

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from policies import vla_policy
 from pretrained_models import OTHERS, PALIGEMMA, PI0, PROPRIO, STREAMS, observations
 from tensordict import TensorDict
 from torch.distributions import Normal
 
 from deft import PPO, VLAPolicy, load_vla_model, schema
 from deft.config.algorithm_settings import PPOSettings
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.errors import InputError
 from deft.models.flow_chain import sample_chain
-from deft.models.vla.actor import VLAActor
 from deft.models.vla.openvla import BINS, ActionTokens, TokenVLA
 from deft.models.vla.pi0 import Pi0VLA
 from deft.models.vla.pretrained import Pictures, Statistics, Words, read_statistics
@@ -254,8 +254,8 @@ def test_td3_bc_and_cql_reject_pi0(pi0: Pi0VLA) -> None:
     seen, low = observations(3), -np.ones((2, 3), np.float32)
     images = {name: spaces.Box(0, 255, (3, 20, 20), np.uint8) for name in ("head_rgb", "wrist_rgb")}
     others = {"state": spaces.Box(-9, 9, (5,), np.float32), "instruction": spaces.Box(0, 255, (40,), np.uint8)}
-    config = ActorConfig(hidden_dim=8, encoder_dim=8)
-    actor = VLAActor(copy.deepcopy(pi0), spaces.Dict({**images, **others}), spaces.Box(low, -low), config)
+    config = DatasetPolicyConfig(hidden_dim=8, encoder_dim=8)
+    actor = vla_policy(copy.deepcopy(pi0), spaces.Dict({**images, **others}), spaces.Box(low, -low), config)
     state = actor.encode(seen)
     with pytest.raises(InputError, match="has no mean action"):
         actor.mean(state)

@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from policies import actor_policy
 from tensordict import TensorDict
 
 from deft import schema
-from deft.config.settings import ActorConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.errors import InputError
-from deft.models.actor import LOG_STD_RANGE, Actor, Encoded
+from deft.models.bounded_heads import LOG_STD_RANGE
+from deft.models.policy import Encoded
 
 OBSERVATION = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 ACTION = spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32))
-SMALL = ActorConfig(hidden_dim=8)
+SMALL = DatasetPolicyConfig(hidden_dim=8)
 
 
 def rows(count: int = 6) -> TensorDict:
@@ -23,7 +25,7 @@ def rows(count: int = 6) -> TensorDict:
 @pytest.mark.parametrize("distribution", ["gaussian", "tanh_gaussian"])
 def test_a_stored_action_scores_what_it_scored_when_it_was_drawn(distribution):
     torch.manual_seed(0)
-    policy = Actor(OBSERVATION, ACTION, SMALL, distribution)
+    policy = actor_policy(OBSERVATION, ACTION, SMALL, distribution)
     td = policy.act(rows())
     scored = policy.evaluate_actions(td)
     torch.testing.assert_close(scored["log_prob"], td[schema.LOG_PROB])
@@ -35,7 +37,7 @@ def test_the_squashed_density_integrates_to_one():
     # ∫ p(a) da over the Box, one dim; a midpoint sum is exact to the grid.
     torch.manual_seed(0)
     space = spaces.Box(-2.0, 2.0, (1,), np.float32)
-    policy = Actor(OBSERVATION, space, SMALL, "tanh_gaussian")
+    policy = actor_policy(OBSERVATION, space, SMALL, "tanh_gaussian")
     grid = (torch.arange(4000) + 0.5) / 1000 - 2.0
     td = TensorDict({schema.OBSERVATION: torch.ones(4000, 3), schema.ACTION: grid[:, None]}, batch_size=[4000])
     assert float(policy.evaluate_actions(td)["log_prob"].detach().exp().sum() * 0.001) == pytest.approx(1.0, abs=1e-3)
@@ -46,11 +48,13 @@ def test_samples_and_their_gradients_are_torchs(count):
     # The closed forms of `sample` beside torch's own distribution and autograd, in float64. One deviation is beyond its
     # bound (and so gets no gradient), and one action far out, where tanh is 1 in float64 too.
     torch.manual_seed(0)
-    policy = Actor(spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2,)), ActorConfig(hidden_dim=8), "tanh_gaussian")
+    policy = actor_policy(
+        spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2,)), DatasetPolicyConfig(hidden_dim=8), "tanh_gaussian"
+    )
     output = torch.randn(1, 5, 4, dtype=torch.float64)
     output[0, 0, 2], output[0, 1, 0] = LOG_STD_RANGE[1] + 1, 25.0
     output.requires_grad_()
-    policy._output = lambda features: output
+    policy.actor.forward = lambda features: output
     noise = torch.randn(count, 1, 5, 2, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randn", lambda *shape, **_: noise)
@@ -73,11 +77,11 @@ def test_samples_and_their_gradients_are_torchs(count):
 
 
 def test_the_gaussian_is_hand_computed():
-    policy = Actor(OBSERVATION, ACTION, SMALL, "gaussian")
+    policy = actor_policy(OBSERVATION, ACTION, SMALL, "gaussian")
     with torch.no_grad():
         for parameter in policy.actor.parameters():
             parameter.zero_()
-        policy.log_std.fill_(math.log(0.5))
+        policy.head.log_std.fill_(math.log(0.5))
     action = torch.tensor([[1.0, 0.75]])
     td = TensorDict({schema.OBSERVATION: torch.zeros(1, 3), schema.ACTION: action}, batch_size=[1])
     # The mean is tanh 0 = 0, in Box units (0, 0.5); unit actions (0.5, 0.5); widths 2 and 0.5, so log width sums to 0.
@@ -90,7 +94,7 @@ def test_the_gaussian_is_hand_computed():
 
 def test_members_are_independent_policies():
     torch.manual_seed(0)
-    policy = Actor(OBSERVATION, ACTION, SMALL, "gaussian", num_members=3)
+    policy = actor_policy(OBSERVATION, ACTION, SMALL, "gaussian", num_members=3)
     policy.observe({schema.OBSERVATION: torch.randn(100, 3) * 5 + 2})
     observation = torch.randn(3, 4, 3)
     state = policy.encode(observation)
@@ -107,10 +111,10 @@ def test_members_are_independent_policies():
 
 def test_the_normalisation_is_saved_and_applied_when_acting():
     torch.manual_seed(0)
-    policy = Actor(OBSERVATION, ACTION, SMALL)
+    policy = actor_policy(OBSERVATION, ACTION, SMALL)
     data = torch.randn(1000, 3) * torch.tensor([1.0, 10.0, 0.0]) + 4.0
     policy.observe({schema.OBSERVATION: data})
-    copied = Actor(OBSERVATION, ACTION, SMALL)
+    copied = actor_policy(OBSERVATION, ACTION, SMALL)
     copied.load_state_dict(policy.state_dict())
     td = rows()
     assert torch.equal(copied.act(td.clone(), True)[schema.ACTION], policy.act(td.clone(), True)[schema.ACTION])
@@ -122,7 +126,7 @@ def test_the_normalisation_is_saved_and_applied_when_acting():
 
 def test_actor_and_value_share_an_encoder_of_pixels_and_both_train_it():
     space = spaces.Box(0, 255, (9, 64, 64), np.uint8)
-    policy = Actor(space, ACTION, ActorConfig(hidden_dim=8, encoder_dim=16))
+    policy = actor_policy(space, ACTION, DatasetPolicyConfig(hidden_dim=8, encoder_dim=16))
     state = policy.encode(torch.randint(0, 255, (2, 9, 64, 64), dtype=torch.uint8))
     # An algorithm whose critics train the encoder detaches the features itself.
     detached = state._replace(features=state.features.detach())
@@ -133,10 +137,10 @@ def test_actor_and_value_share_an_encoder_of_pixels_and_both_train_it():
         loss.sum().backward(retain_graph=True)
         assert all(bool(parameter.grad.any()) for parameter in policy.encoder.parameters())
     with pytest.raises(InputError, match="num_seeds"):
-        Actor(space, ACTION, num_members=2)
+        actor_policy(space, ACTION, num_members=2)
 
 
 def test_an_unbounded_or_discrete_action_space_is_refused():
     for space in (spaces.Discrete(3), spaces.Box(-np.inf, np.inf, (2,), np.float32)):
         with pytest.raises(InputError, match="bounded Box"):
-            Actor(OBSERVATION, space)
+            actor_policy(OBSERVATION, space)

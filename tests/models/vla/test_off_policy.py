@@ -1,4 +1,4 @@
-"""VLAActor: a VLA model as the actor of the off-policy algorithms, and as a policy."""
+"""VLAPolicy in the off-policy and offline algorithms."""
 
 import copy
 import math
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from policies import actor_policy, vla_policy
 from tensordict import TensorDict
 from torch import nn
 
@@ -17,10 +18,11 @@ from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
 from deft.config.algorithm_settings import CQLSettings, IQLSettings, SACSettings, TD3BCSettings
-from deft.config.settings import ActorConfig, VLAConfig
+from deft.config.settings import DatasetPolicyConfig, VLAConfig
 from deft.errors import InputError
-from deft.models.actor import Actor, ContinuousActor, Encoded
-from deft.models.vla.actor import VLAActor, convert_weights, into_box, make_vla_actor
+from deft.models.action_scale import into_box
+from deft.models.building import make_policy
+from deft.models.policy import Encoded, Policy
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.policy import VLAPolicy
 from deft.models.vla.tiny import TinyVLAModel
@@ -36,7 +38,7 @@ OBSERVATION = spaces.Dict(
 UNIT = spaces.Box(-1.0, 1.0, (2,), np.float32)
 BOX = spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32))  # half widths 2 and ½: Σ log = 0
 WIDE = spaces.Box(-3.0, 3.0, (2,), np.float32)
-SMALL = ActorConfig(hidden_dim=8, encoder_dim=8)
+SMALL = DatasetPolicyConfig(hidden_dim=8, encoder_dim=8)
 
 
 class Known(nn.Module):
@@ -102,7 +104,7 @@ def batch_of(batch: int = 5) -> dict:
 @pytest.mark.parametrize("make_model", [gpt, Known, Sampling])
 @pytest.mark.parametrize("box", [UNIT, WIDE])
 def test_a_stored_action_scores_what_it_scored_when_it_was_drawn(make_model, box):
-    policy = VLAActor(make_model(), OBSERVATION, box, SMALL).train()
+    policy = vla_policy(make_model(), OBSERVATION, box, SMALL).train()
     td = policy.act(rows())
     schema.check_scalars(td)
     scored = policy.evaluate_actions(td)
@@ -112,7 +114,7 @@ def test_a_stored_action_scores_what_it_scored_when_it_was_drawn(make_model, box
 
 
 def test_model_outputs_are_units_of_the_box():
-    policy = VLAActor(Known(mean=0.5, std=0.5), OBSERVATION, WIDE, SMALL)
+    policy = vla_policy(Known(mean=0.5, std=0.5), OBSERVATION, WIDE, SMALL)
     td = policy.act(rows(), deterministic=True)
     assert torch.equal(td[schema.ACTION], torch.full((5, 2), 1.5))  # half of the half width 3
     td.set(schema.ACTION, torch.full((5, 2), 3.0))  # a unit action of 1, one deviation from the mean
@@ -125,8 +127,8 @@ def test_model_outputs_are_units_of_the_box():
     torch.testing.assert_close(scored["entropy"], torch.full((5,), 2 * entropy))
     # A padded dim has no part in either.
     td.set(schema.ACTION_MASK, torch.tensor([[True, False]]).expand(5, 2))
-    masked = VLAActor(gpt(), OBSERVATION, WIDE, SMALL)
-    plain = VLAActor(gpt(), OBSERVATION, UNIT, SMALL)
+    masked = vla_policy(gpt(), OBSERVATION, WIDE, SMALL)
+    plain = vla_policy(gpt(), OBSERVATION, UNIT, SMALL)
     plain.load_state_dict({**masked.state_dict(), "width": plain.width, "center": plain.center})
     difference = plain.evaluate_actions(td.clone().set(schema.ACTION, td[schema.ACTION] / 3))["log_prob"]
     difference = difference - masked.evaluate_actions(td)["log_prob"]
@@ -134,7 +136,7 @@ def test_model_outputs_are_units_of_the_box():
 
 
 def test_what_is_trained_is_what_the_environment_executes():
-    policy = VLAActor(Known(mean=1.4), OBSERVATION, WIDE, SMALL)
+    policy = vla_policy(Known(mean=1.4), OBSERVATION, WIDE, SMALL)
     state = policy.encode(streams())
     executed = policy.act(rows(), deterministic=True)[schema.ACTION].clamp(-3.0, 3.0)
     assert torch.equal(policy.from_unit(policy.mean(state)[0]), executed)
@@ -146,7 +148,7 @@ def test_what_is_trained_is_what_the_environment_executes():
 
 @pytest.mark.parametrize("make_model", [lambda: gpt(log_std_init=-2.0), lambda: Known(std=0.1)])
 def test_draws_come_with_the_log_prob_that_the_model_gives_them(make_model):
-    policy = VLAActor(make_model(), OBSERVATION, UNIT, SMALL)
+    policy = vla_policy(make_model(), OBSERVATION, UNIT, SMALL)
     state = policy.encode(streams())
     assert state.features.shape == (1, 5, policy.feature_dim)
     unit, log_prob = policy.sample(state, 7)
@@ -160,7 +162,7 @@ def test_draws_come_with_the_log_prob_that_the_model_gives_them(make_model):
 
 @pytest.mark.parametrize("make_model", [lambda: gpt(log_std_init=1.0), lambda: Known(std=3.0)])
 def test_a_clipped_draw_has_the_log_prob_that_it_had_before(make_model):
-    policy = VLAActor(make_model(), OBSERVATION, UNIT, SMALL)
+    policy = vla_policy(make_model(), OBSERVATION, UNIT, SMALL)
     state = policy.encode(streams())
     unit, log_prob = policy.sample(state, 200)
     assert 0.5 < float((unit.abs() == 1).float().mean()) < 0.9
@@ -174,7 +176,7 @@ def test_a_clipped_draw_has_the_log_prob_that_it_had_before(make_model):
 
 
 def test_draws_have_the_models_distribution():
-    for policy in (VLAActor(Known(0.2, 0.1), OBSERVATION, UNIT, SMALL), VLAActor(gpt(), OBSERVATION, UNIT, SMALL)):
+    for policy in (vla_policy(Known(0.2, 0.1), OBSERVATION, UNIT, SMALL), vla_policy(gpt(), OBSERVATION, UNIT, SMALL)):
         with torch.no_grad():
             if isinstance(policy.model, GPTVLAModel):
                 policy.model.action_head.weight.zero_()
@@ -196,7 +198,7 @@ def test_an_action_outside_the_box_can_only_come_back():
 
 
 def test_many_draws_cost_one_pass_of_a_model_that_tells_its_gaussian():
-    policy = VLAActor(gpt(), OBSERVATION, UNIT, SMALL)
+    policy = vla_policy(gpt(), OBSERVATION, UNIT, SMALL)
     state, sizes = policy.encode(streams()), []
     policy.model.vision.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
     policy.sample(state, 10)
@@ -204,7 +206,7 @@ def test_many_draws_cost_one_pass_of_a_model_that_tells_its_gaussian():
 
 
 def make(algorithm, settings, model):
-    return algorithm(VLAActor(model, OBSERVATION, UNIT, SMALL), settings)
+    return algorithm(vla_policy(model, OBSERVATION, UNIT, SMALL), settings)
 
 
 CASES = [(IQL, IQLSettings()), (CQL, CQLSettings(cql_samples=2)), (TD3BC, TD3BCSettings(policy_delay=1))]
@@ -247,7 +249,7 @@ def test_the_policy_loss_trains_the_model_and_the_others_the_critics_encoder():
 
 def test_get_value_is_what_iql_trained():
     # Every episode ends with reward 2 whatever is done, so V must come to 2.
-    policy = VLAActor(Known(), OBSERVATION, BOX, ActorConfig(hidden_dim=32, encoder_dim=8))
+    policy = vla_policy(Known(), OBSERVATION, BOX, DatasetPolicyConfig(hidden_dim=32, encoder_dim=8))
     algorithm = IQL(policy, IQLSettings(learning_rate=3e-3, tau=0.2))
     batch = {**batch_of(16), schema.NEXT_REWARD: torch.full((16,), 2.0)}
     for _ in range(60):
@@ -269,10 +271,10 @@ def test_what_a_model_must_offer_is_told_in_one_line(kind, settings, told):
 
 def test_what_cannot_be_built_is_refused():
     with pytest.raises(InputError, match="bounded Box"):
-        VLAActor(Known(), OBSERVATION, spaces.Box(-np.inf, np.inf, (2,), np.float32), SMALL)
+        vla_policy(Known(), OBSERVATION, spaces.Box(-np.inf, np.inf, (2,), np.float32), SMALL)
     with pytest.raises(InputError, match="chunk_length"):
-        VLAActor(gpt(chunk_length=4), OBSERVATION, UNIT, SMALL)
-    config = ActorConfig(name="vla", vla_config=VLAConfig(model_class="gpt-vla"))
+        vla_policy(gpt(chunk_length=4), OBSERVATION, UNIT, SMALL)
+    config = DatasetPolicyConfig(name="vla", vla_config=VLAConfig(model_class="gpt-vla"))
     with pytest.raises(InputError, match="num_seeds"):
         IQL.make_policy(OBSERVATION, UNIT, config, IQLSettings(), num_members=3)
     with pytest.raises(InputError, match="named streams; the dataset"):
@@ -283,9 +285,9 @@ def test_what_cannot_be_built_is_refused():
 
 
 def test_weights_are_loaded_strictly():
-    policy = VLAActor(gpt(), OBSERVATION, WIDE, SMALL)
+    policy = vla_policy(gpt(), OBSERVATION, WIDE, SMALL)
     policy.observe({schema.OBSERVATION: {"proprio": torch.randn(50, 3) * 4}})
-    other = VLAActor(gpt(), OBSERVATION, WIDE, SMALL)
+    other = vla_policy(gpt(), OBSERVATION, WIDE, SMALL)
     load_weights(other, policy.state_dict(), "run")
     td = rows()
     torch.testing.assert_close(other.get_value(td), policy.get_value(td))
@@ -295,21 +297,22 @@ def test_weights_are_loaded_strictly():
 
 
 def test_the_model_goes_from_online_to_offline_and_back(caplog):
-    online, offline = VLAPolicy(gpt()), VLAActor(gpt(), OBSERVATION, UNIT, SMALL)
+    online, offline = VLAPolicy(gpt()), vla_policy(gpt(), OBSERVATION, UNIT, SMALL)
     td = rows()
-    assert convert_weights(online, online.state_dict(), "run") is None
-    assert convert_weights(offline, offline.state_dict(), "run") is None
+    assert online.complete_weights(online.state_dict()).keys() == online.state_dict().keys()
+    assert offline.complete_weights(offline.state_dict()).keys() == offline.state_dict().keys()
+    assert caplog.messages == []
     value = offline.get_value(td)
-    load_weights(offline, convert_weights(offline, online.state_dict(), "run"), "run")
+    load_weights(offline, online.state_dict(), "run")
     action = online.act(td.clone(), deterministic=True)[schema.ACTION]
     assert torch.equal(offline.act(td.clone(), deterministic=True)[schema.ACTION], action)
     assert torch.equal(offline.get_value(td), value)
     assert "V and the encoder of the critics start from new weights" in caplog.messages[-1]
 
     back = VLAPolicy(gpt(), normalize_reward=True)
-    load_weights(back, convert_weights(back, offline.state_dict(), "run"), "run")
+    load_weights(back, offline.state_dict(), "run")
     assert torch.equal(back.act(td.clone(), deterministic=True)[schema.ACTION], action)
-    assert "its value starts from new weights" in caplog.messages[-1]
+    assert "its own value starts from new weights" in caplog.messages[-1]
 
 
 ROBOT = spaces.Box(np.array([-4.0, 0.5], np.float32), np.array([-2.0, 0.75], np.float32))  # such as a dataset's range
@@ -319,11 +322,11 @@ ROBOT = spaces.Box(np.array([-4.0, 0.5], np.float32), np.array([-2.0, 0.75], np.
 @pytest.mark.parametrize("length", [1, 3])
 def test_the_action_scale_goes_with_the_weights_from_offline_to_online_and_back(head, length):
     box = ROBOT if length == 1 else chunked(ROBOT)
-    offline = VLAActor(tiny(head=head, chunk_length=length), OBSERVATION, box, SMALL)
+    offline = vla_policy(tiny(head=head, chunk_length=length), OBSERVATION, box, SMALL)
     online = VLAPolicy(tiny(head=head, chunk_length=length))
-    load_weights(online, convert_weights(online, offline.state_dict(), "run"), "run")
-    back = VLAActor(tiny(head=head, chunk_length=length), OBSERVATION, box, SMALL)
-    load_weights(back, convert_weights(back, online.state_dict(), "run"), "run")
+    load_weights(online, offline.state_dict(), "run")
+    back = vla_policy(tiny(head=head, chunk_length=length), OBSERVATION, box, SMALL)
+    load_weights(back, online.state_dict(), "run")
     acted = []
     for policy in (offline, online, back):
         torch.manual_seed(3)
@@ -384,10 +387,10 @@ def test_a_policy_around_a_model_that_does_not_state_its_action_dim_takes_a_scal
 
 
 def test_a_model_of_another_shape_is_named():
-    offline = VLAActor(gpt(), OBSERVATION, UNIT, SMALL)
+    offline = vla_policy(gpt(), OBSERVATION, UNIT, SMALL)
     other = VLAPolicy(gpt(language_model="gpt-tiny", max_instruction_length=32))
     with pytest.raises(InputError, match=r"model\.instruction_position is \(32, 96\), expected \(64, 96\)"):
-        load_weights(offline, convert_weights(offline, other.state_dict(), "run"), "run")
+        load_weights(offline, other.state_dict(), "run")
 
 
 # ------------------------------------------------------------------------------------------- chunks, and a shared trunk
@@ -417,7 +420,7 @@ def batch_of_chunks(size: int = 5) -> dict:
 
 
 def test_a_chunk_is_one_action_to_the_algorithms():
-    actor = VLAActor(tiny(), OBSERVATION, chunked(BOX), SMALL)
+    actor = vla_policy(tiny(), OBSERVATION, chunked(BOX), SMALL)
     assert (actor.action_dim, actor.chunk_length, actor.feature_dim) == (6, 3, actor.model.feature_dim)
     chunk = torch.tensor([[[2.0, 1.0], [-2.0, 0.0], [0.0, 0.5]]])
     assert actor.to_unit(chunk).tolist() == [[1, 1, -1, -1, 0, 0]]
@@ -435,7 +438,7 @@ def test_a_chunk_is_one_action_to_the_algorithms():
 
 
 def test_critics_on_the_models_trunk_leave_it_to_the_policy():
-    actor = VLAActor(tiny(), OBSERVATION, chunked(UNIT), SMALL)
+    actor = vla_policy(tiny(), OBSERVATION, chunked(UNIT), SMALL)
     assert not list(actor.encoder_parameters())
     own = {id(parameter) for parameter in actor.actor_parameters()}
     values = {id(parameter) for parameter in actor.value_parameters()}
@@ -443,8 +446,8 @@ def test_critics_on_the_models_trunk_leave_it_to_the_policy():
     assert own | values == {id(parameter) for parameter in actor.parameters()}
     state = actor.encode(streams())
     assert not state.features.requires_grad  # what critics and V read
-    assert state.trunk is not None
-    assert state.trunk.requires_grad
+    assert state.shared_features is not None
+    assert state.shared_features.requires_grad
     algorithm = IQL(actor, IQLSettings(temperature=0.0))  # every weight is 1: the policy's loss is that of SFT
     batch = batch_of_chunks()
     before = {name: value.clone() for name, value in actor.state_dict().items()}
@@ -460,13 +463,13 @@ def test_offline_learning_is_told_the_labels_and_teaches_them(monkeypatch):
     """What IQL learns of acting and of values stands on where things are, not on where they are found so far."""
     monkeypatch.setattr("deft.models.vla.tiny.TOLD_BLUR", 0.0)
     model = tiny(bottleneck=2, places_key="places", places_dim=2)
-    actor = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL)
+    actor = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL)
     batch = batch_of_chunks()
     shown = batch[schema.OBSERVATION]
     seen, other = (TensorDict({**shown, "places": torch.full((5, 2), value)}, [5]) for value in (0.1, 0.3))
     state = actor.encode(seen)
     assert not torch.equal(state.features, actor.encode(other).features)
-    torch.testing.assert_close(actor.besides(state)[0], model.auxiliary_loss(seen).mean())
+    torch.testing.assert_close(state.auxiliary_loss[0], model.auxiliary_loss(seen).mean())
     with torch.no_grad():  # what it acts on is what it finds, whatever the labels say
         assert torch.equal(model.features(seen), model.features(other))
     # Imitation does the same: every weight of IQL 1, its two losses are the one of SFT
@@ -480,7 +483,7 @@ def test_offline_learning_is_told_the_labels_and_teaches_them(monkeypatch):
 def test_iql_may_teach_seeing_faster_than_acting():
     """Three step sizes: of the critics, of the policy, and of what the labels teach."""
     model = tiny(bottleneck=2, places_key="places", places_dim=2)
-    actor, batch = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    actor, batch = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
         batch[key] = {**batch[key], "places": torch.rand(5, 2)}
     rates = {"learning_rate": 3e-3, "policy_learning_rate": 1e-4, "auxiliary_learning_rate": 1e-2}
@@ -512,7 +515,7 @@ def test_iql_may_teach_seeing_faster_than_acting():
 def test_iql_clones_what_its_start_did_about_what_that_saw():
     """Its own episodes teach how to go about what it saw there, however much better it sees by now."""
     model = tiny(bottleneck=2, places_key="places", places_dim=2)
-    actor, batch = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    actor, batch = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
         batch[key] = {**batch[key], "places": torch.rand(5, 2)}
     algorithm = IQL(actor, IQLSettings(temperature=0.0, sight="start"))  # every weight is 1
@@ -546,7 +549,7 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
     ],
 )
 def test_who_has_no_sight_of_its_own_is_told_so(model, reason):
-    actor, batch = VLAActor(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    actor, batch = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     with pytest.raises(InputError, match=reason):
         IQL(actor, IQLSettings(sight="start")).step(batch)
     with pytest.raises(InputError, match="give one with model_path"):
@@ -554,7 +557,7 @@ def test_who_has_no_sight_of_its_own_is_told_so(model, reason):
 
 
 def test_sft_on_chunks_is_the_models_own_loss():
-    actor, batch = VLAActor(tiny(), OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
+    actor, batch = vla_policy(tiny(), OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     with torch.no_grad():
         observations = TensorDict(batch[schema.OBSERVATION], [5])
         expected = actor.model.imitation_loss(observations, batch[schema.ACTION], batch[schema.STEP_MASK]).mean()
@@ -562,11 +565,11 @@ def test_sft_on_chunks_is_the_models_own_loss():
 
 
 def test_an_actor_made_for_single_steps_is_made_for_their_chunks():
-    config = ActorConfig(
+    config = DatasetPolicyConfig(
         name="vla", chunk_length=3, vla_config=VLAConfig(model_class="vla-tiny", model_config={"width": 16})
     )
     for space in (UNIT, chunked(UNIT)):  # a dataset's, and the environment's
-        actor = make_vla_actor(config, OBSERVATION, space, "here", weights_follow=True)
+        actor = make_policy(config, OBSERVATION, space, "here", weights_follow=True)
         assert (actor.chunk_length, actor.action_shape) == (3, (3, 2))
 
 
@@ -592,13 +595,15 @@ class SamplingChunks(KnownChunks):
         return self._distribution(observations).sample()
 
 
-def actor_of(make_model) -> ContinuousActor:
+def actor_of(make_model) -> Policy:
     """A policy for chunks of 3 steps: around a model, or, by the name of its distribution, the built-in one."""
     torch.manual_seed(0)
     space = chunked(UNIT)
     if isinstance(make_model, str):
-        return Actor(OBSERVATION, space, ActorConfig(hidden_dim=8, encoder_dim=8, log_std_init=-1.5), make_model)
-    return VLAActor(make_model(), OBSERVATION, space, SMALL)
+        return actor_policy(
+            OBSERVATION, space, DatasetPolicyConfig(hidden_dim=8, encoder_dim=8, log_std_init=-1.5), make_model
+        )
+    return vla_policy(make_model(), OBSERVATION, space, SMALL)
 
 
 PADDED = {

@@ -1,14 +1,14 @@
 """The action scale of a policy: actions in [-1, 1] inside ("unit actions"), those of the environment outside.
 
 The scale is part of the policy: its buffers are saved with the weights, and wherever those are loaded they act in the
-same units. `VLAPolicy` and the actors of the off-policy algorithms build on it.
+same units. Action heads, `VLAPolicy` and the Decision Transformer build on it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -17,27 +17,10 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from deft.errors import InputError
-from deft.models.policy import Policy
 
 log = logging.getLogger(__name__)
 NEGLIGIBLE = 1e-3  # of a half range: an action that is clipped by less is not worth a warning
 FIXED_WIDTH = 1e-6  # half width of a dim whose Box has equal bounds: the policy always gives that value
-
-
-def watch_scale(module: nn.Module) -> None:
-    """Keep `is_unit`, whether `center` and `width` leave actions as they are, right also after weights were loaded."""
-    _see_scale(module)
-    module.register_load_state_dict_post_hook(_see_scale)
-
-
-def _see_scale(module: Any, _: Any = None) -> None:
-    module.is_unit = bool((module.center == 0).all() and (module.width == 1).all())
-
-
-def _bounds(center: Tensor, width: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest and the largest action; equal in a fixed dim, whose half width is only a rounding error."""
-    half = torch.where(width > 2 * FIXED_WIDTH, width, 0.0)
-    return (center - half).cpu().numpy(), (center + half).cpu().numpy()
 
 
 def with_bounds(space: gymnasium.Space) -> gymnasium.Space:
@@ -49,10 +32,15 @@ def with_bounds(space: gymnasium.Space) -> gymnasium.Space:
     return spaces.Box(np.where(bad, -1.0, low), np.where(bad, 1.0, high), dtype=np.float32)
 
 
-class ActionScale(Policy):
-    """action = center + width · unit, in each dim; `center` and `width` are buffers, [A] or [K · A] for chunks of K."""
+class ActionScale(nn.Module):
+    """action = center + width · unit, in each dim; `center` and `width` are buffers, [A] or [K · A] for chunks of K.
+
+    `is_unit`: whether the scale leaves actions unchanged; updated when weights are loaded.
+    """
 
     action_shape: tuple[int, ...]
+    action_dim: Any
+    chunk_length: int = 1
     center: Tensor
     width: Tensor
     is_unit: bool
@@ -61,10 +49,18 @@ class ActionScale(Policy):
         """Set the scale, of as many numbers as an action has."""
         self.register_buffer("center", center)
         self.register_buffer("width", width)
-        if "is_unit" in self.__dict__:
-            _see_scale(self)
-        else:
-            watch_scale(self)
+        if "is_unit" not in self.__dict__:
+            self.register_load_state_dict_post_hook(_update_is_unit)
+        _update_is_unit(self)
+
+    def set_box(self, space: gymnasium.Space, who: str = "off-policy algorithms act") -> None:
+        """Set the scale to a bounded Box: its centre and half width."""
+        if not isinstance(space, spaces.Box) or not np.all(np.isfinite(space.low) & np.isfinite(space.high)):
+            raise InputError(f"{who} in a bounded Box; the actions here are {space}")
+        low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
+        self.action_shape, self.action_dim = tuple(space.shape), len(low)
+        center, width = (low + high) / 2, np.maximum((high - low) / 2, FIXED_WIDTH)
+        self.set_scale(*(torch.as_tensor(part, dtype=torch.float32) for part in (center, width)))
 
     @property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -101,36 +97,11 @@ class ActionScale(Policy):
         elif not np.allclose([low, high], [lowest, highest]):
             log.info("the policy keeps its own action range, which lies within the environment's %s", space)
 
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Actions […, A] in the environment's units as unit actions."""
-        return action if self.is_unit else (action - self.center) / self.width
-
-    def from_unit(self, unit: Tensor) -> Tensor:
-        """Unit actions […, A] as actions in the environment's units."""
-        action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
-        return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)
-
-
-class UnitActions(ActionScale):
-    """A policy that acts in a bounded Box."""
-
-    ACTS: ClassVar[str] = "off-policy algorithms act"
-    action_dim: int
-
-    def set_box(self, space: gymnasium.Space) -> None:
-        """Keep the Box's centre and half width; called once by the constructors."""
-        if not isinstance(space, spaces.Box) or not np.all(np.isfinite(space.low) & np.isfinite(space.high)):
-            raise InputError(f"{self.ACTS} in a bounded Box; the actions here are {space}")
-        low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
-        self.action_shape, self.action_dim = tuple(space.shape), len(low)
-        center, width = (low + high) / 2, np.maximum((high - low) / 2, FIXED_WIDTH)
-        self.set_scale(*(torch.as_tensor(part, dtype=torch.float32) for part in (center, width)))
-
     def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
         """Where a Box differs most from the policy's own, or from that of weights for it, and how far it reaches.
 
-        That is in units of the policy's: at more than 1 there are actions that the policy cannot take. None where it
-        is the same.
+        The reach is in units of the policy's range: above 1 there are actions that the policy cannot take. None where
+        the ranges are equal.
         """
         low, high = self.bounds if weights is None else _bounds(weights["center"], weights["width"])
         lowest, highest = self.bounds_of(space)
@@ -144,3 +115,45 @@ class UnitActions(ActionScale):
         dim = int(reach.argmax() if reach.max() > 1 else differences.argmax())
         words = f"the policy acts between {low[dim]:g} and {high[dim]:g} in action dim {dim}"
         return f"{words}, where actions here go from {lowest[dim]:g} to {highest[dim]:g}", float(reach.max())
+
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Actions […, A] in the environment's units as unit actions."""
+        return action if self.is_unit else (action - self.center) / self.width
+
+    def from_unit(self, unit: Tensor) -> Tensor:
+        """Unit actions […, A] as actions in the environment's units."""
+        action = unit if self.is_unit else torch.addcmul(self.center, unit, self.width)
+        return action if len(self.action_shape) == 1 else action.reshape(*action.shape[:-1], *self.action_shape)
+
+
+def _update_is_unit(scale: Any, _: Any = None) -> None:
+    scale.is_unit = bool((scale.center == 0).all() and (scale.width == 1).all())
+
+
+def _bounds(center: Tensor, width: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The smallest and the largest action; equal in a fixed dim, whose half width is only a rounding error."""
+    half = torch.where(width > 2 * FIXED_WIDTH, width, 0.0)
+    return (center - half).cpu().numpy(), (center + half).cpu().numpy()
+
+
+class _IntoBox(torch.autograd.Function):
+    """clip(x, −1, 1) whose gradient is stopped only where a descent along it would lead further out.
+
+    A plain clip has no gradient at all outside, and an action that is there would never come back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(-1.0, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        outwards = (x.abs() > 1.0) & (gradients[0] * x < 0)  # a step is −gradient
+        return gradients[0].masked_fill(outwards, 0.0)
+
+
+def into_box(unit: Tensor) -> Tensor:
+    """Unit actions as the environment executes them, clipped, differentiable."""
+    return _IntoBox.apply(unit)

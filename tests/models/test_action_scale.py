@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from policies import actor_policy
 from tensordict import TensorDict
 
 from deft import schema
 from deft.errors import InputError
-from deft.models.actor import Actor
+from deft.models.action_scale import with_bounds
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.distributions import GaussianHead
-from deft.models.unit_actions import with_bounds
 
 OBSERVATIONS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 UNIT, WIDE = spaces.Box(-1, 1, (2,), np.float32), spaces.Box(-3, 3, (2,), np.float32)
@@ -24,17 +24,17 @@ def first_action(policy) -> torch.Tensor:
     return policy.act(td, deterministic=True)[schema.ACTION]
 
 
-@pytest.mark.parametrize("kind", [Actor, DecisionTransformerPolicy])
+@pytest.mark.parametrize("kind", [actor_policy, DecisionTransformerPolicy])
 @pytest.mark.parametrize(("trained", "rebuilt"), [(WIDE, UNIT), (UNIT, WIDE)])
 def test_loaded_weights_act_as_they_were_trained(kind, trained, rebuilt):
     policy, other = kind(OBSERVATIONS, trained), kind(OBSERVATIONS, rebuilt)
     other.load_state_dict(policy.state_dict())
-    assert other.is_unit == (trained is UNIT)
+    assert getattr(other, "head", other).is_unit == (trained is UNIT)
     assert torch.equal(first_action(other), first_action(policy))
 
 
 def test_a_member_taken_out_has_the_box_that_was_loaded():
-    policy, other = (Actor(OBSERVATIONS, space, num_members=2) for space in (WIDE, UNIT))
+    policy, other = (actor_policy(OBSERVATIONS, space, num_members=2) for space in (WIDE, UNIT))
     other.load_state_dict(policy.state_dict())
     assert torch.equal(first_action(other.member(1)), first_action(policy.member(1)))
 
@@ -48,7 +48,7 @@ def test_an_online_policys_gaussian_too():
 
 
 def test_a_policy_acts_in_another_box_as_far_as_the_two_overlap(caplog):
-    policy = Actor(OBSERVATIONS, WIDE)
+    policy = actor_policy(OBSERVATIONS, WIDE)
     policy.check_box(WIDE)
     assert not caplog.messages
     policy.check_box(UNIT)
@@ -65,8 +65,8 @@ def test_a_policy_acts_in_another_box_as_far_as_the_two_overlap(caplog):
 
 
 def test_weights_bring_their_scale_into_a_box_without_bounds(caplog):
-    policy, unbounded = Actor(OBSERVATIONS, WIDE), spaces.Box(-np.inf, np.inf, (2,), np.float32)
-    other = Actor(OBSERVATIONS, with_bounds(unbounded))
+    policy, unbounded = actor_policy(OBSERVATIONS, WIDE), spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    other = actor_policy(OBSERVATIONS, with_bounds(unbounded))
     other.load_state_dict(policy.state_dict())
     other.check_box(unbounded)  # nothing is clipped
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -80,7 +80,7 @@ def boxed(*bounds: tuple[float, float]) -> spaces.Box:
 @pytest.mark.filterwarnings("error")
 def test_a_dim_with_equal_bounds_is_checked_by_itself(caplog):
     """In float32 100 ± 1e-6 is 100: the range has the width 0, and 0 / 0 must not hide the other dims."""
-    policy = Actor(OBSERVATIONS, boxed((-1, 1), (100, 100), (50, 60)))
+    policy = actor_policy(OBSERVATIONS, boxed((-1, 1), (100, 100), (50, 60)))
     policy.check_box(boxed((-1, 1), (0, 100), (50, 60)))  # at the upper bound of the environment
     policy.check_box(boxed((-1, 1), (0, 200), (50, 60)))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -92,7 +92,7 @@ def test_a_dim_with_equal_bounds_is_checked_by_itself(caplog):
 
 @pytest.mark.filterwarnings("error")
 def test_weights_with_a_dim_of_equal_bounds_are_compared_by_the_others():
-    policy = Actor(OBSERVATIONS, boxed((-1, 1), (100, 100), (50, 60)))
+    policy = actor_policy(OBSERVATIONS, boxed((-1, 1), (100, 100), (50, 60)))
     assert policy.misfit(boxed((-1, 1), (100, 100), (50, 60))) is None
     # 50 … 60 has the centre 55 and the half width 5: 75 is 4 of them away.
     found = policy.misfit(boxed((-1, 1), (100, 100), (50, 75)))
@@ -102,7 +102,7 @@ def test_weights_with_a_dim_of_equal_bounds_are_compared_by_the_others():
 
 
 def test_a_chunk_is_several_actions_of_a_box(caplog):
-    chunks = Actor(OBSERVATIONS, spaces.Box(-3, 3, (2, 2), np.float32))
-    chunks.chunk_length = 2
+    chunks = actor_policy(OBSERVATIONS, spaces.Box(-3, 3, (2, 2), np.float32))
+    chunks.head.chunk_length = 2
     chunks.check_box(WIDE)
     assert not caplog.messages

@@ -1,0 +1,52 @@
+"""From settings to a policy: the only place that decides which class a `PolicyConfig` builds.
+
+Called for runs in an environment (`deft.training.run`), runs on a dataset (`deft.algorithms.off_policy`) and
+evaluations, all of which build the same policy from the same section.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import gymnasium
+import numpy as np
+import torch
+
+from deft.config.settings import PolicyConfig
+from deft.errors import InputError
+from deft.models.action_scale import with_bounds
+from deft.models.actor_critic import ActorCritic
+from deft.models.policy import Policy
+from deft.models.vla.loading import load_vla_model_for
+from deft.models.vla.policy import VLAPolicy
+
+log = logging.getLogger(__name__)
+
+
+def make_policy(
+    config: PolicyConfig,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    where: str = "the environment",
+    num_members: int = 1,
+    dtype: torch.dtype = torch.float32,
+    weights_follow: bool = False,
+) -> Policy:
+    """Build the policy of a config for the spaces of `where` (an environment or a dataset).
+
+    `action_space` is that of single steps, or of the config's chunks. `weights_follow`: weights of a checkpoint are
+    loaded next, so a pretrained file that the config names is not read, and they bring an action scale.
+    """
+    if weights_follow and config.name != "actor_critic":
+        action_space = with_bounds(action_space)
+    if config.vla_config is None:
+        return ActorCritic(observation_space, action_space, config, num_members, dtype)
+    if num_members > 1:
+        raise InputError("num_seeds: a VLA model is trained one seed at a time; start a run for each")
+    if dtype != torch.float32:
+        log.warning("precision: not for the VLA model, which computes in the type of its weights")
+    space, length = action_space, config.chunk_length
+    if length > 1 and isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
+        space = gymnasium.spaces.Box(np.tile(space.low, (length, 1)), np.tile(space.high, (length, 1)))
+    model = load_vla_model_for(config.vla_config, observation_space, space, where, length, weights_follow)
+    return VLAPolicy(model, observation_space=observation_space, action_space=space, config=config, dtype=dtype)
