@@ -30,6 +30,7 @@ from deft import (
 )
 from deft.cli import main
 from deft.config.algorithm_settings import DTSettings
+from deft.config.loading import load_config
 from deft.data.datasets.dataset import box
 from deft.envs.make import wrap
 from deft.errors import InputError
@@ -352,12 +353,15 @@ def test_a_policy_that_was_trained_keeps_its_normalisation(tmp_path: Path) -> No
     assert_same(before, weights(second))
 
 
-def test_a_policy_of_another_distribution_is_refused(tmp_path: Path) -> None:
+def test_a_policy_keeps_its_distribution_whatever_trains_it(tmp_path: Path) -> None:
     gaussian, squashed = make(IQLTrainer, tmp_path / "a").policy, make(CQLTrainer, tmp_path / "b").policy
-    TD3BCTrainer(config=config(tmp_path / "c"), policy=gaussian)
-    for trainer, policy in ((CQLTrainer, gaussian), (TD3BCTrainer, squashed)):
-        with pytest.raises(InputError, match=r"trains a .*gaussian policy, this one is"):
-            trainer(config=config(tmp_path / "c"), policy=policy)
+    for name, kind, policy in (("c", CQLTrainer, gaussian), ("d", TD3BCTrainer, squashed)):
+        trainer = kind(config=config(tmp_path / name), policy=policy)
+        trainer.train(two_step_dataset(env_id=ENV))
+        written = load_config(trainer.run_dir / "config.yaml")
+        assert written.policy.distribution == policy.policy_config.distribution  # so that it can be rebuilt
+        assert "mean_reward" in evaluate_run(trainer.run_dir, episodes=2, env=f"offline_worlds:{ENV}")
+        trainer.close()
 
 
 @pytest.mark.parametrize(("env", "has_score"), [("deft-test/TwoStep-v0", True), ("deft-test/Other-v0", False)])

@@ -215,7 +215,7 @@ def test_the_policy_object_goes_on_with_ppo(tmp_path, cls):
     online.train()
     online.close()
     # The run can be evaluated from its folder: it wrote down which network it is.
-    assert load_config(online.run_dir / "config.yaml").policy.actor.hidden_dim == 16
+    assert load_config(online.run_dir / "config.yaml").policy.hidden_dim == 16
     assert "mean_reward" in evaluate_run(online.run_dir, episodes=2, env=TWO_STEP)
 
 
@@ -273,7 +273,7 @@ def test_from_run_to_run_on_the_command_line(tmp_path, capsys):
         )
         == 0
     )
-    assert load_config(out / "config.yaml").policy.actor.distribution == "tanh_gaussian"
+    assert load_config(out / "config.yaml").policy.distribution == "tanh_gaussian"
 
 
 @pytest.mark.parametrize("name", ["", "model.pt"])
@@ -388,7 +388,7 @@ def test_a_policy_keeps_its_action_range_in_an_environment_with_a_wider_one(tmp_
     settings = RLConfig(algorithm="sac", output_dir=str(tmp_path / "online"), **QUIET)
     wide = gymnasium.wrappers.RescaleAction(TwoStep(), -2.0, 2.0)
     trainer = SACTrainer(wide, policy=offline.policy, config=settings)
-    assert trainer.policy.bounds[1].tolist() == [1.0]
+    assert trainer.policy.head.bounds[1].tolist() == [1.0]
     trainer.close()
     apart = gymnasium.wrappers.RescaleAction(TwoStep(), 2.0, 3.0)
     with pytest.raises(
@@ -407,20 +407,28 @@ def test_a_policy_that_does_not_fit_is_refused_in_one_line(tmp_path):
     discrete = gymnasium.wrappers.TransformAction(TwoStep(), lambda action: action, spaces.Discrete(2))
     with pytest.raises(InputError, match=r"^policy: made for actions of 1 numbers, the environment takes Discrete"):
         PPOTrainer(discrete, policy=offline.policy, config=RLConfig(**settings))
-    online = PPOTrainer(TwoStep(), config=RLConfig(**settings, eval_freq=0))
+    online = PPOTrainer(TwoStep(), config=RLConfig(**settings, eval_freq=0, memory_hidden=8))
     online.close()
     other = RLConfig(algorithm="sac", output_dir=str(tmp_path / "sac"), **QUIET)
-    with pytest.raises(InputError, match=r"^policy: sac goes on with an actor .*; ActorCritic is of another kind$"):
+    with pytest.raises(
+        InputError, match=r"^policy: sac needs continuous actions .*; ActorCritic with recurrent memory"
+    ):
         SACTrainer(TwoStep(), policy=online.policy, config=other)
 
 
-def test_an_actor_critic_is_no_start_for_sac(tmp_path):
+def test_sac_continues_with_a_policy_of_ppo(tmp_path):
     settings = RLConfig(total_timesteps=64, rollout_steps=32, output_dir=str(tmp_path / "ppo"), eval_freq=0, **QUIET)
     online = PPOTrainer(TWO_STEP, config=settings)
     online.train()
     online.close()
-    with pytest.raises(InputError, match="model_path: sac goes on with an actor of unit actions"):
-        build_trainer(config(tmp_path, env=TWO_STEP, model_path=str(tmp_path / "ppo")))
+    trainer = build_trainer(config(tmp_path, env=TWO_STEP, model_path=str(tmp_path / "ppo")))
+    assert_equal(online.policy.state_dict(), trainer.policy.state_dict())
+    before = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+    trainer.train()
+    trainer.close()
+    assert not torch.equal(before["towers.weight_0"], trainer.policy.state_dict()["towers.weight_0"])
+    assert load_config(trainer.run_dir / "config.yaml").policy.name == "actor_critic"
+    assert "mean_reward" in evaluate_run(trainer.run_dir, episodes=2, env=TWO_STEP)
 
 
 def test_a_vla_model_trains(tmp_path, monkeypatch):
