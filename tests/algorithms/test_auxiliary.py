@@ -180,7 +180,7 @@ def test_a_run_goes_on_as_it_began():
 def test_policies_with_nothing_to_learn_besides_are_refused():
     box = spaces.Box(-1, 1, (3,), np.float32)
     plain = ActorCritic(box, spaces.Box(-1, 1, (2,)), PolicyConfig())
-    with pytest.raises(InputError, match="ActorCritic learns from its reward alone"):
+    with pytest.raises(InputError, match="ActorCritic has no auxiliary loss; set it to 0"):
         PPO(plain, PPOSettings(**SETTINGS))
     with pytest.raises(InputError, match="observation=labelled"):
         PPO(make_policy(places_key=None), PPOSettings(**SETTINGS))

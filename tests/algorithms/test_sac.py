@@ -212,8 +212,8 @@ def test_divergence_is_that_of_torch(distribution):
     states = [actor.encode(observation) for actor in (one, other)]
     gaussians = []
     for actor, state in zip((one, other), states, strict=True):
-        mean, log_std = actor.head.gaussian(actor.actor(state.features))
-        mean = mean.tanh() if distribution == "gaussian" else mean
+        output = actor.actor(state.features)
+        mean, log_std = (output.tanh(), actor.head.log_std) if distribution == "gaussian" else output.chunk(2, -1)
         gaussians.append(torch.distributions.Normal(mean, log_std.exp()))
     expected = torch.distributions.kl_divergence(*gaussians).sum(-1)
     exact = one.divergence(states[0], other, states[1])

@@ -75,7 +75,7 @@ REACHABLE = {
 }
 OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in _paths("ppo")} | {"buffer_size"}
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
-CHOICES = {"device": "cpu", "inference": "actor"}
+CHOICES = {"device": "cpu", "inference": "actor", "distribution": "gaussian"}
 
 
 @pytest.mark.parametrize(

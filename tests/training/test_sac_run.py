@@ -410,9 +410,7 @@ def test_a_policy_that_does_not_fit_is_refused_in_one_line(tmp_path):
     online = PPOTrainer(TwoStep(), config=RLConfig(**settings, eval_freq=0, memory_hidden=8))
     online.close()
     other = RLConfig(algorithm="sac", output_dir=str(tmp_path / "sac"), **QUIET)
-    with pytest.raises(
-        InputError, match=r"^policy: sac needs continuous actions .*; ActorCritic with recurrent memory"
-    ):
+    with pytest.raises(InputError, match=r"^policy: sac needs continuous .*; ActorCritic with recurrent memory"):
         SACTrainer(TwoStep(), policy=online.policy, config=other)
 
 
