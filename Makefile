@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test demo reach waypoints lint slow-test clean
+.PHONY: setup test test-fast coverage docs docs-build demo reach waypoints lint slow-test clean
 
 setup: $(VENV)/.installed
 	@bash scripts/system_packages.sh
@@ -18,6 +18,22 @@ $(VENV)/.installed: pyproject.toml
 
 test: setup lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# The unit tests of each room, without whole training runs and without the documentation: the inner loop, two minutes.
+test-fast: setup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal \
+		--ignore tests/test_docs.py --ignore tests/training --ignore tests/benchmarks
+
+# The whole suite with line coverage of deft/, reported by file.
+coverage: setup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --cov=deft --cov-report=term:skip-covered
+
+# The documentation, with warnings as errors: docs/build/html.
+docs-build: setup
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/build/html
+
+docs: docs-build
+	$(BIN)/python -m http.server --directory docs/build/html --bind 127.0.0.1 8000
 
 lint: setup
 	$(BIN)/ruff check .
@@ -45,4 +61,4 @@ waypoints: setup
 	$(BIN)/deft compare --sft-checkpoint $(WAYPOINTS)/sft --rl-checkpoint $(WAYPOINTS)/ppo
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build docs/build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

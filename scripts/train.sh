@@ -8,7 +8,7 @@
 #   scripts/train.sh ppo 4 8 --env tabletop
 #   scripts/train.sh iql 4 --dataset hopper-medium-v2
 #
-# With several GPUs one process a GPU trains, each with its own environments; accelerate starts them.
+# With several GPUs torchrun starts one process per GPU, each with its own environments.
 set -euo pipefail
 
 usage="usage: scripts/train.sh teacher|student|adversarial|all|ALGORITHM [NUM_GPUS [NUM_ENVS_PER_GPU]] [flags]"
@@ -28,7 +28,6 @@ if (( has_envs )); then set -- --num_envs "$num_envs" "$@"; fi
 
 python="${PYTHON:-python}"
 if (( num_gpus > 1 )); then
-    exec "$python" -P -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" --num_machines 1 --dynamo_backend no \
-        --mixed_precision no -m deft train "$phase" "$@"
+    exec "$python" -P -m torch.distributed.run --standalone --nproc_per_node "$num_gpus" -m deft train "$phase" "$@"
 fi
 exec "$python" -m deft train "$phase" "$@"

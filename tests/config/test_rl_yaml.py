@@ -164,7 +164,7 @@ def test_the_launcher_starts_a_process_for_each_gpu():
     script = [str(ROOT / "scripts" / "train.sh"), "teacher", "4", "2", "--auto_resume"]
     environment = {"PYTHON": "echo", "PATH": "/usr/bin:/bin"}
     told = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
-    assert "--num_processes 4 " in told
+    assert "--nproc_per_node 4 " in told
     assert told.strip().endswith("-m deft train teacher --num_envs 2 --auto_resume")
     wrong = subprocess.run([script[0], "techer"], env=environment, capture_output=True, text=True)
     assert wrong.returncode == 2
