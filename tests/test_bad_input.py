@@ -764,7 +764,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no environment": (
         lambda path: PPOTrainer(5, config=RLConfig(output_dir=str(path / "run"))),  # type: ignore[arg-type]
-        r"env: int is no environment; give a gymnasium\.Env",
+        r"env: int is not an environment; pass a gymnasium\.Env",
     ),
     "environments that differ": (
         lambda _: wrap([Counting(), gymnasium.make("CartPole-v1")]),
@@ -816,7 +816,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "evaluation without another environment": (
         lambda path: trainer_with(path, Counting()).evaluate(1),
-        r"evaluation needs an environment of its own.*give eval_env",
+        r"evaluation needs a separate environment.*pass eval_env",
     ),
 }
 
@@ -859,7 +859,7 @@ def test_evaluation_that_cannot_be_is_refused_before_training(tmp_path: Path) ->
         device="cpu",
     )
     trainer = PPOTrainer(Uncopiable(), config=config)
-    with pytest.raises(InputError, match=r"\(Uncopiable\) .* give eval_env"):
+    with pytest.raises(InputError, match=r"\(Uncopiable\) .* pass eval_env"):
         trainer.train()
     assert trainer.global_step == 0
     trainer.close()

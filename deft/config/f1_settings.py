@@ -1,7 +1,7 @@
 """The settings of the three training phases, section by section as an `rl_config.yaml` has them.
 
 `deft.config.rl_yaml` reads such files and makes flags of these classes; the trainers of `deft.training.phases` take
-them. The section `environment` belongs to the environments: `deft.envs.robot_world.TaskConfig`.
+them. The section `environment` belongs to the environments: `deft.envs.robot_env.TaskConfig`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The F1 environments: what the three training phases act in. Histories of frames and actions in the 32-dim layout.
+"""The environments of F1's three training phases: histories of frames and actions in the 32-dim layout.
 
-`F1RLEnv` puts them around any `RobotWorld`; `TeacherEnv` (head and wrist camera) and `StudentEnv` (wrist alone) are its
-two views, registered as `deft/F1Teacher-v0` and `deft/F1Student-v0`. Pictures leave as uint8: the model scales them.
+`F1RLEnv` adds them to any `RobotEnv`; `TeacherEnv` (head and wrist camera) and `StudentEnv` (wrist camera only) are its
+two views, registered as `deft/F1Teacher-v0` and `deft/F1Student-v0`. Images are uint8: the model scales them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from gymnasium import spaces
 
 from deft import schema
 from deft.config.validation import checked, shown
+from deft.envs.checks import check_choice, check_render_mode
 from deft.envs.history import History, executed_action, prediction_pair
-from deft.envs.robot_world import EXPLORATION, RobotWorld, TaskConfig
+from deft.envs.robot_env import EXPLORATION, RobotEnv, TaskConfig
+from deft.envs.spaces import action_space, image_space, vector_space
 from deft.envs.state import StateObstacle, restore_state, save_state
 from deft.envs.tabletop.control import PADDED_SIZE, pad_action
 from deft.envs.wrappers import env_reward_terms
@@ -27,32 +29,32 @@ STATE_LIMIT = 2.0  # states are from -1 to 1 within the robot's limits
 
 
 class StepReward(Protocol):
-    """What `teacher_policy` must offer, itself or as what its `as_teacher(phase)` returns."""
+    """The interface of `teacher_policy`, or of the result of its `as_teacher(phase)`."""
 
     def reset(self) -> None:
-        """Start an episode: memory is zeros."""
+        """Start an episode with zero memory."""
 
     def reward(self, inputs: dict[str, np.ndarray], target: np.ndarray) -> Mapping[str, float]:
-        """Named parts of the reward for (s_t, a_t, s_{t+1}), from a prediction's inputs and target.
+        """Return the named terms of the reward for (s_t, a_t, s_{t+1}), from a prediction's inputs and target.
 
-        The inputs are the teacher's: head and wrist frames, whatever the student sees, and the actions up to a_t.
+        The inputs are the teacher's: head and wrist frames, also for a student, and the actions up to a_t.
         """
 
 
 class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """A robot with a memory of the last H steps.
+    """A robot with a history of the last H steps.
 
     **Observation**, a Dict: `state` (32), `action_history` (H, 32), `wrist_rgb` (H, 3, h, w) uint8, in the teacher's
-    phase `head_rgb` alike, and, for tasks that have a goal, `instruction`. Oldest first. `wrist_rgb[-1]` is img_t,
-    `action_history[-1]` is a_{t-1}: a_t is not known yet. `prediction_pair` adds it: [img_{t-3} … img_t] and
-    [a_{t-3} … a_t] predict img_{t+1}. An episode begins with its first frame H times, and actions of zeros.
+    phase also `head_rgb`, and, for tasks with a goal, `instruction`. Oldest first. `wrist_rgb[-1]` is img_t and
+    `action_history[-1]` is a_{t-1}. `prediction_pair` adds a_t: [img_{t-3} … img_t] and [a_{t-3} … a_t] predict
+    img_{t+1}. An episode starts with its first frame H times, and actions of zeros.
 
     **Action**: Box(-1, 1, (32,)): left arm 0 to 7 (a Panda has 0 to 6), left gripper 8, right arm 9 to 16, right
-    gripper 17, padding 18 to 31. `action_mask` says which are real; the others do nothing and enter no history.
+    gripper 17, padding 18 to 31. `action_mask` marks the real dims; the others have no effect.
 
     **Reward**: the simulator's (0 in `random_exploration`), or that of `teacher_policy`: with an `F1Policy`, the
     accuracy of its prediction of img_{t+1} in the teacher's phase, the cross-entropy of it in the student's.
-    **Episode**: ends as the simulator says (terminated); after `max_steps` it is truncated.
+    **Episode**: terminated by the simulator; truncated after `max_steps`.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012 (Gymnasium's own declaration)
@@ -71,14 +73,12 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     ) -> None:
         """`task_config` holds the settings of `TaskConfig`, or a whole config with a section `environment` of them.
 
-        The other arguments come before it: `history_length` is its `n_obs_img_steps`. `teacher_policy` is an
-        `F1Policy` (with the memory of this environment alone) or a `StepReward`; `device` is where it runs. The
-        simulators themselves run on the CPU.
+        The other arguments override it: `history_length` is its `n_obs_img_steps`. `teacher_policy` is an `F1Policy`
+        (with the memory of this environment only) or a `StepReward`, which runs on `device`. The simulators run on the
+        CPU.
         """
-        if phase not in PHASES:
-            raise InputError(f"phase is {phase!r}; choose {' or '.join(PHASES)}")
-        if render_mode not in (None, "rgb_array"):
-            raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
+        check_choice("phase", phase, PHASES)
+        check_render_mode(render_mode)
         given = {
             "n_obs_img_steps": history_length,
             "max_steps": max_steps,
@@ -94,56 +94,56 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.max_steps = config.max_steps
         self.render_mode = render_mode
         shows_head = phase == "teacher" if config.need_head_camera is None else config.need_head_camera
-        self._world = RobotWorld(config, shows_head or teacher_policy is not None, render_mode)
+        self._robot = RobotEnv(config, shows_head or teacher_policy is not None, render_mode)
         self._history = History(config.n_obs_img_steps, config.obs_img_stride, PADDED_SIZE)
         self._shown = (schema.HEAD_RGB, schema.WRIST_RGB) if shows_head else (schema.WRIST_RGB,)
         self._has_goal = config.task_name != EXPLORATION
         self._full: dict[str, Any] = {}  # the observation with all cameras
         self._elapsed_steps = 0
-        self.action_mask = self._world.action_mask
-        self.action_normalizer = self._world.action_normalizer
-        self.state_normalizer = self._world.state_normalizer
-        self.action_space = spaces.Box(-1.0, 1.0, (PADDED_SIZE,), np.float32)
+        self.action_mask = self._robot.action_mask
+        self.action_normalizer = self._robot.action_normalizer
+        self.state_normalizer = self._robot.state_normalizer
+        self.action_space = action_space(PADDED_SIZE)
         self.observation_space = self._make_observation_space()
 
     @property
-    def world(self) -> gymnasium.Env:
-        """The simulated world behind the histories."""
-        return self._world.env
+    def simulator(self) -> gymnasium.Env:
+        """The environment without histories."""
+        return self._robot.env
 
     @property
     def reward_terms(self) -> tuple[str, ...]:
-        """Names of the reward's parts: the world's, or the teacher's where it names them."""
+        """Names of the reward terms: the simulator's, or the teacher's if it declares them."""
         if self.teacher_policy is not None:
             return tuple(getattr(self.teacher_policy, "reward_terms", ()))
-        return env_reward_terms(self.world)
+        return env_reward_terms(self.simulator)
 
     @property
     def instruction(self) -> str:
-        """What the robot is told to do."""
-        return str(self.world.get_wrapper_attr("instruction"))
+        """The instruction to the robot."""
+        return str(self.simulator.get_wrapper_attr("instruction"))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode: histories of its first frame, and of no action."""
+        """Start an episode, with histories of its first frame and of zero actions."""
         super().reset(seed=seed)
-        observation, info = self.world.reset(seed=seed, options=options)
+        observation, info = self.simulator.reset(seed=seed, options=options)
         self._elapsed_steps = 0
-        self._history.start(self._world.frames(observation))
+        self._history.start(self._robot.frames(observation))
         if self.teacher_policy is not None:
             self.teacher_policy.reset()
-        self._full = self._look_at(observation)
+        self._full = self._with_histories(observation)
         return self._view(), info
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Act, and see what came of it; `info["executed_action"]` is the action as it enters the history."""
+        """Execute an action; `info["executed_action"]` is the action in the history."""
         action = np.asarray(action, np.float32)
         if action.shape != (PADDED_SIZE,) or not np.isfinite(action).all():
             raise RunError(f"action is {shown(action)}; F1 environments take {PADDED_SIZE} numbers")
         action = executed_action(action, self.action_mask)
-        observation, reward, terminated, truncated, info = self.world.step(self._world.native(action))
+        observation, reward, terminated, truncated, info = self.simulator.step(self._robot.native(action))
         self._elapsed_steps += 1
-        self._history.add(action, self._world.frames(observation))
-        before, self._full = self._full, self._look_at(observation)
+        self._history.add(action, self._robot.frames(observation))
+        before, self._full = self._full, self._with_histories(observation)
         info = {**info, "executed_action": action}
         if self.teacher_policy is not None:
             terms = self.teacher_policy.reward(*prediction_pair(before, action, self._full))
@@ -153,55 +153,54 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._view(), float(reward), bool(terminated), bool(truncated) or is_late, info
 
     def render(self) -> Any:
-        """The world's picture for videos."""
-        return None if self.render_mode is None else self.world.render()
+        """Return the simulator's image for videos."""
+        return None if self.render_mode is None else self.simulator.render()
 
     def close(self) -> None:
-        """Free the simulation."""
-        self.world.close()
+        """Close the simulator."""
+        self.simulator.close()
 
     def expert_action(self) -> np.ndarray:
-        """The world's scripted action in the 32-dim layout, where it has one."""
-        if not self.world.has_wrapper_attr("expert_action"):
+        """Return the simulator's scripted action in the 32-dim layout."""
+        if not self.simulator.has_wrapper_attr("expert_action"):
             raise InputError(f"{self.config.world} has no expert")
-        action = np.asarray(self.world.get_wrapper_attr("expert_action")())
+        action = np.asarray(self.simulator.get_wrapper_attr("expert_action")())
         return action if action.shape == (PADDED_SIZE,) else pad_action(action, self.config.control_mode)
 
     def get_state(self) -> dict[str, Any]:
-        """All that the future depends on, histories included, as plain data."""
+        """Return the complete state, including the histories, as plain data."""
         if self.teacher_policy is not None:
-            raise StateObstacle("a teacher_policy, whose memory the environment does not know")
+            raise StateObstacle("a teacher_policy, whose memory is not part of the environment")
         return {
-            "world": save_state(self.world),
+            "world": save_state(self.simulator),
             "history": self._history.get_state(),
             "full": dict(self._full),
             "elapsed_steps": self._elapsed_steps,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state: the same actions then give the same observations and rewards."""
-        restore_state(self.world, state["world"])
+        """Continue from a saved state: the same actions then give the same observations and rewards."""
+        restore_state(self.simulator, state["world"])
         self._history.set_state(state["history"])
         self._full = dict(state["full"])
         self._elapsed_steps = state["elapsed_steps"]
 
     def _make_observation_space(self) -> spaces.Dict:
         length = self.history_length
-        images = (length, *self._world.frame_shape)
         streams: dict[str, spaces.Space] = {
-            schema.STATE: spaces.Box(-STATE_LIMIT, STATE_LIMIT, (PADDED_SIZE,), np.float32),
+            schema.STATE: vector_space(PADDED_SIZE, STATE_LIMIT),
             schema.ACTION_HISTORY: spaces.Box(-1.0, 1.0, (length, PADDED_SIZE), np.float32),
-            **{name: spaces.Box(0, 255, images, np.uint8) for name in self._shown},
+            **{name: image_space(length, *self._robot.frame_shape) for name in self._shown},
         }
-        found = self.world.observation_space
+        found = self.simulator.observation_space
         if self._has_goal and isinstance(found, spaces.Dict) and schema.INSTRUCTION in found.spaces:
             streams[schema.INSTRUCTION] = found[schema.INSTRUCTION]
         return spaces.Dict(streams)
 
-    def _look_at(self, observation: Mapping[str, Any]) -> dict[str, Any]:
-        """The observation with histories, and with every camera there is."""
+    def _with_histories(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the observation with histories and all cameras."""
         full: dict[str, Any] = {
-            schema.STATE: self._world.state(observation),
+            schema.STATE: self._robot.state(observation),
             schema.ACTION_HISTORY: self._history.actions(),
             **self._history.frames(),
         }
@@ -210,7 +209,7 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return full
 
     def _view(self) -> dict[str, Any]:
-        """What of it the policy is shown."""
+        """Return the streams of the policy."""
         return {name: self._full[name] for name in self.observation_space.spaces}  # type: ignore[attr-defined]
 
 
@@ -218,22 +217,22 @@ class TeacherEnv(F1RLEnv):
     """Phase 1: head and wrist camera."""
 
     def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
-        """The arguments of `F1RLEnv` but for `phase`."""
+        """The arguments of `F1RLEnv` except `phase`."""
         super().__init__(task_config, "teacher", **arguments)
 
 
 class StudentEnv(F1RLEnv):
-    """Phases 2 and 3: the wrist camera alone."""
+    """Phases 2 and 3: only the wrist camera."""
 
     def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
-        """The arguments of `F1RLEnv` but for `phase`."""
+        """The arguments of `F1RLEnv` except `phase`."""
         super().__init__(task_config, "student", **arguments)
 
 
 def read_task_config(task_config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> TaskConfig:
-    """Settings from a config (or the `environment` section of a whole one) and from arguments, which come first.
+    """Return settings from a config (or the `environment` section of a whole one), overridden by arguments.
 
-    Of a whole config's `training` section, `steps_per_episode` is the time limit and the two sizes must be 32.
+    In a whole config's `training` section, `steps_per_episode` is the time limit, and both sizes must be 32.
     """
     values = dict(task_config or {})
     if "environment" in values:
@@ -248,7 +247,7 @@ def read_task_config(task_config: Mapping[str, Any] | None, given: Mapping[str, 
 
 
 def _step_reward(policy: Any, phase: str, device: str) -> StepReward | None:
-    """The reward that a `teacher_policy` stands for, on its device."""
+    """Return the reward of a `teacher_policy`, on its device."""
     if policy is None:
         return None
     if hasattr(policy, "as_teacher"):
@@ -256,7 +255,7 @@ def _step_reward(policy: Any, phase: str, device: str) -> StepReward | None:
     missing = [name for name in ("reset", "reward") if not callable(getattr(policy, name, None))]
     if missing:
         raise InputError(
-            f"teacher_policy: {type(policy).__name__} has no {' and no '.join(missing)}(); give the policy of "
+            f"teacher_policy: {type(policy).__name__} has no {' and no '.join(missing)}(); pass the policy of "
             "deft.load_f1_policy, or an object with reset() and reward(inputs, target)"
         )
     return policy.to(device) if hasattr(policy, "to") else policy

@@ -1,7 +1,7 @@
-"""What a robot saw and did in the last steps, kept in step, and what a world model predicts from it.
+"""The last frames and actions of an episode, and the inputs and targets of a world model.
 
-`F1RLEnv` owns a `History`. Trainers of world models call `prediction_pair` with consecutive observations, and a policy
-that asks "what will I see if I do this?" calls `prediction_inputs`. Both take arrays of numpy and tensors of torch.
+`F1RLEnv` owns a `History`. Trainers of world models call `prediction_pair` with consecutive observations; policies that
+predict the next frame for an action call `prediction_inputs`. Both take numpy arrays and torch tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class History:
     """The last frames and actions of an episode: H of each, every `stride` steps.
 
     At time t the frames are img_{t-(H-1)s} … img_{t-s}, img_t and the actions a_{t-Hs} … a_{t-s}. With a_t added and
-    the oldest dropped they are the actions taken at the times of the frames. Both rings hold H·s entries. Before an
-    episode's first step there is its first frame, and no action: zeros.
+    the oldest dropped they are the actions taken at the times of the frames. Both rings hold H·s entries. At the start
+    of an episode all frames are the first one, and all actions are zeros.
     """
 
     def __init__(self, length: int, stride: int, action_size: int) -> None:
@@ -36,58 +36,58 @@ class History:
         self._actions: deque[np.ndarray] = deque(maxlen=length * stride)
 
     def start(self, frames: Mapping[str, np.ndarray]) -> None:
-        """An episode begins with these frames, one a camera."""
+        """Start an episode with these frames, one per camera."""
         size = self.length * self.stride
         self._frames = {name: deque([frame.copy()] * size, maxlen=size) for name, frame in frames.items()}
         self._actions.extend([np.zeros(self._action_size, np.float32)] * size)
 
     def add(self, action: np.ndarray, frames: Mapping[str, np.ndarray]) -> None:
-        """An action was taken, and these are the frames after it."""
+        """Add an action and the frames after it."""
         self._actions.append(np.array(action, np.float32))
         for name, ring in self._frames.items():
             ring.append(frames[name].copy())
 
     def frames(self) -> dict[str, np.ndarray]:
-        """uint8 [H, 3, h, w] a camera, oldest first."""
+        """Return uint8 [H, 3, h, w] per camera, oldest first."""
         found = {name: np.stack(list(ring)[self.stride - 1 :: self.stride]) for name, ring in self._frames.items()}
         for images in found.values():
             assert len(images) == self.length, "Image history length mismatch"
         return found
 
     def actions(self) -> np.ndarray:
-        """float32 [H, A], oldest first."""
+        """Return float32 [H, A], oldest first."""
         actions = np.stack(list(self._actions)[:: self.stride])
         assert len(actions) == self.length, "Action history length mismatch"
         return actions
 
     def get_state(self) -> dict[str, Any]:
-        """Both rings, as plain data."""
+        """Return both rings as plain data."""
         return {
             "frames": {name: np.stack(list(ring)) for name, ring in self._frames.items()},
             "actions": np.stack(list(self._actions)) if self._actions else None,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `get_state`."""
+        """Restore a saved state."""
         size = self.length * self.stride
         self._frames = {name: deque(images.copy(), maxlen=size) for name, images in state["frames"].items()}
         self._actions = deque(() if state["actions"] is None else state["actions"].copy(), maxlen=size)
 
 
 def executed_action(action: Any, action_mask: Any) -> Any:
-    """What of an action [..., 32] is executed: clipped to [-1, 1], zeros in the padding."""
+    """Return the executed part of an action [..., 32]: clipped to [-1, 1], zeros in the padding."""
     return action.clip(-1.0, 1.0) * action_mask + 0.0  # no negative zeros
 
 
 def prediction_inputs(observation: Any, action: Any) -> dict[str, Any]:
-    """What predicts img_{t+1}: observation t, its action history moved on to end with a_t.
+    """Return the inputs for predicting img_{t+1}: observation t, with its action history shifted to end with a_t.
 
     img_{t-3} … img_t are the observation's frames; a_{t-3} … a_t its actions without the oldest, and `action`. Leading
-    dims are the same in all ([B], [T, N], none). `action` is what was executed: see `executed_action`.
+    dims are equal in all ([B], [T, N], none). `action` is the executed one: see `executed_action`.
     """
     history = observation[schema.ACTION_HISTORY]
     if tuple(action.shape) != (*history.shape[:-2], history.shape[-1]):
-        raise InputError(f"action has shape {tuple(action.shape)}; an action history of {tuple(history.shape)} goes on")
+        raise InputError(f"action {tuple(action.shape)} does not fit the action history {tuple(history.shape)}")
     moved = history.copy() if isinstance(history, np.ndarray) else history.clone()
     moved[..., :-1, :] = history[..., 1:, :]
     moved[..., -1, :] = action
@@ -101,8 +101,8 @@ def prediction_inputs(observation: Any, action: Any) -> dict[str, Any]:
 
 
 def prediction_pair(observation: Any, action: Any, next_observation: Any) -> tuple[dict[str, Any], Any]:
-    """A world model's input and target: ([img_{t-3} … img_t], [a_{t-3} … a_t], s_t) and the wrist's img_{t+1}.
+    """Return a world model's input and target: ([img_{t-3} … img_t], [a_{t-3} … a_t], s_t) and the wrist's img_{t+1}.
 
-    `next_observation` is the one that `action` led to: at an episode's end the final one, not the next episode's first.
+    `next_observation` is the one after `action`: at the end of an episode the final one, not the next episode's first.
     """
     return prediction_inputs(observation, action), next_observation[schema.WRIST_RGB][..., -1, :, :, :]

@@ -1,7 +1,7 @@
 """From a config to environments: any Gymnasium id, one of Deft's short names, or a user's own environment object.
 
-The trainers and `deft evaluate` call `make_vector_env`, `make_env` and `wrap`. What a user can get wrong (the id, the
-arguments, a missing package) ends here in one line.
+The trainers and `deft evaluate` call `make_vector_env`, `make_env` and `wrap`. A wrong id, wrong arguments or a missing
+package raise InputError in one line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from deft.config.settings import EnvConfig
 from deft.envs.chunk import ActionChunk
 from deft.envs.difficulty import SPEC as DIFFICULTY
 from deft.envs.difficulty import forward_difficulty
+from deft.envs.optional import import_optional
 from deft.envs.rename import rename
 from deft.envs.reward_weights import weigh
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
-from deft.errors import InputError, one_line, user_code
+from deft.errors import InputError, user_code
 
 SHORT_NAMES = {
     "reach": "deft/Reach-v0",
@@ -41,18 +42,18 @@ SHORT_NAMES = {
     "robotwin": "deft/RoboTwin-v0",
 }
 
-# Classes that step all copies of an environment of Deft's at once.
+# Classes that step all environments of one kind at once.
 NATIVE_VECTORS = {
     "deft/Driving-v0": "deft.envs.driving.env:DrivingVectorEnv",
     "deft/Carla-v0": "deft.envs.adapters.carla:CarlaVectorEnv",
 }
 
-# What `deft collect --task` asks of an environment beside the task: what a VLA model reads, and how it moves the hand.
+# Arguments that `deft collect --task` adds to the task: the observation and the control mode for a VLA model.
 TASK_KWARGS: dict[str, dict[str, Any]] = {
     "deft/Tabletop-v0": {"observation": "images", "control_mode": "delta_ee_pos"},
 }
 
-# Packages that environments need, by the module that is missing.
+# Packages that environments need, by the name of the missing module.
 _EXTRAS = {
     "jax": "gymnasium[jax]",
     "pygame": "gymnasium[classic-control]",
@@ -60,68 +61,51 @@ _EXTRAS = {
     "ale_py": "gymnasium[atari]",
     "cv2": "gymnasium[other]",
 }
-# Packages that bring the environments of a namespace, as `module:` in front of the id.
+# Packages of a namespace: their ids need `module:` in front.
 _NAMESPACES = {"ALE": ("ale_py", "gymnasium[atari]")}
-# Packages that register environments when they are imported, by those environments' names without version: the
-# package's ids work without `module:`.
-_HIGHWAY = ("highway_env", "deft[highway]")
-_PACKAGES = dict.fromkeys(
-    (
-        "exit",
-        "highway",
-        "highway-fast",
-        "intersection",
-        "intersection-multi-agent",
-        "lane-keeping",
-        "merge",
-        "parking",
-        "parking-ActionRepeat",
-        "parking-parked",
-        "racetrack",
-        "racetrack-large",
-        "racetrack-oval",
-        "roundabout",
-        "roundabout-generic",
-        "two-way",
-        "u-turn",
-    ),
-    _HIGHWAY,
-) | dict.fromkeys(
-    ("AdroitHandDoor", "AdroitHandHammer", "AdroitHandPen", "AdroitHandRelocate"),
-    ("gymnasium_robotics", "gymnasium-robotics"),
+# Packages that register environments when they are imported, by the names of these without version: their ids work
+# without `module:`.
+_HIGHWAY_NAMES = (
+    "exit highway highway-fast intersection intersection-multi-agent lane-keeping merge parking parking-ActionRepeat "
+    "parking-parked racetrack racetrack-large racetrack-oval roundabout roundabout-generic two-way u-turn"
+)
+_ADROIT_NAMES = "AdroitHandDoor AdroitHandHammer AdroitHandPen AdroitHandRelocate"
+_PACKAGES = dict.fromkeys(_HIGHWAY_NAMES.split(), ("highway_env", "deft[highway]")) | dict.fromkeys(
+    _ADROIT_NAMES.split(), ("gymnasium_robotics", "gymnasium-robotics")
 )
 
 
 def make_env(
     config: EnvConfig, *, render_mode: str | None = None, chunk_length: int = 1, gamma: float = 1.0
 ) -> gymnasium.Env:
-    """One environment; with `chunk_length` above 1, one whose action is a chunk of steps."""
+    """Make one environment; with `chunk_length` above 1 its action is a chunk of steps."""
     return forward_difficulty(_build(_find_spec(config), config, render_mode, chunk_length, gamma))
 
 
 def check_id(config: EnvConfig) -> None:
-    """Refuse an id that no environment has, without making one; envpool and GPU simulations have names of their own."""
+    """Raise InputError for an unknown id, without making an environment; envpool and GPU simulations have other ids."""
     if config.vector not in ("envpool", "gpu"):
         _find_spec(config)
 
 
 def full_id(env_id: str) -> str:
-    """The id of an environment of Deft's own that has a short name; any other id as it is."""
+    """Return the id of a short name of Deft; any other id is unchanged."""
     return SHORT_NAMES.get(env_id, env_id)
 
 
 def make_vector_env(
     config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None
 ) -> VectorEnv:
-    """The copies that a config asks for, independent of each other: copy i is seeded with `seed + i`."""
+    """Make the environments of a config, independent of each other: environment i is seeded with `seed + i`."""
     count = config.num_envs if num_envs is None else num_envs
-    if config.rename_streams and config.vector in ("envpool", "gpu"):
-        raise InputError(f"rename_streams: not with env.vector {config.vector}; use sync or process")
+    if config.vector in ("envpool", "gpu"):
+        if config.rename_streams:
+            raise InputError(f"rename_streams: not with env.vector {config.vector}; use sync or process")
+        if chunk_length > 1:
+            raise InputError(f"env.vector: {config.vector} cannot run action chunks; use sync or process")
     if config.vector == "envpool":
         from deft.envs.adapters.envpool import EnvPoolVectorEnv
 
-        if chunk_length > 1:
-            raise InputError("env.vector: envpool cannot run action chunks; use sync or process, or chunk_length 1")
         pool = EnvPoolVectorEnv(
             full_id(config.id),
             count,
@@ -131,12 +115,17 @@ def make_vector_env(
         )
         return weigh(pool, config.reward_weights)
     if config.vector == "gpu":
-        return _make_on_gpu(config, count, chunk_length)
+        if full_id(config.id) != SHORT_NAMES["maniskill"]:
+            raise InputError(f"env.vector: gpu is for env.id maniskill; {config.id} runs with sync or process")
+        from deft.envs.adapters.maniskill import ManiSkillVectorEnv
+
+        return _make_native(ManiSkillVectorEnv, config.id, config, count)
     spec = _find_spec(config)
     if config.vector == "sync" and chunk_length == 1 and not config.rename_streams:
         native = _native_vector_class(spec)
         if native is not None:
-            return _make_native(native, spec, config, count)
+            defaults = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs}
+            return _make_native(native, spec.id, config, count, defaults)
     function = partial(_build, spec, config, None, chunk_length, gamma)
     if config.vector == "process":
         from deft.envs.process import ProcessVectorEnv
@@ -151,11 +140,11 @@ def make_vector_env(
 
 
 def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
-    """The class that steps all copies at once: Deft's own, or a `vector_entry_point` that is a Deft vector class."""
+    """Return the class that steps all environments at once: Deft's own, or a `vector_entry_point` of that type."""
     entry = NATIVE_VECTORS.get(spec.id, spec.vector_entry_point)
     if entry is None or spec.additional_wrappers:
         return None
-    optional = contextlib.suppress(ImportError, AttributeError)  # another library's, which it may not need
+    optional = contextlib.suppress(ImportError, AttributeError)  # of another library, which may not be needed
     with user_code(f"environment {spec.id} cannot be made:", InputError), optional:
         creator: Any = load_env_creator(entry) if isinstance(entry, str) else entry
         if isinstance(creator, type) and issubclass(creator, VectorEnv):
@@ -163,29 +152,16 @@ def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
     return None
 
 
-def _make_native(creator: type[VectorEnv], spec: EnvSpec, config: EnvConfig, num_envs: int) -> VectorEnv:
-    kwargs: dict[str, Any] = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs, **config.kwargs}
+def _make_native(
+    creator: type[VectorEnv], env_id: str, config: EnvConfig, num_envs: int, defaults: dict[str, Any] | None = None
+) -> VectorEnv:
+    kwargs = {**(defaults or {}), **config.kwargs}
     if config.max_episode_steps is not None:
         kwargs["max_episode_steps"] = config.max_episode_steps
     try:
         return weigh(creator(num_envs, **kwargs), config.reward_weights)
     except TypeError as error:
-        raise InputError(f"env.kwargs {config.kwargs} do not fit {spec.id}: {_text(error)}") from error
-
-
-def _make_on_gpu(config: EnvConfig, num_envs: int, chunk_length: int) -> VectorEnv:
-    """All copies in one simulation, where an environment has that."""
-    if full_id(config.id) != SHORT_NAMES["maniskill"]:
-        raise InputError(f"env.vector: gpu is for env.id maniskill; {config.id} runs with sync or process")
-    if chunk_length > 1:
-        raise InputError("env.vector: gpu cannot run action chunks; use sync or process, or chunk_length 1")
-    from deft.envs.adapters.maniskill import ManiSkillVectorEnv
-
-    try:
-        env = ManiSkillVectorEnv(num_envs, max_episode_steps=config.max_episode_steps, **config.kwargs)
-        return weigh(env, config.reward_weights)
-    except TypeError as error:
-        raise InputError(f"env.kwargs {config.kwargs} do not fit {config.id}: {_text(error)}") from error
+        raise InputError(f"env.kwargs {config.kwargs} do not fit {env_id}: {_text(error)}") from error
 
 
 def wrap(
@@ -194,13 +170,13 @@ def wrap(
     chunk_length: int = 1,
     gamma: float = 1.0,
 ) -> VectorEnv:
-    """A vector environment from what a user made: an environment, several, or a vector environment."""
+    """Return a vector environment of a user's environment, list of environments, or vector environment."""
     if isinstance(env, gymnasium.Env):
         env = [env]
     if isinstance(env, (list, tuple)):
         for item in env:
             if not isinstance(item, gymnasium.Env):
-                raise InputError(f"env: a list of gymnasium.Env is needed, not of {type(item).__name__}")
+                raise InputError(f"env: the list must hold gymnasium.Env, not {type(item).__name__}")
         return SerialVectorEnv([_chunked(item, chunk_length, gamma) for item in env])
     if isinstance(env, gymnasium.vector.VectorEnv):
         from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
@@ -208,34 +184,34 @@ def wrap(
         env = GymnasiumVectorEnv(env)
     if not isinstance(env, VectorEnv):
         raise InputError(
-            f"env: {type(env).__name__} is no environment; give a gymnasium.Env, a list of them, a "
+            f"env: {type(env).__name__} is not an environment; pass a gymnasium.Env, a list of them, a "
             "gymnasium.vector.VectorEnv or a deft.envs.VectorEnv"
         )
     if env.chunk_length != chunk_length:
         raise InputError(
-            f"the vector environment has chunk_length {env.chunk_length}, {chunk_length} is asked for; "
-            "wrap its environments in deft.envs.ActionChunk, or give a list of plain ones"
+            f"the vector environment has chunk_length {env.chunk_length}, but the policy has {chunk_length}; "
+            "wrap its environments in deft.envs.ActionChunk, or pass a list of unwrapped ones"
         )
     return env
 
 
 def make_another(env: Any, render_mode: str | None = None) -> gymnasium.Env:
-    """A second environment like the one that a user made, for evaluation: from its spec, or else a copy of it."""
+    """Return a second environment like a user's, for evaluation: made from its spec, or a deep copy."""
     first = env[0] if isinstance(env, (list, tuple)) and env else env
     spec = getattr(first, "spec", None)
     if isinstance(first, gymnasium.vector.VectorEnv) and spec is not None:
         spec = gymnasium.spec(spec.id)
     options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
     if spec is not None:
-        with contextlib.suppress(ValueError):  # a wrapper that does not record how it was made
+        with contextlib.suppress(ValueError):  # a wrapper that does not record its arguments
             return gymnasium.make(spec, disable_env_checker=True, **options)
     if isinstance(first, gymnasium.Env) and (render_mode is None or first.render_mode == render_mode):
         with contextlib.suppress(Exception):
             return copy.deepcopy(first)
     purpose = "evaluation" if render_mode is None else "a video"
     raise InputError(
-        f"{purpose} needs an environment of its own, and this one ({type(first).__name__}) can neither be made again "
-        "from a spec nor copied: give eval_env, or set eval_freq (and video_freq) to 0"
+        f"{purpose} needs a separate environment, and this one ({type(first).__name__}) can neither be made from a "
+        "spec nor copied: pass eval_env, or set eval_freq (and video_freq) to 0"
     )
 
 
@@ -244,7 +220,7 @@ def _chunked(env: gymnasium.Env, chunk_length: int, gamma: float) -> gymnasium.E
 
 
 def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_length: int, gamma: float) -> gymnasium.Env:
-    """Make one environment from its spec; worker processes call it too, without the registry of the main process."""
+    """Make one environment from its spec; also called in worker processes, without the registry of the main one."""
     kwargs: dict[str, Any] = dict(config.kwargs)
     limit = kwargs.pop("max_episode_steps", None) if config.max_episode_steps is None else config.max_episode_steps
     if render_mode is not None:
@@ -252,7 +228,7 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
     with user_code(f"environment {spec.id} with env.kwargs {kwargs} cannot be made:", InputError):
         try:
             with warnings.catch_warnings():
-                if render_mode is not None:  # the error below names one that cannot render
+                if render_mode is not None:  # the error below is clearer
                     warnings.filterwarnings("ignore", ".*render_mode.*")
                 env = gymnasium.make(spec, max_episode_steps=limit, disable_env_checker=True, **kwargs)
         except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
@@ -269,7 +245,7 @@ def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_leng
 
 
 def _find_spec(config: EnvConfig) -> EnvSpec:
-    """The registered spec of an id, without the wrapper that checks the order of calls: the vector environments do."""
+    """Return the registered spec of an id, without the wrapper that checks the order of calls."""
     env_id = full_id(config.id)
     module, colon, name = env_id.rpartition(":")
     if colon:
@@ -290,16 +266,9 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
 
 
 def _import_package(env_id: str) -> None:
-    """Import the package that registers this id, where one is known for it."""
-    package = _PACKAGES.get(_without_version(env_id))
-    if package is None:
-        return
-    module, extra = package
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        reason = "is not installed" if getattr(error, "name", None) == module else f"cannot be used: {one_line(error)}"
-        raise InputError(f'env.id: {env_id} needs {module}, which {reason}: pip install "{extra}"') from error
+    """Import the package that registers this id, if it is known."""
+    if (package := _PACKAGES.get(_without_version(env_id))) is not None:
+        import_optional(package[0], f"env.id: {env_id}", f'pip install "{package[1]}"')
 
 
 def _without_version(env_id: str) -> str:
@@ -307,7 +276,7 @@ def _without_version(env_id: str) -> str:
 
 
 def _versions(env_id: str) -> list[str]:
-    """The registered ids that differ from this one in the version alone, oldest first."""
+    """Return the registered ids that differ from this one only in the version, oldest first."""
     name = _without_version(env_id)
     found = [spec for spec in gymnasium.registry.values() if _without_version(spec.id) == name]
     return [spec.id for spec in sorted(found, key=lambda spec: spec.version or 0)]
@@ -325,11 +294,11 @@ def _suggestion(env_id: str) -> str:
     nearest = difflib.get_close_matches(env_id.lower(), known, n=3, cutoff=0.5)
     if nearest:
         return f"the nearest are {', '.join(known[match] for match in nearest)}"
-    return "for one that a package registers write module:id, such as my_package:MyEnv-v0"
+    return "write module:id for an environment that a package registers, such as my_package:MyEnv-v0"
 
 
 def _missing_package(error: Exception, spec: EnvSpec) -> str:
-    """What to install, for an environment that lacks a package."""
+    """Name the package to install for an environment."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f'{error.name} is not installed: pip install "{_EXTRAS[error.name]}"'
     latest = _versions(spec.id)[-1:]
@@ -338,5 +307,5 @@ def _missing_package(error: Exception, spec: EnvSpec) -> str:
 
 
 def _text(error: TypeError) -> str:
-    """What Python says of arguments that a constructor does not take."""
+    """Return Python's message on arguments that a constructor does not take, on one line."""
     return " ".join(str(error).split())

@@ -1,8 +1,8 @@
-"""The embedded default world: a two-link robot arm on a table, seen from above, told which coloured target to reach.
+"""A two-link robot arm on a table, seen from above, with an instruction that names the coloured target to reach.
 
 Plain Python and numpy, no renderer to install. `deft.envs` registers it as `deft/Reach-v0`; an MLP solves its "state"
-observation, and its "vla" observation (image, proprioception, instruction) exercises the whole vision-language path.
-Everything that changes lives in plain attributes (numbers, arrays, `np_random`), so a saved copy continues bit for bit.
+observation, and its "vla" observation (image, proprioception, instruction) tests the whole vision-language path. The
+whole state is in plain attributes (numbers, arrays, `np_random`), so that a saved state continues bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from deft.errors import InputError, RunError
+from deft.envs.checks import check_choice, check_render_mode, check_whole
+from deft.envs.spaces import LETTERS, action_space, image_space, vector_space
+from deft.errors import RunError
 
 UPPER_ARM = 0.48  # link lengths and positions are in metres, with the shoulder at (0, 0)
 FOREARM = 0.42
@@ -64,10 +66,10 @@ SHADOW_COLOUR: Colour = (40, 28, 18)
 
 
 class ReachEnv(gymnasium.Env[Any, np.ndarray]):
-    """Move the fingertip onto the target whose colour the instruction names; touching another target is a failure.
+    """Move the fingertip to the target whose colour the instruction names; touching another target is a failure.
 
-    Action: the two joints' velocities, as parts of `MAX_JOINT_STEP`. An episode terminates when a target is reached;
-    `info["success"]` says whether it was the right one. Dense reward, each part in `info["reward_terms"]`:
+    Action: the two joints' velocities, as fractions of `MAX_JOINT_STEP`. An episode terminates at a target;
+    `info["success"]` is whether it was the right one. Dense reward, each term in `info["reward_terms"]`:
     distance (progress towards the target), control (−cost of the action), success (+1) and wrong_target (−1). Sparse
     reward: 1 when the right target is reached, else 0.
     """
@@ -82,17 +84,12 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
         reward: Literal["dense", "sparse"] = "dense",
         num_targets: int = 2,
     ) -> None:
-        """Choose what the policy sees ("state" or "vla"), how it is rewarded, and how many targets lie on the table."""
-        if observation not in ("state", "vla"):
-            raise InputError(f"observation is {observation!r}; choose 'state' or 'vla'")
-        if reward not in ("dense", "sparse"):
-            raise InputError(f"reward is {reward!r}; choose 'dense' or 'sparse'")
-        if render_mode not in (None, "rgb_array"):
-            raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
-        if not 1 <= num_targets <= MAX_TARGETS:
-            raise InputError(f"num_targets is {num_targets}; choose 1 to {MAX_TARGETS}")
-        if image_size < 16:
-            raise InputError(f"image_size is {image_size}; choose at least 16 pixels")
+        """Choose the observation ("state" or "vla"), the reward, and the number of targets on the table."""
+        check_choice("observation", observation, ("state", "vla"))
+        check_choice("reward", reward, ("dense", "sparse"))
+        check_render_mode(render_mode)
+        check_whole("num_targets", num_targets, 1, MAX_TARGETS)
+        check_whole("image_size", image_size, 16)
         self.observation = observation
         self.image_size = image_size
         self.render_mode = render_mode
@@ -100,21 +97,17 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
         self.reward_terms = ("success", *(("distance", "control", "wrong_target") if reward == "dense" else ()))
         self.num_targets = num_targets
 
-        self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = action_space(2)
         if observation == "state":
-            self.observation_space = spaces.Box(-2.0, 2.0, (8 + 2 * num_targets,), np.float32)
+            self.observation_space = vector_space(8 + 2 * num_targets, 2.0)
         else:
-            self.observation_space = spaces.Dict(
-                {
-                    "rgb": spaces.Box(0, 255, (3, image_size, image_size), np.uint8),
-                    "proprio": spaces.Box(-2.0, 2.0, (8,), np.float32),
-                    "instruction": spaces.Text(max_length=32, charset="abcdefghijklmnopqrstuvwxyz "),
-                }
-            )
+            instruction = spaces.Text(max_length=32, charset=LETTERS)
+            streams = {"rgb": image_space(image_size), "proprio": vector_space(8, 2.0), "instruction": instruction}
+            self.observation_space = spaces.Dict(streams)
 
         self.shoulder = math.pi / 2
         self.elbow = 1.0
-        self.shoulder_velocity = 0.0  # what the joint turned in the last step, in parts of MAX_JOINT_STEP
+        self.shoulder_velocity = 0.0  # the motion of the joint in the last step, as a fraction of MAX_JOINT_STEP
         self.elbow_velocity = 0.0
         self.tip_x, self.tip_y = fingertip(self.shoulder, self.elbow)
         self.target_positions = np.zeros((num_targets, 2))
@@ -123,11 +116,11 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
 
     @property
     def instruction(self) -> str:
-        """What the robot is told to do."""
+        """The instruction to the robot."""
         return INSTRUCTION.format(COLOUR_NAMES[self.target_colours[self.target_index]])
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Draw a posture, target places and colours, and which target to reach."""
+        """Draw a posture, positions and colours of the targets, and the target to reach."""
         super().reset(seed=seed)
         random = self.np_random
         self.shoulder_velocity = self.elbow_velocity = 0.0
@@ -142,7 +135,7 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
         return self._observe(), {"success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Turn both joints, then see how much closer the fingertip is and whether it touches a target."""
+        """Turn both joints, then compute the reward and whether the fingertip touches a target."""
         shoulder_command, elbow_command = float(action[0]), float(action[1])
         if math.isnan(shoulder_command) or math.isnan(elbow_command):
             raise RunError(f"action is {action}; it must be two numbers")
@@ -172,13 +165,13 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
         return self._observe(), sum(terms.values()), success or wrong_target, False, info
 
     def render(self) -> np.ndarray | None:
-        """A picture for videos, uint8 [h, w, 3], with a ring around the target that the instruction names."""
+        """Return an image for videos, uint8 [h, w, 3], with a ring around the named target."""
         if self.render_mode is None:
             return None
         return np.ascontiguousarray(self._draw(RENDER_SIZE, detailed=True).transpose(1, 2, 0))
 
     def expert_action(self) -> np.ndarray:
-        """A scripted action towards the instructed target: inverse kinematics, with the elbow kept on its side."""
+        """Return a scripted action towards the named target: inverse kinematics, with the elbow on its present side."""
         x, y = self.target_positions[self.target_index].tolist()
         # Law of cosines: |target|² = upper² + forearm² + 2 · upper · forearm · cos(elbow)
         cosine = (x * x + y * y - UPPER_ARM**2 - FOREARM**2) / (2 * UPPER_ARM * FOREARM)
@@ -188,20 +181,20 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
         return steps / max(1.0, float(np.abs(steps).max()))
 
     def _place_targets(self) -> bool:
-        """Draw target places; false when they are too close to the fingertip, each other, or each other's way.
+        """Draw target positions; False if they are too close to the fingertip, each other, or each other's path.
 
-        The rules treat all targets alike, so nothing in the picture tells which one the instruction will name.
+        The rules are equal for all targets, so that the image does not show which one the instruction will name.
         """
         angles = self.np_random.uniform(*TARGET_ANGLES, self.num_targets)
         distances = self.np_random.uniform(*TARGET_DISTANCES, self.num_targets)
         self.target_positions = np.stack([distances * np.cos(angles), distances * np.sin(angles)], axis=1)
         tip = (self.tip_x, self.tip_y)
-        places = self.target_positions.tolist()
+        positions = self.target_positions.tolist()
         start = _unrolled(*tip)
-        unrolled = [_unrolled(x, y) for x, y in places]
+        unrolled = [_unrolled(x, y) for x, y in positions]
         return (
-            all(math.dist(place, tip) > START_GAP for place in places)
-            and all(math.dist(a, b) > TARGET_GAP for i, a in enumerate(places) for b in places[:i])
+            all(math.dist(position, tip) > START_GAP for position in positions)
+            and all(math.dist(a, b) > TARGET_GAP for i, a in enumerate(positions) for b in positions[:i])
             and all(_gap(a, start, b) > PATH_GAP for a in unrolled for b in unrolled if a is not b)
         )
 
@@ -216,13 +209,13 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
                 "instruction": self.instruction,
             }
         targets = self.target_positions.tolist()
-        targets.insert(0, targets.pop(self.target_index))  # the instructed one first, so that no words are needed
+        targets.insert(0, targets.pop(self.target_index))  # the named one first, so that no instruction is needed
         for x, y in targets:
             values += (x - tip_x, y - tip_y)
         return np.array(values, np.float32)
 
     def _draw(self, size: int, detailed: bool) -> np.ndarray:
-        """The table from above, uint8 [3, size, size]; `detailed` adds shadows, edges and the ring."""
+        """Draw the table from above, uint8 [3, size, size]; `detailed` adds shadows, edges and the ring."""
         targets = tuple(complex(x, y) for x, y in self.target_positions.tolist())
         colours = tuple(TARGET_COLOURS[COLOUR_NAMES[index]] for index in self.target_colours.tolist())
         elbow = cmath.rect(UPPER_ARM, self.shoulder)
@@ -237,11 +230,11 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
             return canvas.pixels.astype(np.uint8)
 
         canvas = _Canvas(_table(size).copy())
-        for place, colour in zip(targets, colours, strict=True):
-            canvas.disc(place + 0.01 - 0.012j, TARGET_RADIUS + 0.006, SHADOW_COLOUR, 0.35, blur=0.05)
-            canvas.disc(place, TARGET_RADIUS, _mix(colour, (0, 0, 0), 0.3))
-            canvas.disc(place, TARGET_RADIUS - 0.012, colour)
-            canvas.disc(place, TARGET_RADIUS - 0.036, _mix(colour, (255, 255, 255), 0.18))
+        for position, colour in zip(targets, colours, strict=True):
+            canvas.disc(position + 0.01 - 0.012j, TARGET_RADIUS + 0.006, SHADOW_COLOUR, 0.35, blur=0.05)
+            canvas.disc(position, TARGET_RADIUS, _mix(colour, (0, 0, 0), 0.3))
+            canvas.disc(position, TARGET_RADIUS - 0.012, colour)
+            canvas.disc(position, TARGET_RADIUS - 0.036, _mix(colour, (255, 255, 255), 0.18))
         canvas.ring(targets[self.target_index], TARGET_RADIUS + 0.035, 0.007, RING_COLOUR)
         for start, end, shift in ((0j, elbow, 0.03 - 0.03j), (elbow, wrist, 0.045 - 0.045j)):
             canvas.capsule(start + shift, end + shift, 0.05, 0.04, SHADOW_COLOUR, 0.3, blur=0.1)
@@ -260,7 +253,7 @@ class ReachEnv(gymnasium.Env[Any, np.ndarray]):
 
 
 def fingertip(shoulder: float, elbow: float) -> tuple[float, float]:
-    """Forward kinematics: where the fingertip is for two joint angles."""
+    """Return the position of the fingertip for two joint angles (forward kinematics)."""
     return (
         UPPER_ARM * math.cos(shoulder) + FOREARM * math.cos(shoulder + elbow),
         UPPER_ARM * math.sin(shoulder) + FOREARM * math.sin(shoulder + elbow),
@@ -268,12 +261,12 @@ def fingertip(shoulder: float, elbow: float) -> tuple[float, float]:
 
 
 def _unrolled(x: float, y: float) -> tuple[float, float]:
-    """A place in the plane where the fingertip's arcs around the shoulder are straight lines."""
+    """Transform a point to a plane in which the fingertip's arcs around the shoulder are straight lines."""
     return MIDDLE_DISTANCE * math.atan2(y, x), math.hypot(x, y)
 
 
 def _gap(point: tuple[float, float], start: tuple[float, float], end: tuple[float, float]) -> float:
-    """Distance from a point to the segment between two others."""
+    """Return the distance from a point to the segment between two others."""
     along_x, along_y = end[0] - start[0], end[1] - start[1]
     dot = (point[0] - start[0]) * along_x + (point[1] - start[1]) * along_y
     part = min(max(dot / (along_x * along_x + along_y * along_y), 0.0), 1.0)
@@ -287,7 +280,7 @@ def _mix(colour: Colour, other: Colour, part: float) -> Colour:
 
 @cache
 def _pixel_centres(size: int) -> np.ndarray:
-    """Where each pixel's centre lies on the table, as complex numbers x + iy in pixels; shared, never written to."""
+    """Return the position of each pixel's centre on the table as complex numbers x + iy in pixels; read-only."""
     scale = size / VIEW_SIZE
     centres = np.arange(size) + 0.5
     grid = ((VIEW_LEFT * scale + centres) + 1j * (VIEW_TOP * scale - centres)[:, None]).astype(np.complex64)
@@ -301,26 +294,26 @@ def _colour_column(colour: Colour) -> np.ndarray:
 
 
 class _Canvas:
-    """Paints antialiased shapes over the table; each shape only touches the pixels around it.
+    """Draws antialiased shapes on the table; each shape changes only the pixels around it.
 
-    Places are complex numbers x + iy in metres: one multiplication turns a plane of them, one `abs` gives distances.
+    Positions are complex numbers x + iy in metres: a multiplication rotates them, `abs` gives distances.
     """
 
     def __init__(self, pixels: np.ndarray) -> None:
-        self.pixels = pixels  # float32 [3, size, size] with 0.5 added, so that cutting to uint8 rounds
+        self.pixels = pixels  # float32 [3, size, size] with 0.5 added, so that the conversion to uint8 rounds
         self.scale = pixels.shape[1] / VIEW_SIZE
         self.centres = _pixel_centres(pixels.shape[1])
 
-    def disc(self, place: complex, radius: float, colour: Colour, opacity: float = 1.0, blur: float = 0.0) -> None:
-        """A filled circle; `blur` is the width over which its edge fades."""
-        box = self._box(place, place, radius + blur)
-        distance = np.abs(self.centres[box] - place * self.scale)
+    def disc(self, position: complex, radius: float, colour: Colour, opacity: float = 1.0, blur: float = 0.0) -> None:
+        """Draw a filled circle; `blur` is the width of its edge."""
+        box = self._box(position, position, radius + blur)
+        distance = np.abs(self.centres[box] - position * self.scale)
         self._blend(box, radius * self.scale - distance, colour, opacity, blur)
 
-    def ring(self, place: complex, radius: float, half_width: float, colour: Colour) -> None:
-        """A circle drawn as a line."""
-        box = self._box(place, place, radius + half_width)
-        distance = np.abs(self.centres[box] - place * self.scale)
+    def ring(self, position: complex, radius: float, half_width: float, colour: Colour) -> None:
+        """Draw a circle as a line."""
+        box = self._box(position, position, radius + half_width)
+        distance = np.abs(self.centres[box] - position * self.scale)
         self._blend(box, half_width * self.scale - np.abs(distance - radius * self.scale), colour)
 
     def capsule(
@@ -333,7 +326,7 @@ class _Canvas:
         opacity: float = 1.0,
         blur: float = 0.0,
     ) -> None:
-        """A thick line with round ends, as wide at either end as its radius says."""
+        """Draw a thick line with round ends, with a radius at each end."""
         box = self._box(start, end, max(radius, end_radius) + blur)
         length = abs(end - start)
         turned = (self.centres[box] - start * self.scale) * ((end - start).conjugate() / length)  # the line lies on x
@@ -344,19 +337,19 @@ class _Canvas:
         self._blend(box, inside, colour, opacity, blur)
 
     def _box(self, start: complex, end: complex, margin: float) -> tuple[slice, slice]:
-        """The rows and columns that a shape can touch."""
-        scale, margin = self.scale, margin + 1.0 / self.scale  # one pixel more, for the soft edge
+        """Return the rows and columns of a shape."""
+        scale, margin = self.scale, margin + 1.0 / self.scale  # one more pixel for the smooth edge
         top = (VIEW_TOP - max(start.imag, end.imag) - margin) * scale
         bottom = (VIEW_TOP - min(start.imag, end.imag) + margin) * scale
         left = (min(start.real, end.real) - margin - VIEW_LEFT) * scale
         right = (max(start.real, end.real) + margin - VIEW_LEFT) * scale
-        # A negative bound would count from the other side of the picture.
+        # A negative bound would count from the other side of the image.
         return slice(max(int(top), 0), max(int(bottom) + 1, 0)), slice(max(int(left), 0), max(int(right) + 1, 0))
 
     def _blend(
         self, box: tuple[slice, slice], inside: np.ndarray, colour: Colour, opacity: float = 1.0, blur: float = 0.0
     ) -> None:
-        """Paint where `inside`, the pixels' depth within the shape, is positive; the edge fades over `blur`."""
+        """Draw where `inside`, the pixels' depth within the shape, is positive; the edge has the width `blur`."""
         if blur:
             inside /= blur * self.scale
         inside += 0.5
@@ -369,13 +362,14 @@ class _Canvas:
 
 @cache
 def _table(size: int) -> np.ndarray:
-    """A table top in planks with the robot's base on it, float32 [3, size, size]; shared, never written to."""
-    places = _pixel_centres(size) * (VIEW_SIZE / size)
-    planks = (VIEW_TOP - places.imag) / 0.225
+    """Draw a table of planks with the robot's base, float32 [3, size, size]; read-only."""
+    positions = _pixel_centres(size) * (VIEW_SIZE / size)
+    planks = (VIEW_TOP - positions.imag) / 0.225
     plank = np.floor(planks)
-    tone = 6.0 * np.sin(2.4 * plank) + 2.5 * np.sin(55 * places.imag + 3 * np.sin(2.1 * places.real + 1.7 * plank))
+    waves = np.sin(55 * positions.imag + 3 * np.sin(2.1 * positions.real + 1.7 * plank))
+    tone = 6.0 * np.sin(2.4 * plank) + 2.5 * waves
     tone -= 16.0 * (np.abs(planks - np.round(planks)) < 0.02)  # the gaps between planks
-    tone -= 14.0 * np.abs(places - 0.2j) ** 2  # light falls off towards the corners
+    tone -= 14.0 * np.abs(positions - 0.2j) ** 2  # light falls off towards the corners
     canvas = _Canvas((_colour_column(WOOD_COLOUR) + tone).astype(np.float32))
     canvas.disc(0.015 - 0.018j, 0.14, SHADOW_COLOUR, 0.4, blur=0.05)
     canvas.disc(0j, 0.13, BASE_COLOUR)
@@ -386,10 +380,10 @@ def _table(size: int) -> np.ndarray:
     return canvas.pixels
 
 
-@lru_cache(maxsize=32)  # targets lie still during an episode
+@lru_cache(maxsize=32)  # targets do not move during an episode
 def _table_with_targets(size: int, targets: tuple[complex, ...], colours: tuple[Colour, ...]) -> np.ndarray:
     canvas = _Canvas(_table(size).copy())
-    for place, colour in zip(targets, colours, strict=True):
-        canvas.disc(place, TARGET_RADIUS, colour)
+    for position, colour in zip(targets, colours, strict=True):
+        canvas.disc(position, TARGET_RADIUS, colour)
     canvas.pixels.flags.writeable = False
     return canvas.pixels

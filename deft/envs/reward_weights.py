@@ -12,8 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from deft.envs.layout import Observation
-from deft.envs.vector import VectorEnv, VectorStep
+from deft.envs.vector import ArrayVectorEnv
 from deft.envs.wrappers import describe_env, env_reward_terms
 from deft.errors import InputError, RunError
 
@@ -46,79 +45,29 @@ class RewardWeights(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
         return observation, reward, terminated, truncated, info
 
 
-class WeightedVectorEnv(VectorEnv):
-    """The same for a vector environment that declares its terms."""
-
-    def __init__(self, env: VectorEnv, weights: Mapping[str, float]) -> None:
-        if not env.reward_terms:
-            raise InputError(f"env.reward_weights: {type(env).__name__} declares no reward terms: remove the weights")
-        if env.chunk_length > 1:
-            raise InputError("env.reward_weights: put deft.envs.reward_weights.RewardWeights inside the action chunks")
-        _check_names(weights, env.reward_terms)
-        names = ("observation_space", "action_space", "env_action_space", "action_mask", "chunk_length", "reward_terms")
-        super().__init__(env.num_envs, **{name: getattr(env, name) for name in names})
-        self.env = env
-        self.num_workers = env.num_workers
-        self.notices_hangs = env.notices_hangs
-        self._weights = np.array([weights.get(name, 1.0) for name in env.reward_terms])
-
-    def step(self, actions: np.ndarray) -> VectorStep:
-        """Step every environment with its row of `actions`."""
-        step = self.env.step(actions)
-        assert step.reward_terms is not None
-        step.reward = (step.reward_terms @ self._weights).astype(np.float32)
-        for episode in step.episodes:  # Σ_t Σ_k w_k r_tk = Σ_k w_k Σ_t r_tk
-            sums = (episode.terms.get(name, 0.0) for name in self.reward_terms)
-            episode.episode_return = float(sum(w * s for w, s in zip(self._weights, sums, strict=True)))
-        return step
-
-    @property
-    def observation(self) -> Observation:
-        """The latest observation."""
-        return self.env.observation
-
-    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
-        """Start an episode in every environment."""
-        return self.env.reset(seed)
-
-    def get_state(self) -> list[dict[str, Any]] | None:
-        """Return the states of the environments."""
-        return self.env.get_state()
-
-    def set_state(self, states: list[dict[str, Any]]) -> None:
-        """Continue from saved states."""
-        self.env.set_state(states)
-
-    def state_obstacle(self) -> str | None:
-        """Explain in one line why the state cannot be saved; None if it can."""
-        return self.env.state_obstacle()
-
-    def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a method of every environment."""
-        return self.env.call(name, *args)
-
-    def render(self, index: int = 0) -> np.ndarray | None:
-        """Return an image of one environment."""
-        return self.env.render(index)
-
-    def close(self) -> None:
-        """Close the environments."""
-        self.env.close()
-
-
 def weigh(env: Any, weights: Mapping[str, float]) -> Any:
-    """Weight the reward of an environment, or of each in a list; return it unchanged without weights."""
-    if not weights:
-        return env
-    if isinstance(env, gymnasium.Env):
-        return RewardWeights(env, weights)
+    """Weight the reward of an environment, of each in a list, or of a vector environment."""
     if isinstance(env, list | tuple):
         return [weigh(item, weights) for item in env]
-    if isinstance(env, gymnasium.vector.VectorEnv):
+    if weights and isinstance(env, gymnasium.Env):
+        return RewardWeights(env, weights)
+    if weights and isinstance(env, gymnasium.vector.VectorEnv):
         from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 
         env = GymnasiumVectorEnv(env)
-    return WeightedVectorEnv(env, weights) if isinstance(env, VectorEnv) else env
+    if isinstance(env, ArrayVectorEnv):
+        env.reward_weights = _weight_columns(env, weights) if weights else None
+    return env
+
+
+def _weight_columns(env: ArrayVectorEnv, weights: Mapping[str, float]) -> np.ndarray:
+    """Return the weights [K] in the order of the vector environment's reward terms."""
+    if not env.reward_terms:
+        raise InputError(f"env.reward_weights: {type(env).__name__} declares no reward terms: remove the weights")
+    if env.chunk_length > 1:
+        raise InputError("env.reward_weights: put deft.envs.reward_weights.RewardWeights inside the action chunks")
+    _check_names(weights, env.reward_terms)
+    return np.array([weights.get(name, 1.0) for name in env.reward_terms])
 
 
 def _check_names(weights: Mapping[str, float], known: Sequence[str] | Mapping[str, Any]) -> None:

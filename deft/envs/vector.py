@@ -7,7 +7,6 @@ Collectors, evaluations and trainers know this class and nothing else of an envi
     BatchedVectorEnv   simulators and libraries that step all environments at once   batched.py: driving, waypoints,
                        ManiSkill on the GPU, envpool, Gymnasium vector environments
     MixedVectorEnv     several vector environments side by side                   waypoints/mixed.py
-    WeightedVectorEnv  another vector environment with weighted reward terms      reward_weights.py
     ClusterEnv         environments that Ray workers step                         deft/training/cluster/pool.py
 
 A new kind derives from `VectorEnv` and implements `reset` and `step`; from `ArrayVectorEnv` if its results are numpy
@@ -202,6 +201,8 @@ class ArrayVectorEnv(VectorEnv):
         )
         self._observation_layout = observation_layout
         self._action_layout = action_layout
+        self.reward_weights: np.ndarray | None = None
+        """[K]: weights of the reward terms; None: the reward is the environments' own."""
         self._current = 0
         self._started = False
         arrays = arrays or EnvArrays.allocate(observation_layout, num_envs, len(self.reward_terms))
@@ -235,9 +236,16 @@ class ArrayVectorEnv(VectorEnv):
             ended = np.array([episode.env_index for episode in episodes], np.int64)
             done_index = np.sort(np.concatenate([ended, lost_index]))
             final_observation = take_rows(self._final, done_index)
+        reward = arrays.reward
+        if self.reward_weights is not None:
+            assert arrays.reward_terms is not None
+            reward = (arrays.reward_terms @ self.reward_weights).astype(np.float32)
+            for episode in episodes:  # Σ_t Σ_k w_k r_tk = Σ_k w_k Σ_t r_tk
+                sums = (episode.terms.get(name, 0.0) for name in self.reward_terms)
+                episode.episode_return = float(sum(w * s for w, s in zip(self.reward_weights, sums, strict=True)))
         return VectorStep(
             arrays.observation,
-            arrays.reward,
+            reward,
             arrays.terminated,
             arrays.truncated,
             arrays.num_steps,

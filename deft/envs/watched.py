@@ -1,6 +1,6 @@
-"""The student's world with a tally of where the hand has been and what it touched, for evaluation.
+"""The student's environment with counts of visited hand poses and touched objects, for evaluation.
 
-`deft.training.phases.explorer_evaluation` counts with it what an explorer finds; nothing of it is shown to a policy.
+`deft.evaluation.explorer` measures exploration with it; a policy does not see the counts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from deft.envs.tabletop.env import TabletopEnv
 
 ROBOT_BIT, OBJECT_BIT = 2, 4  # the collision bits of `deft.envs.tabletop.model`
 CELL = 0.05  # metres
-TURNS = 2.0  # cells along each axis of the unit vector in which the hand points, a half each
-STATE_CELLS = 10.0  # of worlds that tell no pose: cells along each dim of the state, a unit each
+TURNS = 2.0  # cells per unit along each axis of the direction of the hand
+STATE_CELLS = 10.0  # for simulators without a pose: cells per unit along each dim of the state
 
 
 class WatchedEnv(StudentEnv):
-    """`StudentEnv` that also shows the head camera (to the world model beside the student) and keeps a tally."""
+    """`StudentEnv` with the head camera (for the world model, not for the student) and counts."""
 
     def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
         """The arguments of `StudentEnv`."""
@@ -30,13 +30,13 @@ class WatchedEnv(StudentEnv):
         self._contacts = 0
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Act, and note where that led."""
+        """Execute an action, and count the new hand pose and contacts."""
         result = super().step(action)
-        world = self.world.unwrapped
-        if isinstance(world, TabletopEnv):
-            simulation = world.simulation
-            place, direction = simulation.tcp / CELL, simulation.tcp_rotation[:, 2] * TURNS
-            self._cells.append((*map(int, np.floor(place)), *map(int, np.rint(direction))))
+        simulator = self.simulator.unwrapped
+        if isinstance(simulator, TabletopEnv):
+            simulation = simulator.simulation
+            position, direction = simulation.tcp / CELL, simulation.tcp_rotation[:, 2] * TURNS
+            self._cells.append((*map(int, np.floor(position)), *map(int, np.rint(direction))))
             bits = simulation.model.geom_contype[simulation.data.contact.geom]
             self._contacts += bool(((bits == ROBOT_BIT).any(1) & (bits == OBJECT_BIT).any(1)).any())
         else:
@@ -44,5 +44,5 @@ class WatchedEnv(StudentEnv):
         return result
 
     def tally(self) -> tuple[list[tuple[int, ...]], int]:
-        """The cell of the hand's pose after each step so far, and the steps in which the robot touched an object."""
+        """Return the cell of the hand's pose after each step, and the number of steps with a touched object."""
         return self._cells, self._contacts

@@ -24,7 +24,7 @@ SIZE = 240
 
 def both(env: TabletopEnv, size: int = SIZE) -> np.ndarray:
     """Head and wrist camera side by side."""
-    return np.concatenate(list(env.camera_pictures(("head", "wrist"), size).values()), axis=1)
+    return np.concatenate(list(env.camera_images(("head", "wrist"), size).values()), axis=1)
 
 
 def expert_video(task: str) -> None:
@@ -52,7 +52,7 @@ def contact_sheet() -> None:
     pictures = []
     for seed in range(16):
         env.reset(seed=seed)
-        pictures.append(env.camera_pictures(("head",), 192)["head"].copy())
+        pictures.append(env.camera_images(("head",), 192)["head"].copy())
     rows = [np.concatenate(pictures[start : start + 4], axis=1) for start in range(0, 16, 4)]
     imageio.imwrite(FOLDER / "tabletop_scenes.jpg", np.concatenate(rows), quality=85)
 

@@ -108,8 +108,8 @@ def test_teacher_and_student_differ_in_the_head_camera_alone() -> None:
 def test_a_student_renders_no_head_camera() -> None:
     env = StudentEnv(SMALL)
     env.reset(seed=0)
-    assert isinstance(env.world, TabletopEnv)
-    assert env.world.cameras == ("wrist",)
+    assert isinstance(env.simulator, TabletopEnv)
+    assert env.simulator.cameras == ("wrist",)
 
 
 @pytest.mark.usefixtures("gl")
@@ -134,7 +134,7 @@ def test_goal_tasks_have_words_and_experts() -> None:
 @pytest.mark.usefixtures("gl")
 def test_layout_of_states_and_actions(mode: str) -> None:
     env = StudentEnv({"image_size": 16, "control_mode": mode}, action_scale=0.5)
-    world: Any = env.world
+    world: Any = env.simulator
     np.testing.assert_array_equal(env.action_mask, action_mask(mode))
     observation, _ = env.reset(seed=1)
     for _ in range(10):
@@ -168,7 +168,7 @@ def test_padding_never_reaches_the_world() -> None:
     env = TeacherEnv(NUMBERED, action_scale=0.5)
     env.reset()
     env.step(np.where(MASK, 2.0, 1.0))
-    world: Any = env.world.unwrapped
+    world: Any = env.simulator.unwrapped
     # clipped to 1; joints scaled by 0.5, the gripper (8) not
     expected = np.where(MASK, 0.5, 0.0)
     expected[8] = 1.0
@@ -370,17 +370,17 @@ def test_state_of_any_world() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"phase": "adversary"}, "phase is 'adversary'; choose teacher or student"),
+        ({"phase": "adversary"}, "phase is 'adversary'; choose 'teacher' or 'student'"),
         ({"task_config": {"n_obs_img_step": 4}}, "task_config.n_obs_img_step: unknown setting; did you mean"),
         ({"task_config": {"obs_img_stride": 0}}, "task_config.obs_img_stride: 0 is out of range"),
         ({"history_length": 0}, "n_obs_img_steps: 0 is out of range"),
         ({"action_scale": 0.0}, "action_scale: 0.0 is out of range; must be more than 0"),
         ({"task_config": {"single_arm": False}}, "tabletop has one arm"),
-        ({"task_config": {"embodiment": ["aloha-agilex"]}}, r"tabletop has \[franka-panda\] alone"),
+        ({"task_config": {"embodiment": ["aloha-agilex"]}}, r"tabletop has only \[franka-panda\]"),
         ({"task_config": {"control_mode": "qpos"}}, "control_mode is 'qpos'"),
-        ({"task_config": {"world": "CartPole-v1"}}, "takes 32 numbers and says which of them are real"),
+        ({"task_config": {"world": "CartPole-v1"}}, "needs 32 action dims and a mask of the real ones"),
         ({"task_config": {"environment": {}, "training": {"action_dim": 7}}}, "training.action_dim is 7"),
-        ({"task_config": {"world": "maniskill", "scene_reset_interval": 50}}, "draws every scene anew"),
+        ({"task_config": {"world": "maniskill", "scene_reset_interval": 50}}, "draws every scene; set it to 1"),
         ({"render_mode": "human"}, "render_mode is 'human'"),
         ({"task_config": {"world": "nothing"}}, "environment.world: there is no environment 'nothing'"),
     ],
@@ -404,4 +404,4 @@ def test_registered() -> None:
         env = gymnasium.make(name, task_config=NUMBERED, history_length=2)
         assert type(env.unwrapped) is kind
         assert env.reset()[0]["wrist_rgb"].shape == (2, 3, 4, 4)
-    assert isinstance(TeacherEnv(NUMBERED).world.unwrapped, NumberedWorld)
+    assert isinstance(TeacherEnv(NUMBERED).simulator.unwrapped, NumberedWorld)

@@ -94,7 +94,7 @@ def test_batches_of_arrays_and_tensors() -> None:
     assert set(tensors) == set(inputs)
     assert torch.equal(tensors["action_history"], torch.as_tensor(inputs["action_history"]))
     assert torch.equal(td["action_history"], torch.as_tensor(history))
-    with pytest.raises(InputError, match="shape"):
+    with pytest.raises(InputError, match="does not fit the action history"):
         prediction_inputs(observation, action[0])
 
 

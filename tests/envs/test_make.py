@@ -115,7 +115,7 @@ def test_highway_that_is_not_installed_is_named_with_its_extra(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "highway_env", None)
     monkeypatch.delitem(gymnasium.registry, "merge-v0", raising=False)
     message = refusal(id="merge-v0")
-    assert message == 'env.id: merge-v0 needs highway_env, which is not installed: pip install "deft[highway]"'
+    assert message == 'env.id: merge-v0: highway_env is not installed: pip install "deft[highway]"'
 
 
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_wrap_takes_what_a_user_has(make_counting_env: MakeEnv) -> None:
     for wrong in ("CartPole-v1", [], [1], None):
         with pytest.raises(InputError):
             wrap(wrong)
-    with pytest.raises(InputError, match="chunk_length 1, 2 is asked for"):
+    with pytest.raises(InputError, match="chunk_length 1, but the policy has 2"):
         wrap(single, chunk_length=2)
 
 

@@ -11,8 +11,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from deft.config.settings import EnvConfig
 from deft.envs import Episode, SerialVectorEnv, make_vector_env
+from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 from deft.envs.make import make_another
-from deft.envs.reward_weights import RewardWeights, WeightedVectorEnv, weigh
+from deft.envs.reach import ReachEnv
+from deft.envs.reward_weights import RewardWeights, weigh
 from deft.errors import InputError, RunError
 
 MakeEnv = Callable[..., gymnasium.Env]
@@ -66,7 +68,7 @@ def test_a_batched_environment_gives_what_single_ones_give(make_counting_env: Ma
     functions = [lambda: Naming(make_counting_env(length=2)), lambda: Naming(make_counting_env(length=3))]
     single = SerialVectorEnv([RewardWeights(function(), WEIGHTS) for function in functions])
     batched = weigh(SyncVectorEnv(functions, autoreset_mode=AutoresetMode.SAME_STEP), WEIGHTS)
-    assert isinstance(batched, WeightedVectorEnv)
+    assert isinstance(batched, GymnasiumVectorEnv)
     assert batched.reward_terms == single.reward_terms == ("one", "time")
     assert batched.reset([5, 1]).tolist() == single.reset([5, 1]).tolist()
     for _ in range(7):
@@ -101,6 +103,10 @@ def test_an_environment_without_terms_is_refused() -> None:
 def test_without_weights_nothing_is_wrapped() -> None:
     env = Silent()
     assert weigh(env, {}) is env
+    vector = SerialVectorEnv([ReachEnv()])
+    assert weigh(vector, {"control": 2.0}) is vector
+    assert vector.reward_weights.tolist() == [1.0, 1.0, 2.0, 1.0]
+    assert weigh(vector, {}).reward_weights is None  # weights of an earlier trainer are removed
     assert [type(item) for item in weigh([env], WEIGHTS)] == [RewardWeights]
 
 

@@ -1,8 +1,8 @@
 """From a policy's action to joint targets: joint deltas, or deltas of the hand by differential inverse kinematics.
 
 `TabletopEnv` owns an `ArmController`. The native action of a mode is its arm dims followed by the gripper:
-`delta_qpos` 7 + 1, `delta_ee` 6 + 1, `delta_ee_pos` 3 + 1, each in [-1, 1]. `padded_index` and `action_mask` say where
-these lie in the 32 dims of the F1 layout.
+`delta_qpos` 7 + 1, `delta_ee` 6 + 1, `delta_ee_pos` 3 + 1, each in [-1, 1]. `padded_index` and `action_mask` give their
+dims in the 32-dim layout of F1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from deft.envs.checks import check_choice
 from deft.envs.tabletop import panda
 from deft.errors import InputError, RunError
 
@@ -23,46 +24,45 @@ MAX_JOINT_STEP = 0.1  # radians in one env step, at action 1 and action_scale 1
 MAX_POSITION_STEP = 0.03  # metres
 MAX_ROTATION_STEP = 0.1  # radians
 MAX_FINGER_STEP = panda.FINGER_SPEED * PHYSICS_STEPS / 250  # metres
-# A target keeps this close to where the joint is, so that a blocked arm does not wind up. A free one lags by 0.14.
+# Largest distance of a target from its joint, so that a blocked arm does not wind up. A free one lags by 0.14.
 MAX_LAG = 0.18
-# Targets keep off the joint limits, so that the joints themselves never pass them.
+# Distance of targets from the joint limits, so that the joints never pass them.
 LIMIT_MARGIN = 0.04
 
 PADDED_SIZE = 32
 """The F1 layout: left arm 0 to 7 (the Panda uses 0 to 6), left gripper 8, right arm 9 to 16, right gripper 17."""
 LEFT_GRIPPER = 8
 
-_DAMPING = 0.03  # of the least-squares solution: near a singular posture the joints stay slow
-_POSTURE_GAIN = 0.05  # how much of the way back to the home posture is taken where the hand does not feel it
+_DAMPING = 0.03  # of the least-squares solution: joints stay slow near a singular posture
+_POSTURE_GAIN = 0.05  # fraction of the motion to the home posture in the null space of the hand
 _ITERATIONS = 3
 
 
 def check_mode(control_mode: str) -> str:
-    """Refuse a mode that does not exist."""
-    if control_mode not in CONTROL_MODES:
-        raise InputError(f"control_mode is {control_mode!r}; choose {', '.join(CONTROL_MODES)}")
+    """Return a control mode; raise InputError for an unknown one."""
+    check_choice("control_mode", control_mode, tuple(CONTROL_MODES))
     return control_mode
 
 
 def action_size(control_mode: str) -> int:
-    """Dims of the native action: the arm's and the gripper's."""
+    """Return the number of dims of the native action: arm and gripper."""
     return CONTROL_MODES[check_mode(control_mode)] + 1
 
 
 def padded_index(control_mode: str) -> np.ndarray:
-    """Where each dim of the native action lies in the padded one."""
+    """Return the index of each dim of the native action in the padded one."""
     return np.array([*range(CONTROL_MODES[check_mode(control_mode)]), LEFT_GRIPPER])
 
 
 def action_mask(control_mode: str) -> np.ndarray:
-    """Which of the 32 padded dims are real, bool [32]."""
+    """Return which of the 32 padded dims are real, bool [32]."""
     mask = np.zeros(PADDED_SIZE, bool)
     mask[padded_index(control_mode)] = True
     return mask
 
 
 def pad_action(action: np.ndarray, control_mode: str) -> np.ndarray:
-    """A native action [..., A] in the padded layout [..., 32]; zeros where nothing is."""
+    """Convert a native action [..., A] to the padded layout [..., 32], with zeros elsewhere."""
     action = np.asarray(action)
     padded = np.zeros((*action.shape[:-1], PADDED_SIZE), np.float32)
     padded[..., padded_index(control_mode)] = action
@@ -70,7 +70,7 @@ def pad_action(action: np.ndarray, control_mode: str) -> np.ndarray:
 
 
 def unpad_action(action: np.ndarray, control_mode: str) -> np.ndarray:
-    """The inverse of `pad_action`: [..., 32] to [..., A]."""
+    """Convert a padded action [..., 32] to the native one [..., A]."""
     return np.asarray(action, np.float32)[..., padded_index(control_mode)]
 
 
@@ -91,7 +91,7 @@ class Kinematics:
         self._jacobian = np.zeros((6, self._model.nv))
 
     def pose(self, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Position and rotation matrix of the point between the finger tips."""
+        """Return position and rotation matrix of the point between the finger tips."""
         import mujoco
 
         self._data.qpos[: panda.NUM_JOINTS] = joints
@@ -99,7 +99,7 @@ class Kinematics:
         return self._data.site_xpos[self._tcp].copy(), self._data.site_xmat[self._tcp].reshape(3, 3).copy()
 
     def solve(self, joints: np.ndarray, position: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-        """Joints near `joints` that bring the hand to a pose, by damped least squares, within the limits.
+        """Return joints near `joints` for a pose of the hand, by damped least squares, within the limits.
 
         dq = J⁺ e + (I - J⁺ J) g (home - q),  J⁺ = Jᵀ (J Jᵀ + λ² I)⁻¹
         """
@@ -107,8 +107,8 @@ class Kinematics:
 
         found = joints.copy()
         for _ in range(_ITERATIONS):
-            place, turn = self.pose(found)
-            error = np.concatenate([position - place, rotation_vector(rotation @ turn.T)])
+            present, turn = self.pose(found)
+            error = np.concatenate([position - present, rotation_vector(rotation @ turn.T)])
             mujoco.mj_comPos(self._model, self._data)
             mujoco.mj_jacSite(self._model, self._data, self._jacobian[:3], self._jacobian[3:], self._tcp)
             jacobian = self._jacobian[:, : panda.NUM_JOINTS]
@@ -126,12 +126,12 @@ TARGET_UPPER = panda.JOINT_UPPER - LIMIT_MARGIN
 
 @cache
 def kinematics() -> Kinematics:
-    """One for all environments of a process: it remembers nothing between calls."""
+    """Return the kinematics of all environments of a process: it has no state between calls."""
     return Kinematics()
 
 
 def rotation_vector(rotation: np.ndarray) -> np.ndarray:
-    """Axis times angle of a rotation matrix."""
+    """Return axis times angle of a rotation matrix."""
     twice = np.array(
         [rotation[2, 1] - rotation[1, 2], rotation[0, 2] - rotation[2, 0], rotation[1, 0] - rotation[0, 1]]
     )
@@ -142,12 +142,12 @@ def rotation_vector(rotation: np.ndarray) -> np.ndarray:
         return twice * (0.5 * angle / sine)
     if cosine > 0:
         return 0.5 * twice
-    axis = np.sqrt(np.maximum(0.5 * (np.diag(rotation) + 1), 0))  # half a turn: the sign of the axis is free
+    axis = np.sqrt(np.maximum(0.5 * (np.diag(rotation) + 1), 0))  # half a turn: the sign of the axis is arbitrary
     return math.pi * axis
 
 
 def rotation_matrix(vector: np.ndarray) -> np.ndarray:
-    """The inverse of `rotation_vector` (Rodrigues' formula)."""
+    """Return the rotation matrix of axis times angle (Rodrigues' formula)."""
     angle = math.sqrt(float(vector @ vector))
     if angle < 1e-9:
         return np.eye(3)
@@ -157,7 +157,7 @@ def rotation_matrix(vector: np.ndarray) -> np.ndarray:
 
 
 def hand_down(yaw: float) -> np.ndarray:
-    """The hand pointing straight down, turned by `yaw` about the vertical."""
+    """Return the rotation of the hand pointing straight down, turned by `yaw` about the vertical axis."""
     c, s = math.cos(yaw), math.sin(yaw)
     return np.array([[c, s, 0.0], [s, -c, 0.0], [0.0, 0.0, -1.0]])
 
@@ -166,7 +166,7 @@ def hand_down(yaw: float) -> np.ndarray:
 
 
 class ArmController:
-    """Keeps the joint targets. Deltas add to the last target, so that what is commanded is what is moved."""
+    """Holds the joint targets. Deltas are added to the last target, so that motions equal commands."""
 
     def __init__(self, control_mode: str, action_scale: float) -> None:
         self.mode = check_mode(control_mode)
@@ -178,12 +178,12 @@ class ArmController:
         self.finger_target = panda.FINGER_TRAVEL
 
     def reset(self, joints: np.ndarray, finger: float) -> None:
-        """Hold a posture."""
+        """Set a posture as the target."""
         self.target = np.array(joints, float)
         self.finger_target = float(finger)
 
     def command(self, action: Any, joints: np.ndarray) -> np.ndarray:
-        """Take an action into the targets; returns it as it was understood: clipped to [-1, 1]."""
+        """Add an action to the targets; return it clipped to [-1, 1]."""
         action = np.asarray(action, np.float64)
         if action.shape != (self.num_arm + 1,) or not np.isfinite(action).all():
             raise RunError(f"action is {action}; {self.mode} takes {self.num_arm + 1} numbers")
@@ -192,32 +192,32 @@ class ArmController:
         if self.mode == "delta_qpos":
             target = self.target + (MAX_JOINT_STEP * self.scale) * arm
         else:
-            place, turn = kinematics().pose(self.target)
-            place += (MAX_POSITION_STEP * self.scale) * arm[:3]
+            position, turn = kinematics().pose(self.target)
+            position += (MAX_POSITION_STEP * self.scale) * arm[:3]
             if self.mode == "delta_ee":
                 turn = rotation_matrix((MAX_ROTATION_STEP * self.scale) * arm[3:]) @ turn
             else:
                 turn = hand_down(0.0)
-            target = kinematics().solve(self.target, place, turn)
+            target = kinematics().solve(self.target, position, turn)
         target = np.minimum(np.maximum(target, joints - MAX_LAG), joints + MAX_LAG)
         self.target = np.minimum(np.maximum(target, TARGET_LOWER), TARGET_UPPER)
-        # 1 is open; closed aims a centimetre past the middle, so that the fingers press on what they hold.
+        # 1 is open; -1 is a centimetre past the middle, so that the fingers press on an object.
         wanted = float(0.5 * (action[-1] + 1) * (panda.FINGER_TRAVEL + 0.01) - 0.01)
         self.finger_target += min(max(wanted - self.finger_target, -MAX_FINGER_STEP), MAX_FINGER_STEP)
         return action
 
     def action_towards(self, position: np.ndarray, rotation: np.ndarray, gripper: float) -> np.ndarray:
-        """The action that brings the hand closer to a pose; at most one step, along a straight line."""
-        place, turn = kinematics().pose(self.target)
-        step = position - place
+        """Return the action that moves the hand towards a pose, by one step at most, along a straight line."""
+        present, turn = kinematics().pose(self.target)
+        step = position - present
         turning = rotation_vector(rotation @ turn.T)
         if self.mode == "delta_qpos":
-            # Aim a little ahead; the joint deltas are shortened below.
+            # Solve for a pose a little ahead; the joint deltas are scaled below.
             length, angle = float(np.linalg.norm(step)), float(np.linalg.norm(turning))
             part = min(
                 1.0, 2 * MAX_POSITION_STEP * self.scale / max(length, 1e-9), 4 * self.scale * 0.1 / max(angle, 1e-9)
             )
-            goal = kinematics().solve(self.target, place + part * step, rotation_matrix(part * turning) @ turn)
+            goal = kinematics().solve(self.target, present + part * step, rotation_matrix(part * turning) @ turn)
             arm = (goal - self.target) / (MAX_JOINT_STEP * self.scale)
         else:
             arm = step / (MAX_POSITION_STEP * self.scale)
@@ -229,10 +229,10 @@ class ArmController:
         return np.append(arm, gripper).astype(np.float32)
 
     def get_state(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the targets as plain data."""
         return {"target": self.target.copy(), "finger_target": self.finger_target}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `get_state`."""
+        """Restore saved targets."""
         self.target = np.array(state["target"], float)
         self.finger_target = float(state["finger_target"])

@@ -1,4 +1,4 @@
-"""The tabletop environment: tasks with language for a Franka Panda, seen by a head and a wrist camera.
+"""The tabletop environment: tasks with language for a Franka Panda, with a head and a wrist camera.
 
 `deft.envs` registers it as `deft/Tabletop-v0`. It draws scenes (`scene.py`), simulates them (`simulation.py`), asks the
 task for reward and success (`tasks.py`) and the expert for actions (`expert.py`). Saved states are exact.
@@ -14,6 +14,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from deft.envs.checks import check_choice, check_image_size, check_render_mode, check_whole
+from deft.envs.spaces import LETTERS, image_space, vector_space
+from deft.envs.spaces import action_space as unit_action_space
 from deft.envs.tabletop import expert, panda
 from deft.envs.tabletop.control import ArmController, action_size, hand_down
 from deft.envs.tabletop.model import noise_tiles
@@ -24,7 +27,7 @@ from deft.errors import InputError, RunError
 
 CAMERAS = ("head", "wrist")
 OBSERVATIONS = ("state", "images", "labelled", "both")
-WHOLE = ("state", "both")  # of these, those whose `state` holds the objects too
+WITH_OBJECTS = ("state", "both")  # observations whose `state` includes the objects
 PROPRIOCEPTION_SIZE = 24
 OBJECT_SIZE = 7
 MAX_OBJECTS = 4
@@ -40,7 +43,7 @@ REWARD_TERMS = {"sparse": ("success",), "dense": ("success", "approach", "goal",
 
 
 class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
-    """Do what the instruction says with the object that it names.
+    """Follow the instruction with the object that it names.
 
     **Action**, each dim in [-1, 1]: `delta_qpos` 7 joint deltas (±0.1 rad × action_scale), `delta_ee` 6 deltas of the
     hand (±0.03 m, ±0.1 rad, along and about the robot's axes), `delta_ee_pos` 3 (the hand keeps pointing down); then
@@ -48,15 +51,15 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
     **Observation** `"state"`: Box of proprioception (24: joint positions 7, joint velocities 7, opening of the gripper,
     hand position 3, the first two columns of its rotation 6), for each task object 7 (position from the hand,
-    quaternion; the named one first, then the one it goes onto), the area from the hand 2, and the task one-hot 5.
-    `"images"`: Dict of `state` (the proprioception alone), `head_rgb` and `wrist_rgb` (uint8 [3, h, w]) and
-    `instruction`. `"labelled"`: the same and `places`, where the named object, the one it goes onto and the area are,
-    from the hand, or zeros: labels of what the pictures show, not for a policy to read. `"both"`: pictures, words and
-    the whole state.
+    quaternion; the named one first, then its base), the area from the hand 2, and the task one-hot 5.
+    `"images"`: Dict of `state` (only the proprioception), `head_rgb` and `wrist_rgb` (uint8 [3, h, w]) and
+    `instruction`. `"labelled"`: the same and `places`, the positions of the named object, its base and the area
+    relative to the hand, or zeros: labels for training, not inputs of a policy. `"both"`: images, instruction and the
+    whole state.
 
     **Episode**: ends when the task is done, `info["success"]`, or done with a wrong object. `random_exploration` has no
     goal, no reward and no success. Dense reward, each part in `info["reward_terms"]`: approach and goal (2 and 4 per
-    metre that the hand, the object come closer), control, success (+1), wrong_object (-1). Sparse: 1 for success.
+    metre by which the hand, the object come closer), control, success (+1), wrong_object (-1). Sparse: 1 for success.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012 (Gymnasium's own declaration)
@@ -78,39 +81,26 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         shuffle_instructions: bool = False,
         render_mode: Literal["rgb_array"] | None = None,
     ) -> None:
-        """Choose task, control, what the policy sees, how it is rewarded, and what differs from scene to scene."""
-        whole = {"image_size": image_size, "scene_reset_interval": scene_reset_interval, "num_objects": num_objects}
-        for name, value in whole.items():
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise InputError(f"{name} is {value!r}; choose a whole number")
+        """Choose task, control, observation, reward, and what varies between scenes."""
+        check_image_size(image_size)
+        check_whole("scene_reset_interval", scene_reset_interval, 1)
         if isinstance(action_scale, bool) or not isinstance(action_scale, int | float | np.number):
             raise InputError(f"action_scale is {action_scale!r}; choose a number")
         if domain_randomization is not None and not isinstance(domain_randomization, Mapping):
             raise InputError(f"domain_randomization is {domain_randomization!r}; choose a mapping of its keys, or None")
-        if not isinstance(task, str) or (task not in TASKS and task != ALL_TASKS):
-            raise InputError(f"task is {task!r}; choose {', '.join([*TASKS, ALL_TASKS])}")
-        if observation not in OBSERVATIONS:
-            raise InputError(f"observation is {observation!r}; choose {', '.join(OBSERVATIONS)}")
-        if reward not in ("dense", "sparse"):
-            raise InputError(f"reward is {reward!r}; choose 'dense' or 'sparse'")
-        if split not in SPLITS:
-            raise InputError(f"split is {split!r}; choose {', '.join(SPLITS)}")
+        check_choice("task", task, [*TASKS, ALL_TASKS])
+        check_choice("observation", observation, OBSERVATIONS)
+        check_choice("reward", reward, tuple(REWARD_TERMS))
+        check_choice("split", split, SPLITS)
         if not isinstance(shuffle_instructions, bool):
             raise InputError(f"shuffle_instructions is {shuffle_instructions!r}; choose true or false")
-        if render_mode not in (None, "rgb_array"):
-            raise InputError(f"render_mode is {render_mode!r}; choose 'rgb_array' or None")
-        if not 16 <= image_size <= 1024:
-            raise InputError(f"image_size is {image_size}; choose 16 to 1024 pixels")
+        check_render_mode(render_mode)
         if not cameras or isinstance(cameras, str) or any(name not in CAMERAS for name in cameras):
             raise InputError(f"cameras is {cameras!r}; choose a list of {', '.join(CAMERAS)}")
-        if scene_reset_interval < 1:
-            raise InputError(f"scene_reset_interval is {scene_reset_interval}; choose at least 1")
-        if max_episode_steps is not None and max_episode_steps < 1:
-            raise InputError(f"max_episode_steps is {max_episode_steps}; choose at least 1, or None")
+        if max_episode_steps is not None:
+            check_whole("max_episode_steps", max_episode_steps, 1)
         names = GOAL_TASKS if task == ALL_TASKS else (task,)
-        fewest = max(TASKS[name].min_objects for name in names)
-        if not fewest <= num_objects <= MAX_OBJECTS:
-            raise InputError(f"num_objects is {num_objects}; choose {fewest} to {MAX_OBJECTS} for task {task}")
+        check_whole("num_objects", num_objects, max(TASKS[name].min_objects for name in names), MAX_OBJECTS)
         self.task = task
         self.control_mode = control_mode
         self.observation = observation
@@ -127,11 +117,11 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self.render_mode = render_mode
 
         self._controller = ArmController(control_mode, action_scale)
-        self.action_space = spaces.Box(-1.0, 1.0, (action_size(control_mode),), np.float32)
+        self.action_space = unit_action_space(action_size(control_mode))
         self.observation_space = self._make_observation_space()
 
         self._simulation: Simulation | None = None
-        self._settled: dict[str, Any] = {}  # the physics of the scene as it was drawn
+        self._settled: dict[str, Any] = {}  # the state of the physics after the scene was drawn
         self._task_name = names[0]
         self._goal = Goal(0, 0, "")
         self._episodes_in_scene = 0
@@ -139,20 +129,20 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self._potentials = (0.0, 0.0)
         self._frames_checked = False
         self.observes = True
-        """Whether a step looks at the world. Where nobody sees its observation it need not: it then returns None."""
+        """Whether a step makes an observation; action chunks turn it off within a chunk. It then returns None."""
 
-    # ------------------------------------------------------------------------------------------------ what is known
+    # -------------------------------------------------------------------------------------------- properties -----
 
     @property
     def simulation(self) -> Simulation:
-        """The scene that is simulated; there is one after the first reset."""
+        """The simulated scene; available after the first reset."""
         if self._simulation is None:
             raise RunError("the tabletop was used before reset()")
         return self._simulation
 
     @property
     def scene(self) -> Scene:
-        """What stands on the table and how it looks."""
+        """The objects on the table and their appearance."""
         return self.simulation.scene
 
     @property
@@ -162,12 +152,12 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
     @property
     def goal(self) -> Goal:
-        """Which object the instruction names."""
+        """The object that the instruction names."""
         return self._goal
 
     @property
     def instruction(self) -> str:
-        """What the robot is told to do."""
+        """The instruction to the robot."""
         return self._goal.instruction
 
     @property
@@ -177,16 +167,16 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
     @property
     def gripper_opening(self) -> float:
-        """How far the gripper is open, 0 to 1."""
+        """The opening of the gripper, 0 to 1."""
         return float(self.simulation.fingers.mean()) / panda.FINGER_TRAVEL
 
     # -------------------------------------------------------------------------------------------------- Gymnasium
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Draw a scene, or keep it for `scene_reset_interval` episodes; put the robot back; name an object.
+        """Draw a scene, or keep it for `scene_reset_interval` episodes; reset the robot; choose the named object.
 
-        In a kept scene of `random_exploration` the objects stay where they lie; those of a goal task are put back. A
-        seed always draws a new scene. `options["target"]`, an index, names a certain object.
+        In a kept scene of `random_exploration` the objects stay; those of a goal task return to their first positions.
+        A seed always draws a new scene. `options["target"]`, an index, selects the object.
         """
         super().reset(seed=seed)
         if seed is not None or self._simulation is None or self._episodes_in_scene >= self.scene_reset_interval:
@@ -206,13 +196,13 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         task = TASKS[self._task_name]
         self._goal = task.draw_goal(self.np_random, simulation.scene, target, self.split)
         if self.shuffle_instructions:
-            self._goal.instruction = self._other_words()
+            self._goal.instruction = self._unrelated_instruction()
         self._potentials = task.potentials(simulation.view(), self._goal)
         self._frames_checked = False
         return self.observe(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Move for 0.04 s, then see what came of it."""
+        """Simulate 0.04 s."""
         simulation = self.simulation
         taken = self._controller.command(action, simulation.joints)
         simulation.step(self._controller.target, self._controller.finger_target)
@@ -223,8 +213,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         if self._task_name not in GOAL_TASKS:
             return observation, 0.0, False, truncated, info
         task, view = TASKS[self._task_name], simulation.view()
-        success = task.is_met(view, self._goal.index, self._goal.base)
-        is_wrong = not success and task.is_met_by_another(view, self._goal)
+        success = task.is_achieved(view, self._goal.index, self._goal.base)
+        is_wrong = not success and task.is_achieved_by_another(view, self._goal)
         terms = {"success": SUCCESS_REWARD if success else 0.0}
         if self.reward == "dense":
             approach, goal = task.potentials(view, self._goal)
@@ -238,25 +228,25 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         return observation, sum(terms.values()), success or is_wrong, truncated, info
 
     def render(self) -> np.ndarray | None:
-        """The head camera's picture for videos, uint8 [320, 320, 3]."""
+        """Return the head camera's image for videos, uint8 [320, 320, 3]."""
         if self.render_mode is None:
             return None
-        return np.ascontiguousarray(self.camera_pictures(("head",), RENDER_SIZE)["head"])
+        return np.ascontiguousarray(self.camera_images(("head",), RENDER_SIZE)["head"])
 
-    def camera_pictures(self, cameras: Sequence[str], size: int) -> dict[str, np.ndarray]:
-        """Pictures of any size, uint8 [size, size, 3]; valid until the next pictures are taken in this thread."""
+    def camera_images(self, cameras: Sequence[str], size: int) -> dict[str, np.ndarray]:
+        """Return images of any size, uint8 [size, size, 3]; valid until the next call in this thread."""
         simulation = self.simulation
         if simulation.scene.flickers:
             simulation.model.light_diffuse[:] = flicker(simulation.scene, self._elapsed_steps)
         if simulation.scene.noise_patch is not None:
             colours = noise_colours(simulation.scene, self._elapsed_steps)
             simulation.model.geom_rgba[noise_tiles(simulation.model), :3] = colours
-        return dict(zip(cameras, simulation.pictures(cameras, size), strict=True))
+        return dict(zip(cameras, simulation.images(cameras, size), strict=True))
 
     def expert_action(self, target: int | None = None) -> np.ndarray:
-        """A scripted action that does the task; for `random_exploration` one towards random places.
+        """Return a scripted action for the task; for `random_exploration` one towards random positions.
 
-        With `target`, an object's index, the action that would be right if the instruction named that one.
+        With `target`, an object's index, the action for an instruction that names this object.
         """
         simulation = self.simulation
         view = simulation.view()
@@ -275,7 +265,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
     # ------------------------------------------------------------------------------------------------------ state
 
     def get_state(self) -> dict[str, Any]:
-        """All that the future depends on, as plain data: scene, physics, targets, episode, random numbers."""
+        """Return the complete state as plain data: scene, physics, targets, episode, random numbers."""
         simulation = self._simulation
         return {
             "scene": None if simulation is None else simulation.scene.as_data(),
@@ -291,7 +281,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state: the same actions then give the same pictures and rewards."""
+        """Continue from a saved state: the same actions then give the same images and rewards."""
         if state["scene"] is None:  # saved before the first reset
             self._simulation = None
         else:
@@ -312,21 +302,20 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
     def _make_observation_space(self) -> spaces.Space:
         size = PROPRIOCEPTION_SIZE
-        if self.observation in WHOLE:
+        if self.observation in WITH_OBJECTS:
             size += OBJECT_SIZE * self.num_objects + 2 + len(TASKS)
-        state = spaces.Box(-MAX_VELOCITY, MAX_VELOCITY, (size,), np.float32)
+        state = vector_space(size, MAX_VELOCITY)
         if self.observation == "state":
             return state
         streams: dict[str, spaces.Space] = {"state": state}
-        for name in self.cameras:
-            streams[f"{name}_rgb"] = spaces.Box(0, 255, (3, self.image_size, self.image_size), np.uint8)
-        streams["instruction"] = spaces.Text(INSTRUCTION_LENGTH, charset="abcdefghijklmnopqrstuvwxyz ")
+        streams |= {f"{name}_rgb": image_space(self.image_size) for name in self.cameras}
+        streams["instruction"] = spaces.Text(INSTRUCTION_LENGTH, charset=LETTERS)
         if self.observation == "labelled":
-            streams["places"] = spaces.Box(-MAX_VELOCITY, MAX_VELOCITY, (3 * self.num_objects + 2,), np.float32)
+            streams["places"] = vector_space(3 * self.num_objects + 2, MAX_VELOCITY)
         return spaces.Dict(streams)
 
     def _new_scene(self) -> None:
-        """Draw a task and a scene whose objects find room and stand still."""
+        """Draw a task and a scene whose objects have room and are at rest."""
         random = self.np_random
         self._task_name = str(random.choice(GOAL_TASKS)) if self.task == ALL_TASKS else self.task
         has_area = TASKS[self._task_name].has_area
@@ -339,10 +328,10 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             if self._simulation.settle():
                 self._settled = self._simulation.get_state()
                 return
-        raise RunError(f"no stable scene in {MAX_SCENE_TRIES} tries; use fewer objects or less randomisation")
+        raise RunError(f"no stable scene in {MAX_SCENE_TRIES} tries; use fewer objects or less randomization")
 
-    def _other_words(self) -> str:
-        """Words for an object of the scene drawn without regard to the goal; scenes and goals stay as they were."""
+    def _unrelated_instruction(self) -> str:
+        """Draw an instruction for an object of the scene independently of the goal; scenes and goals are unchanged."""
         random = np.random.default_rng([self.scene.seed, 7, self._episodes_in_scene])
         return TASKS[self._task_name].draw_goal(random, self.scene).instruction
 
@@ -353,17 +342,15 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         return info
 
     def observe(self) -> Any:
-        """What the policy sees of the world as it is now."""
+        """Return the present observation."""
         state = self._state()
         if self.observation == "state":
             return state
         observation: dict[str, Any] = {"state": state}
-        for name, picture in self.camera_pictures(self.cameras, self.image_size).items():
-            observation[f"{name}_rgb"] = np.ascontiguousarray(picture.transpose(2, 0, 1))
-            if not self._frames_checked and picture.min() == picture.max():
-                raise RunError(
-                    f"the {name} camera's picture is of one colour: rendering does not work (check MUJOCO_GL)"
-                )
+        for name, image in self.camera_images(self.cameras, self.image_size).items():
+            observation[f"{name}_rgb"] = np.ascontiguousarray(image.transpose(2, 0, 1))
+            if not self._frames_checked and image.min() == image.max():
+                raise RunError(f"the {name} camera's image has one colour: rendering does not work (check MUJOCO_GL)")
         self._frames_checked = True
         observation["instruction"] = self._goal.instruction
         if self.observation == "labelled":
@@ -371,21 +358,21 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         return observation
 
     def _labels(self) -> np.ndarray:
-        """Where what the words speak of is from the hand: the named object, the one it goes onto, the area; else zeros.
+        """Return the positions, relative to the hand, of the named object, its base and the area; otherwise zeros.
 
-        A picture does not say which object is the other one where the words do not: a label of it would be a riddle.
+        Objects that the instruction does not name have no label: it could not be learned.
         """
         tcp, number = self.simulation.tcp, TASKS[self._task_name].num_named
-        places = np.zeros((self.num_objects, 3))
-        places[:number] = self.simulation.places[self._by_goal()[:number]] - tcp
-        return np.concatenate([places.ravel(), self._area_from(tcp)], dtype=np.float32, casting="same_kind")
+        positions = np.zeros((self.num_objects, 3))
+        positions[:number] = self.simulation.object_positions[self._by_goal()[:number]] - tcp
+        return np.concatenate([positions.ravel(), self._area_from(tcp)], dtype=np.float32, casting="same_kind")
 
     def _by_goal(self) -> list[int]:
-        """The task's objects: the named one first, then the one it goes onto."""
+        """Return the task's objects: the named one first, then its base."""
         return list(dict.fromkeys([self._goal.index, self._goal.base, *range(self.num_objects)]))
 
     def _area_from(self, tcp: np.ndarray) -> tuple[float, float]:
-        """Where the area is from the hand; zeros where there is none."""
+        """Return the position of the area relative to the hand; zeros without an area."""
         area = self.simulation.scene.area
         return (0.0, 0.0) if area is None else (area[0] - tcp[0], area[1] - tcp[1])
 
@@ -400,9 +387,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             rotation[:, 0],
             rotation[:, 1],
         ]
-        if self.observation in WHOLE:
+        if self.observation in WITH_OBJECTS:
             for index in self._by_goal():
-                parts += [simulation.places[index] - tcp, simulation.quaternions[index]]
+                parts += [simulation.object_positions[index] - tcp, simulation.quaternions[index]]
             parts.append(self._area_from(tcp))
             parts.append([float(name == self._task_name) for name in TASKS])
         return np.concatenate(parts, dtype=np.float32, casting="same_kind")

@@ -1,8 +1,8 @@
 """From a scene to a MuJoCo model: room, table, lights, cameras, the Panda and the objects, all from primitives.
 
-`TabletopEnv` compiles a model for each scene (about three milliseconds) and steps it. Bodies come in a fixed order, so
-that the positions are the same slices in every model: seven arm joints, two fingers, then seven numbers an object.
-Objects at rest sleep (MuJoCo wakes them at a touch), so that a cluttered table steps almost as fast as an empty one.
+`TabletopEnv` compiles a model for each scene (about three milliseconds) and steps it. The order of bodies is fixed, so
+that positions are the same slices in every model: seven arm joints, two fingers, then seven numbers per object. Objects
+at rest sleep (MuJoCo wakes them at a contact), so that a cluttered table steps almost as fast as an empty one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ROOM = (-0.8, 1.9, -1.6, 1.6)  # walls: x from, x to, y from, y to
 FLOOR_HEIGHT = -0.75
 WALL_TOP = 1.7
 
-# Collision bits (contype, conaffinity). Two geoms touch where one's contype meets the other's conaffinity:
-# table 1, robot 2, objects 4, fence 8. The fence, four planes at the table's edges, is felt by objects alone: they stay
-# on the table, and no plane can be passed through.
+# Collision bits (contype, conaffinity). Two geoms collide if the contype of one shares a bit with the conaffinity of
+# the other: table 1, robot 2, objects 4, fence 8. The fence, four planes at the table's edges, collides only with
+# objects and keeps them on the table.
 _OBJECT_BITS = 'contype="4" conaffinity="15"'
 
 # Rows of `qpos` and `qvel`.
@@ -46,22 +46,22 @@ NUM_ROBOT = panda.NUM_JOINTS + 2
 
 
 def object_position(index: int) -> slice:
-    """Where `qpos` holds the position of an object."""
+    """Return the slice of `qpos` with the position of an object."""
     return slice(NUM_ROBOT + 7 * index, NUM_ROBOT + 7 * index + 3)
 
 
 def object_quaternion(index: int) -> slice:
-    """Where `qpos` holds the orientation of an object."""
+    """Return the slice of `qpos` with the orientation of an object."""
     return slice(NUM_ROBOT + 7 * index + 3, NUM_ROBOT + 7 * index + 7)
 
 
 def object_velocity(index: int) -> slice:
-    """Where `qvel` holds the linear velocity of an object."""
+    """Return the slice of `qvel` with the linear velocity of an object."""
     return slice(NUM_ROBOT + 6 * index, NUM_ROBOT + 6 * index + 3)
 
 
 def compile_scene(scene: Scene) -> Any:
-    """The scene's MjModel. Its textures are blank: the renderer's own model has the pictures."""
+    """Compile the scene's MjModel. Its textures are blank: the renderer's own model has them."""
     import mujoco
 
     return mujoco.MjModel.from_xml_string(scene_xml(scene))
@@ -69,7 +69,7 @@ def compile_scene(scene: Scene) -> Any:
 
 @cache
 def texture_model() -> Any:
-    """A model with all materials and their pictures, from which the renderer uploads them once."""
+    """Return a model with all materials and textures, which the renderer uploads once."""
     import mujoco
 
     model = mujoco.MjModel.from_xml_string(scene_xml(Scene(0, []), textures.SIZE))
@@ -79,7 +79,7 @@ def texture_model() -> Any:
 
 @cache
 def arm_model() -> Any:
-    """The robot alone, for kinematics."""
+    """Return a model of only the robot, for kinematics."""
     import mujoco
 
     return mujoco.MjModel.from_xml_string(
@@ -89,10 +89,10 @@ def arm_model() -> Any:
 
 
 def scene_xml(scene: Scene, texture_size: int = 1) -> str:
-    """The scene as MJCF.
+    """Return the scene as MJCF.
 
-    Bodies are drawn in their order: robot and objects first, the large surfaces behind them last, so that no pixel of
-    these is painted in vain. On a software renderer that is a quarter of the time.
+    Bodies are drawn in their order: robot and objects first, the large surfaces behind them last, so that hidden pixels
+    of these are not drawn. This saves a quarter of the time of a software renderer.
     """
     top = -scene.table_drop
     return f"""
@@ -140,7 +140,7 @@ def _text(values: Any) -> str:
 
 @cache
 def _assets(texture_size: int) -> str:
-    """A texture each, and two materials each: as large as it is, and three times as fine."""
+    """Return the textures with two materials each: at normal scale, and three times as fine."""
     lines = ['<material name="shell" specular="0.4" shininess="0.5" />']
     lines += [f'<material name="gloss{level}" specular="{level / 4}" shininess="{level / 4}" />' for level in range(5)]
     for index in range(textures.COUNT):
@@ -148,7 +148,7 @@ def _assets(texture_size: int) -> str:
             f'<texture name="t{index}" type="2d" builtin="flat" width="{texture_size}" height="{texture_size}" '
             f'rgb1="1 1 1" />'
         )
-        for kind, repeat in (("coarse", 1.5), ("fine", 4.5)):  # times a metre
+        for kind, repeat in (("coarse", 1.5), ("fine", 4.5)):  # per metre
             lines.append(
                 f'<material name="{kind}{index}" texture="t{index}" texuniform="true" texrepeat="{repeat} {repeat}" '
                 f'specular="0.1" shininess="0.2" />'
@@ -173,13 +173,13 @@ def _lights(scene: Scene) -> str:
 
 
 def _room(scene: Scene) -> str:
-    """Floor and four walls, as planes that face inwards."""
+    """Return floor and four walls, as planes that face inwards."""
     left, right, near, far = ROOM
     middle_x, middle_y = (left + right) / 2, (near + far) / 2
     half_x, half_y, half_z = (right - left) / 2, (far - near) / 2, (WALL_TOP - FLOOR_HEIGHT) / 2
     height = (WALL_TOP + FLOOR_HEIGHT) / 2
-    place = f"{middle_x} {middle_y} {FLOOR_HEIGHT}"
-    floor = f'<geom {_look(scene.floor)} type="plane" size="{half_x} {half_y} 1" pos="{place}" />'
+    centre = f"{middle_x} {middle_y} {FLOOR_HEIGHT}"
+    floor = f'<geom {_look(scene.floor)} type="plane" size="{half_x} {half_y} 1" pos="{centre}" />'
     walls = [
         (left, middle_y, "0 1 0 0 0 1", half_y),
         (right, middle_y, "0 -1 0 0 0 1", half_y),
@@ -193,7 +193,7 @@ def _room(scene: Scene) -> str:
 
 
 def _table(scene: Scene, top: float) -> str:
-    """Its top, edge and foot to look at; a plane and the fence to touch; the marked area on it."""
+    """Return the visible top, edge and foot, the plane and the fence for contacts, and the marked area."""
     (left, right), (near, far) = TABLE_X, TABLE_Y
     x, y, half_x, half_y = (left + right) / 2, (near + far) / 2, (right - left) / 2, (far - near) / 2
     base_height = (top - 0.06 - FLOOR_HEIGHT) / 2
@@ -207,14 +207,14 @@ def _table(scene: Scene, top: float) -> str:
         f'pos="{x} {y} {FLOOR_HEIGHT + base_height}" />',
     ]
     fence = 'type="plane" size="1 1 1" contype="8" conaffinity="0" rgba="0 0 0 0"'
-    for place_x, place_y, normal in ((left, 0, "1 0 0"), (right, 0, "-1 0 0"), (0, near, "0 1 0"), (0, far, "0 -1 0")):
-        lines.append(f'<geom {fence} pos="{place_x} {place_y} 0" zaxis="{normal}" />')
+    for x_fence, y_fence, normal in ((left, 0, "1 0 0"), (right, 0, "-1 0 0"), (0, near, "0 1 0"), (0, far, "0 -1 0")):
+        lines.append(f'<geom {fence} pos="{x_fence} {y_fence} 0" zaxis="{normal}" />')
     if scene.area is not None:
-        place = _text(scene.area)
+        centre = _text(scene.area)
         lines += [
-            f'<geom class="look" type="cylinder" size="{AREA_RADIUS + 0.008} 0.0006" pos="{place} {top + 0.0004}" '
+            f'<geom class="look" type="cylinder" size="{AREA_RADIUS + 0.008} 0.0006" pos="{centre} {top + 0.0004}" '
             f'rgba="0.1 0.1 0.1 1" />',
-            f'<geom class="look" type="cylinder" size="{AREA_RADIUS} 0.001" pos="{place} {top + 0.0008}" '
+            f'<geom class="look" type="cylinder" size="{AREA_RADIUS} 0.001" pos="{centre} {top + 0.0008}" '
             f'rgba="0.97 0.97 0.97 1" />',
         ]
     if scene.noise_patch is not None:
@@ -229,7 +229,7 @@ def _table(scene: Scene, top: float) -> str:
 
 
 def noise_tiles(model: Any) -> slice:
-    """Where a model with a patch of noise holds its tiles' geoms."""
+    """Return the slice of a model's geoms with the tiles of the noise patch."""
     first = model.geom("noise0").id
     return slice(first, first + NOISE_TILES**2)
 

@@ -1,8 +1,8 @@
-"""The robot: a Franka Emika Panda as MJCF, built from a few primitives with the real arm's measures.
+"""The robot: a Franka Emika Panda as MJCF, built from a few primitives with the real arm's dimensions.
 
 Link lengths, joint limits, torque limits and masses are the manufacturer's (inertias are those of bodies of this size);
-the shapes are only as round as a camera at some hundred pixels needs. `model.py` puts it into a scene, `control.py`
-reads the limits.
+the shapes are detailed enough for images of a few hundred pixels. `model.py` adds it to a scene, `control.py` reads the
+limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FINGER_JOINTS = ("left_finger", "right_finger")
 # Stiffness and damping of the position controllers: a joint follows its target within about 50 ms.
 _STIFFNESS = (2000, 2000, 2000, 2000, 600, 600, 400)
 _DAMPING = (110, 110, 110, 110, 35, 35, 25)
-# The model's stops are soft and stand this far before the real ones, in radians, so that no joint gets past these.
+# The soft stops of the model lie this far within the real ones, in radians, so that no joint passes these.
 _STOP = 0.03
 _FINGER_FORCE = 15.0  # newtons a finger, at most
 _FINGER_STIFFNESS = 400.0
@@ -140,7 +140,7 @@ def _actuators() -> str:
             f'<position name="{name}" joint="{name}" kp="{stiffness}" kv="{damping}" '
             f'forcerange="-{torque} {torque}" ctrlrange="{lower} {upper}" />'
         )
-    for name in FINGER_JOINTS:  # each pushes on its own, so that what they hold is drawn to the middle
+    for name in FINGER_JOINTS:  # separate actuators centre the held object
         lines.append(
             f'<position name="{name}" joint="{name}" kp="{_FINGER_STIFFNESS}" kv="40" '
             f'forcerange="-{_FINGER_FORCE} {_FINGER_FORCE}" ctrlrange="-0.01 {FINGER_TRAVEL}" />'

@@ -1,8 +1,8 @@
-"""Pictures of the tabletop: one off-screen OpenGL context for all environments of a process.
+"""Images of the tabletop: one off-screen OpenGL context for all environments of a process.
 
-`TabletopEnv` calls `render`. Models differ from scene to scene, but textures and materials are the same in all, so one
-uploaded set serves every environment: 64 of them cost no more graphics memory than one. A context belongs to the thread
-that made it, hence one for each thread that renders.
+`TabletopEnv` calls `render`. Models differ between scenes, but textures and materials are equal, so one uploaded set
+serves all environments: 64 of them need no more graphics memory than one. A context belongs to the thread that made it,
+so there is one per rendering thread.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from deft.errors import InputError, RunError
 _FLAGS_OFF = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE")
 _MAX_GEOMS = 160
 _HIDDEN_GROUP = 5  # MuJoCo draws groups 0 to 2
-# A row of pixels that no scene has: every other one magenta, the rest green.
+# A row of pixels that occurs in no scene: alternating magenta and green.
 _UNWRITTEN = np.tile(np.array([[255, 0, 255], [0, 255, 0]], np.uint8), (4096, 1))
 
 
 def choose_backend() -> str:
-    """How MuJoCo renders: MUJOCO_GL where it is set, EGL on a Linux machine without a display."""
+    """Return MuJoCo's rendering backend: MUJOCO_GL if it is set, EGL on Linux without a display."""
     chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
     if not chosen and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         chosen = os.environ["MUJOCO_GL"] = "egl"  # MuJoCo reads it when it is first imported
@@ -35,11 +35,11 @@ def choose_backend() -> str:
 
 
 class Culling:
-    """Finds what a camera cannot see, so that it need not be drawn.
+    """Finds the geoms that a camera cannot see, so that they are not drawn.
 
-    In a camera's frame x is right, y is up and z is back. A point is beyond one of the four planes that bound the view
-    by x cos(a) + z sin(a), with a half the angle of view, likewise for -x, y and -y. A geom is out of view where the
-    sphere around it is, or, for the walls and the floor, where all four corners are beyond the same plane.
+    In a camera's frame x is right, y is up and z is back. The distance of a point beyond one of the four planes of the
+    view is x cos(a) + z sin(a), with a half the angle of view, likewise for -x, y and -y. A geom is out of view if the
+    sphere around it is, or, for walls and floor, if all four corners are beyond the same plane.
     """
 
     def __init__(self, model: Any, data: Any) -> None:
@@ -53,26 +53,26 @@ class Culling:
             data.geom_xpos[wall] + (signs * model.geom_size[wall]) @ data.geom_xmat[wall].reshape(3, 3).T
             for wall in self._walls
         ]
-        self._corners = np.concatenate(corners)  # [4 a wall, 3]; they never move
+        self._corners = np.concatenate(corners)  # [4 per wall, 3]; they never move
         half_angles = np.radians(model.cam_fovy) / 2
-        # x and z of a place, times this: how far it is beyond the right, left, upper and lower plane
+        # A point times this is its distance beyond the right, left, upper and lower plane
         cosine, sine, zero = np.cos(half_angles), np.sin(half_angles), np.zeros(len(half_angles))
         planes = [[cosine, zero, sine], [-cosine, zero, sine], [zero, cosine, sine], [zero, -cosine, sine]]
         self._planes = np.array(planes).transpose(2, 1, 0)  # [cameras, 3, 4]
 
     def in_view(self, camera: int) -> np.ndarray:
-        """Which geoms may be seen, bool [geoms]."""
+        """Return which geoms may be visible, bool [geoms]."""
         data = self._data
         planes = data.cam_xmat[camera].reshape(3, 3) @ self._planes[camera]
-        eye = data.cam_xpos[camera] @ planes
-        beyond = (data.geom_xpos @ planes - eye).max(axis=1)
+        origin = data.cam_xpos[camera] @ planes
+        beyond = (data.geom_xpos @ planes - origin).max(axis=1)
         visible = beyond <= self._radius
-        visible[self._walls] = ((self._corners @ planes - eye).reshape(-1, 4, 4).min(axis=1) <= 0).all(axis=1)
+        visible[self._walls] = ((self._corners @ planes - origin).reshape(-1, 4, 4).min(axis=1) <= 0).all(axis=1)
         return visible
 
 
 class Renderer:
-    """Renders any scene's model from several cameras with one upload of textures."""
+    """Renders the models of all scenes from several cameras with one upload of textures."""
 
     def __init__(self) -> None:
         import mujoco
@@ -106,24 +106,24 @@ class Renderer:
         self._size = (self._context.offWidth, self._context.offHeight)
 
     def render(self, model: Any, data: Any, culling: Culling, cameras: Sequence[int], size: int) -> list[np.ndarray]:
-        """One picture a camera, uint8 [size, size, 3], top row first: views of a buffer that the next call reuses.
+        """Return one image per camera, uint8 [size, size, 3], top row first; the next call reuses them.
 
-        Another renderer in this process, when it is freed, may delete what belongs to this one: OpenGL's names are
-        small numbers, and its context is not always the current one then. Such a loss is seen, and mended once.
+        When another renderer of this process is freed, it may delete objects of this one: OpenGL's names are small
+        numbers, and its context is not always current at that time. Such a loss is detected, and repaired once.
         """
-        pictures = self._try_to_render(model, data, culling, cameras, size)
-        if pictures is None:
+        images = self._try_to_render(model, data, culling, cameras, size)
+        if images is None:
             self._lost_contexts.append(self._context)  # freeing it would delete the new one's in turn
             self._open_context()
-            pictures = self._try_to_render(model, data, culling, cameras, size)
-        if pictures is None:
-            raise RunError("the tabletop's cameras give no pictures: its off-screen buffer was lost, twice")
-        return pictures
+            images = self._try_to_render(model, data, culling, cameras, size)
+        if images is None:
+            raise RunError("the tabletop's cameras return no images: the off-screen buffer was lost twice")
+        return images
 
     def _try_to_render(
         self, model: Any, data: Any, culling: Culling, cameras: Sequence[int], size: int
     ) -> list[np.ndarray] | None:
-        """The pictures; None where nothing was written into the buffer."""
+        """Return the images; None if nothing was written to the buffer."""
         import mujoco
 
         self._gl.make_current()
@@ -135,33 +135,33 @@ class Renderer:
         if pixels is None:
             pixels = self._buffers[(size, width)] = np.empty((size, width, 3), np.uint8)
         pixels[0] = _UNWRITTEN[:width]
-        for place, camera in enumerate(cameras):
+        for column, camera in enumerate(cameras):
             self._camera.fixedcamid = camera
             model.geom_group[:] = np.where(culling.in_view(camera), 0, _HIDDEN_GROUP)
             mujoco.mjv_updateScene(
                 model, data, self._option, self._perturb, self._camera, mujoco.mjtCatBit.mjCAT_ALL, self._scene
             )
-            mujoco.mjr_render(mujoco.MjrRect(place * size, 0, size, size), self._scene, self._context)
+            mujoco.mjr_render(mujoco.MjrRect(column * size, 0, size, size), self._scene, self._context)
         mujoco.mjr_readPixels(pixels, None, mujoco.MjrRect(0, 0, width, size), self._context)
         if np.array_equal(pixels[0], _UNWRITTEN[:width]):
             return None
         upright = pixels[::-1]
-        return [upright[:, place * size : (place + 1) * size] for place in range(len(cameras))]
+        return [upright[:, column * size : (column + 1) * size] for column in range(len(cameras))]
 
     def close(self) -> None:
-        """Free the context, where this process made it."""
+        """Free the context if this process made it."""
         if self._process == os.getpid():
-            with contextlib.suppress(Exception):  # at the end of the process: nothing is left to be done about it
+            with contextlib.suppress(Exception):  # at the end of the process: there is no remedy
                 self._context.free()
                 self._gl.free()
 
 
 _local = threading.local()
-_process: int | None = None  # the one that has rendered first
+_process: int | None = None  # the first process that rendered
 
 
 def renderer() -> Renderer:
-    """This thread's renderer; made when first needed."""
+    """Return this thread's renderer; make it on the first call."""
     global _process
     if _process not in (None, os.getpid()):
         raise InputError(
@@ -172,12 +172,12 @@ def renderer() -> Renderer:
     if found is None:
         _process = os.getpid()
         found = _local.renderer = Renderer()
-        atexit.register(found.close)  # after EGL's own, hence run before it: EGL complains about what is left
+        atexit.register(found.close)  # registered after EGL's own exit function, so that it runs before it
     return found
 
 
 def _make_gl_context() -> Any:
-    """MuJoCo's off-screen context; one line on what to do where there is none."""
+    """Make MuJoCo's off-screen context; raise InputError with a remedy if that fails."""
     backend = choose_backend()
     try:
         if backend == "egl":  # by name: MuJoCo may have been imported before MUJOCO_GL was chosen

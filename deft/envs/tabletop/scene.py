@@ -1,7 +1,7 @@
-"""What stands where and how it looks: a scene as plain data, drawn from a seed.
+"""Objects, their positions and their appearance: a scene as plain data, drawn from a seed.
 
-`TabletopEnv` draws one, `model.py` compiles it. A scene holds numbers and text alone, so that it travels in a
-checkpoint and compiles to the same model, and the same pictures, again.
+`TabletopEnv` draws one, `model.py` compiles it. A scene holds only numbers and text, so that it can be saved in a
+checkpoint and compiles to the same model and images again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from deft.errors import InputError
 # The table in metres: x away from the robot, whose base is the origin; its top is at z = -table_drop.
 TABLE_X = (0.20, 0.80)
 TABLE_Y = (-0.42, 0.42)
-OBJECT_X = (0.33, 0.64)  # where the objects of a task start
+OBJECT_X = (0.33, 0.64)  # initial positions of the objects of a task
 OBJECT_Y = (-0.28, 0.28)
-OBJECT_REACH = 0.68  # from the robot's axis: the hand still points down there
+OBJECT_REACH = 0.68  # from the robot's axis, so that the hand can point down
 OBJECT_GAP = 0.15  # between the centres of two task objects: room for an open gripper
 CLUTTER_GAP = 0.11  # from a task object to clutter
 MAX_CLUTTER = 12
 AREA_RADIUS = 0.06  # of the marked area of the push task
-NOISE_TILES = 5  # a side of the patch whose colours cannot be foreseen
+NOISE_TILES = 5  # per side of the patch with unpredictable colours
 NOISE_SIDE = 0.26  # metres
-NOISE_X, NOISE_Y = (0.40, 0.56), (-0.14, 0.14)  # where its middle lies: within what the wrist camera sees at the start
+NOISE_X, NOISE_Y = (0.40, 0.56), (-0.14, 0.14)  # its middle, within the initial view of the wrist camera
 
 COLOURS = {
     "red": (0.83, 0.10, 0.09),
@@ -39,11 +39,11 @@ COLOURS = {
     "purple": (0.50, 0.14, 0.62),
     "orange": (0.96, 0.45, 0.05),
 }
-# Half sizes as MuJoCo wants them: a box x, y, z; a cylinder and a capsule radius, half length; a sphere radius.
-# Combinations that training never sees (`split: train`), and that `split: held-out` asks for: one of a colour's two
-# kinds, so that either split always has the other.
+# Combinations that are never in training (`split: train`) and that `split: held-out` names: one of the two kinds of a
+# colour, so that each split always has the other.
 HELD_OUT = {"red": "cylinder", "green": "cube", "yellow": "cylinder", "purple": "cube"}
 SPLITS = ("train", "held-out", "all")
+# Half sizes as in MuJoCo: a box x, y, z; a cylinder and a capsule radius, half length; a sphere radius.
 TASK_SHAPES = {"cube": ("box", (0.025, 0.025, 0.025)), "cylinder": ("cylinder", (0.024, 0.028))}
 CLUTTER_SHAPES = ("box", "cylinder", "sphere", "capsule")
 
@@ -52,7 +52,7 @@ Vector = tuple[float, ...]
 
 @dataclass
 class DomainRandomization:
-    """What differs from scene to scene; all off by default. The names are those of the F1 and RoboTwin settings."""
+    """What varies between scenes; all off by default. The names are those of the F1 and RoboTwin settings."""
 
     random_appearance: bool = False
     """Shades, sizes and gloss of the objects, and the robot's shell."""
@@ -63,19 +63,19 @@ class DomainRandomization:
     cluttered_table: bool = False
     """0 to 12 further objects: boxes, cylinders, spheres, capsules."""
     clean_background_rate: float = 0.02
-    """The part of the scenes that keeps the plain background all the same."""
+    """Fraction of the scenes with the plain background."""
     random_head_camera_dis: float = 0.0
-    """Metres that the head camera is moved, at most, in any direction."""
+    """Largest displacement of the head camera, in metres."""
     random_table_height: float = 0.0
-    """Metres that the table is lowered, at most."""
+    """Largest lowering of the table, in metres."""
     crazy_random_light_rate: float = 0.02
-    """The part of the scenes with random light in which the light flickers: another colour in every step."""
+    """Fraction of the scenes with random light in which the light has another colour in every step."""
     noise_patch_rate: float = 0.0
-    """The part of the scenes with a patch on the table whose tiles take other colours in every step: pure noise."""
+    """Fraction of the scenes with a patch on the table whose tiles have random colours in every step."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any] | None) -> DomainRandomization:
-        """Check names and values, and fill in the rest."""
+        """Check names and values; the rest has its defaults."""
         known = {item.name: item for item in dataclasses.fields(cls)}
         for name, value in (settings or {}).items():
             if name not in known:
@@ -102,12 +102,12 @@ class DomainRandomization:
 
 @dataclass
 class SceneObject:
-    """A movable thing on the table."""
+    """A movable object on the table."""
 
     shape: str  # box, cylinder, sphere or capsule
     size: Vector
     rgba: Vector
-    place: Vector  # x, y
+    place: Vector  # the position x, y
     quaternion: Vector
     mass: float
     name: str = ""  # "red cube" for a task's object
@@ -115,19 +115,19 @@ class SceneObject:
 
     @property
     def half_height(self) -> float:
-        """From its centre to the table, the way it lies at the start."""
+        """From its centre to the table, in its initial orientation."""
         if self.shape == "box":
             return self.size[2]
         return self.size[1] if self.shape == "cylinder" else self.size[0]
 
     @property
     def half_width(self) -> float:
-        """Half of what a gripper has to open for it."""
+        """Half of the opening that a gripper needs."""
         return self.size[0]
 
     @property
     def radius(self) -> float:
-        """Of the circle around what it covers of the table."""
+        """Radius of the circle around its footprint."""
         if self.shape == "box":
             return math.hypot(self.size[0], self.size[1])
         return self.size[0] + (self.size[1] if self.shape == "capsule" else 0.0)
@@ -135,7 +135,7 @@ class SceneObject:
 
 @dataclass
 class Surface:
-    """How table, wall or floor look."""
+    """The appearance of table, wall or floor."""
 
     texture: int
     is_fine: bool = False  # the texture repeats three times as often
@@ -153,14 +153,14 @@ class Light:
 
 @dataclass
 class Scene:
-    """Everything but the robot's posture."""
+    """Everything except the robot's posture."""
 
     seed: int
     objects: list[SceneObject]
-    """Those that a task speaks of."""
+    """The objects of the task."""
     clutter: list[SceneObject] = field(default_factory=list)
     area: Vector | None = None
-    """Where the push task's marked area lies."""
+    """The centre of the push task's marked area."""
     table: Surface = field(default_factory=lambda: Surface(textures.WOOD))
     walls: Surface = field(default_factory=lambda: Surface(textures.PLASTER))
     floor: Surface = field(default_factory=lambda: Surface(textures.CONCRETE))
@@ -171,7 +171,7 @@ class Scene:
     table_drop: float = 0.0
     head_camera_shift: Vector = (0.0, 0.0, 0.0)
     noise_patch: Vector | None = None
-    """The middle of the patch of noise."""
+    """The centre of the noise patch."""
 
     @property
     def everything(self) -> list[SceneObject]:
@@ -179,16 +179,16 @@ class Scene:
         return [*self.objects, *self.clutter]
 
     def named(self, split: str) -> list[int]:
-        """Which objects an instruction may name: with `held-out` those that training does not see."""
+        """Return the objects that an instruction may name: with `held-out` those that are not in training."""
         return [index for index, item in enumerate(self.objects) if split != "held-out" or is_held_out(item.name)]
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data for a checkpoint."""
+        """Return plain data for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Scene:
-        """The inverse of `as_data`."""
+        """Return the scene of the result of `as_data`."""
         parts = dict(data)
         for name in ("objects", "clutter"):
             parts[name] = [SceneObject(**item) for item in data[name]]
@@ -199,7 +199,7 @@ class Scene:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether "red cylinder" is one of the combinations that training never sees."""
+    """Return whether a name such as "red cylinder" is one of the held-out combinations."""
     colour, _, kind = name.partition(" ")
     return HELD_OUT.get(colour) == kind
 
@@ -207,16 +207,16 @@ def is_held_out(name: str) -> bool:
 def draw_scene(
     seed: int, num_objects: int, has_area: bool, randomization: DomainRandomization, split: str = "all"
 ) -> Scene | None:
-    """The scene of a seed; None where it does not work out, and another seed has to be tried.
+    """Draw the scene of a seed; None if there is none, and another seed has to be tried.
 
-    Nothing in it depends on which object the instruction will name: the places obey the same rules for all of them.
-    The splits differ in the kinds of the objects alone, and `held-out` in that one of them is a held-out combination.
+    The scene does not depend on the object that the instruction will name: all objects follow the same rules. The
+    splits differ only in the kinds of objects; with `held-out` at least one is a held-out combination.
     """
     random = np.random.default_rng([seed, 1])
     objects = _task_objects(random, num_objects, randomization.random_appearance, split)
     if split == "held-out" and not any(is_held_out(item.name) for item in objects):
         return None
-    area = _place_task_objects(random, objects, has_area)
+    area = _set_task_positions(random, objects, has_area)
     if area is None:
         return None
     scene = Scene(seed, objects, area=area or None)
@@ -247,17 +247,17 @@ def draw_scene(
 
 
 def flicker(scene: Scene, step: int) -> np.ndarray:
-    """The lights' colours of one step of a scene whose light flickers, [lights, 3]."""
+    """Return the colours of the lights in one step of a scene with flickering light, [lights, 3]."""
     return np.random.default_rng([scene.seed, 6, step]).uniform(0.1, 0.9, (len(scene.lights), 3))
 
 
 def noise_colours(scene: Scene, step: int) -> np.ndarray:
-    """The colours of the noise patch's tiles in one step, [tiles, 3]: nothing that came before tells them."""
+    """Return the colours of the noise patch's tiles in one step, [tiles, 3]; they are independent between steps."""
     return np.random.default_rng([scene.seed, 8, step]).uniform(0.0, 1.0, (NOISE_TILES**2, 3))
 
 
 def distance_to_segment(point: Vector, start: Vector, end: Vector) -> float:
-    """In the plane."""
+    """Return the distance from a point to a segment in the plane."""
     along_x, along_y = end[0] - start[0], end[1] - start[1]
     length = along_x * along_x + along_y * along_y
     dot = (point[0] - start[0]) * along_x + (point[1] - start[1]) * along_y
@@ -265,10 +265,10 @@ def distance_to_segment(point: Vector, start: Vector, end: Vector) -> float:
     return math.hypot(point[0] - start[0] - part * along_x, point[1] - start[1] - part * along_y)
 
 
-def push_start(place: Vector, area: Vector, distance: float) -> Vector:
-    """The point from which an object at `place` is pushed straight into the area: `distance` behind it."""
-    length = math.dist(place, area)
-    return tuple(p - distance * (a - p) / length for p, a in zip(place, area, strict=True))
+def push_start(position: Vector, area: Vector, distance: float) -> Vector:
+    """Return the point `distance` behind an object, opposite to the area, from which it is pushed straight into it."""
+    length = math.dist(position, area)
+    return tuple(p - distance * (a - p) / length for p, a in zip(position, area, strict=True))
 
 
 def _rounded(values: Any) -> Vector:
@@ -289,7 +289,7 @@ def _task_objects(random: np.random.Generator, count: int, varies: bool, split: 
             kind = unseen if split == "held-out" else next(name for name in TASK_SHAPES if name != unseen)
         shape, size = TASK_SHAPES[kind]
         shade, scale, gloss = random.uniform(0.8, 1.15), random.uniform(0.88, 1.08), random.random()
-        if not varies:  # drawn all the same, so that the places do not depend on it
+        if not varies:  # drawn anyway, so that the positions do not depend on it
             shade, scale, gloss = 1.0, 1.0, 0.3
         rgb = np.clip(np.array(COLOURS[str(colour)]) * shade, 0, 1)
         objects.append(
@@ -307,69 +307,69 @@ def _task_objects(random: np.random.Generator, count: int, varies: bool, split: 
     return objects
 
 
-def _draw_place(random: np.random.Generator) -> Vector:
+def _draw_position(random: np.random.Generator) -> Vector:
     while True:
-        place = (float(random.uniform(*OBJECT_X)), float(random.uniform(*OBJECT_Y)))
-        if math.hypot(*place) < OBJECT_REACH:
-            return place
+        position = (float(random.uniform(*OBJECT_X)), float(random.uniform(*OBJECT_Y)))
+        if math.hypot(*position) < OBJECT_REACH:
+            return position
 
 
-def _place_task_objects(random: np.random.Generator, objects: list[SceneObject], has_area: bool) -> Vector | None:
-    """Give each object its place; returns the area's, () without one, None where it does not work out."""
+def _set_task_positions(random: np.random.Generator, objects: list[SceneObject], has_area: bool) -> Vector | None:
+    """Set the position of each object; return the area's, () without an area, None if there is no solution."""
     for _ in range(100):
-        places = [_draw_place(random) for _ in objects]
-        if any(math.dist(a, b) < OBJECT_GAP for i, a in enumerate(places) for b in places[:i]):
+        positions = [_draw_position(random) for _ in objects]
+        if any(math.dist(a, b) < OBJECT_GAP for i, a in enumerate(positions) for b in positions[:i]):
             continue
         area: Vector = ()
         if has_area:
-            area = _draw_place(random)
-            ways = [(push_start(place, area, 0.10), area) for place in places]
+            area = _draw_position(random)
+            ways = [(push_start(position, area, 0.10), area) for position in positions]
             if not (
-                all(0.14 < math.dist(place, area) < 0.28 for place in places)
+                all(0.14 < math.dist(position, area) < 0.28 for position in positions)
                 and all(_is_reachable(start) for start, _ in ways)
                 and all(
-                    distance_to_segment(place, *way) > 0.11
-                    for i, place in enumerate(places)
+                    distance_to_segment(position, *way) > 0.11
+                    for i, position in enumerate(positions)
                     for j, way in enumerate(ways)
                     if i != j
                 )
             ):
                 continue
-        for item, place in zip(objects, places, strict=True):
-            item.place = place
+        for item, position in zip(objects, positions, strict=True):
+            item.place = position
         return area
-    return _place_one_by_one(random, objects) if has_area else None
+    return _set_positions_one_by_one(random, objects) if has_area else None
 
 
-def _place_one_by_one(random: np.random.Generator, objects: list[SceneObject]) -> Vector | None:
-    """As above, with an area, for many objects: each place is drawn again until it fits those before it."""
+def _set_positions_one_by_one(random: np.random.Generator, objects: list[SceneObject]) -> Vector | None:
+    """As above, with an area, for many objects: each position is drawn until it fits the previous ones."""
     for _ in range(100):
-        area = _draw_place(random)
-        places: list[Vector] = []
+        area = _draw_position(random)
+        positions: list[Vector] = []
         for _ in range(200):
-            place = _draw_place(random)
-            way = (push_start(place, area, 0.10), area)
+            position = _draw_position(random)
+            way = (push_start(position, area, 0.10), area)
             if (
-                0.14 < math.dist(place, area) < 0.28
+                0.14 < math.dist(position, area) < 0.28
                 and _is_reachable(way[0])
-                and all(math.dist(place, other) >= OBJECT_GAP for other in places)
-                and all(distance_to_segment(other, *way) > 0.11 for other in places)
-                and all(distance_to_segment(place, push_start(other, area, 0.10), area) > 0.11 for other in places)
+                and all(math.dist(position, other) >= OBJECT_GAP for other in positions)
+                and all(distance_to_segment(other, *way) > 0.11 for other in positions)
+                and all(distance_to_segment(position, push_start(one, area, 0.10), area) > 0.11 for one in positions)
             ):
-                places.append(place)
-            if len(places) == len(objects):
-                for item, chosen in zip(objects, places, strict=True):
+                positions.append(position)
+            if len(positions) == len(objects):
+                for item, chosen in zip(objects, positions, strict=True):
                     item.place = chosen
                 return area
     return None
 
 
-def _is_reachable(place: Vector) -> bool:
-    return 0.28 < place[0] < 0.74 and abs(place[1]) < 0.37 and math.hypot(*place) < 0.72
+def _is_reachable(position: Vector) -> bool:
+    return 0.28 < position[0] < 0.74 and abs(position[1]) < 0.37 and math.hypot(*position) < 0.72
 
 
 def _clutter(random: np.random.Generator, scene: Scene) -> list[SceneObject]:
-    """As many things as find room, of 0 to 12 that are drawn; away from the task's objects and from pushing ways."""
+    """Draw 0 to 12 objects and keep those that have room, away from the task's objects and from paths of pushing."""
     clutter: list[SceneObject] = []
     ways = []
     if scene.area is not None:
@@ -388,7 +388,7 @@ def _clutter(random: np.random.Generator, scene: Scene) -> list[SceneObject]:
             size = _rounded(random.uniform([0.010, 0.015], [0.018, 0.035]))
             half, c = quaternion[3], quaternion[0]
             quaternion = tuple(math.sqrt(0.5) * value for value in (c, c, half, half))
-        grey = random.uniform(0.2, 0.8)  # pale, so that it is not taken for one of the task's coloured objects
+        grey = random.uniform(0.2, 0.8)  # pale, to differ from the coloured objects of the task
         rgb = grey + random.uniform(-0.12, 0.12, 3)
         thing = SceneObject(shape, size, (*_rounded(rgb), 1.0), (0.0, 0.0), quaternion, 0.06, gloss=0.3)
         for _ in range(20):

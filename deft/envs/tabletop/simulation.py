@@ -1,6 +1,6 @@
-"""One scene being simulated: MuJoCo's model and data, and an exact copy of their state as plain data.
+"""A simulated scene: MuJoCo's model and data, and their exact state as plain data.
 
-`TabletopEnv` owns one and replaces it when a new scene is drawn.
+`TabletopEnv` owns one and replaces it when it draws a new scene.
 """
 
 from __future__ import annotations
@@ -34,30 +34,18 @@ SETTLED_SPEED = 0.02  # metres or radians a second, at most, for a scene to coun
 SETTLED_SHIFT = 0.005
 
 _STATE = mujoco.mjtState.mjSTATE_INTEGRATION
-# Bodies at rest sleep: MuJoCo then leaves what it computed for them as it was, so that these arrays are state too.
+# MuJoCo does not update the arrays of sleeping bodies, so these arrays are part of the state.
 _SLEEP_ARRAYS = ("tree_asleep", "tree_awake", "body_awake", "body_awake_ind", "parent_awake_ind", "dof_awake_ind")
 _SLEEP_COUNTS = ("nbody_awake", "nparent_awake", "ntree_awake", "nv_awake")
-_BODY_ARRAYS = (
-    *(
-        "xpos",
-        "xquat",
-        "xmat",
-        "xipos",
-        "ximat",
-        "xanchor",
-        "xaxis",
-        "geom_xpos",
-        "geom_xmat",
-        "site_xpos",
-        "site_xmat",
-    ),
-    *("cam_xpos", "cam_xmat", "light_xpos", "light_xdir"),
-    *("subtree_com", "cinert", "cdof", "cdof_dot", "cvel", "crb", "M", "qM", "qLD", "qLDiagInv", "qacc"),
+_BODY_ARRAY_NAMES = (
+    "xpos xquat xmat xipos ximat xanchor xaxis geom_xpos geom_xmat site_xpos site_xmat cam_xpos cam_xmat light_xpos "
+    "light_xdir subtree_com cinert cdof cdof_dot cvel crb M qM qLD qLDiagInv qacc"
 )
+_BODY_ARRAYS = tuple(_BODY_ARRAY_NAMES.split())
 
 
 class Simulation:
-    """A compiled scene. The robot's and the objects' numbers are views into MuJoCo's arrays."""
+    """A compiled scene. The robot's and the objects' attributes are views of MuJoCo's arrays."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -77,13 +65,13 @@ class Simulation:
         self.quaternions = [data.qpos[object_quaternion(index)] for index in range(count)]
         # [objects, 3], without a copy: every seventh number of qpos, every sixth of qvel
         end = NUM_ROBOT + 7 * count
-        self.places = data.qpos[NUM_ROBOT:end].reshape(count, 7)[:, :3]
+        self.object_positions = data.qpos[NUM_ROBOT:end].reshape(count, 7)[:, :3]
         self.velocities = data.qvel[NUM_ROBOT : NUM_ROBOT + 6 * count].reshape(count, 6)[:, :3]
         mujoco.mj_forward(self.model, data)
         self._culling = Culling(self.model, data)
 
     def put_robot(self, joints: np.ndarray, opening: float = panda.FINGER_TRAVEL) -> None:
-        """Put the robot into a posture, at rest; the objects stay as they are."""
+        """Set the robot's posture, at rest, without moving the objects."""
         data = self.data
         data.qpos[ARM] = joints
         data.qpos[FINGERS] = opening
@@ -94,20 +82,20 @@ class Simulation:
         mujoco.mj_forward(self.model, data)
 
     def settle(self) -> bool:
-        """Let the objects come to rest; false where they do not, or not where they were put."""
+        """Simulate until the objects are at rest; return False if they move or are not at their positions."""
         self.put_robot(panda.HOME)
         mujoco.mj_step(self.model, self.data, nstep=SETTLING_STEPS)
         for index, item in enumerate(self.scene.everything):
-            place = self.data.qpos[object_position(index)]
+            position = self.data.qpos[object_position(index)]
             rest = [*item.place, item.half_height - self.scene.table_drop]
-            if math.dist(place, rest) > SETTLED_SHIFT:
+            if math.dist(position, rest) > SETTLED_SHIFT:
                 return False
             if np.abs(self.data.qvel[object_velocity(index)]).max() > SETTLED_SPEED:
                 return False
         return True
 
     def step(self, joint_targets: np.ndarray, finger_target: float) -> None:
-        """One env step: ten physics steps towards the targets, then where everything is."""
+        """Simulate one environment step: ten physics steps towards the targets, then update all positions."""
         data = self.data
         data.ctrl[ARM] = joint_targets
         data.ctrl[FINGERS] = finger_target
@@ -115,27 +103,28 @@ class Simulation:
         self.locate()
 
     def locate(self) -> None:
-        """Positions of bodies, cameras and lights for the present state: `mj_step` leaves those of the one before."""
+        """Update the positions of bodies, cameras and lights: `mj_step` leaves those of the previous state."""
         mujoco.mj_kinematics(self.model, self.data)
         mujoco.mj_camlight(self.model, self.data)
 
     def view(self) -> View:
-        """What tasks and experts look at; arrays change with the simulation."""
+        """Return the input of tasks and experts; its arrays change with the simulation."""
         opening = float(self.fingers[0] + self.fingers[1]) / 2
         squeeze = opening - float(self.data.ctrl[FINGERS][0])
-        return View(self.scene, self.tcp, opening, squeeze, self.places, self.velocities, -self.scene.table_drop)
+        positions, top = self.object_positions, -self.scene.table_drop
+        return View(self.scene, self.tcp, opening, squeeze, positions, self.velocities, top)
 
     def yaws(self) -> np.ndarray:
-        """The task objects' angles about the vertical."""
+        """Return the task objects' angles about the vertical axis."""
         return np.array([math.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z)) for w, x, y, z in self.quaternions])
 
-    def pictures(self, cameras: Sequence[str], size: int) -> list[np.ndarray]:
-        """What the cameras see, uint8 [size, size, 3] each; valid until the next pictures of this thread."""
+    def images(self, cameras: Sequence[str], size: int) -> list[np.ndarray]:
+        """Return the cameras' images, uint8 [size, size, 3] each; valid until the next call in this thread."""
         numbers = [self.cameras[name] for name in cameras]
         return renderer().render(self.model, self.data, self._culling, numbers, size)
 
     def get_state(self) -> dict[str, Any]:
-        """All that the future of the simulation depends on."""
+        """Return the complete state of the simulation."""
         data = self.data
         state = np.empty(mujoco.mj_stateSize(self.model, _STATE))
         mujoco.mj_getState(self.model, data, state, _STATE)
@@ -143,7 +132,7 @@ class Simulation:
         return {"state": state, "arrays": arrays, "counts": {name: int(getattr(data, name)) for name in _SLEEP_COUNTS}}
 
     def set_state(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of the same scene, bit for bit."""
+        """Continue from a state of the same scene, bit for bit."""
         model, data = self.model, self.data
         mujoco.mj_resetData(model, data)
         mujoco.mj_setState(model, data, saved["state"], _STATE)

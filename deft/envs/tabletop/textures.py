@@ -1,7 +1,7 @@
-"""Procedural textures for table, walls and floor: painted once in a process, always the same.
+"""Procedural textures for table, walls and floor: computed once per process, always equal.
 
-`model.py` gives each a material; a randomised scene chooses among them and tints them, which costs nothing, where
-uploading new pictures for every scene would.
+`model.py` gives each a material; a randomized scene chooses and tints them, which is faster than uploading new textures
+for every scene.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONCRETE = 2  # its floor
 
 
 def _noise(random: np.random.Generator, cells_x: int, cells_y: int, octaves: int = 4) -> np.ndarray:
-    """Smooth noise in [0, 1] that repeats: random values on grids of growing fineness, interpolated, summed."""
+    """Return periodic smooth noise in [0, 1]: interpolated random values on finer and finer grids, summed."""
     total = np.zeros((SIZE, SIZE))
     weight_sum = 0.0
     for octave in range(octaves):
@@ -33,11 +33,11 @@ def _noise(random: np.random.Generator, cells_x: int, cells_y: int, octaves: int
 
 
 def _stretch(grid: np.ndarray, axis: int) -> np.ndarray:
-    """Interpolate along one axis to SIZE values, going round at the edge."""
+    """Interpolate along one axis to SIZE values, periodically."""
     count = grid.shape[axis]
-    place = np.arange(SIZE) * count / SIZE
-    first = place.astype(int)
-    part = place - first
+    position = np.arange(SIZE) * count / SIZE
+    first = position.astype(int)
+    part = position - first
     part = part * part * (3 - 2 * part)
     shape = [1, 1]
     shape[axis] = SIZE
@@ -46,24 +46,24 @@ def _stretch(grid: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _between(values: np.ndarray, dark: tuple[float, ...], light: tuple[float, ...]) -> np.ndarray:
-    """Values in [0, 1] as colours from dark to light, float [SIZE, SIZE, 3]."""
+    """Map values in [0, 1] to colours from dark to light, float [SIZE, SIZE, 3]."""
     return values[..., None] * np.array(light) + (1 - values[..., None]) * np.array(dark)
 
 
 def _wood(random: np.random.Generator, dark: tuple[float, ...], light: tuple[float, ...], planks: int) -> np.ndarray:
     grain = _noise(random, 2, 16, 4)
     grain = 0.6 * grain + 0.4 * (0.5 + 0.5 * np.sin(2 * np.pi * (6 * grain + _noise(random, 2, 4, 2))))
-    picture = _between(grain, dark, light)
+    image = _between(grain, dark, light)
     if planks:
         height = SIZE // planks
         shade = random.uniform(0.88, 1.05, planks).repeat(height)
-        picture *= shade[:, None, None]
-        picture[::height] *= 0.6
-    return picture
+        image *= shade[:, None, None]
+        image[::height] *= 0.6
+    return image
 
 
 def _bricks(random: np.random.Generator, rows: int, columns: int, offset: bool) -> np.ndarray:
-    """1 inside a stone, less at its edge; every second row moved by half a stone where `offset`."""
+    """Return 1 inside a brick, less at its edge; `offset` shifts every second row by half a brick."""
     y, x = np.mgrid[0:SIZE, 0:SIZE] / SIZE
     row = np.floor(y * rows).astype(int)
     along = x * columns + (0.5 * (row % 2) if offset else 0)
@@ -73,7 +73,7 @@ def _bricks(random: np.random.Generator, rows: int, columns: int, offset: bool) 
     return np.where(gap, 0.35, shade)
 
 
-def _pictures() -> list[np.ndarray]:
+def _textures() -> list[np.ndarray]:
     random = np.random.default_rng(20)
     y, x = np.mgrid[0:SIZE, 0:SIZE] / SIZE
     noise = _noise
@@ -109,10 +109,10 @@ def _pictures() -> list[np.ndarray]:
 
 @cache
 def atlas() -> np.ndarray:
-    """All textures, uint8 [count, SIZE, SIZE, 3]; shared, never written to."""
-    pictures = (np.clip(np.stack(_pictures()), 0, 1) * 255 + 0.5).astype(np.uint8)
-    pictures.flags.writeable = False
-    return pictures
+    """Return all textures, uint8 [count, SIZE, SIZE, 3]; read-only."""
+    textures = (np.clip(np.stack(_textures()), 0, 1) * 255 + 0.5).astype(np.uint8)
+    textures.flags.writeable = False
+    return textures
 
 
 COUNT = 20

@@ -24,7 +24,7 @@ from deft.data.datasets.dataset import Dataset
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.tabletop.env import CAMERAS
-from deft.envs.tabletop.pictures import TabletopPictures
+from deft.envs.tabletop.images import TabletopImages
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
@@ -119,9 +119,9 @@ class TabletopFrames:
         pictures = torch.from_numpy(np.concatenate(found))
         return {name: pictures[place :: len(CAMERAS)][:count] for place, name in enumerate(CAMERAS)}
 
-    def _function(self) -> Callable[[], TabletopPictures]:
+    def _function(self) -> Callable[[], TabletopImages]:
         config = self._config
-        return partial(TabletopPictures, self._size, config.pictures_per_scene, **config.env_kwargs)
+        return partial(TabletopImages, self._size, config.pictures_per_scene, **config.env_kwargs)
 
     def _make(self) -> VectorEnv:
         if self.num_workers:

@@ -12,7 +12,6 @@ from deft.envs.driving.env import DrivingEnv, DrivingVectorEnv
 from deft.envs.driving.simulator import REWARD_TERMS
 from deft.envs.make import make_another
 from deft.envs.process import ProcessVectorEnv
-from deft.envs.reward_weights import WeightedVectorEnv
 from deft.errors import InputError
 
 
@@ -158,7 +157,8 @@ def test_time_limit_and_success() -> None:
 
 def test_weights_of_the_reward() -> None:
     env = make_vector_env(EnvConfig(id="driving", num_envs=2, reward_weights={"comfort": 10.0, "progress": 0.0}))
-    assert isinstance(env, WeightedVectorEnv)
+    assert isinstance(env, DrivingVectorEnv)
+    assert env.reward_weights is not None
     env.reset(0)
     step = env.step(np.ones((2, 2)))
     assert step.reward_terms is not None

@@ -127,7 +127,7 @@ def test_padded_layout() -> None:
 
 
 def test_wrong_input_is_named() -> None:
-    with pytest.raises(InputError, match=r"control_mode is 'pd_ee'; choose delta_qpos"):
+    with pytest.raises(InputError, match=r"control_mode is 'pd_ee'; choose 'delta_qpos'"):
         ArmController("pd_ee", 1.0)
     with pytest.raises(InputError, match="action_scale is 0"):
         ArmController("delta_qpos", 0)

@@ -75,10 +75,10 @@ def test_state_by_hand() -> None:
     np.testing.assert_allclose(state[7:14], 0, atol=1e-6)
     assert state[14] == pytest.approx(1.0)  # the gripper is open
     np.testing.assert_allclose(state[15:18], simulation.tcp, atol=1e-6)
-    np.testing.assert_allclose(state[24:27], simulation.places[goal.index] - simulation.tcp, atol=1e-6)
-    np.testing.assert_allclose(state[31:34], simulation.places[goal.base] - simulation.tcp, atol=1e-6)
+    np.testing.assert_allclose(state[24:27], simulation.object_positions[goal.index] - simulation.tcp, atol=1e-6)
+    np.testing.assert_allclose(state[31:34], simulation.object_positions[goal.base] - simulation.tcp, atol=1e-6)
     rest = ({0, 1, 2} - {goal.index, goal.base}).pop()
-    np.testing.assert_allclose(state[38:41], simulation.places[rest] - simulation.tcp, atol=1e-6)
+    np.testing.assert_allclose(state[38:41], simulation.object_positions[rest] - simulation.tcp, atol=1e-6)
     assert env.scene.area is not None
     np.testing.assert_allclose(state[45:47], np.subtract(env.scene.area, simulation.tcp[:2]), atol=1e-6)
     assert state[47:].tolist() == [0, 0, 1, 0, 0]  # the third of the five tasks
@@ -100,10 +100,10 @@ def test_labels_say_where_what_the_words_speak_of_is_and_the_state_does_not(task
 def test_dense_reward_is_progress() -> None:
     env = TabletopEnv("pick", control_mode="delta_ee_pos")
     env.reset(seed=0)
-    before = math.dist(env.simulation.tcp, env.simulation.places[env.goal.index])
+    before = math.dist(env.simulation.tcp, env.simulation.object_positions[env.goal.index])
     action = np.array([0.5, -1.0, 0.0, 1.0])
     _, reward, _, _, info = env.step(action)
-    after = math.dist(env.simulation.tcp, env.simulation.places[env.goal.index])
+    after = math.dist(env.simulation.tcp, env.simulation.object_positions[env.goal.index])
     terms = info["reward_terms"]
     assert terms["approach"] == pytest.approx(2 * (before - after))
     assert terms["control"] == pytest.approx(-0.005 * (0.25 + 1))
@@ -235,14 +235,14 @@ def test_scene_is_kept_for_some_episodes() -> None:
     env = TabletopEnv("pick", scene_reset_interval=3)
     env.reset(seed=0)
     seeds, targets = [env.scene.seed], [env.goal.index]
-    places = env.simulation.places.copy()
+    places = env.simulation.object_positions.copy()
     for _ in range(11):
         play_expert(env, 25)
         env.reset()
         seeds.append(env.scene.seed)
         targets.append(env.goal.index)
         if seeds[-1] == seeds[0]:
-            np.testing.assert_array_equal(env.simulation.places, places)  # put back
+            np.testing.assert_array_equal(env.simulation.object_positions, places)  # put back
     assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9]
     assert set(targets) == {0, 1}
     env.reset(seed=0)
@@ -253,10 +253,10 @@ def test_exploration_leaves_things_where_they_lie() -> None:
     env = TabletopEnv("random_exploration", scene_reset_interval=50)
     env.reset(seed=0)
     env.simulation.data.qpos[object_position(0)] += [0.03, 0.0, 0.0]
-    moved = env.simulation.places.copy()
+    moved = env.simulation.object_positions.copy()
     env.step(np.array([0] * 7 + [1.0]))
     env.reset()
-    np.testing.assert_allclose(env.simulation.places, moved, atol=1e-3)
+    np.testing.assert_allclose(env.simulation.object_positions, moved, atol=1e-3)
     assert np.abs(env.simulation.joints - panda.HOME).max() < 0.05
 
 
@@ -347,7 +347,7 @@ def test_expert_solves_200_seeds(task: str, randomization: dict[str, Any]) -> No
 def place_of_colour(env: TabletopEnv, colour: str) -> np.ndarray:
     """Where on the table the head camera's picture shows a colour, by the pixels whose hue is nearest to it."""
     size = 128
-    picture = env.camera_pictures(("head",), size)["head"].astype(float)
+    picture = env.camera_images(("head",), size)["head"].astype(float)
     reference = np.array(COLOURS[colour])
     cosine = picture @ reference / np.linalg.norm(reference) / np.maximum(np.linalg.norm(picture, axis=2), 1)
     rows, columns = np.nonzero(cosine >= np.sort(cosine.ravel())[-25])
@@ -366,7 +366,7 @@ def place_of_colour(env: TabletopEnv, colour: str) -> np.ndarray:
 
 def oracle(env: TabletopEnv, reads_words: bool) -> int:
     """The object that a policy goes for which sees the picture, and where it may, reads the instruction."""
-    places = env.simulation.places[:, :2]
+    places = env.simulation.object_positions[:, :2]
     if not reads_words:  # nothing better is left than a rule: the one nearest to the robot
         return int(np.linalg.norm(places, axis=1).argmin())
     words = env.instruction.split()
@@ -427,7 +427,7 @@ def test_wrong_settings_are_named(kwargs: dict[str, Any]) -> None:
 
 
 def test_wrong_use_is_named() -> None:
-    with pytest.raises(InputError, match="choose 2 to 4 for task place"):
+    with pytest.raises(InputError, match="num_objects is 1; choose a whole number, from 2 to 4"):
         TabletopEnv("place", num_objects=1)
     env = TabletopEnv()
     with pytest.raises(RunError, match="before reset"):
@@ -521,7 +521,7 @@ def test_shuffled_words_name_an_object_by_chance() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "line"),
     [
-        ({"split": "test"}, "split is 'test'; choose train, held-out, all"),
+        ({"split": "test"}, "split is 'test'; choose 'train', 'held-out' or 'all'"),
         ({"shuffle_instructions": 1}, "shuffle_instructions is 1; choose true or false"),
     ],
 )

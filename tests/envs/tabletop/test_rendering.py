@@ -21,7 +21,7 @@ EVERYTHING = {"random_background": True, "random_light": True, "cluttered_table"
 
 
 def pictures(env: TabletopEnv, size: int = 64) -> dict[str, np.ndarray]:
-    return {name: picture.copy() for name, picture in env.camera_pictures(("head", "wrist"), size).items()}
+    return {name: picture.copy() for name, picture in env.camera_images(("head", "wrist"), size).items()}
 
 
 def test_both_cameras_see_something() -> None:
@@ -100,7 +100,7 @@ def test_objects_are_where_they_are_seen() -> None:
         picture = pictures(env, 128)["head"].astype(int)
         camera = simulation.cameras["head"]
         axes = simulation.data.cam_xmat[camera].reshape(3, 3)
-        for item, place in zip(env.scene.objects, simulation.places, strict=True):
+        for item, place in zip(env.scene.objects, simulation.object_positions, strict=True):
             x, y, z = (place - simulation.data.cam_xpos[camera]) @ axes
             # Pinhole: a place at depth -z is seen half a picture times x / (-z tan(fovy / 2)) right of the middle.
             scale = 64 / np.tan(np.radians(simulation.model.cam_fovy[camera]) / 2) / -z

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deft.envs.tabletop.scene import DomainRandomization, draw_scene
-from deft.envs.tabletop.tasks import GOAL_TASKS, TASKS, Goal, View, stack_place
+from deft.envs.tabletop.tasks import GOAL_TASKS, TASKS, Goal, View, stack_position
 
 
 def make_view(has_area: bool = False) -> View:
@@ -19,19 +19,19 @@ def make_view(has_area: bool = False) -> View:
 def test_nothing_is_done_at_the_start(name: str) -> None:
     task, view = TASKS[name], make_view(TASKS[name].has_area)
     goal = task.draw_goal(np.random.default_rng(0), view.scene)
-    assert not task.is_met(view, goal.index, goal.base)
-    assert not task.is_met_by_another(view, goal)
+    assert not task.is_achieved(view, goal.index, goal.base)
+    assert not task.is_achieved_by_another(view, goal)
 
 
 def test_reach() -> None:
     task, view = TASKS["reach"], make_view()
-    view.tcp = view.places[1] + [0.0, 0.0, 0.039]
-    assert task.is_met(view, 1, 0)
-    assert not task.is_met_by_another(view, Goal(1, 0, ""))
-    assert not task.is_met(view, 0, 1)
-    assert task.is_met_by_another(view, Goal(0, 1, ""))
-    view.tcp = view.places[1] + [0.0, 0.0, 0.041]
-    assert not task.is_met(view, 1, 0)
+    view.tcp = view.positions[1] + [0.0, 0.0, 0.039]
+    assert task.is_achieved(view, 1, 0)
+    assert not task.is_achieved_by_another(view, Goal(1, 0, ""))
+    assert not task.is_achieved(view, 0, 1)
+    assert task.is_achieved_by_another(view, Goal(0, 1, ""))
+    view.tcp = view.positions[1] + [0.0, 0.0, 0.041]
+    assert not task.is_achieved(view, 1, 0)
 
 
 def test_push() -> None:
@@ -40,21 +40,21 @@ def test_push() -> None:
     goal = Goal(0, 1, "")
     distance = task.goal_distance(view, goal)
     assert distance == pytest.approx(np.hypot(*np.subtract(view.scene.objects[0].place, view.scene.area)))
-    view.places[0, :2] = np.add(view.scene.area, [0.039, 0.0])
-    assert task.is_met(view, 0, 1)
-    view.places[0, 2] += 0.05  # held above the area
-    assert not task.is_met(view, 0, 1)
-    view.places[1, :2] = view.scene.area
-    assert task.is_met_by_another(view, goal)
+    view.positions[0, :2] = np.add(view.scene.area, [0.039, 0.0])
+    assert task.is_achieved(view, 0, 1)
+    view.positions[0, 2] += 0.05  # held above the area
+    assert not task.is_achieved(view, 0, 1)
+    view.positions[1, :2] = view.scene.area
+    assert task.is_achieved_by_another(view, goal)
 
 
 def test_pick() -> None:
     task, view = TASKS["pick"], make_view()
-    view.places[0, 2] = view.rest_height(0) + 0.081
-    assert not task.is_met(view, 0, 1)  # it flies
-    view.tcp = view.places[0].copy()
-    assert task.is_met(view, 0, 1)
-    assert task.is_met_by_another(view, Goal(1, 0, ""))
+    view.positions[0, 2] = view.rest_height(0) + 0.081
+    assert not task.is_achieved(view, 0, 1)  # it flies
+    view.tcp = view.positions[0].copy()
+    assert task.is_achieved(view, 0, 1)
+    assert task.is_achieved_by_another(view, Goal(1, 0, ""))
     assert task.goal_distance(view, Goal(0, 1, "")) == 0
     assert task.goal_distance(view, Goal(1, 0, "")) == pytest.approx(0.08)
 
@@ -62,17 +62,17 @@ def test_pick() -> None:
 def test_place() -> None:
     task, view = TASKS["place"], make_view()
     goal = Goal(0, 1, "")
-    view.places[0] = stack_place(view, goal)
-    height = view.places[0, 2] - view.places[1, 2]
+    view.positions[0] = stack_position(view, goal)
+    height = view.positions[0, 2] - view.positions[1, 2]
     assert height == pytest.approx(view.scene.objects[0].half_height + view.scene.objects[1].half_height)
-    assert task.is_met(view, 0, 1)
-    assert not task.is_met(view, 1, 0)
-    assert task.is_met_by_another(view, Goal(1, 0, ""))  # the other way round was asked for
+    assert task.is_achieved(view, 0, 1)
+    assert not task.is_achieved(view, 1, 0)
+    assert task.is_achieved_by_another(view, Goal(1, 0, ""))  # the other way round was asked for
     view.opening = view.scene.objects[0].half_width  # still held
-    assert not task.is_met(view, 0, 1)
+    assert not task.is_achieved(view, 0, 1)
     view.opening = 0.04
     view.velocities[0] = [0, 0, -0.06]  # still falling
-    assert not task.is_met(view, 0, 1)
+    assert not task.is_achieved(view, 0, 1)
 
 
 @pytest.mark.parametrize("name", GOAL_TASKS)
@@ -98,10 +98,10 @@ def test_potentials_rise_towards_the_goal() -> None:
     view = make_view()
     goal = Goal(0, 1, "")
     before = TASKS["pick"].potentials(view, goal)
-    view.tcp = view.tcp + 0.5 * (view.places[0] - view.tcp)
+    view.tcp = view.tcp + 0.5 * (view.positions[0] - view.tcp)
     after = TASKS["pick"].potentials(view, goal)
     # Half of the way: 2 a metre.
     assert after[0] == pytest.approx(before[0] / 2)
-    view.places[0, 2] += 0.03
+    view.positions[0, 2] += 0.03
     assert TASKS["pick"].potentials(view, goal)[1] - after[1] == pytest.approx(4 * 0.03)
     assert TASKS["random_exploration"].potentials(view, goal) == (0, 0)

@@ -6,7 +6,6 @@ from f1_worlds import micro_policy
 from panning_camera import WORLD
 
 from deft.config.rl_yaml import phase_config
-from deft.envs.watched import CELL, WatchedEnv
 from deft.training.phases.exploration import SCENES
 from deft.training.phases.held_out import ScriptedExploration, held_out_episodes
 
@@ -47,21 +46,3 @@ def test_a_world_without_scripts_says_so(caplog):
     found = held_out_episodes(config, micro_policy(), 2)
     assert len(found) == 2
     assert "no scripted pushes" in caplog.text
-
-
-def test_a_tally_of_poses_and_contacts():
-    env = WatchedEnv({"image_size": 16, "max_steps": 100, "task_name": "pick"})
-    env.reset(seed=1)
-    tcp = env.world.unwrapped.simulation.tcp.copy()
-    env.step(np.zeros(32, np.float32))
-    cells, contacts = env.tally()
-    assert cells[0][:3] == tuple(np.floor(tcp / CELL).astype(int))
-    assert contacts == 0
-    over = False
-    while not over:  # the expert grasps
-        _, _, terminated, truncated, _ = env.step(env.expert_action())
-        over = terminated or truncated
-    cells, contacts = env.tally()
-    assert len(set(cells)) > 5
-    assert 3 <= contacts < len(cells)  # from the grasp on, and not on the way there
-    env.close()

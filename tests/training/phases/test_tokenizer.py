@@ -17,7 +17,7 @@ from deft.config.f1_settings import TrainingConfig
 from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
 from deft.config.tokenizer_settings import TokenizerTrainingConfig
-from deft.envs.tabletop.pictures import TabletopPictures
+from deft.envs.tabletop.images import TabletopImages
 from deft.errors import InputError, Stopped
 from deft.evaluation.image_quality import psnr
 from deft.models.f1.frames import to_model, to_pictures
@@ -249,34 +249,11 @@ def test_perplexity_by_hand():
     assert perplexity(torch.tensor([0.5, 0.25, 0.25])) == pytest.approx(2**1.5)
 
 
-def test_tabletop_pictures_come_from_the_seed_and_show_many_scenes():
-    def pictures(seed: int) -> np.ndarray:
-        env = TabletopPictures(16, pictures_per_scene=2)
-        found = [env.reset(seed=seed)[0]]
-        ends = []
-        for _ in range(3):
-            if ends and ends[-1]:
-                found.append(env.reset()[0])
-            picture, _, _, truncated, _ = env.step(0)
-            found.append(picture)
-            ends.append(truncated)
-        assert ends == [True, True, True]  # two pictures a scene: the reset's and one more
-        env.close()
-        return np.stack(found)
-
-    first, again, other = pictures(0), pictures(0), pictures(1)
-    assert first.shape == (6, 2, 3, 16, 16)
-    assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
-    scenes = first[::2].reshape(3, -1).astype(int)
-    assert np.abs(scenes[0] - scenes[1]).mean() > 10  # another table, other walls
-
-
 def test_the_shipped_tokenizer_repeats_pictures_it_has_not_seen():
     """`tiny` from a clean install: no file to name. A picture of its mean colour alone scores about 15 dB."""
     policy = load_f1_policy("tiny").policy
     assert (WEIGHTS / "tiny_tokenizer.safetensors").stat().st_size < 2 * 2**20
-    env = TabletopPictures(64)
+    env = TabletopImages(64)
     pictures = torch.from_numpy(np.concatenate([env.reset(seed=7_000_000 + index)[0] for index in range(8)]))
     env.close()
     flat = pictures.float().mean((2, 3), keepdim=True).round().to(torch.uint8).expand_as(pictures)

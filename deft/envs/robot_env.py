@@ -1,8 +1,8 @@
-"""A simulated world as the F1 environments see it: padded actions in; frames, and the robot's state in its units, out.
+"""A simulated robot for the F1 environments: padded actions in, frames and the normalized state out.
 
-`F1RLEnv` makes one. The tabletop, RoboTwin and ManiSkill are known here by name. Any other Gymnasium id works whose
-environment speaks the 32-dim layout itself, as RoboTwin's adapter does: Box actions [32] with an `action_mask`, and
-Dict observations with `state` [32] (radians; openings 0 to 1), `wrist_rgb` and, where it is asked for, `head_rgb`.
+`F1RLEnv` makes one. The tabletop, RoboTwin and ManiSkill are known here by name. Any other Gymnasium id works if the
+environment uses the 32-dim layout itself, as RoboTwin's adapter does: Box actions [32] with an `action_mask`, and Dict
+observations with `state` [32] (radians; openings 0 to 1), `wrist_rgb` and, if required, `head_rgb`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from deft.envs.make import SHORT_NAMES, make_env
 from deft.envs.normalizers import GRIPPERS, ActionNormalizer, StateNormalizer
 from deft.envs.tabletop import panda
 from deft.envs.tabletop.control import PADDED_SIZE, action_mask, hand_down, rotation_vector, unpad_action
+from deft.envs.wrappers import layers, wrapper_attribute
 from deft.errors import InputError
 
 EXPLORATION = "random_exploration"
@@ -30,43 +31,43 @@ _NAMES = {env_id: name for name, env_id in SHORT_NAMES.items()}
 
 @settings
 class TaskConfig:
-    """What `task_config` may hold: the `environment` section of an `rl_config.yaml`."""
+    """The settings of `task_config`: the `environment` section of an `rl_config.yaml`."""
 
     world: str = "tabletop"
-    """`tabletop`, `robotwin`, `maniskill`, or the Gymnasium id of a world that speaks the 32-dim layout."""
+    """`tabletop`, `robotwin`, `maniskill`, or the Gymnasium id of an environment with the 32-dim layout."""
     world_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the world beside what follows from the other settings."""
+    """Further arguments of the simulator."""
     task_name: str = EXPLORATION
-    """One of the world's tasks."""
+    """One of the simulator's tasks."""
     control_mode: str = "delta_qpos"
-    """`delta_qpos`, and on the tabletop also `delta_ee` and `delta_ee_pos`."""
+    """`delta_qpos`; on the tabletop also `delta_ee` and `delta_ee_pos`."""
     single_arm: Switch = True
-    """Whether the left arm alone acts. The tabletop and ManiSkill have no other."""
+    """Whether only the left arm acts. The tabletop and ManiSkill have only one."""
     scene_reset_interval: Count = 1
-    """Episodes for which a scene is kept (tabletop)."""
+    """Episodes per scene (tabletop)."""
     embodiment: list[Any] = Field(default_factory=lambda: ["franka-panda"], min_length=1)
     """The robot."""
     domain_randomization: dict[str, Any] = Field(default_factory=dict)
-    """What differs from scene to scene."""
+    """What varies between scenes."""
     image_size: Count = 64
-    """Side of the pictures in pixels."""
+    """Side of the images in pixels."""
     need_head_camera: Switch | None = None
-    """Whether observations hold `head_rgb`; by default in the teacher's phase alone."""
+    """Whether observations include `head_rgb`; by default only in the teacher's phase."""
     n_obs_img_steps: Count = 4
     """H, the length of the histories."""
     obs_img_stride: Count = 1
-    """Steps from one entry of the histories to the next."""
+    """Steps between two entries of the histories."""
     action_scale: Annotated[Fraction, Field(gt=0)] = 1.0
-    """How much of the largest delta an action of 1 is."""
+    """The delta of an action of 1, as a fraction of the largest."""
     max_steps: Count = 50
-    """Steps of an episode before it is truncated."""
+    """Steps of an episode until it is truncated."""
 
 
-class RobotWorld:
+class RobotEnv:
     """A Gymnasium environment with its robot in the 32-dim layout."""
 
     def __init__(self, config: TaskConfig, needs_head: bool, render_mode: str | None = None) -> None:
-        """Make the environment that a config asks for; without its own time limit."""
+        """Make the environment of a config, without its own time limit."""
         name = _NAMES.get(config.world, config.world)
         kwargs, read_state = _plan(name, config, needs_head)
         if render_mode is not None:
@@ -76,9 +77,7 @@ class RobotWorld:
         except InputError as error:
             message = str(error).replace("env.id", "environment.world", 1).replace("--env ", "--environment world=", 1)
             raise InputError(message) from error
-        while isinstance(env, gymnasium.wrappers.TimeLimit):
-            env = env.env
-        self.env = env
+        self.env = next(layer for layer in layers(env) if not isinstance(layer, gymnasium.wrappers.TimeLimit))
         self.cameras = tuple(name for name in (schema.HEAD_RGB, schema.WRIST_RGB) if needs_head or "wrist" in name)
         self._read_state = read_state
         self._mode = config.control_mode
@@ -92,51 +91,51 @@ class RobotWorld:
         self._scale[list(GRIPPERS)] = 1.0
 
     def native(self, action: np.ndarray) -> np.ndarray:
-        """A padded action as the environment takes it."""
+        """Convert a padded action to the environment's own."""
         action = action * self._scale
         return unpad_action(action, self._mode) if self._is_native else action
 
     def state(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """The robot's state in the observation, from about -1 to 1 at its places among 32."""
+        """Return the robot's state in the observation, about -1 to 1, in the 32-dim layout."""
         return self.state_normalizer.normalize(
             self._read_state(observation[schema.STATE], self._mode, self.action_mask)
         )
 
     def frames(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The cameras' pictures in the observation, uint8 [3, h, w]."""
+        """Return the cameras' images in the observation, uint8 [3, h, w]."""
         return {name: observation[name] for name in self.cameras}
 
     def _own_mask(self) -> np.ndarray:
-        mask = self.env.get_wrapper_attr("action_mask") if self.env.has_wrapper_attr("action_mask") else None
+        mask = wrapper_attribute(self.env, "action_mask")
         if mask is None or np.shape(mask) != (PADDED_SIZE,) or self.env.action_space.shape != (PADDED_SIZE,):
             raise InputError(
-                f"world {self.env} has action space {self.env.action_space} and action_mask {mask}; an F1 world takes "
-                f"{PADDED_SIZE} numbers and says which of them are real (wrap it)"
+                f"{self.env} has the action space {self.env.action_space} and the action_mask {mask}; F1 needs "
+                f"{PADDED_SIZE} action dims and a mask of the real ones: wrap the environment"
             )
         return np.asarray(mask, bool)
 
     def _check_spaces(self) -> tuple[int, ...]:
-        """Refuse a world without the streams that are needed; the shape of its pictures."""
+        """Raise InputError for an environment without the required streams; return the shape of its images."""
         space = self.env.observation_space
         found = space.spaces if isinstance(space, spaces.Dict) else {}
         for name in (schema.STATE, *self.cameras):
             if not isinstance(found.get(name), spaces.Box):
-                raise InputError(f"world {self.env} gives no {name}: its observation space is {space}")
+                raise InputError(f"{self.env} has no {name}: its observation space is {space}")
         shapes = {name: found[name].shape or () for name in self.cameras}
         for name, shape in shapes.items():
             if len(shape) != 3 or shape[0] != 3 or found[name].dtype != np.uint8:
-                raise InputError(f"world {self.env}: {name} is {found[name]}; it must be uint8 [3, h, w]")
+                raise InputError(f"{self.env}: {name} is {found[name]}; it must be uint8 [3, h, w]")
         if len(set(shapes.values())) > 1:
-            raise InputError(f"world {self.env} has pictures of different sizes {shapes}; set image_size")
+            raise InputError(f"{self.env} has images of different sizes {shapes}; set image_size")
         return shapes[schema.WRIST_RGB]
 
 
-# ----------------------------------------------------------------------------------------------------- the known worlds
+# ------------------------------------------------------------------------------------------------ known simulators
 
 
-def _plan(world: str, config: TaskConfig, needs_head: bool) -> tuple[dict[str, Any], Callable[..., np.ndarray]]:
-    """The constructor's arguments for a world, and how its `state` is read."""
-    if world not in ("tabletop", "robotwin", "maniskill"):
+def _plan(name: str, config: TaskConfig, needs_head: bool) -> tuple[dict[str, Any], Callable[..., np.ndarray]]:
+    """Return the constructor's arguments for a simulator, and the function that reads its `state`."""
+    if name not in ("tabletop", "robotwin", "maniskill"):
         return {}, _padded_state
     common = {
         "task": config.task_name,
@@ -144,12 +143,12 @@ def _plan(world: str, config: TaskConfig, needs_head: bool) -> tuple[dict[str, A
         "image_size": config.image_size,
         "observation": "images",
     }
-    if world != "robotwin":
+    if name != "robotwin":
         if not config.single_arm:
-            raise InputError(f"single_arm is false, but {world} has one arm; set single_arm: true")
+            raise InputError(f"single_arm is false, but {name} has one arm; set single_arm: true")
         if set(map(str, config.embodiment)) != {"franka-panda"}:
-            raise InputError(f"embodiment is {config.embodiment}; {world} has [franka-panda] alone")
-    if world == "tabletop":
+            raise InputError(f"embodiment is {config.embodiment}; {name} has only [franka-panda]")
+    if name == "tabletop":
         return {
             **common,
             "cameras": ["head", "wrist"] if needs_head else ["wrist"],
@@ -158,10 +157,10 @@ def _plan(world: str, config: TaskConfig, needs_head: bool) -> tuple[dict[str, A
             "scene_reset_interval": config.scene_reset_interval,
         }, _tabletop_state
     if config.scene_reset_interval > 1:
-        raise InputError(f"scene_reset_interval: {world} draws every scene anew; set it to 1")
+        raise InputError(f"scene_reset_interval: {name} draws every scene; set it to 1")
     if config.control_mode != "delta_qpos":
-        raise InputError(f"control_mode is {config.control_mode!r}; F1 on {world} has delta_qpos alone")
-    if world == "robotwin":
+        raise InputError(f"control_mode is {config.control_mode!r}; F1 on {name} has only delta_qpos")
+    if name == "robotwin":
         return {
             **common,
             "action_scale": config.action_scale,
@@ -170,12 +169,12 @@ def _plan(world: str, config: TaskConfig, needs_head: bool) -> tuple[dict[str, A
             "domain_randomization": config.domain_randomization,
         }, _padded_state
     if any(config.domain_randomization.values()):
-        raise InputError("domain_randomization: ManiSkill's tasks have none; leave it out")
+        raise InputError("domain_randomization: ManiSkill's tasks have none; remove it")
     return common, _maniskill_state
 
 
 def _tabletop_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> np.ndarray:
-    """From the tabletop's proprioception: joints 0 to 6, opening 14, hand 15 to 17, two columns of its rotation."""
+    """Read the tabletop's proprioception: joints 0 to 6, opening 14, hand 15 to 17, two columns of its rotation."""
     if control_mode == "delta_qpos":
         arm = state[: panda.NUM_JOINTS]
     elif control_mode == "delta_ee_pos":
@@ -188,11 +187,11 @@ def _tabletop_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> n
 
 
 def _maniskill_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> np.ndarray:
-    """ManiSkill's state begins with the joint positions: seven of the arm, two of the fingers (metres)."""
+    """Read ManiSkill's state: seven joint positions of the arm, then two of the fingers (metres)."""
     fingers = state[panda.NUM_JOINTS : panda.NUM_JOINTS + 2]
     return np.append(state[: panda.NUM_JOINTS], fingers.mean() / panda.FINGER_TRAVEL)
 
 
 def _padded_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> np.ndarray:
-    """Of a world that speaks the layout: the places of its mask."""
+    """Read a state in the 32-dim layout: the dims of the mask."""
     return np.asarray(state)[mask]

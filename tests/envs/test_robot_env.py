@@ -12,7 +12,7 @@ from robot_worlds import WORLD_ID
 
 from deft.envs.adapters.sapien_gpu import VARIABLES
 from deft.envs.f1 import StudentEnv, TeacherEnv
-from deft.envs.robot_world import RobotWorld, TaskConfig
+from deft.envs.robot_env import RobotEnv, TaskConfig
 from deft.errors import InputError
 
 
@@ -74,7 +74,7 @@ def test_maniskill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("gl")
 def test_a_world_by_its_id() -> None:
     for name in ("tabletop", "deft/Tabletop-v0"):
-        world = RobotWorld(TaskConfig(world=name, image_size=32), needs_head=False)
+        world = RobotEnv(TaskConfig(world=name, image_size=32), needs_head=False)
         assert world.frame_shape == (3, 32, 32)
         observation, _ = world.env.reset(seed=0)
         assert set(world.frames(observation)) == {"wrist_rgb"}
@@ -90,5 +90,5 @@ def test_a_world_without_the_streams_is_refused(monkeypatch: pytest.MonkeyPatch)
     original = NumberedWorld.__init__
     monkeypatch.setattr(NumberedWorld, "__init__", without)
     StudentEnv({"world": WORLD_ID})
-    with pytest.raises(InputError, match="gives no head_rgb"):
+    with pytest.raises(InputError, match="has no head_rgb"):
         TeacherEnv({"world": WORLD_ID})
