@@ -569,7 +569,7 @@ def test_auto_resume_goes_on_from_the_checkpoint_before(
     assert (status, lines) == (0, [])
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert "passed over" in warnings[0]
+    assert "skipped" in warnings[0]
     assert "checkpoint-64" in warnings[0]
     whole, problems = checkpoint.latest_whole_checkpoint(run)
     assert (whole, problems) == (run / "checkpoint-64", [])  # written anew

@@ -1,6 +1,6 @@
-"""The folder of a run: where it is, what is already there, and the settings that it is opened with.
+"""The directory of a run: where it is, what is already there, and the settings that are written into it.
 
-Called by the builders of online and offline runs before anything is trained, and by evaluations.
+Every kind of run is placed here before anything is trained; evaluations read from it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -28,46 +28,64 @@ OUTPUT_FOLDERS = ("tensorboard", "plots", "videos", "samples")
 
 
 def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
-    """Settle the run folder, the checkpoint to go on from, and whether a run there is to be replaced.
+    """Return the config with its run directory, the checkpoint to resume from, and whether a run there is replaced.
 
-    `subject` (the environment or the dataset) names a folder that is not given.
-    Nothing is deleted yet: whatever else is wrong with the config must not cost an earlier run.
+    `subject` (the environment or the dataset) names a directory that is not given.
     """
-    resume_from: Path | None = None
-    if config.resume is not None:
-        resume_from = checkpoint.find_checkpoint(config.resume)
-        if config.output_dir is None:
-            config = replace(config, output_dir=str(resume_from.parent))
+    if config.output_dir is None and config.resume is not None:
+        config = replace(config, output_dir=str(checkpoint.find_checkpoint(config.resume).parent))
     if config.output_dir is None:
         subject = re.sub(r"[^A-Za-z0-9.]+", "-", subject).strip("-")
         name = f"{config.algorithm.name}-{subject}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         return replace(config, output_dir=str(output_base() / name)), None, False
-    folder = Path(config.output_dir)
     if not config.output_dir.strip():
-        raise InputError("output_dir: is empty; name a folder, or leave it out")
+        raise InputError("output_dir: is empty; name a directory, or leave it out")
+    return config, *place_directory(Path(config.output_dir), config.resume, config.auto_resume, config.overwrite)
+
+
+def place_directory(
+    folder: Path,
+    resume: str | bool | None,
+    auto_resume: bool,
+    overwrite: bool,
+    parts: Iterable[str] = (),
+    resume_flag: str = "--auto-resume",
+    folder_flag: str = "--output-dir",
+) -> tuple[Path | None, bool]:
+    """Return the checkpoint to resume from, and whether a run in the directory is to be replaced.
+
+    `resume` is a checkpoint or a run directory; True: the run in `folder`. `parts` are the files that a checkpoint
+    needs beside weights and training state. Nothing is deleted yet: whatever else is wrong with the config must not
+    cost an earlier run.
+    """
+    setting = folder_flag.removeprefix("--").replace("-", "_")
     try:
         is_file = folder.exists() and not folder.is_dir()
-    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered
-        raise InputError(f"output_dir: {shown(config.output_dir)} cannot be used: {error}") from error
+    except (OSError, ValueError) as error:  # a name that is too long, a directory without permission
+        raise InputError(f"{setting}: {shown(str(folder))} cannot be used: {error}") from error
     if is_file:
-        raise InputError(f"output_dir: {folder} is a file; name a folder")
+        raise InputError(f"{setting}: {folder} is a file; name a directory")
     if folder.is_dir():
-        with checkpoint.folder_lock(folder):  # free, that is: what another process is writing is not cleaned away
+        with checkpoint.folder_lock(folder):  # what another process is writing is not deleted
             checkpoint.clean_temporary(folder)
     existing = checkpoint.list_checkpoints(folder)
-    if config.auto_resume and resume_from is None:
-        resume_from, problems = checkpoint.latest_whole_checkpoint(folder)
-        if existing and resume_from is None:
+    if resume is True and not existing:
+        raise InputError(f"resume: {folder} holds no checkpoint; leave --resume out to start a run there")
+    if resume is True or (auto_resume and not resume):
+        found, problems = checkpoint.latest_whole_checkpoint(folder, parts)
+        if existing and found is None:
+            name = "resume" if resume else "auto_resume"
             raise InputError(
-                f"auto_resume: none of the {len(existing)} checkpoints in {folder} can be read; "
-                f"the latest: {problems[0]}"
+                f"{name}: none of the {len(existing)} checkpoints in {folder} can be read; the latest: {problems[0]}"
             )
         for problem in problems:
-            log.warning("passed over: %s", problem)
-    elif existing and (resume_from is None or resume_from.parent.resolve() != folder.resolve()):
-        checkpoint.check_replaceable(existing, config.overwrite, "--auto-resume", "--output-dir")
-        return config, resume_from, True
-    return config, resume_from, False
+            log.warning("skipped: %s", problem)
+        return found, False
+    resume_from = checkpoint.find_checkpoint(resume) if resume else None
+    if not existing or (resume_from is not None and resume_from.parent.resolve() == folder.resolve()):
+        return resume_from, False
+    checkpoint.check_replaceable(existing, overwrite, resume_flag, folder_flag)
+    return resume_from, True
 
 
 def remove_run(folder: Path, keep: Container[str] = ()) -> None:
@@ -88,28 +106,34 @@ def remove_run(folder: Path, keep: Container[str] = ()) -> None:
         log.warning("%s: kept %s, which Deft did not write", folder, ", ".join(others[:3]))
 
 
-def run_folder_opener(config: AnyRunConfig, replaces: bool) -> Callable[[], None]:
-    """`open_run_folder` for a trainer, which calls it again if the folder was removed; then it replaces nothing."""
-    first = [replaces]
-    return lambda: open_run_folder(config, bool(first and first.pop()))
+def directory_opener(
+    folder: Path, replaces: bool, write_settings: Callable[[], None], keep: Container[str] = ()
+) -> Callable[[], None]:
+    """Return a function that deletes the run to replace, except the files in `keep`, and writes the settings.
 
-
-def open_run_folder(config: AnyRunConfig, replaces: bool) -> None:
-    """Rid the run folder of the run that it replaces, and write the settings as they repeat the run.
-
-    Not with those of how this process came to it.
+    A run calls it again if its directory was removed; then it replaces nothing.
     """
+    first = [replaces]
+
+    def open_directory() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if first and first.pop():
+                remove_run(folder, keep)
+            start_index(folder)
+            write_settings()
+        except OSError as error:
+            raise InputError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error
+
+    return open_directory
+
+
+def run_opener(config: AnyRunConfig, replaces: bool) -> Callable[[], None]:
+    """Return the `directory_opener` of a config, which writes the settings that repeat the run: without `resume`."""
     assert config.output_dir is not None
     folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if replaces:
-            remove_run(folder)
-        start_index(folder)
-        repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
-        write_config(repeatable, folder / CONFIG_FILE)
-    except OSError as error:
-        raise InputError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error
+    repeatable = replace(config, resume=None, auto_resume=False, overwrite=False)
+    return directory_opener(folder, replaces, lambda: write_config(repeatable, folder / CONFIG_FILE))
 
 
 def checkpoint_choice(path: str | Path, folder: Path) -> str:

@@ -159,7 +159,7 @@ class Run:
             spec.logging_config,
             self.total,
             loop.logged_step,
-            spec.config,
+            loop.saved_config,
             loop.unit,
             loop.window,
             spec.on_start,
@@ -311,7 +311,7 @@ class Run:
             "owes_evaluation": self.owes_evaluation,
             "log": self.log.state_dict() if self.log is not None else self._log_state or {"window": []},
             "random": get_random_state(),
-            "config": self.spec.config,
+            "config": self.loop.saved_config,
             "processes": count,
             "threads": self.threads.state_dict(),
         }
@@ -372,7 +372,7 @@ class Run:
             return
         # An evaluation in another process may have ended after the checkpoint was written.
         self.best_reward = max(state.get("best_reward", -math.inf), best_logged(folder.parent, step))
-        if logged and _evaluation_settings(state.get("config")) == _evaluation_settings(self.spec.config):
+        if logged and _evaluation_settings(state.get("config")) == _evaluation_settings(self.loop.saved_config):
             self.evaluated_at = step
             self.last_evaluation = {name: value for name, value in logged[-1].items() if name not in LINE_FIELDS}
 

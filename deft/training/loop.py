@@ -197,6 +197,11 @@ class Loop(ABC):
         return self.run.last_metrics
 
     @property
+    def saved_config(self) -> dict[str, Any] | None:
+        """The settings that a checkpoint holds."""
+        return self.run.spec.config
+
+    @property
     def is_sharded(self) -> bool:
         """Whether parameters are sharded among the processes."""
         return self.run.spec.acting is not None

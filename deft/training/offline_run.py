@@ -32,7 +32,7 @@ from deft.models.normalization import has_seen_data, normalizers
 from deft.models.policy import Policy
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import choose_device
-from deft.runs.directory import CONFIG_FILE, place_run, run_folder_opener
+from deft.runs.directory import CONFIG_FILE, place_run, run_opener
 from deft.runs.logging import logged_from_start
 from deft.runs.policies import build_offline_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
@@ -159,7 +159,7 @@ def build_offline_trainer(
         seed=config.seed,
         threads=config.threads,
         config=to_dict(config),
-        on_start=run_folder_opener(config, replaces),
+        on_start=run_opener(config, replaces),
         processes=processes,
         acting=acting,
         spaces=PolicySpaces(observation_space, action_space, action_mask),

@@ -24,7 +24,7 @@ from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.vla.get_action import wrap_policy
 from deft.runs import sharding
 from deft.runs.compute import choose_device
-from deft.runs.directory import place_run, run_folder_opener
+from deft.runs.directory import place_run, run_opener
 from deft.runs.logging import logged_from_start
 from deft.runs.policies import build_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
@@ -131,7 +131,7 @@ def build_trainer(
             seed=config.seed,
             threads=config.threads,
             config=to_dict(config),
-            on_start=run_folder_opener(config, replaces),
+            on_start=run_opener(config, replaces),
             processes=processes,
             acting=acting,
             spaces=PolicySpaces(observation, vector_env.env_action_space, vector_env.action_mask),

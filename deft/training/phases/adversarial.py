@@ -145,7 +145,7 @@ class AdversarialTrainer(WorldModelTrainer):
             rollouts.append(found.rollout)
         metrics, trained = self.partial
         if (rollouts or self.ppo.unfinished is not None) and self.episode >= game.wm_warmup:
-            self.ppo.progress, self.ppo.should_stop = self.progress, self._stop
+            self.ppo.progress, self.ppo.should_stop = self.progress, self.stop_requested
             learned = self.ppo.update(iter(rollouts))
             if self.ppo.unfinished is not None:
                 raise Stopped
@@ -231,7 +231,7 @@ class AdversarialTrainer(WorldModelTrainer):
         self.policy.train()
         first = self.episode * game.wm_updates
         for number in range(first + len(trained), first + game.wm_updates):
-            if self._stop():
+            if self.stop_requested():
                 raise Stopped
             num_random, num_older = split_batch(number, size, game.random_share, game.replay_share)
             wandered = self.wandered.draw_unseen_first(num_random, self.generator)
@@ -278,8 +278,9 @@ class AdversarialTrainer(WorldModelTrainer):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def write_beside(self, folder: Path) -> None:
-        """The explorer, as a student's checkpoint has it, and the buffers."""
+    def write_files(self, folder: Path) -> None:
+        """Write the explorer, as a student's checkpoint has it, and the buffers."""
+        super().write_files(folder)
         place = folder / EXPLORER_FOLDER
         place.mkdir()
         weights = {name: value.detach().cpu().clone() for name, value in self.explorer.f1.state_dict().items()}
@@ -290,8 +291,8 @@ class AdversarialTrainer(WorldModelTrainer):
         torch.save({**buffers, "unseen": self.wandered.num_unseen}, folder / BUFFERS_FILE)
         write_json(to_dict(self.explorer.config), self.run_dir / EXPLORER_FOLDER / MODEL_FILE)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Both sides' optimizers and counters; networks and buffers are files of their own."""
+    def phase_state(self) -> dict[str, Any]:
+        """Return both sides' optimizers and counters; networks and buffers are files of their own."""
         return {
             "ppo": self.ppo.state_dict(),
             "reward": self.reward.state_dict(),
@@ -301,8 +302,8 @@ class AdversarialTrainer(WorldModelTrainer):
             "num_random": self.num_random,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, bit for bit where one process trains."""
+    def load_phase_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Load it, and the buffers."""
         self.ppo.load_state_dict(state["ppo"])
         self.reward.load_state_dict(state["reward"])
         self.processes.remember_statistics(self.reward.scale)
@@ -311,15 +312,11 @@ class AdversarialTrainer(WorldModelTrainer):
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
         self.num_random = state["num_random"]
-
-    def load(self, path: str | Path) -> None:
-        """The buffers too."""
-        super().load(path)
-        buffers = checkpoint.load_part(checkpoint.find_checkpoint(path), BUFFERS_FILE)
+        buffers = checkpoint.load_part(folder, BUFFERS_FILE)
         self.recent.load_state_dict(buffers["recent"])
         self.replay.load_state_dict(buffers["replay"])
-        self.wandered.load_state_dict(buffers.get("random", []))  # earlier runs kept them among the older ones
-        self.wandered.num_unseen = min(buffers.get("unseen", 0), len(self.wandered))
+        self.wandered.load_state_dict(buffers["random"])
+        self.wandered.num_unseen = buffers["unseen"]
 
     def close(self) -> None:
         """Free the worlds."""
@@ -328,8 +325,9 @@ class AdversarialTrainer(WorldModelTrainer):
             self._wanderer.close()
         super().close()
 
-    def _check_finite(self) -> None:
-        super()._check_finite()
+    def check_finite(self, state: dict[str, Any]) -> None:
+        """Raise an error if weights of the world model or the explorer are not finite."""
+        super().check_finite(state)
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self.explorer.parameters()):
             raise RunError(
                 f"the explorer's weights are no longer finite after {self.episode} iterations, so nothing was saved: "

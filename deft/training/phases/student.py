@@ -33,7 +33,6 @@ from deft.models.f1.explorer import (
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.lora import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
-from deft.runs import checkpoint
 from deft.runs.directory import MODEL_FILE
 from deft.runs.precision import autocast, set_precision
 from deft.training.phases.base import BaseRLTrainer, Metrics, find_start, moved_with
@@ -88,7 +87,7 @@ class StudentTrainer(BaseRLTrainer):
 
     def train_round(self) -> tuple[int, Metrics]:
         """One PPO iteration on new episodes."""
-        self.ppo.progress, self.ppo.should_stop = self.progress, self._stop
+        self.ppo.progress, self.ppo.should_stop = self.progress, self.stop_requested
         rollouts = []
         if self.partial is None:
             with self.stoppable():
@@ -115,8 +114,8 @@ class StudentTrainer(BaseRLTrainer):
         """The inverse of `collection_state`."""
         self.rollouts.load_state_dict(state)
 
-    def choose_what_learns(self) -> None:
-        """The explorer did when it was made: all but the world model."""
+    def choose_trained_weights(self) -> None:
+        """The explorer chose when it was built: all but the world model."""
 
     def make_optimizer(self) -> None:
         """PPO has its own."""
@@ -162,33 +161,29 @@ class StudentTrainer(BaseRLTrainer):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint; where the trainer was not made from it, with its explorer's weights."""
-        super().load(path)
-        if self.resume_from is None:
-            folder = checkpoint.find_checkpoint(path)
-            found = load_explorer(folder, folder.parent / MODEL_FILE, self.device)
-            check_chain(found, self.config.student.explorer, folder)
-            self.explorer.load_state_dict(found.state_dict())
-
-    def write_beside(self, folder: Path) -> None:
-        """The value head and the settings of acting."""
+    def write_files(self, folder: Path) -> None:
+        """Write the value head and the settings of acting."""
+        super().write_files(folder)
         torch.save(explorer_extras(self.explorer), folder / EXPLORER_FILE)
 
-    def state_dict(self) -> dict[str, Any]:
-        """PPO's optimizer and generator, the reward's scales, and which scenes come next."""
+    def phase_state(self) -> dict[str, Any]:
+        """Return PPO's optimizer and generator, the reward's scales, and which scenes come next."""
         return {
             "ppo": self.ppo.state_dict(),
             "reward": self.reward.state_dict(),
             "rollouts": self.rollouts.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, bit for bit."""
+    def load_phase_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Load it, and the explorer's weights unless the trainer was built from this checkpoint."""
         self.ppo.load_state_dict(state["ppo"])
         self.reward.load_state_dict(state["reward"])
         self.processes.remember_statistics(self.reward.scales)
         self.rollouts.load_state_dict(state["rollouts"])
+        if self.resume_from is None:
+            found = load_explorer(folder, folder.parent / MODEL_FILE, self.device)
+            check_chain(found, self.config.student.explorer, folder)
+            self.explorer.load_state_dict(found.state_dict())
 
     def close(self) -> None:
         """Free the worlds."""

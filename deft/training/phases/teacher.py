@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -327,8 +328,8 @@ class TeacherTrainer(WorldModelTrainer):
 
     # -- pictures, checkpoints -----------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Which episodes come next; those in the buffer are not saved: `_open_explorer` gets them again."""
+    def phase_state(self) -> dict[str, Any]:
+        """Return which episodes come next; those in the buffer are not saved: `_open_explorer` gets them again."""
         motion = self.optimizer_state(self.motion_optimizer)
         normalization = self.explorer.normalization if isinstance(self.explorer, DatasetExplorer) else None
         return {
@@ -341,8 +342,8 @@ class TeacherTrainer(WorldModelTrainer):
             "buffer": self.buffer.state_dict() if self._buffer_state is None else self._buffer_state,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the episodes after those."""
+    def load_phase_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Continue with the episodes after those."""
         self.num_taken, self._buffer_state = state["num_taken"], state["buffer"]
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
@@ -351,7 +352,7 @@ class TeacherTrainer(WorldModelTrainer):
         if self.memory_optimizer is not None and state.get("memory_optimizer") is not None:
             sharding.load_whole_moments(self.memory_optimizer, state["memory_optimizer"])
         if self.training.overlap and self.training.dataset is None:
-            log.info("collected beside training: the run goes on with new scenes, but not bit for bit")
+            log.info("collected in other processes: the run continues with new scenes, not bit for bit")
 
     def close(self) -> None:
         """End the processes that collect."""

@@ -175,7 +175,7 @@ def test_a_round_is_saved_before_its_samples_are_drawn(tmp_path, monkeypatch, ph
 def test_a_failed_evaluation_leaves_a_checkpoint_of_its_round(tmp_path, monkeypatch):
     made = make("adversarial", tmp_path, save_every=1)
     monkeypatch.setattr(made, "held_out_loss", lambda: 1 / 0)
-    monkeypatch.setattr(made, "_save_after_failure", lambda error: None)
+    monkeypatch.setattr(made.run, "_save_after_failure", lambda error: None)
     with pytest.raises(ZeroDivisionError):
         made.train()
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint-1"]
