@@ -231,22 +231,18 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     ]
 
 
-def check_replaceable(existing: list[Path], overwrite: bool, resume: str, folder_flag: str) -> None:
-    """Raise an error if a new run cannot take the place of the checkpoints in its folder.
-
-    `resume` and `folder_flag` are the flags that continue the run and that name the folder.
-    """
+def check_replaceable(existing: list[Path], overwrite: bool) -> None:
+    """Raise an error if a new run cannot replace the checkpoints in its directory."""
     foreign = next((path for path in existing if not _own_files(path)), None)
-    setting = folder_flag.removeprefix("--").replace("-", "_")
     if foreign is not None:
         raise InputError(
-            f"{setting}: {foreign} is not a checkpoint that Deft wrote (or it is damaged), so it is not replaced: move "
-            f"it away, or give another {folder_flag}"
+            f"output_dir: {foreign} is not a checkpoint that Deft wrote (or it is damaged), so it is not replaced: "
+            "move it away, or give another --output-dir"
         )
     if existing and not overwrite:
         raise InputError(
-            f"{setting}: {existing[-1].parent} already holds a run ({existing[-1].name}): {resume} continues it, "
-            f"--overwrite replaces it, or give another {folder_flag}"
+            f"output_dir: {existing[-1].parent} already holds a run ({existing[-1].name}): --auto-resume continues it, "
+            "--overwrite replaces it, or give another --output-dir"
         )
 
 
@@ -308,22 +304,6 @@ def find_checkpoint(path: str | Path) -> Path:
     if not checkpoints:
         raise InputError(f"{path}: neither a checkpoint (no {MODEL}) nor a run folder with checkpoints in it")
     return checkpoints[-1]
-
-
-def resumable(path: str | Path) -> Path:
-    """Return the checkpoint to resume from: the one given, or the latest of a run directory that can be read."""
-    path = Path(path)
-    if is_checkpoint(path):
-        return path.resolve()
-    if path.is_dir() and not list_checkpoints(path):
-        raise InputError(f"resume: {path} holds no checkpoint; leave --resume out to start a run there")
-    latest = find_checkpoint(path)
-    found, problems = latest_whole_checkpoint(latest.parent)
-    if found is None:
-        raise InputError(f"resume: no checkpoint in {path} can be read; the latest: {problems[0]}")
-    for problem in problems:
-        log.warning("passed over: %s", problem)
-    return found
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -44,48 +44,51 @@ def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
 
 
 def place_directory(
-    folder: Path,
-    resume: str | bool | None,
-    auto_resume: bool,
-    overwrite: bool,
-    parts: Iterable[str] = (),
-    resume_flag: str = "--auto-resume",
-    folder_flag: str = "--output-dir",
+    folder: Path, resume: str | None, auto_resume: bool, overwrite: bool, parts: Iterable[str] = ()
 ) -> tuple[Path | None, bool]:
     """Return the checkpoint to resume from, and whether a run in the directory is to be replaced.
 
-    `resume` is a checkpoint or a run directory; True: the run in `folder`. `parts` are the files that a checkpoint
-    needs beside weights and training state. Nothing is deleted yet: whatever else is wrong with the config must not
-    cost an earlier run.
+    `resume` is a checkpoint or a run directory. `parts` are the files that a checkpoint needs beside weights and
+    training state. Nothing is deleted yet: whatever else is wrong with the config must not cost an earlier run.
     """
-    setting = folder_flag.removeprefix("--").replace("-", "_")
     try:
         is_file = folder.exists() and not folder.is_dir()
     except (OSError, ValueError) as error:  # a name that is too long, a directory without permission
-        raise InputError(f"{setting}: {shown(str(folder))} cannot be used: {error}") from error
+        raise InputError(f"output_dir: {shown(str(folder))} cannot be used: {error}") from error
     if is_file:
-        raise InputError(f"{setting}: {folder} is a file; name a directory")
+        raise InputError(f"output_dir: {folder} is a file; name a directory")
     if folder.is_dir():
         with checkpoint.folder_lock(folder):  # what another process is writing is not deleted
             checkpoint.clean_temporary(folder)
     existing = checkpoint.list_checkpoints(folder)
-    if resume is True and not existing:
-        raise InputError(f"resume: {folder} holds no checkpoint; leave --resume out to start a run there")
-    if resume is True or (auto_resume and not resume):
-        found, problems = checkpoint.latest_whole_checkpoint(folder, parts)
-        if existing and found is None:
-            name = "resume" if resume else "auto_resume"
-            raise InputError(
-                f"{name}: none of the {len(existing)} checkpoints in {folder} can be read; the latest: {problems[0]}"
-            )
-        for problem in problems:
-            log.warning("skipped: %s", problem)
-        return found, False
-    resume_from = checkpoint.find_checkpoint(resume) if resume else None
-    if not existing or (resume_from is not None and resume_from.parent.resolve() == folder.resolve()):
-        return resume_from, False
-    checkpoint.check_replaceable(existing, overwrite, resume_flag, folder_flag)
-    return resume_from, True
+    if resume is not None:
+        resume_from = _resumable(Path(resume), parts)
+        if not existing or resume_from.parent.resolve() == folder.resolve():
+            return resume_from, False
+    elif auto_resume:
+        return _latest(folder, "auto_resume", parts) if existing else None, False
+    else:
+        resume_from = None
+    checkpoint.check_replaceable(existing, overwrite)
+    return resume_from, bool(existing)
+
+
+def _resumable(path: Path, parts: Iterable[str]) -> Path:
+    """Return a checkpoint, or the latest one of a run directory that can be read."""
+    if path.is_dir() and not checkpoint.is_checkpoint(path) and checkpoint.list_checkpoints(path):
+        return _latest(path, "resume", parts)
+    return checkpoint.find_checkpoint(path)
+
+
+def _latest(folder: Path, setting: str, parts: Iterable[str]) -> Path:
+    found, problems = checkpoint.latest_whole_checkpoint(folder, parts)
+    if found is None:
+        raise InputError(
+            f"{setting}: none of the {len(problems)} checkpoints in {folder} can be read; the latest: {problems[0]}"
+        )
+    for problem in problems:
+        log.warning("skipped: %s", problem)
+    return found
 
 
 def remove_run(folder: Path, keep: Container[str] = ()) -> None:

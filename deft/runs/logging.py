@@ -367,7 +367,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 def best_logged(run_dir: Path, step: int) -> float:
     """The highest mean return of the evaluations up to a step; −∞ where there is none."""
-    found = (line["mean_reward"] for line in logged_evaluations(run_dir, step))
+    found = (line.get("mean_reward") for line in logged_evaluations(run_dir, step))
     return max((value for value in found if value is not None), default=-math.inf)
 
 

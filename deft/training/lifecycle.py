@@ -357,7 +357,7 @@ class Run:
         self.loop.load_state_dict(state, folder)
         self.threads.load_state_dict(state.get("threads"))
         self._load_evaluations(state, folder)
-        self._log_state, self._random_state = state["log"], state["random"]
+        self._log_state, self._random_state = state.get("log"), state.get("random")
         if self._random_state is None:
             seed_everything(process_seed(self.seed + self.loop.num_updates, rank))
         self.is_loaded = True
@@ -401,7 +401,8 @@ def _evaluation_settings(config: Mapping[str, Any] | None) -> str:
     """Return what of a run's settings the results of an evaluation depend on."""
     config = config or {}
     trainer = config.get("trainer", {})
-    settings = [config.get("env"), config.get("dataset", {}).get("reference_returns")]
+    dataset = config.get("dataset")
+    settings = [config.get("env"), dataset.get("reference_returns") if isinstance(dataset, Mapping) else dataset]
     return json.dumps([*settings, trainer.get("eval_episodes"), trainer.get("eval_deterministic")], default=str)
 
 

@@ -1,19 +1,18 @@
-"""`deft train tokenizer`: fits the image tokenizer of an F1 model to pictures, and says how well it repeats others.
+"""`deft train tokenizer`: fits the image tokenizer of an F1 model, and measures how well it reconstructs other images.
 
-The run folder holds `config.json`, checkpoints, metrics, `samples/` (held-out pictures above what became of them),
+The run directory holds `config.json`, checkpoints, metrics, `samples/` (held-out images above their reconstructions),
 `results.json` and `tokenizer.safetensors`, which a model names as its `tokenizer_weights`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import logging
 import math
 import os
 import platform
-import time
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,85 +35,62 @@ from deft.models.f1.vq import MultiScaleTokenizer
 from deft.ownership import record
 from deft.runs import checkpoint
 from deft.runs.compute import Threads, choose_device, thread_counts
-from deft.runs.directory import remove_run
+from deft.runs.directory import directory_opener, place_directory
 from deft.runs.intervals import crossed
 from deft.runs.json_files import write_json
-from deft.runs.logging import RunLogger, logged_evaluations
 from deft.runs.random_state import seed_everything
-from deft.runs.signals import StopSignal, interruptible, raise_if_stopped
+from deft.runs.signals import interruptible, raise_if_stopped
+from deft.training.lifecycle import Run, RunSpec
+from deft.training.loop import Intervals, Loop, Metrics
 from deft.training.phases.frames import DatasetFrames, FrameStore, TabletopFrames
 
-log = logging.getLogger(__name__)
 CONFIG, RESULTS, WEIGHTS, SAMPLES = "config.json", "results.json", "tokenizer.safetensors", "samples"
-RISING_UPDATES = 50  # until the step size is at its highest
-STORE_START = 1 / 8  # share of the pictures that training waits for; the rest joins until half of the updates are done
-START_FRAMES = 768  # pictures that linear path and codebook start from
-REVIVE_UNTIL = 0.8  # share of the updates after which codes keep their places
-CHUNK = 128  # pictures that are evaluated together
+WARMUP_UPDATES = 50  # until the learning rate is at its highest
+STORE_START = 1 / 8  # fraction of the images that training waits for; the rest is added until half of the updates
+START_FRAMES = 768  # images that linear path and codebook start from
+REVIVE_UNTIL = 0.8  # fraction of the updates after which unused codes are no longer replaced
+CHUNK = 128  # images that are evaluated together
 SAMPLE_COLUMNS = 12
 FIXED = (
-    "model",
-    "dataset",
-    "dataset_options",
-    "cameras",
-    "num_frames",
-    "batch_size",
-    "pictures_per_scene",
-    "env_kwargs",
+    "model", "dataset", "dataset_options", "cameras", "num_frames", "batch_size", "pictures_per_scene", "env_kwargs",
     "seed",
-)
+)  # fmt: skip
 
 
 def train_tokenizer(config: TokenizerTrainingConfig, logging_config: LoggingConfig | None = None) -> dict[str, Any]:
-    """Train as configured, evaluate, and write the tokenizer; returns the figures."""
+    """Train as configured, evaluate, write the tokenizer, and return the results."""
     folder = Path(config.output_dir)
-    resume_from = _place(config, folder)
+    resume_from, _ = place_directory(folder, config.resume, config.auto_resume, config.overwrite)
     size = read_f1_config(config.model).tokenizer.image_size
     source = TabletopFrames(config, size) if config.dataset is None else DatasetFrames(config, size)
-    trainer = TokenizerTrainer(config, source, resumes=resume_from is not None)
+    write_settings = functools.partial(write_json, to_dict(config), folder / CONFIG)
+    on_start = directory_opener(folder, resume_from is None, write_settings)
+    spec = RunSpec.take(None, {"logging_config": logging_config, "on_start": on_start})
+    trainer = TokenizerTrainer(config, source, spec, resumes=resume_from is not None)
     if resume_from is not None:
         trainer.load(resume_from)
-    threads = trainer.threads.applied(
-        # On ARM, oneDNN takes 1.3 to 1.5 times as long for convolutions as narrow as these.
-        small_matrices=trainer.device.type == "cpu" and platform.machine() == "aarch64",
-    )
-    stop, started = StopSignal(), time.monotonic()
-    with stop, threads, checkpoint.folder_lock(folder):
-        if resume_from is None:
-            remove_run(folder)
-        write_settings = partial(write_json, to_dict(config), folder / CONFIG)
-        write_settings()
-        settings, total, reached = logging_config or LoggingConfig(), config.num_updates, trainer.num_updates
-        with (
-            RunLogger(
-                folder, settings, total, reached, to_dict(config), unit="updates", write_start=write_settings
-            ) as run_log,
-            contextlib.suppress(Stopped),
-            interruptible(stop),
-        ):
-            held_out = source.held_out()
-            store = FrameStore(source.training(), source.num_frames, size, trainer.device)
-            try:
-                results = trainer.run(store, held_out, run_log)
-            finally:
-                store.close()
-    stop.reraise()
-    results |= {"seconds": round(time.monotonic() - started, 1), "frames": source.num_frames}
-    results |= {"weights": str(folder / WEIGHTS)}
+    summary = trainer.run.execute(config.num_updates, evaluates_last=True)
+    trainer.write_weights(trainer.last_evaluation)
+    results = {**summary, **trainer.last_evaluation, "frames": source.num_frames, "weights": str(folder / WEIGHTS)}
     write_json(results, folder / RESULTS)
     return results
 
 
-class TokenizerTrainer:
-    """One tokenizer in training: the model, its optimizer and codebook, and the loop."""
+class TokenizerTrainer(Loop):
+    """Trains one tokenizer: the model, its optimizer and its codebook."""
 
     def __init__(
-        self, config: TokenizerTrainingConfig, source: TabletopFrames | DatasetFrames, resumes: bool = False
+        self,
+        config: TokenizerTrainingConfig,
+        source: TabletopFrames | DatasetFrames,
+        spec: RunSpec | None = None,
+        resumes: bool = False,
     ) -> None:
-        self.config = config
-        self.folder = Path(config.output_dir)
+        self.config, self.source = config, source
         self.device = choose_device(config.device)
-        self.fingerprint, self.trained_on = source.fingerprint, source.trained_on
+        spec = spec or RunSpec()
+        spec.seed, spec.config = config.seed, to_dict(config)
+        self.run = Run(self, spec, Path(config.output_dir), Threads(thread_counts(config.threads)))
         seed_everything(config.seed)
         self.model = MultiScaleTokenizer(read_f1_config(config.model).tokenizer)
         if config.init_weights is not None and not resumes:
@@ -123,74 +99,93 @@ class TokenizerTrainer:
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.codebook = CodebookAverages(self.model.quantize)
-        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            learning, config.learning_rate, betas=(0.9, 0.99), weight_decay=1e-4, fused=self.device.type == "cuda"
+            trained, config.learning_rate, betas=(0.9, 0.99), weight_decay=1e-4, fused=self.device.type == "cuda"
         )
         self.generator = torch.Generator().manual_seed(config.seed)  # on the CPU: one sequence on every device
-        self.num_updates = self._saved_at = 0
+        self.num_updates = 0
         self.autocast = _autocast_type(config.precision, self.device)
-        self.threads = Threads(thread_counts(config.threads))
+        self._store: FrameStore | None = None
+
+    @property
+    def global_step(self) -> int:
+        """Updates so far."""
+        return self.num_updates
 
     @property
     def progress(self) -> float:
-        """Share of the updates that are done."""
+        """The fraction of the updates that are done."""
         return self.num_updates / self.config.num_updates
 
-    def run(self, store: FrameStore, held_out: dict[str, Tensor], run_log: RunLogger) -> dict[str, Any]:
-        """Update to the end; what is due is logged, saved and then evaluated on the way.
-
-        A stop request saves and raises `Stopped` between two updates, while frames are waited for, or between two parts
-        of an evaluation. An evaluation that was stopped is made when the run is resumed.
-        """
-        config = self.config
-        results = self._evaluate_if_due(held_out, run_log) if self.num_updates else {}
-        try:
-            while self.num_updates < config.num_updates:
-                raise_if_stopped()
-                self.threads.begin()
-                metrics = self.update(store)
-                self.threads.tick(1)
-                step, is_last = self.num_updates, self.num_updates == config.num_updates
-                run_log.progress(step)
-                if crossed(step - 1, step, config.log_freq) or is_last:
-                    values = {f"train/{name}": float(value) for name, value in metrics.items()}
-                    if not all(map(math.isfinite, values.values())):
-                        raise RunError(
-                            f"the tokenizer's loss is not finite at update {step}; lower --learning-rate "
-                            f"({config.learning_rate:g})"
-                        )
-                    run_log.log_metrics(step, values)
-                if crossed(step - 1, step, config.save_freq) or self._is_evaluated:
-                    run_log.flush()
-                    self.save(results)
-                results = self._evaluate_if_due(held_out, run_log) or results
-        except Stopped:
-            if self.num_updates > self._saved_at:
-                run_log.flush()
-                self.save(results)
-            raise
-        self.write_weights(results)
-        return {"updates": self.num_updates, **results}
+    @property
+    def intervals(self) -> Intervals:
+        """As in the config."""
+        own = self.config
+        return Intervals(own.log_freq, own.eval_freq, own.save_freq, own.keep_checkpoints)
 
     @property
-    def _is_evaluated(self) -> bool:
-        """Whether these weights are to be evaluated: every `eval_freq` updates, and at the end."""
-        step, config = self.num_updates, self.config
-        return (crossed(step - 1, step, config.eval_freq) or step == config.num_updates) and self.is_coding
+    def uses_small_matrices(self) -> bool:
+        """On ARM, oneDNN takes 1.3 to 1.5 times as long for convolutions as narrow as these."""
+        return self.device.type == "cpu" and platform.machine() == "aarch64"
 
-    def _evaluate_if_due(self, held_out: dict[str, Tensor], run_log: RunLogger) -> dict[str, float]:
-        """Evaluate, log it and write samples; where it is in the metrics already, only return what was found."""
-        if not self._is_evaluated:
-            return {}
-        step, logged = self.num_updates, logged_evaluations(self.folder, self.num_updates)
-        if logged and logged[-1]["step"] == step:
-            return {name: value for name, value in logged[-1].items() if name not in ("type", "step", "time")}
-        results = self.evaluate(held_out)
-        run_log.log_evaluation(step, results)
-        log.info("update %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in results.items()))
-        self.write_samples(held_out)
-        return results
+    # -- an iteration --------------------------------------------------------------------------------------------------
+
+    def step(self) -> Metrics | None:
+        """Update; a stop request also ends the wait for images."""
+        try:
+            with interruptible(self.stop_requested):
+                if self._store is None:
+                    size = self.model.config.image_size
+                    self._store = FrameStore(self.source.training(), self.source.num_frames, size, self.device)
+                return self.update(self._store)
+        except Stopped:
+            return None
+
+    def halt(self) -> None:
+        """End the processes that render."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def is_logged(self, previous: int) -> bool:
+        """Every `log_freq` updates, and at the end."""
+        return super().is_logged(previous) or self.num_updates == self.config.num_updates
+
+    def logged(self, metrics: Metrics) -> Metrics:
+        """The metrics, as `train/…`."""
+        return {f"train/{name}": value for name, value in metrics.items()}
+
+    def check_metrics(self, metrics: Metrics) -> None:
+        """Raise an error if the loss is not finite."""
+        if not all(math.isfinite(float(value)) for value in metrics.values()):
+            raise RunError(
+                f"the tokenizer's loss is not finite at update {self.num_updates}; lower --learning-rate "
+                f"({self.config.learning_rate:g})"
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Return what a command reports at the end, beside the evaluation."""
+        return {"updates": self.num_updates, "seconds": round(self.run.seconds, 1)}
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the decoder sees codes yet."""
+        return self.is_coding
+
+    @functools.cached_property
+    def held_out(self) -> dict[str, Tensor]:
+        """Held-out images, by camera."""
+        return self.source.held_out()
+
+    def start_evaluation(self, video: Path | None) -> list[tuple[int, dict[str, Any]]]:
+        """Evaluate, and write samples."""
+        with interruptible(self.run.stop):
+            results = self.evaluate(self.held_out)
+            self.write_samples(self.held_out)
+        return [(self.num_updates, results)]
 
     @property
     def is_coding(self) -> bool:
@@ -224,7 +219,7 @@ class TokenizerTrainer:
         error = made.float() - frames
         edges = (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) / 2
         loss = error.abs().mean() + error.square().mean() + config.gradient_weight * edges + quantization
-        rate = config.learning_rate * min(1.0, (self.num_updates + 1) / RISING_UPDATES)
+        rate = config.learning_rate * min(1.0, (self.num_updates + 1) / WARMUP_UPDATES)
         rate *= 0.5 + 0.5 * math.cos(math.pi * self.progress)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -324,7 +319,7 @@ class TokenizerTrainer:
             chosen = pictures[np.linspace(0, len(pictures) - 1, SAMPLE_COLUMNS).astype(int)]
             for shown in (chosen, self.reconstruct(chosen)[0]):
                 rows.append(torch.cat(list(shown.permute(0, 2, 3, 1)), 1))  # [h, columns · w, 3]
-        path = self.folder / SAMPLES / f"update_{self.num_updates}.png"
+        path = self.run_dir / SAMPLES / f"update_{self.num_updates}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(torch.cat(rows).numpy())
         picture.resize((2 * picture.width, 2 * picture.height), Image.Resampling.NEAREST).save(path)
@@ -333,45 +328,42 @@ class TokenizerTrainer:
     def write_weights(self, results: dict[str, Any]) -> None:
         """The file that `load_tokenizer` reads, in half precision, with the figures in its header."""
         tensors = {name: value.detach().cpu().half().contiguous() for name, value in self.model.state_dict().items()}
-        unfinished = self.folder / f".{WEIGHTS}.{os.getpid()}"
+        unfinished = self.run_dir / f".{WEIGHTS}.{os.getpid()}"
         about = {"updates": self.num_updates, "model": self.config.model, **results}
-        if self.trained_on is not None:
-            about["trained_on"] = self.trained_on
+        if self.source.trained_on is not None:
+            about["trained_on"] = self.source.trained_on
         save_file(tensors, unfinished, {name: json.dumps(value) for name, value in about.items()})
-        record(unfinished.replace(self.folder / WEIGHTS))
+        record(unfinished.replace(self.run_dir / WEIGHTS))
 
-    def save(self, results: dict[str, Any]) -> Path:
-        """A checkpoint, from which training goes on as if it had not stopped."""
-        state = {
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model's."""
+        return self.model.state_dict()
+
+    def state_dict(self, after_failure: bool = False) -> dict[str, Any]:
+        """Return optimizer, codebook and counters, and what identifies the images."""
+        return {
             "num_updates": self.num_updates,
-            "threads": self.threads.state_dict(),
             "settings": {name: to_dict(self.config)[name] for name in FIXED},
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.source.fingerprint,
             "optimizer": self.optimizer.state_dict(),
             "codebook": self.codebook.state_dict(),
             "generator": self.generator.get_state(),
         }
-        weights = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
-        path = checkpoint.save_checkpoint(self.folder, self.num_updates, weights, state, results)
-        self._saved_at = self.num_updates
-        checkpoint.prune_checkpoints(self.folder, self.config.keep_checkpoints, self.num_updates)
-        return path
 
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint of the same pictures and model."""
-        state = checkpoint.load_training_state(path)
-        own = {name: to_dict(self.config)[name] for name in FIXED}
-        for name, value in own.items():
-            if name not in state["settings"] or state["settings"][name] != value:
-                raise InputError(f"resume: {path} was trained with {name} {state['settings'].get(name)}, not {value}")
-        if not same_fingerprint(state["fingerprint"], self.fingerprint):
-            raise InputError(f"resume: {path} was trained on other data than {self.config.dataset} holds now")
-        checkpoint.load_weights(self.model, checkpoint.load_part(path, checkpoint.MODEL), path)
+    def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
+        """Load a state of the same images and model."""
+        for name, value in to_dict(self.config).items():
+            if name in FIXED and state["settings"].get(name) != value:
+                raise InputError(f"resume: {folder} was trained with {name} {state['settings'].get(name)}, not {value}")
+        if not same_fingerprint(state["fingerprint"], self.source.fingerprint):
+            raise InputError(f"resume: {folder} was trained on other data than {self.config.dataset} holds now")
+        checkpoint.load_weights(self.model, checkpoint.load_part(folder, checkpoint.MODEL), folder)
         self.optimizer.load_state_dict(state["optimizer"])
         self.codebook.load_state_dict(state["codebook"])
         self.generator.set_state(state["generator"])
-        self.num_updates = self._saved_at = state["num_updates"]
-        self.threads.load_state_dict(state.get("threads"))
+        self.num_updates = state["num_updates"]
 
 
 def perplexity(shares: Tensor) -> float:
@@ -383,12 +375,3 @@ def _autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     return torch.bfloat16 if precision == "bf16" else None
-
-
-def _place(config: TokenizerTrainingConfig, folder: Path) -> Path | None:
-    """The checkpoint to go on from; a run that would be replaced by accident is refused."""
-    existing = checkpoint.list_checkpoints(folder)
-    if config.resume is not None or (config.auto_resume and existing):
-        return checkpoint.resumable(config.resume or folder)
-    checkpoint.check_replaceable(existing, config.overwrite, "--auto-resume", "--output-dir")
-    return None

@@ -30,9 +30,8 @@ from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.waypoints import HeldOut, plot_safety, plot_waypoints
 from deft.models.waypoint import PPOPolicy, WaypointSFT
-from deft.runs import checkpoint
 from deft.runs.compute import choose_device
-from deft.runs.directory import remove_run
+from deft.runs.directory import directory_opener, place_directory
 from deft.runs.json_files import read_json, write_json
 from deft.runs.random_state import seed_everything
 from deft.runs.seeds import EVALUATION_SEED, training_seed
@@ -182,7 +181,10 @@ def build_waypoint_trainer(
     config: PPOConfig, sft: WaypointSFT, logging_config: LoggingConfig | None = None
 ) -> WaypointTrainer:
     """Environment, policy, algorithm and trainer, in the run folder."""
-    resume_from, replaces = _place(config)
+    folder = Path(config.output_dir)
+    resume_from, replaces = place_directory(folder, config.resume, config.auto_resume, config.overwrite)
+    if resume_from is not None:
+        _check_same_settings(config, resume_from.parent)
     seed_everything(config.seed)
     env = make_waypoint_env(config.env, config.copies, config.difficulty, config.env_kwargs)
     try:
@@ -208,14 +210,8 @@ def build_waypoint_trainer(
             accept=safety,
         )
         written_before = (CONFIG, TRAIN_METRICS, EVAL_METRICS)  # by this run, before it starts
-        folder = Path(config.output_dir)
-        replaced = [partial(remove_run, folder, written_before)] if replaces else []
-
-        def on_start() -> None:  # again where the folder was removed: then there is nothing to replace
-            if replaced:
-                replaced.pop()()
-            write_json(to_dict(config), folder / CONFIG)
-
+        write_settings = partial(write_json, to_dict(config), folder / CONFIG)
+        on_start = directory_opener(folder, replaces, write_settings, written_before)
         trainer = WaypointTrainer(config, policy, env, algorithm, held_out, safety, logging_config, on_start)
         if safety is not None:
             safety.set_baseline(policy)
@@ -281,18 +277,6 @@ def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
             f"sft_checkpoint: made for {words.format(*own)}; {name} has {words.format(*theirs)}: record and train it "
             "with the same env_kwargs"
         )
-
-
-def _place(config: PPOConfig) -> tuple[Path | None, bool]:
-    """The checkpoint to resume from, and whether a run in the folder is to be replaced. Nothing is deleted yet."""
-    folder = Path(config.output_dir)
-    existing = checkpoint.list_checkpoints(folder)
-    if config.resume is not None or (config.auto_resume and existing):
-        found = checkpoint.resumable(config.resume or folder)
-        _check_same_settings(config, found.parent)
-        return found, False
-    checkpoint.check_replaceable(existing, config.overwrite, "--auto-resume", "--output-dir")
-    return None, bool(existing)
 
 
 def _check_same_settings(config: PPOConfig, folder: Path) -> None:

@@ -1,14 +1,13 @@
 """`deft train waypoint-sft`: a camera encoder and a waypoint head, fitted to recorded driving.
 
-A run that is stopped leaves a checkpoint, which `--resume` continues from; a complete one leaves the model alone.
+A run that is stopped leaves a checkpoint, from which `--resume` continues; a complete one leaves the model alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import functools
 import math
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from deft import schema
 from deft.config.aliases import translate
 from deft.config.loading import to_dict
+from deft.config.settings import LoggingConfig
 from deft.config.waypoint_settings import WaypointSFTConfig
 from deft.data.waypoint_recording import WaypointRecording
 from deft.envs.waypoints.protocol import displacement_errors
@@ -26,13 +26,15 @@ from deft.errors import InputError, Stopped
 from deft.models.waypoint import WaypointSFT, WaypointShape
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device, threads_for
+from deft.runs.directory import directory_opener, place_directory
 from deft.runs.json_files import write_json
 from deft.runs.random_state import seed_everything
-from deft.runs.signals import StopSignal, interruptible, raise_if_stopped
+from deft.runs.signals import interruptible, raise_if_stopped
 from deft.runs.waypoint_files import CONFIG, MODEL, TRAIN_METRICS, check_alone, save_sft
+from deft.training.lifecycle import Run, RunSpec
+from deft.training.loop import Intervals, Loop, Metrics
 
-log = logging.getLogger(__name__)
-CHUNK = 512  # decisions that are looked at together in validation
+CHUNK = 512  # decisions that are validated together
 FREE = (
     "output_dir",
     "device",
@@ -43,131 +45,171 @@ FREE = (
 )  # settings that a resumed run may change
 
 
-def train_sft(config: WaypointSFTConfig) -> dict[str, Any]:
-    """Fit the waypoints of the recording, smooth L1 in deviations; validate on whole episodes that were kept out."""
+def train_sft(config: WaypointSFTConfig, logging_config: LoggingConfig | None = None) -> dict[str, Any]:
+    """Fit the waypoints of the recording (smooth L1 in deviations); validate on whole episodes that are held out."""
     check_alone("waypoint-sft")
     folder = Path(config.output_dir)
-    resume_from = _place(config, folder)
+    resume_from, _ = place_directory(folder, config.resume, config.auto_resume, config.overwrite)
+    if resume_from is None and not config.overwrite and (folder / MODEL).exists():
+        raise InputError(f"output_dir: {folder} already holds a {MODEL}; --overwrite replaces it, or give another")
     recording = WaypointRecording.load(config.dataset)
-    device = choose_device(config.device)
-    seed_everything(config.seed)
-    model = WaypointSFT(
-        WaypointShape(
+    trainer = WaypointSFTTrainer(config, recording, logging_config, resume_from is None)
+    if resume_from is not None:
+        trainer.load(resume_from)
+    summary = trainer.run.execute(config.num_epochs * trainer.updates_per_epoch)
+    metrics = trainer.metrics
+    save_sft(trainer.model, folder / MODEL, {"dataset": recording.about, "config": to_dict(config), **metrics[-1]})
+    write_json(metrics, folder / TRAIN_METRICS)
+    for path in checkpoint.list_checkpoints(folder):
+        checkpoint.delete_checkpoint(path)
+    return {"checkpoint": str(folder / MODEL), **metrics[-1], **summary}
+
+
+class WaypointSFTTrainer(Loop):
+    """Trains the supervised waypoint policy, one minibatch a step; an epoch ends with a validation."""
+
+    def __init__(
+        self,
+        config: WaypointSFTConfig,
+        recording: WaypointRecording,
+        logging_config: LoggingConfig | None = None,
+        replaces: bool = False,
+    ) -> None:
+        self.config, self.recording, self.device = config, recording, choose_device(config.device)
+        seed_everything(config.seed)
+        shape = WaypointShape(
             recording.camera.shape[-1],
             recording.motion.shape[-1],
             recording.waypoints.shape[1],
             config.encoder_dim,
             tuple(config.hidden_sizes),
         )
-    ).to(device)
-    training, held_out = _split(recording, config.holdout, config.seed)
-    model.fit_scales(torch.as_tensor(recording.motion[training]), torch.as_tensor(recording.waypoints[training]))
-    started, stop = time.monotonic(), StopSignal()
-    threads = threads_for(config.threads, model, config.batch_size).applied()
-    with stop, threads, checkpoint.folder_lock(folder), contextlib.suppress(Stopped), interruptible(stop):
-        if resume_from is None:
-            _delete_checkpoints(folder)
-        metrics = _fit(model, recording, training, held_out, config, device, resume_from)
-    stop.reraise()
-    about = {"dataset": recording.about, "config": to_dict(config), **metrics[-1]}
-    save_sft(model, folder / MODEL, about)
-    write_json(to_dict(config), folder / CONFIG)
-    write_json(metrics, folder / TRAIN_METRICS)
-    _delete_checkpoints(folder)
-    return {"checkpoint": str(folder / MODEL), **metrics[-1], "seconds": round(time.monotonic() - started, 1)}
-
-
-def _place(config: WaypointSFTConfig, folder: Path) -> Path | None:
-    """The checkpoint to resume from; an error where a model or a run would be replaced unasked."""
-    stopped = checkpoint.list_checkpoints(folder)
-    if config.resume is not None:
-        if not checkpoint.list_checkpoints(Path(config.resume)) and not checkpoint.is_checkpoint(Path(config.resume)):
-            raise InputError(f"resume: {config.resume} holds no run that was stopped; leave --resume out")
-        return checkpoint.resumable(config.resume)
-    if config.auto_resume and stopped:
-        return checkpoint.resumable(folder)
-    if config.overwrite:
-        return None
-    if (folder / MODEL).exists():
-        raise InputError(f"output_dir: {folder} already holds a {MODEL}; --overwrite replaces it, or give another")
-    if stopped:
-        raise InputError(
-            f"output_dir: {folder} holds a run that was stopped ({stopped[-1].name}); --auto-resume continues it, "
-            "--overwrite replaces it, or give another"
+        self.model = WaypointSFT(shape).to(self.device)
+        self.training, self.held_out = _split(recording, config.holdout, config.seed)
+        motion, waypoints = recording.motion[self.training], recording.waypoints[self.training]
+        self.model.fit_scales(torch.as_tensor(motion), torch.as_tensor(waypoints))
+        target = torch.as_tensor(recording.waypoints, device=self.device)
+        self.target = (target - self.model.target_mean) / self.model.target_deviation
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), config.learning_rate, weight_decay=config.weight_decay
         )
-    return None
+        self.updates_per_epoch = math.ceil(len(self.training) / config.batch_size)
+        total = config.num_epochs * self.updates_per_epoch
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, total)
+        self.generator = np.random.default_rng(config.seed)
+        self._at_start = self.generator.bit_generator.state  # of the current epoch
+        self._minibatches: list[np.ndarray] = []
+        self.metrics: list[dict[str, Any]] = []  # of the complete epochs
+        self._losses: list[Tensor] = []  # of the current epoch
+        folder = Path(config.output_dir)
+        write_settings = functools.partial(write_json, to_dict(config), folder / CONFIG)
+        spec = RunSpec(
+            seed=config.seed,
+            logging_config=logging_config or LoggingConfig(),
+            config=to_dict(config),
+            on_start=directory_opener(folder, replaces, write_settings),
+        )
+        self.run = Run(self, spec, folder, threads_for(config.threads, self.model, config.batch_size))
 
+    @property
+    def num_updates(self) -> int:  # type: ignore[override]
+        """Minibatches trained on so far."""
+        return len(self.metrics) * self.updates_per_epoch + len(self._losses)
 
-def _delete_checkpoints(folder: Path) -> None:
-    for path in checkpoint.list_checkpoints(folder):
-        checkpoint.delete_checkpoint(path)
+    @property
+    def global_step(self) -> int:
+        """Minibatches trained on so far."""
+        return self.num_updates
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are trained and validated."""
+        return len(self.metrics) >= self.config.num_epochs
 
-def _fit(
-    model: WaypointSFT,
-    recording: WaypointRecording,
-    training: np.ndarray,
-    held_out: np.ndarray,
-    config: WaypointSFTConfig,
-    device: torch.device,
-    resume_from: Path | None,
-) -> list[dict[str, Any]]:
-    """All epochs; the metrics of each. A stop request saves between two minibatches and raises `Stopped`."""
-    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=config.weight_decay)
-    per_epoch = math.ceil(len(training) / config.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.num_epochs * per_epoch)
-    generator = np.random.default_rng(config.seed)
-    target = (torch.as_tensor(recording.waypoints, device=device) - model.target_mean) / model.target_deviation
-    metrics: list[dict[str, Any]] = []
-    losses: list[Tensor] = []  # of the epoch under way
-    settings = {name: value for name, value in to_dict(config).items() if name not in FREE}
-    if resume_from is not None:
-        state = checkpoint.load_training_state(resume_from)
+    @property
+    def intervals(self) -> Intervals:
+        """The metrics of every epoch are logged; a checkpoint is written when the run is stopped."""
+        return Intervals(self.updates_per_epoch, 0, 0, 1)
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether a validation was stopped."""
+        return len(self._losses) == self.updates_per_epoch
+
+    def step(self) -> Metrics | None:
+        """Train on a minibatch; validate after the last one of an epoch."""
+        self.model.train()
+        if not self._minibatches:
+            self._at_start = self.generator.bit_generator.state
+            self._minibatches = np.array_split(self.generator.permutation(self.training), self.updates_per_epoch)
+        if len(self._losses) < self.updates_per_epoch:
+            self._losses.append(self._update(self._minibatches[len(self._losses)]))
+        if len(self._losses) < self.updates_per_epoch:
+            return {"loss": self._losses[-1]}
+        entry: dict[str, Any] = {"epoch": len(self.metrics) + 1, "loss": float(torch.stack(self._losses).mean())}
+        if len(self.held_out):
+            try:
+                with interruptible(self.stop_requested):
+                    entry["ade"], entry["fde"] = _validate(
+                        self.model.eval(), self.recording, self.held_out, self.device
+                    )
+            except Stopped:
+                return None
+        self.metrics.append(entry)
+        self._losses, self._minibatches = [], []
+        return entry
+
+    def _update(self, rows: np.ndarray) -> Tensor:
+        predicted = self.model.normalized(self.model.encode(_observation(self.recording, rows, self.device)))
+        target = self.target[torch.as_tensor(rows, device=self.device)]
+        loss = torch.nn.functional.smooth_l1_loss(predicted, target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.detach()
+
+    def end(self) -> None:
+        """Leave the model ready to predict."""
+        self.model.eval()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the time of training."""
+        return {"seconds": round(self.run.seconds, 1)}
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model's."""
+        return self.model.state_dict()
+
+    @property
+    def _fixed_settings(self) -> dict[str, Any]:
+        """The settings that a resumed run must repeat."""
+        return {name: value for name, value in to_dict(self.config).items() if name not in FREE}
+
+    def state_dict(self, after_failure: bool = False) -> dict[str, Any]:
+        """Return optimizer, schedule, the generator at the start of the epoch, and its losses."""
+        return {
+            "settings": self._fixed_settings,
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "generator": self._at_start if self._losses else self.generator.bit_generator.state,
+            "metrics": self.metrics,
+            "losses": torch.stack(self._losses).cpu() if self._losses else torch.zeros(0),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
+        """Load a state of the same settings, in the middle of an epoch too."""
         saved, _ = translate(WaypointSFTConfig, state["settings"])  # may be written by an earlier version
-        for name, value in settings.items():
+        for name, value in self._fixed_settings.items():
             if saved.get(name) != value:
-                raise InputError(f"resume: {resume_from} was trained with {name} {saved.get(name)}")
-        checkpoint.load_weights(model, checkpoint.load_part(resume_from, checkpoint.MODEL), resume_from)
-        optimizer.load_state_dict(state["optimizer"])
-        schedule.load_state_dict(state["schedule"])
-        generator.bit_generator.state = state["generator"]
-        metrics, losses = state["metrics"], list(state["losses"].to(device))
-    for epoch in range(len(metrics) + 1, config.num_epochs + 1):
-        at_start = generator.bit_generator.state
-        parts = np.array_split(generator.permutation(training), per_epoch)
-        try:
-            model.train()
-            for rows in parts[len(losses) :]:
-                raise_if_stopped()
-                predicted = model.normalized(model.encode(_observation(recording, rows, device)))
-                loss = torch.nn.functional.smooth_l1_loss(predicted, target[torch.as_tensor(rows, device=device)])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                losses.append(loss.detach())
-            entry = {"epoch": epoch, "loss": float(torch.stack(losses).mean())}
-            if len(held_out):
-                entry["ade"], entry["fde"] = _validate(model.eval(), recording, held_out, device)
-        except Stopped:
-            state = {
-                "settings": settings,
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "generator": at_start,
-                "metrics": metrics,
-                "losses": torch.stack(losses).cpu() if losses else torch.zeros(0),
-            }
-            weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-            updates = (epoch - 1) * per_epoch + len(losses)
-            path = checkpoint.save_checkpoint(Path(config.output_dir), updates, weights, state, {})
-            log.warning("stopped in epoch %d: saved %s; --auto-resume continues", epoch, path)
-            raise
-        losses = []
-        metrics.append(entry)
-        log.info("epoch %d: %s", epoch, ", ".join(f"{name} {value:.4g}" for name, value in entry.items()))
-    model.eval()
-    return metrics
+                raise InputError(f"resume: {folder} was trained with {name} {saved.get(name)}, not {value}")
+        checkpoint.load_weights(self.model, checkpoint.load_part(folder, checkpoint.MODEL), folder)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.generator.bit_generator.state = state["generator"]
+        self.metrics, self._losses = state["metrics"], list(state["losses"].to(self.device))
 
 
 @torch.inference_mode()
