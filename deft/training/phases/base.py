@@ -143,7 +143,7 @@ class BaseRLTrainer(Loop):
             if model.tokenizer_weights not in (None, config.tokenizer_weights):
                 raise InputError(
                     f"tokenizer_weights: {model.tokenizer_weights} differs from the resumed run's "
-                    f"{config.tokenizer_weights}; leave it out"
+                    f"{config.tokenizer_weights or 'own'}; leave it out"
                 )
             return config
         config = read_f1_config(model.config_file)
