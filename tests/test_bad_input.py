@@ -773,7 +773,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "one environment twice": (lambda _: wrap([Counting()] * 2), r"the same environment object was given twice"),
     "the algorithm of another policy": (
         lambda path: Trainer(*(lambda a, b: (a.policy, a.env, b.algorithm))(*_two_trainers(path))),
-        r"the algorithm trains another policy",
+        r"trains another policy object",
     ),
     "a setting that Trainer lacks": (
         lambda path: trainer_with(path, Counting(), eval_frequency=3),

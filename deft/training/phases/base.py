@@ -63,7 +63,7 @@ class BaseRLTrainer(Loop):
     """Files that a checkpoint needs beside weights and training state."""
     shown: ClassVar[tuple[str, ...]] = ("loss",)
     """Metrics in the progress bar."""
-    is_sharded: bool = False  # type: ignore[assignment]
+    is_sharded: bool = False
 
     def __init__(self, config: PhaseConfig, policy: F1Policy | None = None) -> None:
         self.config, self.training = config, config.training

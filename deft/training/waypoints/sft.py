@@ -35,14 +35,7 @@ from deft.training.lifecycle import Run, RunSpec
 from deft.training.loop import Intervals, Loop, Metrics
 
 CHUNK = 512  # decisions that are validated together
-FREE = (
-    "output_dir",
-    "device",
-    "threads",
-    "resume",
-    "auto_resume",
-    "overwrite",
-)  # settings that a resumed run may change
+FREE = ("output_dir", "device", "threads", "resume", "auto_resume", "overwrite")  # a resumed run may change them
 
 
 def train_sft(config: WaypointSFTConfig, logging_config: LoggingConfig | None = None) -> dict[str, Any]:

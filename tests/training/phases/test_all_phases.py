@@ -124,7 +124,7 @@ def test_runs_of_another_kind_are_left_alone(whole, model_file, tmp_path):
     assert (tmp_path / "config.yaml").read_text() == "env:\n  id: CartPole-v1\n"
     config = phase_settings(whole_config(tmp_path / "other", model_file), "teacher", tmp_path)
     config.teacher.output_dir, config.run.auto_resume = str(whole[0]), False
-    with pytest.raises(InputError, match="is a folder of `deft train all`"):
+    with pytest.raises(InputError, match="holds a run of `deft train all`"):
         TeacherTrainer(config)
 
 

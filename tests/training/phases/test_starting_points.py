@@ -180,7 +180,7 @@ def test_an_explorer_that_codes_frames_otherwise_is_refused(tmp_path):
 @pytest.mark.parametrize("run", [{"auto_resume": True}, {"overwrite": True}, {}])
 def test_a_folder_of_another_phase_is_left_alone(tmp_path, run):
     (tmp_path / "config.yaml").write_text("phase: all\n")
-    with pytest.raises(InputError, match="is a folder of `deft train all`"):
+    with pytest.raises(InputError, match="holds a run of `deft train all`"):
         TeacherTrainer(panning_config(tmp_path, **run))
     assert (tmp_path / "config.yaml").read_text() == "phase: all\n"
 
@@ -189,7 +189,7 @@ def test_nor_does_a_run_go_on_into_a_folder_of_another_phase(tmp_path, teacher_r
     shutil.copytree(teacher_run, tmp_path / "own")
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "config.yaml").write_text("phase: all\n")
-    with pytest.raises(InputError, match="is a folder of `deft train all`"):
+    with pytest.raises(InputError, match="holds a run of `deft train all`"):
         TeacherTrainer(panning_config(tmp_path / "all", resume=str(tmp_path / "own")))
 
 
