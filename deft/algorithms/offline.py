@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -27,6 +27,20 @@ class OfflineAlgorithm(Algorithm):
     """Whether `step` may be recorded as a CUDA graph: it never waits for the device, nor decides by its values."""
     period: int = 1
     """After how many steps the same operations come again; a recording holds as many."""
+
+    @property
+    def held_out_fraction(self) -> float:
+        """The fraction of the episodes that is held out of training, for `validate`."""
+        return 0.0
+
+    @property
+    def patience(self) -> int:
+        """Validations without a lower loss after which training ends; 0: it does not end early."""
+        return 0
+
+    def validate(self, batches: Sequence[Mapping[Any, Any]]) -> Metrics:
+        """Return losses on held-out batches, `bc_loss` among them; called if `held_out_fraction` is not 0."""
+        raise TypeError(f"{type(self).__name__} does not define validate")
 
     @property
     def experience(self) -> Experience:

@@ -24,7 +24,7 @@ from deft.runs import checkpoint
 from deft.runs.policies import build_offline_policy, load_policy_weights
 from deft.runs.random_state import seed_everything
 from deft.training.offline import OfflineTrainer
-from deft.training.offline_run import build_offline_trainer, with_its_split
+from deft.training.offline_run import build_offline_trainer
 
 Data: TypeAlias = OfflineReplayBuffer | Dataset | str | Path
 Config: TypeAlias = OfflineRLConfig | OfflineRunConfig | None
@@ -132,8 +132,6 @@ class OfflineRLTrainer:
         name = buffer.source if isinstance(buffer, OfflineReplayBuffer) else buffer
         if isinstance(name, str | Path):
             self.config = replace(self.config, **{"dataset.path": str(name)})  # for who resumes from the command line
-        if self._loaded_from is not None and self._loaded_from.is_dir():
-            self.config = with_its_split(self.config, checkpoint.find_checkpoint(self._loaded_from))
         trainer = build_offline_trainer(self.config, dataset, self._policy, self._env, self._spaces)
         if self._loaded_from is not None:
             trainer.load(self._loaded_from)

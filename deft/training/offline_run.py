@@ -10,15 +10,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import torch
 
 from deft.algorithms.registry import OFFLINE_ALGORITHMS
-from deft.algorithms.sft import SFT
-from deft.config.loading import read_mapping, replace, to_dict
+from deft.config.loading import replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset, normalized_score
@@ -30,9 +28,9 @@ from deft.errors import InputError
 from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.normalization import has_seen_data, normalizers
 from deft.models.policy import Policy
-from deft.runs import checkpoint, sharding
+from deft.runs import sharding
 from deft.runs.compute import choose_device
-from deft.runs.directory import CONFIG_FILE, place_run, run_opener
+from deft.runs.directory import place_run, run_opener
 from deft.runs.logging import logged_from_start
 from deft.runs.policies import build_offline_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
@@ -80,8 +78,6 @@ def build_offline_trainer(
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
     config = use_policy_section(config, policy, resume_from)
-    if resume_from is not None:
-        config = with_its_split(config, resume_from)
     check_heads(config, resume_from or config.model_path)
     seed_everything(config.seed)
     check_extras(config.logging)
@@ -144,11 +140,11 @@ def build_offline_trainer(
     acts = processes.is_first and evaluator is not None
     acting = sharding.shard_policy(policy, processes, device, acts) if shards else None
     algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
-    validation, learned_from, cache_bytes = None, dataset, int(config.dataset.cache_gb * 2**30)
-    if isinstance(algorithm, SFT):
-        learned_from, kept, held_out = split(dataset, algorithm.settings.val_fraction, config.seed)
-        if kept is not None:
-            validation = make_validation(algorithm, kept, held_out, config.seed, device, cache_bytes)
+    cache_bytes = int(config.dataset.cache_gb * 2**30)
+    learned_from, kept, held_out = split(dataset, algorithm.held_out_fraction, config.seed)
+    validation = None
+    if kept is not None:
+        validation = make_validation(algorithm, kept, held_out, config.seed, device, cache_bytes)
     sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
     is_trained = starts_from is not None and not any(True for _ in normalizers(policy))
     fresh = resume_from is None and not is_trained and not has_seen_data(policy)
@@ -174,18 +170,6 @@ def build_offline_trainer(
     if resume_from is not None:
         trainer.load(resume_from)
     return trainer
-
-
-def with_its_split(config: OfflineRunConfig, resume_from: Path) -> OfflineRunConfig:
-    """The config of a resumed run; SFT of a version without `val_fraction` continues to train on all episodes."""
-    if config.algorithm.name != "sft":
-        return config
-    file = resume_from.parent / CONFIG_FILE
-    saved = read_mapping(file) if file.is_file() else checkpoint.load_training_state(resume_from).get("config") or {}
-    if "val_fraction" in saved.get("algorithm", {}).get("cfg", {}):
-        return config
-    log.info("%s held no episodes out, and the resumed run holds none out (val_fraction 0)", resume_from)
-    return replace(config, **{"algorithm.cfg.val_fraction": 0.0, "algorithm.cfg.early_stopping": 0})
 
 
 def _told(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.sft import SFT
+from deft.algorithms.offline import OfflineAlgorithm
 from deft.data.datasets.dataset import Dataset
 from deft.data.datasets.views import EpisodeSubset, validation_episodes
 from deft.data.streaming import episode_bytes
@@ -92,13 +92,18 @@ def split(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
 
 
 def make_validation(
-    algorithm: SFT, dataset: Dataset, held_out: np.ndarray, seed: int, device: torch.device, cache_bytes: int
+    algorithm: OfflineAlgorithm,
+    dataset: Dataset,
+    held_out: np.ndarray,
+    seed: int,
+    device: torch.device,
+    cache_bytes: int,
 ) -> Validation:
     """The validation of an algorithm on held-out episodes."""
     row_bytes = max(1, int(episode_bytes(dataset).sum()) // len(dataset))
     count = max(1, min(len(dataset), MOST_TRANSITIONS, MOST_BYTES // row_bytes))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
     sampler = algorithm.make_sampler(dataset, seed, device, cache_bytes)
-    size = max(1, algorithm.settings.batch_size // algorithm.settings.gradient_accumulation)
+    size = max(1, algorithm.settings.batch_size // getattr(algorithm.settings, "gradient_accumulation", 1))
     batches = [sampler.gather(chosen[start : start + size]) for start in range(0, count, size)]
-    return Validation(lambda: algorithm.validate(batches), held_out, algorithm.settings.early_stopping, seed)
+    return Validation(lambda: algorithm.validate(batches), held_out, algorithm.patience, seed)
