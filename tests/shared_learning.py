@@ -53,7 +53,7 @@ def one_update(name: str, processes: Processes) -> dict[str, Tensor]:
         batches = [{key: value[part] for key, value in transitions().items()} for _ in range(2)]
     if processes.count > 1:
         algorithm.share(processes)
-        processes.equalize(policy)
+        processes.broadcast_module(policy)
     for batch in batches:
         algorithm.update(iter([batch]))
     state = dict(policy.state_dict())
@@ -148,8 +148,8 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
     optimizer = setup_optimizer(policy, 1e-3, 0.0)
     if start is not None:
         saved = torch.load(start, weights_only=False)
-        sharding.load_whole_weights(policy, saved["weights"])
-        sharding.load_whole_moments(optimizer, saved["moments"])
+        sharding.load_full_weights(policy, saved["weights"])
+        sharding.load_full_optimizer_state(optimizer, saved["moments"])
     for step in range(num_steps):
         batch = {name: value[:, processes.rank :: processes.count] for name, value in f1_batch(3, 6, seed=step).items()}
         memory = policy.initial_memory(6 // processes.count)
@@ -157,7 +157,7 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
         policy(batch, memory_state=memory)["loss"].backward()
         optimizer.step()
     share = sharding.local_bytes(policy) / share
-    weights, moments = sharding.whole_weights(policy), sharding.whole_moments(optimizer, processes.is_first)
+    weights, moments = sharding.full_weights(policy), sharding.full_optimizer_state(optimizer, processes.is_first)
     return {"weights": weights, "moments": moments, "share": share}
 
 

@@ -32,8 +32,8 @@ class SharedTraining(Protocol):
         """The sum over the processes, in place."""
         ...
 
-    def largest(self, value: float, device: Any) -> float:
-        """The largest of the processes' values."""
+    def maximum(self, value: float, device: Any) -> float:
+        """Return the maximum of the processes' values."""
         ...
 
     def merge_statistics(self, module: nn.Module) -> None:

@@ -303,7 +303,7 @@ class GRPO(Algorithm):
         return rows[: -int(self._largest(-len(rows)))]
 
     def _largest(self, value: float) -> float:
-        return value if self.processes is None else self.processes.largest(value, self.device)
+        return value if self.processes is None else self.processes.maximum(value, self.device)
 
     @staticmethod
     def _kl(losses: list[Metrics]) -> float:

@@ -182,7 +182,7 @@ class PPO(Algorithm):
     def _is_stale(self, rollout: TensorDictBase) -> bool:
         """Whether an older policy acted, in any process: what goes through weights that are shared out, does in all."""
         stale = bool((rollout[schema.POLICY_VERSION] != self.version).any())
-        return stale if self.processes is None else bool(self.processes.largest(float(stale), self.device))
+        return stale if self.processes is None else bool(self.processes.maximum(float(stale), self.device))
 
     @torch.no_grad()
     def _weigh_behavior(self, rollout: TensorDict) -> bool:

@@ -381,7 +381,7 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Pa
     """Load weights into a module, strict about keys and shapes, naming what does not fit."""
     weights = check_weights(module, weights, source)
     if sharding.is_sharded(module):
-        sharding.load_whole_weights(module, weights)
+        sharding.load_full_weights(module, weights)
     else:
         module.load_state_dict(weights)
 

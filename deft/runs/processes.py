@@ -1,7 +1,7 @@
-"""Several processes that train one model, as `accelerate launch` or `torchrun` start them: equal weights in all.
+"""The processes that train one model together, as `accelerate launch` or `torchrun` start them.
 
-Each process has its own episodes. Gradients are averaged after every backward pass, whatever was called to make them,
-so that no way of calling the model can leave them apart.
+All have the same weights, and each has its own episodes. Gradients are averaged after every backward pass, whichever
+method of the model was called, so that the weights stay equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATIENCE = timedelta(hours=12)
 
 
 class Processes:
-    """This process among those of the run; alone where nothing launched it with others."""
+    """This process and the others of its run; there are none unless a launcher started several."""
 
     def __init__(self) -> None:
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
@@ -32,7 +32,7 @@ class Processes:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.count > 1 else 0
         self._opened = False
         self._device = torch.device("cpu")
-        self._seen: dict[str, Tensor] = {}  # by normaliser, the sums that all processes had after the last merge
+        self._merged: dict[str, Tensor] = {}  # by normaliser, the sums after the last merge
 
     @property
     def is_first(self) -> bool:
@@ -40,7 +40,7 @@ class Processes:
         return self.rank == 0
 
     def device(self, device: torch.device) -> torch.device:
-        """The device of this process: on a machine with several GPUs each has its own."""
+        """Return the device of this process: on a machine with several GPUs each process has its own."""
         if self.count > 1 and device.type == "cuda" and device.index is None:
             return torch.device("cuda", self.local_rank)
         return device
@@ -51,14 +51,14 @@ class Processes:
         return max(1, available_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
     def open(self, device: torch.device) -> None:
-        """Meet the others."""
+        """Initialise the process group."""
         self._device = device
         if self.count > 1 and not distributed.is_initialized():
             distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
             self._opened = True
 
     def close(self) -> None:
-        """Part from them."""
+        """Destroy the process group."""
         if self._opened and distributed.is_initialized():
             distributed.destroy_process_group()
             self._opened = False
@@ -71,7 +71,7 @@ class Processes:
                 tensor /= self.count
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of the processes' tensors, in place."""
+        """Sum a tensor over the processes, in place."""
         if self.count > 1:
             distributed.all_reduce(tensor)
         return tensor
@@ -89,8 +89,8 @@ class Processes:
             gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
             start += gradient.numel()
 
-    def largest(self, value: float, device: torch.device) -> float:
-        """The largest of the processes' values."""
+    def maximum(self, value: float, device: torch.device) -> float:
+        """Return the maximum of the processes' values."""
         if self.count == 1:
             return value
         tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
@@ -98,25 +98,25 @@ class Processes:
         return float(tensor)
 
     def total(self, value: float, device: torch.device) -> float:
-        """The sum of the processes' values."""
+        """Return the sum of the processes' values."""
         return float(self.sum(torch.tensor(float(value), dtype=torch.float64, device=device)))
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, by rank, in all."""
+        """Return the values of all processes, by rank."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
         distributed.all_gather_object(values, value)
         return values
 
-    def wait(self) -> None:
-        """Until all are here."""
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
         if self.count > 1:
             distributed.barrier()
 
     @torch.no_grad()
-    def equalize(self, module: nn.Module) -> None:
-        """Give every process the first one's weights and statistics; weights that are shared out are its already."""
+    def broadcast_module(self, module: nn.Module) -> None:
+        """Broadcast the first process's weights and statistics; sharded parameters are left as they are."""
         if self.count > 1:
             for tensor in module.state_dict().values():
                 if not isinstance(tensor, DTensor):
@@ -124,16 +124,16 @@ class Processes:
             self.remember_statistics(module)
 
     def remember_statistics(self, module: nn.Module) -> None:
-        """That all processes have these statistics now: what each observes from here on is added to them."""
+        """Note that all processes have these statistics: `merge_statistics` adds what each observes from here on."""
         if self.count > 1:
-            self._seen = {name: _sums(part) for name, part in normalizers(module)}
+            self._merged = {name: _sums(part) for name, part in normalizers(module)}
 
     @torch.no_grad()
     def merge_statistics(self, module: nn.Module) -> None:
-        """Give every process the running statistics over what all of them observed.
+        """Merge running statistics over what all processes observed.
 
-        A normaliser's sums (n, Σx, Σx²) are those that all had after the last merge, plus what each has added since.
-        Frozen statistics are equal in all processes, and stay bit for bit.
+        The sums of a normaliser (n, Σx, Σx²) are those of the last merge, plus what each process has added since.
+        Frozen statistics are equal in all processes, and do not change.
         """
         if self.count == 1:
             return
@@ -141,15 +141,15 @@ class Processes:
             if part.frozen:
                 continue
             sums = _sums(part)
-            before = self._seen.get(name, torch.zeros_like(sums))
+            before = self._merged.get(name, torch.zeros_like(sums))
             sums = before + self.sum((sums - before).to(self._device)).to(before)
-            self._seen[name] = sums
+            self._merged[name] = sums
             if sums[0] > 0:
                 mean, squares = (sums[1:] / sums[0]).view(2, *part.mean.shape)
                 part.set_statistics(mean, (squares - mean.square()).clamp(min=0), sums[0])
 
-    def share(self, value: Any) -> Any:
-        """The first process's value, in all."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the first process's value."""
         if self.count == 1:
             return value
         box = [value]
@@ -158,7 +158,7 @@ class Processes:
 
 
 class SilentLogger(contextlib.AbstractContextManager):
-    """A run's logger in the processes that write nothing."""
+    """The logger of the processes that write nothing."""
 
     mean_reward: float | None = None
 
@@ -184,7 +184,7 @@ class SilentLogger(contextlib.AbstractContextManager):
         """Nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing was seen."""
+        """Nothing was logged."""
         return {"window": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,6 +192,6 @@ class SilentLogger(contextlib.AbstractContextManager):
 
 
 def _sums(part: RunningNormalizer) -> Tensor:
-    """n, Σx and Σx² of all that was observed."""
+    """Return n, Σx and Σx² of all observations."""
     mean, count = part.mean.flatten(), part.count
     return torch.cat([count.view(1), count * mean, count * (part.variance.flatten() + mean.square())])

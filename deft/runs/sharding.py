@@ -1,8 +1,8 @@
-"""A policy whose weights, gradients and optimizer moments are shared out among processes (FSDP), for large models.
+"""Policies whose parameters, gradients and optimizer state are sharded among processes (FSDP), for large models.
 
-Each process keeps 1/n of every weight between two passes and gathers the whole for the time of a pass; gradients come
-back averaged. `deft.training.phases.base` and the builders of runs shard where `fsdp` says so, before the optimizer is
-made, a policy that all processes have alike.
+Each process keeps 1/n of every parameter between two passes and gathers the whole during a pass. Gradients
+are averaged. The builders of runs shard a policy, equal in all processes, where `fsdp` is set, before they create the
+optimizer.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from deft.models.policy import Policy
 from deft.runs.processes import Processes
 
 log = logging.getLogger(__name__)
-ONE_PROCESS = "fsdp: one process has nothing to share out; start several: accelerate launch --multi_gpu, or torchrun"
-NOT_SAVED = "nothing was saved after the failure: the weights are shared out, and other processes may be gone"
-NOT_COMPILED = "fsdp: not with compile, which wants the weights whole; leave one of them out"
-WHO_CAN = "`deft train ppo`, `sft` and `teacher` have it"
-PASSES = ("evaluate_actions", "imitation")  # of a policy, by which algorithms use its weights
+ONE_PROCESS = "fsdp: one process has nothing to shard; start several: accelerate launch --multi_gpu, or torchrun"
+NOT_SAVED = "nothing was saved after the failure: the parameters are sharded, and other processes may be gone"
+NOT_COMPILED = "fsdp: not with compile, which needs whole weights; leave one of them out"
+WHO_CAN = "`deft train ppo`, `sft` and `teacher` support it"
+PASSES = ("evaluate_actions", "imitation")  # the methods of a policy by which algorithms use its weights
 
 
-def asks_for_shards(fsdp: bool, name: str, can_shard: bool, processes: Processes) -> bool:
-    """Whether the weights of a run are to be shared out; refuses an algorithm that cannot train them so."""
+def should_shard(fsdp: bool, name: str, can_shard: bool, processes: Processes) -> bool:
+    """Whether the parameters of a run are sharded; an error if the algorithm cannot train them so."""
     if fsdp and not can_shard:
-        raise InputError(f"fsdp: {name} keeps its weights whole; {WHO_CAN}")
+        raise InputError(f"fsdp: {name} does not support it; {WHO_CAN}")
     if fsdp and processes.count == 1:
         log.warning(ONE_PROCESS)
     return fsdp and processes.count > 1
 
 
 def shard_policy(policy: Policy, processes: Processes, device: torch.device, acts: bool = True) -> WholeCopy:
-    """Share out a policy's weights, those of the first process; returns the copy that acts in its place.
+    """Shard a policy with the weights of the first process; return the copy that acts in its place.
 
     The layers that a VLA model names (`gathered_layers`) are gathered one at a time, all else together. `acts`: whether
     this process needs the copy.
@@ -61,18 +61,18 @@ def shard_policy(policy: Policy, processes: Processes, device: torch.device, act
     # FSDP warns of changing in place what a policy returns; algorithms do not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     shard(policy, processes, device, passes=passes, modules=() if layers is None else layers())
-    load_whole_weights(policy, weights)
+    load_full_weights(policy, weights)
     return acting
 
 
 class WholeCopy:
-    """A copy of a policy that is shared out, with whole weights: it acts without a word to the other processes.
+    """A copy of a sharded policy with whole weights: it acts without the other processes.
 
     They may act a different number of times. Between `take` and `free` it holds all weights; all processes call these.
     """
 
     def __init__(self, policy: Policy, device: torch.device, keeps: bool = True) -> None:
-        """Of a policy that is still whole; where it does not `keeps`, this process only gives its part."""
+        """Copy a policy that is not sharded yet; without `keeps` this process only contributes its shards."""
         empty = {
             id(parameter): nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
             for parameter in policy.parameters()
@@ -82,7 +82,7 @@ class WholeCopy:
 
     @torch.no_grad()
     def take(self) -> None:
-        """The learner's weights and statistics of now."""
+        """Gather the current weights and statistics of the sharded policy."""
         reshard(self.learner)
         for own, source in zip(self.policy.parameters(), self.learner.parameters(), strict=True):
             gathered = whole(source.detach())
@@ -95,7 +95,7 @@ class WholeCopy:
                 module.is_unit = learned.is_unit
 
     def free(self) -> None:
-        """Give back the memory of the weights."""
+        """Free the memory of the weights."""
         for parameter in self.policy.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
@@ -109,10 +109,10 @@ def shard(
     passes: Iterable[str] = (),
     modules: Iterable[nn.Module] = (),
 ) -> nn.Module:
-    """Share out the weights of a policy, in place; alone, it stays as it is.
+    """Shard the parameters of a policy, in place; with one process it stays as it is.
 
-    Modules of the types `units`, and `modules`, are gathered one at a time, all else together. `ignored` stay whole in
-    all processes. `passes`: the methods beside `forward` that use the weights.
+    Modules of the types `units`, and `modules`, are gathered one at a time, all else together. Parameters in `ignored`
+    are not sharded. `passes`: the methods beside `forward` that use the weights.
     """
     if processes.count == 1:
         return policy
@@ -127,46 +127,46 @@ def shard(
 
 
 def reshard(policy: nn.Module) -> None:
-    """Let go of what a pass without gradients gathered: until then changes of a weight would be lost."""
+    """Free what a pass without gradients gathered: until then changes of a parameter would be lost."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def is_sharded(policy: nn.Module) -> bool:
-    """Whether the policy's weights are shared out."""
+    """Whether the policy's parameters are sharded."""
     return are_sharded(policy.parameters())
 
 
 def local_parts(policy: nn.Module) -> Iterator[Tensor]:
-    """What this process has of every weight."""
+    """Yield this process's shard of every parameter."""
     for parameter in policy.parameters():
         yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def are_finite(policy: nn.Module, processes: Processes, device: torch.device) -> bool:
-    """Whether all weights are numbers; where they are shared out all processes call it, and look at their parts."""
+    """Whether all weights are finite; with sharded parameters all processes call it, and check their shards."""
     finite = all(bool(torch.isfinite(part).all()) for part in local_parts(policy))
-    return not processes.largest(float(not finite), device) if is_sharded(policy) else finite
+    return not processes.maximum(float(not finite), device) if is_sharded(policy) else finite
 
 
 def local_bytes(policy: nn.Module) -> int:
-    """What the weights take in this process between two passes."""
+    """Return the bytes of the parameters in this process between two passes."""
     return sum(part.numel() * part.element_size() for part in local_parts(policy))
 
 
-def whole_weights(policy: nn.Module) -> dict[str, Any]:
-    """All weights on the CPU, in the first process; the others call it too, and get nothing."""
+def full_weights(policy: nn.Module) -> dict[str, Any]:
+    """Return all weights on the CPU, in the first process; the others call it too, and get nothing."""
     return dict(get_model_state_dict(policy, options=_whole()))
 
 
-def load_whole_weights(policy: nn.Module, weights: dict[str, Any]) -> None:
-    """Share out weights that the first process has; the number of processes they were saved by does not matter."""
+def load_full_weights(policy: nn.Module, weights: dict[str, Any]) -> None:
+    """Shard weights that the first process has; they may have been saved by another number of processes."""
     set_model_state_dict(policy, weights, options=_whole())
 
 
-def whole_moments(optimizer: torch.optim.Optimizer, is_first: bool) -> dict[str, Any]:
-    """The optimizer's state as one process would have it, on the CPU of the first; all call it."""
+def full_optimizer_state(optimizer: torch.optim.Optimizer, is_first: bool) -> dict[str, Any]:
+    """Return the optimizer's state as one process would have it, on the CPU of the first; all call it."""
     state = optimizer.state_dict()
     gathered: dict[int, dict[str, Any]] = {}
     for index, values in state["state"].items():
@@ -177,8 +177,8 @@ def whole_moments(optimizer: torch.optim.Optimizer, is_first: bool) -> dict[str,
     return {**state, "state": gathered}
 
 
-def load_whole_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The inverse of `whole_moments`: each process has the whole state and keeps its part."""
+def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a `full_optimizer_state`: each process has the whole state and keeps its shard."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = {
         index: {name: _part(value, parameters[index]) for name, value in values.items()}
@@ -195,6 +195,6 @@ def _part(value: Any, parameter: Tensor) -> Any:
 
 
 def _whole() -> StateDictOptions:
-    """All of it on the CPU, from and to the first process."""
+    """Return options for a full state on the CPU, from and to the first process."""
     together = torch.distributed.is_initialized()
     return StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=together)

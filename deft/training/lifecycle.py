@@ -103,7 +103,7 @@ class Run:
         with stop, threads, lock, self._open_log() as self.log:
             try:
                 self._start()
-                if loop.is_evaluated and (loop.evaluates_first or self.processes.share(self.owes_evaluation)):
+                if loop.is_evaluated and (loop.evaluates_first or self.processes.broadcast(self.owes_evaluation)):
                     self.save_and_evaluate()
                 while not self._is_over():
                     self._step()
@@ -138,7 +138,7 @@ class Run:
             # Whatever the process drew before does not matter.
             seed_everything(process_seed(self.seed, self.processes.rank))
         for module in loop.modules:
-            self.processes.equalize(module)
+            self.processes.broadcast_module(module)
         loop.begin()
 
     def _open_log(self) -> RunLogger:
@@ -183,7 +183,7 @@ class Run:
 
     def _stops(self) -> bool:
         """Whether a stop was requested, of any process."""
-        return bool(self.processes.largest(float(self.stop()), self.loop.device))
+        return bool(self.processes.maximum(float(self.stop()), self.loop.device))
 
     def _is_over(self) -> bool:
         """Whether the loop ends here, in all processes or in none."""
@@ -229,8 +229,8 @@ class Run:
             if self.processes.is_first:
                 best = self._record(self.loop.start_evaluation(video))
                 self.evaluated_at, self.owes_evaluation = self.loop.global_step, False
-        self.evaluated_at, self.owes_evaluation = self.processes.share((self.evaluated_at, self.owes_evaluation))
-        if not self.processes.share(self._is_on_disk()):  # the directory was removed during the evaluation
+        self.evaluated_at, self.owes_evaluation = self.processes.broadcast((self.evaluated_at, self.owes_evaluation))
+        if not self.processes.broadcast(self._is_on_disk()):  # the directory was removed during the evaluation
             self.loop.save()
         self._mark_and_prune(best)
 
@@ -256,7 +256,7 @@ class Run:
 
     def is_unsaved(self) -> bool:
         """Whether something happened since the latest checkpoint, or it was removed."""
-        return bool(self.processes.share(not self.is_saved or self.loop.is_midway or not self._is_on_disk()))
+        return bool(self.processes.broadcast(not self.is_saved or self.loop.is_midway or not self._is_on_disk()))
 
     def _is_on_disk(self) -> bool:
         return (self.directory / f"checkpoint-{self.loop.checkpoint_step}").exists()
@@ -295,11 +295,11 @@ class Run:
                 if not is_first:
                     part = {**loop.process_state(state), "random": get_random_state()}
                     checkpoint.write_process_part(folder, step, self.processes.rank, part)
-                self.processes.wait()
+                self.processes.barrier()
             if is_first:
                 written = self._write(folder, name, step, {**state, **self._state(count)}, weights, has_parts)
             if count > 1:
-                self.processes.wait()
+                self.processes.barrier()
         if path is None:
             self.is_saved = True
         return written

@@ -312,7 +312,7 @@ class OfflineTrainer(Loop):
 
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's, whole."""
-        return sharding.whole_weights(self.policy) if self.is_sharded else self.policy.state_dict()
+        return sharding.full_weights(self.policy) if self.is_sharded else self.policy.state_dict()
 
     def state_dict(self, after_failure: bool = False) -> dict[str, Any]:
         """Return algorithm, sampler, validation and counters, and what identifies the dataset."""

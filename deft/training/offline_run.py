@@ -74,9 +74,9 @@ def build_offline_trainer(
     device = processes.device(choose_device(config.device))
     processes.open(device)
     placed = place_run(config, subject) if processes.is_first else None
-    config, resume_from, replaces = processes.share(placed)
+    config, resume_from, replaces = processes.broadcast(placed)
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
-    shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
+    shards = sharding.should_shard(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
     config = use_policy_section(config, policy, resume_from)
     check_heads(config, resume_from or config.model_path)
     seed_everything(config.seed)

@@ -73,13 +73,13 @@ def build_trainer(
     device = processes.device(choose_device(config.device))
     processes.open(device)
     placed = place_run(config, config.env.id) if processes.is_first else None
-    config, resume_from, replaces = processes.share(placed)
+    config, resume_from, replaces = processes.broadcast(placed)
     beside = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
     if processes.count > 1 and beside and isinstance(config, ReplayRunConfig):
         name = config.algorithm.name.upper()
         raise InputError(f"max_staleness: {name} in several processes takes turns with its Ray workers; use 0")
     kind: Any = ONLINE_ALGORITHMS[config.algorithm.name]
-    shards = sharding.asks_for_shards(config.fsdp, config.algorithm.name, kind.can_shard, processes)
+    shards = sharding.should_shard(config.fsdp, config.algorithm.name, kind.can_shard, processes)
     if shards and getattr(config.algorithm.cfg, "compile", False):
         raise InputError(sharding.NOT_COMPILED)
     config = use_policy_section(config, policy, resume_from)

@@ -49,8 +49,8 @@ def test_alone_nothing_is_shared():
     weight.grad = torch.tensor([1.0, 3.0])
     processes.average_gradients([weight])
     assert weight.grad.tolist() == [1.0, 3.0]
-    assert processes.largest(3.0, torch.device("cpu")) == 3.0
-    assert processes.share("a") == "a"
+    assert processes.maximum(3.0, torch.device("cpu")) == 3.0
+    assert processes.broadcast("a") == "a"
 
 
 def test_statistics_are_over_all_that_the_processes_observed(monkeypatch):

@@ -38,13 +38,13 @@ def test_who_keeps_weights_whole_says_who_does_not(name, tmp_path, monkeypatch, 
 def test_one_process_is_told_that_there_is_nobody_to_share_with(caplog):
     processes = Processes()
     with caplog.at_level(logging.WARNING):
-        assert not sharding.asks_for_shards(False, "ppo", True, processes)
+        assert not sharding.should_shard(False, "ppo", True, processes)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert not sharding.asks_for_shards(True, "ppo", True, processes)
+        assert not sharding.should_shard(True, "ppo", True, processes)
     assert [record.message for record in caplog.records] == [sharding.ONE_PROCESS]
     processes.count = 2
-    assert sharding.asks_for_shards(True, "ppo", True, processes)
+    assert sharding.should_shard(True, "ppo", True, processes)
 
 
 def test_weights_of_several_types_and_compiled_ones_are_refused():

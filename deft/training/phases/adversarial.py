@@ -176,9 +176,9 @@ class AdversarialTrainer(WorldModelTrainer):
 
     def _look_for_a_collapse(self, held_out: float, spread: float, saturated: float, paid: float) -> None:
         """Of all processes alike: of each measure the one that is furthest from a collapse."""
-        spread, paid = (self.processes.largest(value, self.device) for value in (spread, paid))
+        spread, paid = (self.processes.maximum(value, self.device) for value in (spread, paid))
         try:
-            self.guard.check(held_out, spread, -self.processes.largest(-saturated, self.device), paid)
+            self.guard.check(held_out, spread, -self.processes.maximum(-saturated, self.device), paid)
         except Collapse as collapse:  # the iteration is counted, logged and saved first
             self.ends_with = collapse
 

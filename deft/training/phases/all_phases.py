@@ -56,7 +56,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
     processes = Processes()
     device = processes.device(choose_device(config.training.device))
     processes.open(device)  # before the phases do: they find it open, and leave it so
-    done: dict[str, Any] = {} if replaces else dict(processes.share(read_json(root / PROGRESS_FILE) or {}))
+    done: dict[str, Any] = {} if replaces else dict(processes.broadcast(read_json(root / PROGRESS_FILE) or {}))
     opened, collapse = False, None
     try:
         for phase in PHASES:
@@ -83,7 +83,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
                 write_json(done, root / PROGRESS_FILE)
                 (root / COMPARISON_FILE).unlink(missing_ok=True)  # of the phase as it was before it went on
                 write_report(root)
-            done = processes.share(done)
+            done = processes.broadcast(done)
         if processes.is_first and not (root / COMPARISON_FILE).is_file():
             compared = comparison(config, root, str(device))
             if "ended_early" in done["adversarial"]:

@@ -69,12 +69,12 @@ class BaseRLTrainer(Loop):
         self.config, self.training = config, config.training
         check_fsdp(config, self.phase, self.can_shard)
         processes = Processes()
-        self.is_sharded = sharding.asks_for_shards(config.training.fsdp, self.phase, self.can_shard, processes)
+        self.is_sharded = sharding.should_shard(config.training.fsdp, self.phase, self.can_shard, processes)
         self.device = processes.device(choose_device(config.training.device))
         processes.open(self.device)
         folder = Path(getattr(config, self.phase).output_dir)
         placed = self._place(folder) if processes.is_first else None
-        self.resume_from, replaces = processes.share(placed)
+        self.resume_from, replaces = processes.broadcast(placed)
         threads = Threads(thread_counts(self.training.threads, cores=processes.cores))
         on_start = directory_opener(folder, replaces, self._write_settings)
         spec = RunSpec(logging_config=config.logging, seed=config.training.seed, on_start=on_start, processes=processes)
@@ -249,7 +249,7 @@ class BaseRLTrainer(Loop):
             return None
         self._unfinished = (self.episode, metrics)
         self.episode += count
-        self.elapsed = self.processes.share(time.monotonic() - self._started)
+        self.elapsed = self.processes.broadcast(time.monotonic() - self._started)
         self._set_learning_rate()
         return metrics
 
@@ -387,7 +387,7 @@ class BaseRLTrainer(Loop):
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's, without adapters, which are files of their own."""
         if self.is_sharded:
-            return sharding.whole_weights(self.policy)
+            return sharding.full_weights(self.policy)
         return {name: value.detach().cpu().clone() for name, value in base_state_dict(self.policy).items()}
 
     def state_dict(self, after_failure: bool = False) -> dict[str, Any]:
@@ -409,7 +409,7 @@ class BaseRLTrainer(Loop):
         """Return the state of an optimizer, whole."""
         if optimizer is None or not self.is_sharded:
             return None if optimizer is None else optimizer.state_dict()
-        return sharding.whole_moments(optimizer, self.processes.is_first)
+        return sharding.full_optimizer_state(optimizer, self.processes.is_first)
 
     def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
         """Load the state; a trainer that was built from the checkpoint has its weights already."""
@@ -420,13 +420,13 @@ class BaseRLTrainer(Loop):
         if self.resume_from is None:
             loaded = load_f1_policy(self.policy.config, "cpu", checkpoint_path=folder).policy.state_dict()
             if self.is_sharded:
-                sharding.load_whole_weights(self.policy, loaded)
+                sharding.load_full_weights(self.policy, loaded)
             else:
                 self.policy.load_state_dict(loaded)
         self.episode, self.num_updates, self.elapsed = state["episode"], state["num_updates"], state["elapsed"]
         if self.optimizer is not None and self.scheduler is not None:
             try:
-                sharding.load_whole_moments(self.optimizer, state["optimizer"])
+                sharding.load_full_optimizer_state(self.optimizer, state["optimizer"])
             except ValueError:
                 raise InputError(
                     f"{folder}: other weights were trained in it; resume with the same settings of the model"

@@ -479,7 +479,7 @@ class ExplorerPPO(PPO):
             return cls(policy, settings, seed)
         device = policy.device
         average, seed = processes.average_gradients, process_seed(seed, processes.rank)
-        return cls(policy, settings, seed, average, lambda value: processes.largest(value, device))
+        return cls(policy, settings, seed, average, lambda value: processes.maximum(value, device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; a learning rate that was given anew since holds from here on."""

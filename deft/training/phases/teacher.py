@@ -143,7 +143,7 @@ class TeacherTrainer(WorldModelTrainer):
         if motion is None:
             return
         rows, times = batch.all_steps()
-        num_steps = int(self.processes.largest(len(rows), self.device)) * self.processes.count
+        num_steps = int(self.processes.maximum(len(rows), self.device)) * self.processes.count
         kept = times % math.ceil(num_steps / FITTED_STEPS) == 0
         steps = batch.steps(rows[kept], times[kept])
         memory = self.policy.initial_memory(int(kept.sum())) if self.policy.config.memory_enabled else None
@@ -157,7 +157,7 @@ class TeacherTrainer(WorldModelTrainer):
     def _drops_head(self) -> bool:
         """At random; alike in all processes where they gather weights for each picture together."""
         drops = bool(self.generator.random() < self.training.head_dropout)
-        return bool(self.processes.share(drops)) if self.is_sharded else drops
+        return bool(self.processes.broadcast(drops)) if self.is_sharded else drops
 
     # -- four ways to train on episodes --------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class TeacherTrainer(WorldModelTrainer):
             everything = everything.without_head()
         count = self.training.batch_size * self.training.bptt_length
         sums = Means()
-        for _ in range(math.ceil(int(self.processes.largest(batch.longest, self.device)) / self.training.bptt_length)):
+        for _ in range(math.ceil(int(self.processes.maximum(batch.longest, self.device)) / self.training.bptt_length)):
             rows = torch.as_tensor(self.generator.integers(len(everything.lengths), size=count))
             times = torch.as_tensor(self.generator.random(count) * everything.lengths[rows].numpy()).long()
             steps = everything.steps(rows, times)
@@ -204,7 +204,7 @@ class TeacherTrainer(WorldModelTrainer):
             shares = (change + change.mean()).clamp(min=1e-9).double().cpu().numpy()
             order = torch.as_tensor(self.generator.choice(len(rows), len(rows), p=shares / shares.sum()))
         size = self.training.batch_size * self.training.bptt_length
-        num_updates = math.ceil(int(self.processes.largest(len(rows), self.device)) / size)
+        num_updates = math.ceil(int(self.processes.maximum(len(rows), self.device)) / size)
         sums = Means()
         for part in torch.tensor_split(order, num_updates):
             steps = batch.steps(rows[part], times[part], motion_only=True)
@@ -348,9 +348,9 @@ class TeacherTrainer(WorldModelTrainer):
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
         if self.motion_optimizer is not None and state["motion_optimizer"] is not None:
-            sharding.load_whole_moments(self.motion_optimizer, state["motion_optimizer"])
+            sharding.load_full_optimizer_state(self.motion_optimizer, state["motion_optimizer"])
         if self.memory_optimizer is not None and state.get("memory_optimizer") is not None:
-            sharding.load_whole_moments(self.memory_optimizer, state["memory_optimizer"])
+            sharding.load_full_optimizer_state(self.memory_optimizer, state["memory_optimizer"])
         if self.training.overlap and self.training.dataset is None:
             log.info("collected in other processes: the run continues with new scenes, not bit for bit")
 

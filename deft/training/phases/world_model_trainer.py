@@ -46,7 +46,7 @@ class WorldModelTrainer(BaseRLTrainer):
         if has_memory:
             memory.update(self.policy.initial_memory(len(batch.lengths)))
         sums = Means()
-        for start in range(0, int(self.processes.largest(batch.longest, self.device)), self.training.bptt_length):
+        for start in range(0, int(self.processes.maximum(batch.longest, self.device)), self.training.bptt_length):
             found = batch.chunk(start, self.training.bptt_length)
             is_spare = found is None  # other processes have longer episodes: their gradients are waited for
             chunk, rows = found if found is not None else batch.chunk(0, 1)  # type: ignore[misc]
@@ -112,7 +112,7 @@ class WorldModelTrainer(BaseRLTrainer):
         """The rows in as many parts as are asked for, and as all processes have rows for."""
         count = min(self.training.gradient_accumulation, num_rows)
         if self.training.gradient_accumulation > 1:
-            count = -int(self.processes.largest(-count, self.device))
+            count = -int(self.processes.maximum(-count, self.device))
         ends = [num_rows * number // count for number in range(count + 1)]
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 

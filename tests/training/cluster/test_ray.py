@@ -183,7 +183,7 @@ def test_bad_settings_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="CPUs do not fit the cluster's 4"):
         build(tmp_path, cluster__worker_cpus=3.0)
     monkeypatch.setattr(Processes, "open", lambda *_: None)
-    monkeypatch.setattr(Processes, "share", lambda self, value: value)
+    monkeypatch.setattr(Processes, "broadcast", lambda self, value: value)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="max_staleness: SAC in several processes takes turns with its Ray workers"):
         build(tmp_path, "sac", trainer__max_staleness=1)

@@ -684,7 +684,7 @@ def test_a_run_goes_on_with_the_tokenizer_that_it_has(tmp_path, recording):
     config.model.config_file = str(tmp_path / "model.json")
     train_teacher(config)
     config.run.auto_resume, config.model.tokenizer_weights = True, "another.safetensors"
-    with pytest.raises(InputError, match="tokenizer_weights: another.safetensors differs from the resumed run's"):
+    with pytest.raises(InputError, match=r"tokenizer_weights: another\.safetensors differs from the resumed run's"):
         train_teacher(config)
 
 
