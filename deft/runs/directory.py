@@ -56,39 +56,26 @@ def place_directory(
     except (OSError, ValueError) as error:  # a name that is too long, a directory without permission
         raise InputError(f"output_dir: {shown(str(folder))} cannot be used: {error}") from error
     if is_file:
-        raise InputError(f"output_dir: {folder} is a file; name a directory")
+        raise InputError(f"output_dir: {folder} is a file; name a folder")
     if folder.is_dir():
         with checkpoint.folder_lock(folder):  # what another process is writing is not deleted
             checkpoint.clean_temporary(folder)
     existing = checkpoint.list_checkpoints(folder)
-    if resume is not None:
-        resume_from = _resumable(Path(resume), parts)
-        if not existing or resume_from.parent.resolve() == folder.resolve():
-            return resume_from, False
-    elif auto_resume:
-        return _latest(folder, "auto_resume", parts) if existing else None, False
-    else:
-        resume_from = None
+    if auto_resume and resume is None:
+        found, problems = checkpoint.latest_whole_checkpoint(folder, parts)
+        if existing and found is None:
+            raise InputError(
+                f"auto_resume: none of the {len(existing)} checkpoints in {folder} can be read; "
+                f"the latest: {problems[0]}"
+            )
+        for problem in problems:
+            log.warning("skipped: %s", problem)
+        return found, False
+    resume_from = None if resume is None else checkpoint.find_checkpoint(resume)
+    if not existing or (resume_from is not None and resume_from.parent.resolve() == folder.resolve()):
+        return resume_from, False
     checkpoint.check_replaceable(existing, overwrite)
-    return resume_from, bool(existing)
-
-
-def _resumable(path: Path, parts: Iterable[str]) -> Path:
-    """Return a checkpoint, or the latest one of a run directory that can be read."""
-    if path.is_dir() and not checkpoint.is_checkpoint(path) and checkpoint.list_checkpoints(path):
-        return _latest(path, "resume", parts)
-    return checkpoint.find_checkpoint(path)
-
-
-def _latest(folder: Path, setting: str, parts: Iterable[str]) -> Path:
-    found, problems = checkpoint.latest_whole_checkpoint(folder, parts)
-    if found is None:
-        raise InputError(
-            f"{setting}: none of the {len(problems)} checkpoints in {folder} can be read; the latest: {problems[0]}"
-        )
-    for problem in problems:
-        log.warning("skipped: %s", problem)
-    return found
+    return resume_from, True
 
 
 def remove_run(folder: Path, keep: Container[str] = ()) -> None:
