@@ -85,7 +85,7 @@ def whole_videos(folder: LeRobotFolder) -> list[list[np.ndarray]]:
     key = folder.camera_keys[0]
     found = []
     for entry in folder.entries:
-        frames = folder.pictures(entry, key, np.arange(entry.length), keep=False)
+        frames = folder.images(entry, key, np.arange(entry.length), keep=False)
         found.append(list(frames.transpose(0, 2, 3, 1)))
     return found
 
@@ -152,7 +152,7 @@ def measure(folder_path: Path, arguments: argparse.Namespace) -> dict[str, Figur
         if not np.array_equal(windows[int(index)][key].numpy(), frames):
             raise SystemExit(f"frames differ at {index}")
     folder.close()
-    height, width = folder.picture_sizes[key]
+    height, width = folder.image_sizes[key]
     small = load_dataset(folder_path, cache_bytes=16 * 3 * height * width, **options)
     assert isinstance(small, LeRobotFolder)
     result["uncached"] = timed(len(few), lambda: batches(small.windows(deltas, threads), few, arguments.batch_size))

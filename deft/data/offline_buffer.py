@@ -1,12 +1,12 @@
-"""`OfflineReplayBuffer`: a dataset in hand, for Python users of `IQLTrainer` and its siblings."""
+"""`OfflineReplayBuffer`: samples transitions of a dataset, for the Python API of `IQLTrainer` and similar trainers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tensordict import TensorDict
 
 from deft.data.datasets import load_dataset
@@ -18,54 +18,48 @@ from deft.errors import InputError
 
 
 class OfflineReplayBuffer:
-    """Holds one dataset of `obs_dim` observations and `action_dim` actions, and draws transitions from it."""
+    """Holds one dataset of `obs_dim` observations and `action_dim` actions, and samples transitions from it."""
 
     def __init__(self, obs_dim: int, action_dim: int, seed: int = 0) -> None:
         self.obs_dim, self.action_dim, self.seed = obs_dim, action_dim, seed
         self._dataset: Dataset | None = None
         self._sampler: ReplayBuffer | StreamingBuffer | None = None
         self.source: str | Path | None = None
-        """The name or path that it was loaded by, where it was and with no options."""
+        """The name or path of the dataset, if it was loaded by one and without options."""
 
     def load_dataset(self, dataset: Mapping[str, Any] | Dataset | str | Path, **options: Any) -> OfflineReplayBuffer:
-        """Take a dataset: D4RL's arrays (`env.get_dataset()`), a `Dataset`, or what `load_dataset` finds."""
+        """Load D4RL's arrays (`env.get_dataset()`), a `Dataset`, or a name or path for `deft.load_dataset`."""
         if isinstance(dataset, Dataset):
             found = dataset
         elif isinstance(dataset, Mapping):
             found = from_d4rl_arrays(dict(dataset), **options)
         else:
             found = load_dataset(dataset, **options)
-        sizes = [_size(space.shape) for space in (found.observation_space, found.action_space)]
-        for what, wanted, size in zip(("obs_dim", "action_dim"), (self.obs_dim, self.action_dim), sizes, strict=True):
-            if size is not None and size != wanted:
-                raise InputError(f"{what}: {wanted} was given, the dataset {found.name} has {size}")
+        expected = {
+            "obs_dim": (self.obs_dim, found.observation_space),
+            "action_dim": (self.action_dim, found.action_space),
+        }
+        for name, (size, space) in expected.items():
+            if space.shape is not None and math.prod(space.shape) != size:
+                raise InputError(f"{name}: {size} was given; the dataset {found.name} has {math.prod(space.shape)}")
         self._dataset, self._sampler = found, None
         self.source = dataset if isinstance(dataset, str | Path) and not options else None
         return self
 
     @property
     def dataset(self) -> Dataset:
-        """What was loaded."""
+        """The loaded dataset."""
         if self._dataset is None:
-            raise InputError("the buffer is empty: load_dataset comes first")
+            raise InputError("the buffer is empty: call load_dataset first")
         return self._dataset
 
     def __len__(self) -> int:
-        """Transitions; 0 before anything is loaded."""
+        """Return the number of transitions; 0 before a dataset is loaded."""
         return 0 if self._dataset is None else len(self._dataset)
 
     def sample(self, batch_size: int) -> TensorDict:
-        """A batch of transitions, drawn with replacement, in the schema's keys."""
+        """Return a batch of transitions in the schema's keys, sampled with replacement."""
         if self._sampler is None:
-            table = self.dataset.table
-            self._sampler = (
-                StreamingBuffer(self.dataset, seed=self.seed) if table is None else ReplayBuffer(table, self.seed)
-            )
-        return TensorDict(
-            self._sampler.sample(batch_size), batch_size=[batch_size]
-        ).clone()  # the sampler reuses memory
-
-
-def _size(shape: tuple[int, ...] | None) -> int | None:
-    """Numbers in one row; None where the space is not a single array."""
-    return None if shape is None else int(np.prod(shape))
+            table, seed = self.dataset.table, self.seed
+            self._sampler = StreamingBuffer(self.dataset, seed=seed) if table is None else ReplayBuffer(table, seed)
+        return TensorDict(self._sampler.sample(batch_size), batch_size=[batch_size]).clone()  # samplers reuse memory

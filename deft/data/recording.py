@@ -1,8 +1,8 @@
-"""Records episodes as a dataset, each of them complete on disk before the next: `deft collect`, `DatasetWriter`.
+"""Records a dataset episode by episode, for `deft collect` and `DatasetWriter`.
 
-An episode is first written to a hidden folder, then its files are renamed into place, and the file that counts the
-episodes is replaced last. Whenever the process ends, by a kill, an error or a full disk, the dataset is readable and
-has every episode for which `add` returned. Nothing that is in place is copied or rewritten.
+The files of an episode are written to a hidden folder and then renamed to their final paths; the file with the number
+of episodes is replaced last. If the process is killed, fails or finds the disk full, the dataset is readable and has
+every episode for which `add` returned. Files of earlier episodes are neither copied nor rewritten.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -30,8 +29,8 @@ from deft.data.spaces import Stream
 from deft.errors import InputError, RunError
 from deft.ownership import check_output_path
 
-STAGING = ".deft-partial"  # in the dataset's folder: files of the episode that is being written
-SYNC_SECONDS = 1.0  # at most so often, files are forced to the disk before they are renamed
+STAGING = ".deft-partial"  # in the dataset's folder: the files of the episode that is being written
+SYNC_SECONDS = 1.0  # the shortest time between two calls of fsync before files are renamed
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -41,51 +40,51 @@ Content = bytes | memoryview
 
 
 class EpisodeFiles(Protocol):
-    """A format: the files that episodes become."""
+    """A dataset format: how episodes become files."""
 
     observation: list[Stream]
     action: Stream
     needs_final_observation: bool
-    """Whether an episode of T actions needs T + 1 observations, or may have T."""
+    """Whether an episode of T actions needs T + 1 observations; otherwise it may have T."""
 
     @property
     def num_episodes(self) -> int:
-        """Episodes that are in place."""
+        """The number of episodes on disk."""
 
     @property
     def num_steps(self) -> int:
-        """Transitions that are in place."""
+        """The number of transitions on disk."""
 
     def is_dataset(self, folder: Path) -> bool:
-        """Whether the folder holds a dataset of this format."""
+        """Return whether the folder holds a dataset of this format."""
 
-    def open(self, folder: Path) -> Generator[Mapping[str, Content]]:
-        """Read a dataset, to append to it; yields files that must be put into place first."""
+    def open(self, folder: Path) -> Iterator[Mapping[str, Content]]:
+        """Read a dataset in order to append to it; yield files that must be written first."""
 
     def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
-        """Set what episodes consist of; an InputError where the episodes in place are of another kind."""
+        """Set the spaces of the episodes; raise InputError if those on disk have others."""
 
     def encode(self, episode: Episode, attributes: Mapping[str, Any]) -> dict[str, Content]:
-        """The files of the next episode, by their path in the folder, in the order they are renamed in."""
+        """Return the files of the next episode by their path in the folder, in the order of renaming."""
 
     def advance(self) -> None:
-        """Count the episode that was encoded last: its files are in place."""
+        """Count the episode that was encoded last; its files are on disk."""
 
 
 class Recording:
-    """A dataset that is being written. Use it as a context manager: closing it releases the folder.
+    """A dataset that is being written. Use it as a context manager: closing it unlocks the folder.
 
-    The folder is locked while it is written, and has its name from the first episode on.
+    The folder is locked while it is written. It gets its final name with the first episode.
     """
 
     def __init__(self, path: Path, files: EpisodeFiles, *, append: bool = False) -> None:
         check_output_path(path)
         self.path = path
         self._files = files
-        self._new = path.with_name(f".{path.name}{STAGING}")  # where a new dataset is made
+        self._new = path.with_name(f".{path.name}{STAGING}")  # the folder of a new dataset before its first episode
         self._synced, self._is_staging = -SYNC_SECONDS, False
         if self.path.is_symlink() and not self.path.exists():
-            raise InputError(f"{self.path}: is a link to nothing; give another name")
+            raise InputError(f"{self.path}: is a broken symbolic link; give another name")
         with self._opening():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._root, self._lock = self._locked_folder()
@@ -100,29 +99,29 @@ class Recording:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes in the dataset, with those that were there before."""
+        """The number of episodes in the dataset, including those of earlier recordings."""
         return self._files.num_episodes
 
     @property
     def num_steps(self) -> int:
-        """Transitions in the dataset, with those that were there before."""
+        """The number of transitions in the dataset, including those of earlier recordings."""
         return self._files.num_steps
 
     @property
     def kept(self) -> str:
-        """What stays on disk, for messages about a recording that ends early."""
+        """A text about what is on disk, for messages about a recording that ends early."""
         count = self.num_episodes
-        return f"{self.path} holds {count} whole episode{'s' * (count != 1)}" if count else "nothing was recorded"
+        return f"{self.path} holds {count} complete episode{'s' * (count != 1)}" if count else "nothing was recorded"
 
     def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
-        """Set what episodes consist of, before the first one is added."""
+        """Set the spaces of the episodes, before the first one is added."""
         try:
             self._files.set_spaces(observation_space, action_space)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
     def add(self, episode: Episode, **attributes: Any) -> None:
-        """Write one whole episode. `attributes` are kept with it: the `seed` it was reset with, `success`, …"""
+        """Write one episode. `attributes` are stored with it: the `seed` of its reset, `success`, …"""
         self._check(episode, f"episode {self.num_episodes}")
         given = {
             name: value.item() if isinstance(value, np.generic) else value
@@ -137,7 +136,7 @@ class Recording:
         self._files.advance()
 
     def close(self) -> None:
-        """Release the folder; one without episodes is removed. Calling it again does nothing."""
+        """Unlock the folder, and delete one without episodes. Calling it again has no effect."""
         if self._lock is None:
             return
         if self._root == self._new:
@@ -156,7 +155,7 @@ class Recording:
         self.close()
 
     def _publish(self, files: Mapping[str, Content]) -> None:
-        """Put the files of an episode into place, all of them or none that counts."""
+        """Write the files of an episode: after a failure, none of them belongs to the dataset."""
         staging, moved = self._root / STAGING, []
         is_synced = time.monotonic() - self._synced >= SYNC_SECONDS
         try:
@@ -179,14 +178,14 @@ class Recording:
                 self._root = self.path
         except OSError:
             for path in [*moved, *(staging / str(number) for number in range(len(files)))]:
-                with contextlib.suppress(OSError):  # gives the space back; what it was about is raised below
+                with contextlib.suppress(OSError):  # frees the space; the error itself is raised below
                     path.unlink(missing_ok=True)
             raise
         if is_synced:
             self._synced = time.monotonic()
 
     def _locked_folder(self) -> tuple[Path, int | None]:
-        """The dataset's folder, or for a new one the folder it is made in, locked until this process ends."""
+        """Return the dataset's folder, or the temporary one of a new dataset, locked until this process ends."""
         while True:
             root = self.path if self.path.exists() else self._new
             if root == self._new:
@@ -210,7 +209,7 @@ class Recording:
                 raise
             if found is not None and os.path.samestat(found, os.fstat(folder)):
                 return root, folder
-            os.close(folder)  # the process that held it has renamed or removed it since: look again
+            os.close(folder)  # another process has renamed or removed it in the meantime: try again
 
     def _flock(self, folder: int) -> None:
         try:
@@ -218,16 +217,12 @@ class Recording:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            log.warning("%s: its file system has no locks; record into it from one process at a time", self.path)
+            log.warning("%s: the file system has no locks; record into it from one process at a time", self.path)
 
     def _remove_unfinished(self) -> None:
-        """Delete what a killed process left: an episode that was not whole, or a dataset without one."""
-        leftovers = [*self._root.iterdir()] if self._root == self._new else [*self._root.glob(STAGING)]
-        # Earlier versions made datasets in folders of such names, which no process continues.
-        own = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{8}}\.partial")
-        leftovers += [folder for folder in self.path.parent.iterdir() if own.fullmatch(folder.name)]
-        for leftover in leftovers:
-            log.info("%s: removed what an interrupted recording left unfinished: %s", self.path, leftover.name)
+        """Delete the incomplete episode that a killed process left."""
+        for leftover in [*self._root.iterdir()] if self._root == self._new else [*self._root.glob(STAGING)]:
+            log.info("%s: deleted an incomplete episode of an interrupted recording: %s", self.path, leftover.name)
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _open_existing(self, append: bool) -> None:
@@ -235,16 +230,15 @@ class Recording:
             raise InputError(f"{self.path}: exists and is not a dataset of this format; give another name")
         if not append:
             raise InputError(
-                f"{self.path}: is a dataset already; append to it (--append, in Python append=True), "
-                "or give another name"
+                f"{self.path}: the dataset exists; append to it (--append, in Python append=True), or give another name"
             )
-        with contextlib.closing(self._files.open(self._root)) as changes, self._opening():
-            for files in changes:
+        with self._opening():
+            for files in self._files.open(self._root):
                 self._publish(files)
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[None]:
-        """Report that the place cannot be written to as one line."""
+        """Turn an OSError into a one-line error."""
         try:
             yield
         except OSError as error:
@@ -252,7 +246,7 @@ class Recording:
             raise kind(f"{self.path} cannot be written: {_reason(error)}") from error
 
     def _check(self, episode: Episode, where: str) -> None:
-        """Reject an episode that would make a damaged dataset: the environment, the policy or the user gave it."""
+        """Raise RunError for an episode that would damage the dataset."""
         length, rows = len(episode), episode.streams
         least = length + self._files.needs_final_observation
         fields = [(stream.name or "observation", rows[stream.name], stream) for stream in self._files.observation]
@@ -269,24 +263,24 @@ class Recording:
 
 
 def environment_details(spec: EnvSpec | None, env_id: str) -> dict[str, str]:
-    """What the metadata says of an environment: Gymnasium's JSON of it, and the module of an id `module:Name-v0`."""
+    """Return an environment's metadata: its specification in Gymnasium's JSON, and the module of `module:Name-v0`."""
     if spec is None:
         return {}
     spec = copy.deepcopy(spec)
-    spec.order_enforce = True  # Deft leaves that check out of its own copies
+    spec.order_enforce = True  # Deft disables this check in its own environments
     spec.entry_point = _importable(spec.entry_point)
     spec.vector_entry_point = _importable(spec.vector_entry_point)
     try:
         details = {"env_spec": spec.to_json()}
     except (TypeError, ValueError) as error:
-        log.warning("the dataset does not name its environment: %s", " ".join(str(error).split()))
+        log.warning("the dataset's metadata does not contain its environment: %s", error)
         return {}
     module = env_id.rpartition(":")[0]
     return {**details, "env_module": module} if module else details
 
 
 def _importable(entry_point: Any) -> str | None:
-    """`module:Name` of a class or function that an environment is registered with; None where no import finds it."""
+    """Return an environment's class or function as `module:Name`; None if it cannot be imported by name."""
     if entry_point is None or isinstance(entry_point, str):
         return entry_point
     name = getattr(entry_point, "__qualname__", "<unknown>")
@@ -294,6 +288,4 @@ def _importable(entry_point: Any) -> str | None:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno in DISK_FULL:
-        return "no space left on the disk"
-    return " ".join(str(error.strerror or error).split())
+    return "no space left on the disk" if error.errno in DISK_FULL else str(error.strerror or error)

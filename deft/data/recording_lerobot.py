@@ -1,14 +1,14 @@
 """LeRobot's layout (v3.0) for `Recording`: tables in parquet, cameras as mp4 or PNG, tasks and statistics.
 
-LeRobot and `deft.load_dataset` read it. A file of v3.0 holds several episodes: the last table and the last video of
-each camera are replaced with each episode until they are large enough, and the next episode begins another file.
+LeRobot and `deft.load_dataset` read it. A file of v3.0 holds several episodes: with each episode the last table and the
+last video of each camera are replaced, until they have a certain size; the next episode then starts a new file.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -17,44 +17,43 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gymnasium import spaces
 
-from deft.data.datasets.dataset import Episode
+from deft.data.datasets.dataset import Episode, import_optional, read_json
 from deft.data.datasets.lerobot_files import read_table
 from deft.data.datasets.video import import_av
 from deft.data.recording import Content
 from deft.data.spaces import Stream, action_stream, streams
 from deft.errors import InputError
+from deft.schema import channels_last
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 VERSION = "v3.0"
 FILES_PER_CHUNK = 1000
-FILE_BYTES, FILE_EPISODES = 8 * 2**20, 100  # a file that has reached one of them is not added to
+FILE_BYTES, FILE_EPISODES = 8 * 2**20, 100  # a file of this size, or with this many episodes, is complete
 FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 DATA_PATH, EPISODES_PATH = f"data/{FILE}.parquet", f"meta/episodes/{FILE}.parquet"
 VIDEO_PATH = f"videos/{{video_key}}/{FILE}.mp4"
 INFO_PATH, STATS_PATH, TASKS_PATH = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
-OWN_PATH = "meta/deft.json"  # what LeRobot has no place for: the environment, and entries that the user gives
-ATTRIBUTES = "deft/attributes"  # a column of the episodes: JSON
-CODECS = ("libx264", "libsvtav1")  # the first that this build of FFmpeg has
-# Every second frame is a key frame, as in LeRobot's own recordings: random frames are quick to decode.
+OWN_PATH = "meta/deft.json"  # metadata that LeRobot does not define: the environment and the user's entries
+ATTRIBUTES = "deft/attributes"  # a column of JSON in the table of episodes
+CODECS = ("libx264", "libsvtav1")  # the first one that this build of FFmpeg has is used
+# Every second frame is a key frame, as in LeRobot's own recordings: random frames are fast to decode.
 CODEC_OPTIONS = {"crf": "18", "g": "2", "bf": "0"}
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-SAMPLED_FRAMES, SAMPLED_PIXELS = (
-    100,
-    64,
-)  # the statistics of a camera are those of about so many frames, and pixels a side
+SAMPLED_FRAMES, SAMPLED_PIXELS = 100, 64  # for a camera's statistics: frames, and pixels on each side
 
+FLOAT, BOOL, INT = ({"dtype": dtype, "shape": [1], "names": None} for dtype in ("float32", "bool", "int64"))
 ROW_FEATURES: dict[str, dict[str, Any]] = {
-    "next.reward": {"dtype": "float32", "shape": [1], "names": None},
-    "next.done": {"dtype": "bool", "shape": [1], "names": None},
-    "next.terminated": {"dtype": "bool", "shape": [1], "names": None},
-    "next.truncated": {"dtype": "bool", "shape": [1], "names": None},
-    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
-    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
-    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
-    "index": {"dtype": "int64", "shape": [1], "names": None},
-    "task_index": {"dtype": "int64", "shape": [1], "names": None},
+    "next.reward": FLOAT,
+    "next.done": BOOL,
+    "next.terminated": BOOL,
+    "next.truncated": BOOL,
+    "timestamp": FLOAT,
+    "frame_index": INT,
+    "episode_index": INT,
+    "index": INT,
+    "task_index": INT,
 }
 
 Statistics = dict[str, dict[str, np.ndarray]]
@@ -62,7 +61,7 @@ Statistics = dict[str, dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class _Video:
-    """The video file of a camera that is added to."""
+    """The last video file of a camera, to which episodes are appended."""
 
     number: int = 0
     content: bytes = b""
@@ -71,21 +70,21 @@ class _Video:
 
 @dataclass(frozen=True)
 class _State:
-    """What is in place."""
+    """The state of the dataset on disk."""
 
     num_episodes: int = 0
     num_frames: int = 0
     num_steps: int = 0
     tasks: dict[str, int] = field(default_factory=dict)
     statistics: Statistics = field(default_factory=dict)
-    number: int = 0  # of the table that is added to, of rows and of episodes alike
+    number: int = 0  # of the last table of rows, and of the last table of episodes
     rows: tuple[pa.Table, ...] = ()
     episodes: tuple[pa.Table, ...] = ()
     videos: dict[str, _Video] = field(default_factory=dict)
 
 
 class LeRobotFiles:
-    """The episodes of a LeRobot dataset."""
+    """The files of a LeRobot dataset; `details` are the entries of `meta/deft.json`."""
 
     needs_final_observation = False
 
@@ -96,10 +95,9 @@ class LeRobotFiles:
         robot_type: str | None = None,
         use_videos: bool = True,
     ) -> None:
-        """`details` are the entries of `meta/deft.json`."""
-        _import_parquet()
+        _import_pyarrow()
         if not np.isfinite(fps) or fps <= 0:
-            raise InputError(f"fps is {fps}; it must be a number above 0")
+            raise InputError(f"fps is {fps}; it must be greater than 0")
         self.fps, self.robot_type, self.use_videos = fps, robot_type, use_videos
         self.own = dict(details or {})
         self.observation: list[Stream] = []
@@ -110,32 +108,26 @@ class LeRobotFiles:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes that are in place."""
+        """The number of episodes on disk."""
         return self._state.num_episodes
 
     @property
     def num_steps(self) -> int:
-        """Actions that are in place."""
+        """The number of actions on disk."""
         return self._state.num_steps
 
     def is_dataset(self, folder: Path) -> bool:
-        """Whether the folder has LeRobot's `meta/info.json`."""
+        """Return whether the folder has LeRobot's `meta/info.json`."""
         return (folder / INFO_PATH).is_file()
 
-    def open(self, folder: Path) -> Generator[dict[str, Content]]:
-        """Read what is in place; rows of an episode that is not listed in `meta/episodes` are removed."""
+    def open(self, folder: Path) -> Iterator[dict[str, Content]]:
+        """Read the dataset; yield a table without the rows of an episode that `meta/episodes` does not list."""
         if not (folder / OWN_PATH).is_file():
             raise InputError(f"{folder}: was not recorded by Deft ({OWN_PATH} is missing); record into another dataset")
-        try:
-            info = json.loads((folder / INFO_PATH).read_text(encoding="utf-8"))
-            if info["fps"] != self.fps:
-                raise InputError(f"{folder}: has {info['fps']} fps, not {self.fps:g}; record into another dataset")
-            self.features, self.robot_type = info["features"], info.get("robot_type")
-            self.own = json.loads((folder / OWN_PATH).read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{folder / INFO_PATH}: cannot be read: {error!r}") from None
+        info, self.own = read_json(folder / INFO_PATH), read_json(folder / OWN_PATH)
+        if info.get("fps") != self.fps:
+            raise InputError(f"{folder}: has {info.get('fps')} fps, not {self.fps:g}; record into another dataset")
+        self.features, self.robot_type = info["features"], info.get("robot_type")
         files = sorted((folder / "meta" / "episodes").glob("*/*.parquet"))
         episodes = [row for file in files for row in read_table(file, "the top", "episodes").to_pylist()]
         tasks = read_table(folder / TASKS_PATH, "the top", "task")
@@ -151,7 +143,7 @@ class LeRobotFiles:
             number=number + 1,
             videos={key: _Video(numbers[key] + 1) for key in videos},
         )
-        # A process that was killed may have put the rows of one more episode into place, which meta/ does not list.
+        # A killed process may have written the rows of one more episode, which meta/ does not list.
         (folder / _numbered(DATA_PATH, number + 1)).unlink(missing_ok=True)
         rows = read_table(folder / _numbered(DATA_PATH, number), "the top", "episode_index")
         listed = int(np.sum(rows["episode_index"].to_numpy() < len(episodes)))
@@ -159,14 +151,14 @@ class LeRobotFiles:
             yield {_numbered(DATA_PATH, number): _parquet([rows.slice(0, listed)])}
 
     def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
-        """Set what episodes consist of; the features that the dataset has must be the same."""
+        """Set the spaces of the episodes; raise InputError if the dataset has other features."""
         self.observation, self.action = streams(observation_space), action_stream(action_space)
         if not isinstance(self.action.source, spaces.Box):
             kind = type(action_space).__name__
             raise InputError(f"LeRobot datasets hold continuous actions, not those of a {kind} space; use minari")
         texts = [stream for stream in self.observation if isinstance(stream.source, spaces.Text)]
         if len(texts) > 1:
-            raise InputError(f"LeRobot has one text (the task) for a row; the observation has {len(texts)}")
+            raise InputError(f"LeRobot has one text (the task) for each row; the observation has {len(texts)}")
         self._text = texts[0] if texts else None
         features: dict[str, dict[str, Any]] = {}
         self._keys = {}
@@ -174,7 +166,7 @@ class LeRobotFiles:
             if stream is not self._text:
                 key, feature = self._feature(stream)
                 if key in features:
-                    raise InputError(f"two observations are named {key} in LeRobot's layout; rename {stream.name}")
+                    raise InputError(f"two observations have the name {key} in LeRobot's layout; rename {stream.name}")
                 features[key] = feature
                 self._keys[stream.name] = key
         features["action"] = {"dtype": "float32", "shape": [_size(self.action)], "names": None}
@@ -185,7 +177,7 @@ class LeRobotFiles:
         self.features = features
 
     def _feature(self, stream: Stream) -> tuple[str, dict[str, Any]]:
-        """The key of a stream and what `info.json` says of it."""
+        """Return the key of a stream and its entry in `info.json`."""
         name, shape, dtype = stream.name.replace("/", "_"), stream.shape, stream.space.dtype
         is_image = dtype == np.uint8 and len(shape) > 1
         if name.startswith("observation."):
@@ -212,7 +204,7 @@ class LeRobotFiles:
         return key, {"dtype": "video", **feature, "info": notes}
 
     def encode(self, episode: Episode, attributes: Mapping[str, Any]) -> dict[str, Content]:
-        """The tables and videos that hold the next episode, and what counts it."""
+        """Return the tables and videos with the next episode, and the metadata that count it."""
         state, index = self._state, self._state.num_episodes
         columns, texts = self._columns(episode)
         length = len(texts)
@@ -241,14 +233,14 @@ class LeRobotFiles:
             before, video = self._video(videos.get(key, _Video()), columns.pop(key))
             videos[key] = video
             files[_numbered(VIDEO_PATH, video.number, video_key=key)] = video.content
-            row |= _place(f"videos/{key}", video.number)
+            row |= _file_columns(f"videos/{key}", video.number)
             row[f"videos/{key}/from_timestamp"] = before / self.fps
             row[f"videos/{key}/to_timestamp"] = video.num_frames / self.fps
 
         table, number, rows, episodes = self._table(columns), state.number, state.rows, state.episodes
         if len(rows) >= FILE_EPISODES or sum(part.nbytes for part in rows) >= FILE_BYTES:
             number, rows, episodes = number + 1, (), ()
-        row |= {**_place("data", number), **_place("meta/episodes", number)}
+        row |= {**_file_columns("data", number), **_file_columns("meta/episodes", number)}
         row |= {f"stats/{key}/{name}": value.tolist() for key in statistics for name, value in statistics[key].items()}
         rows, episodes = (*rows, table), (*episodes, self._episode_table(row))
         files[_numbered(DATA_PATH, number)] = _parquet(rows)
@@ -258,7 +250,7 @@ class LeRobotFiles:
         if not index:
             files[OWN_PATH] = _json(self.own)
         files[STATS_PATH] = _json({key: {name: v.tolist() for name, v in merged[key].items()} for key in merged})
-        files[_numbered(EPISODES_PATH, number)] = _parquet([_import_parquet()[0].concat_tables(episodes)])
+        files[_numbered(EPISODES_PATH, number)] = _parquet([_import_pyarrow().concat_tables(episodes)])
         self._next = _State(
             index + 1, state.num_frames + length, state.num_steps + len(episode),
             tasks, merged, number, rows, episodes, videos,
@@ -271,10 +263,9 @@ class LeRobotFiles:
         self._state = self._next
 
     def _columns(self, episode: Episode) -> tuple[dict[str, np.ndarray], list[str]]:
-        """The rows of an episode by feature, and the task of each.
+        """Return the rows of an episode by feature, and the task of each row.
 
-        An observation after the last action has a row of its own. What LeRobot wants there and nobody gave is filled
-        in: the last action once more, no reward.
+        An observation after the last action has its own row, with a copy of the last action and no reward.
         """
         rows, columns = episode.streams, {}
         for stream in self.observation:
@@ -282,7 +273,7 @@ class LeRobotFiles:
                 key = self._keys[stream.name]
                 values = rows[stream.name]
                 if self.features[key]["dtype"] in ("video", "image"):
-                    columns[key] = values if values.shape[-1] == 3 else np.moveaxis(values, 1, -1)
+                    columns[key] = values if values.shape[-1] == 3 else channels_last(values)
                 else:
                     columns[key] = values.reshape(len(values), -1)
         length = len(next(iter(rows.values())))
@@ -297,7 +288,7 @@ class LeRobotFiles:
         return columns, list(texts)
 
     def _table(self, columns: Mapping[str, np.ndarray]) -> pa.Table:
-        pa, _ = _import_parquet()
+        pa = _import_pyarrow()
         arrays, fields = [], []
         for key, feature in self.features.items():
             if feature["dtype"] == "video":
@@ -316,7 +307,7 @@ class LeRobotFiles:
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
     def _episode_table(self, row: Mapping[str, Any]) -> pa.Table:
-        pa, _ = _import_parquet()
+        pa = _import_pyarrow()
         kinds = {"tasks": pa.list_(pa.string()), ATTRIBUTES: pa.string()}
 
         def kind(name: str) -> Any:
@@ -331,7 +322,7 @@ class LeRobotFiles:
         return pa.table({name: pa.array([value], kind(name)) for name, value in row.items()})
 
     def _video(self, video: _Video, frames: np.ndarray) -> tuple[int, _Video]:
-        """The file with an episode more, and the number of frames before it."""
+        """Append an episode to a camera's video; return the number of frames before it, and the video."""
         if len(video.content) >= FILE_BYTES:
             video = _Video(video.number + 1)
         fps = Fraction(self.fps).limit_denominator(1001)
@@ -341,7 +332,7 @@ class LeRobotFiles:
         return video.num_frames, _Video(video.number, content, video.num_frames + len(frames))
 
     def _merged(self, episodes: Sequence[Mapping[str, Any]]) -> Statistics:
-        """The statistics of all episodes, by what each one has of its own."""
+        """Return the statistics of all episodes, from those of each one."""
         merged: Statistics = {}
         for row in episodes:
             for key in self.features:
@@ -373,7 +364,7 @@ class LeRobotFiles:
 
 
 def _statistics(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each column of an episode: smallest, largest, mean, deviation, quantiles; of images by channel, in [0, 1]."""
+    """Return minimum, maximum, mean, deviation and quantiles of a column; for images by channel, in [0, 1]."""
     count, is_image = len(values), values.ndim == 4
     if is_image:  # [T, h, w, 3]
         values = values[np.linspace(0, count - 1, min(count, SAMPLED_FRAMES)).astype(int)]
@@ -391,7 +382,7 @@ def _statistics(values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _merge(one: dict[str, np.ndarray] | None, other: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Statistics of two parts together. Quantiles are averaged, as LeRobot does, which is an approximation."""
+    """Return the statistics of two parts together. Quantiles are averaged, an approximation that LeRobot uses too."""
     if one is None:
         return other
     counts = one["count"], other["count"]
@@ -401,7 +392,7 @@ def _merge(one: dict[str, np.ndarray] | None, other: dict[str, np.ndarray]) -> d
         return (one[name] * counts[0] + other[name] * counts[1]) / total
 
     merged = {name: mean(name) for name in ("mean", *QUANTILES)}
-    # E[x²] − E[x]², with the means taken off first: σ² = Σ n (σ² + (μ − mean)²) / Σ n
+    # σ² = Σ n (σ² + (μ − mean)²) / Σ n
     spread = [part["std"] ** 2 + (part["mean"] - merged["mean"]) ** 2 for part in (one, other)]
     merged["std"] = np.sqrt((spread[0] * counts[0] + spread[1] * counts[1]) / total)
     low, high = np.minimum(one["min"], other["min"]), np.maximum(one["max"], other["max"])
@@ -412,7 +403,7 @@ def _merge(one: dict[str, np.ndarray] | None, other: dict[str, np.ndarray]) -> d
 
 
 def encode_video(frames: np.ndarray, fps: Fraction) -> bytes:
-    """Frames [T, h, w, 3] as an mp4 file."""
+    """Return an mp4 file of frames [T, h, w, 3]."""
     av = import_av()
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
@@ -427,7 +418,7 @@ def encode_video(frames: np.ndarray, fps: Fraction) -> bytes:
 
 
 def join_videos(one: bytes, other: bytes, start: Fraction) -> bytes:
-    """One mp4 file of two, without encoding anew; `start` in seconds is where the second one begins."""
+    """Return the concatenation of two mp4 files, without re-encoding; the second one begins at `start` seconds."""
     av = import_av()
     buffer = io.BytesIO()
     with (
@@ -464,18 +455,17 @@ def _png(image: np.ndarray) -> bytes:
 
 
 def _parquet(tables: Sequence[pa.Table]) -> memoryview:
-    """A parquet file with a row group for each table."""
-    pa, parquet = _import_parquet()
-    sink = pa.BufferOutputStream()
-    with parquet.ParquetWriter(sink, tables[0].schema) as writer:
+    """Return a parquet file with a row group for each table."""
+    sink = _import_pyarrow().BufferOutputStream()
+    with import_optional("pyarrow.parquet", "recording").ParquetWriter(sink, tables[0].schema) as writer:
         for table in tables:
             writer.write_table(table)
     return memoryview(sink.getvalue())
 
 
 def _tasks_parquet(tasks: Mapping[str, int]) -> memoryview:
-    """The tasks as LeRobot writes them with pandas: the text is the index of the frame."""
-    pa, _ = _import_parquet()
+    """Return the table of tasks in the form that pandas writes for LeRobot, with the text as the index."""
+    pa = _import_pyarrow()
     column = {"pandas_type": "unicode", "numpy_type": "object", "metadata": None}
     number = {"pandas_type": "int64", "numpy_type": "int64", "metadata": None}
     notes = {
@@ -496,7 +486,7 @@ def _numbered(pattern: str, number: int, **names: str) -> str:
     return pattern.format(chunk_index=chunk, file_index=file, **names)
 
 
-def _place(prefix: str, number: int) -> dict[str, int]:
+def _file_columns(prefix: str, number: int) -> dict[str, int]:
     chunk, file = divmod(number, FILES_PER_CHUNK)
     return {f"{prefix}/chunk_index": chunk, f"{prefix}/file_index": file}
 
@@ -517,10 +507,5 @@ def _size(stream: Stream) -> int:
     return int(np.prod(stream.shape, dtype=int))
 
 
-def _import_parquet() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError('recording needs pyarrow: pip install "deft[data]"') from None
-    return pyarrow, pyarrow.parquet
+def _import_pyarrow() -> Any:
+    return import_optional("pyarrow", "recording")

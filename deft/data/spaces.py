@@ -1,6 +1,6 @@
-"""Gymnasium spaces in Minari's JSON form, and the named streams that observations of a space become in Deft.
+"""Gymnasium spaces in Minari's JSON form, and the named streams of their observations in Deft.
 
-The Minari reader and the recorder of `deft collect` share it: what one writes the other reads.
+The Minari reader and the recorder of `deft collect` use it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deft.plain_data import parse_bounded
 from deft.schema import channels_first, channels_last, decode_text, encode_text, has_channels_last
 
 MAX_SIZE = 2**26  # numbers in one observation or action
-FIELDS = {  # of each kind of space in Minari's JSON, beside the type
+FIELDS = {  # of each type of space in Minari's JSON
     "Box": ("shape", "dtype", "low", "high"),
     "Discrete": ("n",),
     "MultiDiscrete": ("nvec",),
@@ -34,15 +34,15 @@ READABLE = "Box, Discrete, MultiDiscrete, MultiBinary, Text, and Dict or Tuple o
 
 
 def space_to_json(space: spaces.Space, compact: bool = False) -> str:
-    """A space as Minari's metadata has it; `compact`: bounds that are the same everywhere as one number."""
+    """Return a space in the form of Minari's metadata; `compact` writes constant bounds as one number."""
     return json.dumps(_to_plain(space, compact))
 
 
 def space_from_json(text: str) -> spaces.Space:
-    """The inverse of `space_to_json`; a ValueError where the text is no space."""
+    """Return the space of a text from `space_to_json`; raise ValueError for other texts."""
     if not isinstance(text, str):
         raise ValueError(f"{shown(text)} is not text")
-    return _from_plain(parse_bounded(text, max_values=2 * MAX_SIZE))  # both bounds of every number
+    return _from_plain(parse_bounded(text, max_values=2 * MAX_SIZE))  # both bounds of each number
 
 
 def _to_plain(space: spaces.Space, compact: bool = False) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _from_plain(plain: Any) -> spaces.Space:
     if kind in ("Dict", "Tuple"):
         parts = plain["subspaces"]
         if not isinstance(parts, dict if kind == "Dict" else list):
-            raise ValueError(f"the subspaces of a {kind} cannot be {shown(parts)}")
+            raise ValueError(f"the subspaces of a {kind} are {shown(parts)}")
         if isinstance(parts, dict):
             return spaces.Dict({name: _from_plain(part) for name, part in parts.items()})
         return spaces.Tuple([_from_plain(part) for part in parts])
@@ -89,7 +89,7 @@ def _from_plain(plain: Any) -> spaces.Space:
     except InputError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, AssertionError):
-        raise ValueError(f"no {kind} can be made of {shown({key: plain[key] for key in FIELDS[kind]})}") from None
+        raise ValueError(f"{shown({key: plain[key] for key in FIELDS[kind]})} is not a valid {kind}") from None
 
 
 def _leaf_from_plain(kind: str, plain: dict[str, Any]) -> spaces.Space:
@@ -97,7 +97,7 @@ def _leaf_from_plain(kind: str, plain: dict[str, Any]) -> spaces.Space:
         shape, dtype = tuple(map(operator.index, plain["shape"])), np.dtype(plain["dtype"])
         _check_size(math.prod(shape))
         if dtype.kind not in "fiub":
-            raise ValueError(f"{dtype} is no type of numbers")
+            raise ValueError(f"{dtype} is not a numeric type")
         low, high = (np.broadcast_to(np.array(plain[bound], dtype), shape) for bound in ("low", "high"))
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
@@ -124,24 +124,24 @@ def _unsupported(kind: str) -> InputError:
 
 @dataclass(frozen=True)
 class Stream:
-    """One array of an observation (or the action): where it is found, and what Deft makes of its values."""
+    """One array of an observation, or the action: its position in the space, and the conversion of its values."""
 
     name: str
     """Nested names joined with a slash; empty for an observation that is one array."""
     path: tuple[str | int, ...]
-    """Names of Dicts and places in Tuples, from the outside in."""
+    """Keys of Dicts and indices of Tuples, from the outside in."""
     source: spaces.Space
-    """The space of the values as they are recorded."""
+    """The space of the recorded values."""
     space: spaces.Space
-    """The space of a row in Deft: floats are float32, counting starts at 0, text is uint8, channels come first."""
+    """The space of a row in Deft: floats are float32, integers start at 0, text is uint8, channels come first."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a row."""
+        """The shape of a row."""
         return tuple(self.space.shape or ())
 
     def to_rows(self, values: Any) -> np.ndarray:
-        """Recorded values as Deft's rows, [T, …]."""
+        """Return recorded values as rows [T, …] of `space`."""
         if isinstance(self.source, spaces.Text):
             return np.stack([encode_text(text, self.shape[0]) for text in values])
         rows = np.asarray(values)
@@ -152,7 +152,7 @@ class Stream:
         return rows.astype(self.space.dtype, copy=False)
 
     def from_rows(self, rows: np.ndarray) -> np.ndarray | list[str]:
-        """The inverse of `to_rows`."""
+        """Return rows as recorded values: the inverse of `to_rows`."""
         if isinstance(self.source, spaces.Text):
             return [decode_text(row) for row in rows]
         rows = self.as_stored(rows)
@@ -161,7 +161,7 @@ class Stream:
         return rows.astype(np.int8) if isinstance(self.source, spaces.MultiBinary) else rows
 
     def as_stored(self, rows: np.ndarray) -> np.ndarray:
-        """Rows with the channels of images where the source has them."""
+        """Return rows with the channels of images in the source's position."""
         return channels_last(rows) if self._has_channels_last else rows
 
     @property
@@ -170,38 +170,38 @@ class Stream:
 
     @property
     def _start(self) -> np.ndarray | None:
-        """What counting starts from, where that is not 0."""
+        """The smallest integer of a discrete space; None if it is 0."""
         if isinstance(self.source, spaces.Discrete | spaces.MultiDiscrete) and np.any(self.source.start):
             return np.asarray(self.source.start)
         return None
 
 
 def streams(space: spaces.Space) -> list[Stream]:
-    """The arrays that an observation consists of, named as the environments name them."""
+    """Return the arrays of an observation, with the names that the environments use."""
     return [Stream("/".join(map(str, path)), path, leaf, _row_space(leaf)) for path, leaf in _leaves(space)]
 
 
 def stream_space(parts: Sequence[Stream]) -> spaces.Space:
-    """The space of the named streams together, or of the one array."""
+    """Return the space of named streams, or of a single array."""
     if len(parts) == 1 and not parts[0].path:
         return parts[0].space
     return spaces.Dict({part.name: part.space for part in parts})
 
 
 def action_stream(space: spaces.Space) -> Stream:
-    """The action, which must be one array."""
+    """Return the action as a stream; it must be one array."""
     if isinstance(space, spaces.MultiBinary):
         return Stream("", (), space, spaces.MultiDiscrete(np.full(space.shape, 2)))
     if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete):
         raise InputError(
-            f"actions of a {type(space).__name__} space are not supported; Deft takes Box, Discrete, MultiDiscrete "
+            f"actions of a {type(space).__name__} space are not supported; Deft supports Box, Discrete, MultiDiscrete "
             "and MultiBinary"
         )
     return Stream("", (), space, _row_space(space))
 
 
 def union(one: spaces.Space, other: spaces.Space, name: str) -> spaces.Space:
-    """The smallest space that holds both; an InputError, with `name`, where they differ in more than their bounds."""
+    """Return the smallest space that contains both; raise InputError if they differ in more than their bounds."""
     if isinstance(one, spaces.Dict) and isinstance(other, spaces.Dict) and one.keys() == other.keys():
         return spaces.Dict({key: union(one[key], other[key], f"{name}[{key!r}]") for key in one})
     if isinstance(one, spaces.Text) and isinstance(other, spaces.Text):
@@ -224,7 +224,7 @@ def _summary(space: spaces.Space) -> str:
 
 
 def recorded_space(space: spaces.Space) -> spaces.Space:
-    """An environment's space as its values are recorded: floats are float32, images as the environment has them."""
+    """Return the space in which an environment's values are recorded: floats as float32, images unchanged."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: recorded_space(part) for name, part in space.spaces.items()})
     if isinstance(space, spaces.Tuple):
@@ -234,26 +234,22 @@ def recorded_space(space: spaces.Space) -> spaces.Space:
 
 
 def _leaves(space: spaces.Space, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    parts: Iterator[tuple[str | int, spaces.Space]] | None = None
-    if isinstance(space, spaces.Dict):
-        parts = iter(space.spaces.items())
-    elif isinstance(space, spaces.Tuple):
-        parts = iter(enumerate(space.spaces))
-    if parts is None:
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
         yield path, space
-    else:
-        for name, part in parts:
-            yield from _leaves(part, (*path, name))
+        return
+    parts: Any = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+    for name, part in parts:
+        yield from _leaves(part, (*path, name))
 
 
 def _row_space(space: spaces.Space) -> spaces.Space:
-    """The space of Deft's rows; the same as the vector environments make of it."""
+    """Return the space of Deft's rows, which is also that of the vector environments."""
     if isinstance(space, spaces.Box):
         if has_channels_last(space.shape, space.dtype):
             return spaces.Box(channels_first(space.low), channels_first(space.high), dtype=np.uint8)
         if space.dtype.kind != "f" or space.dtype == np.float32:
             return space
-        with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite
+        with np.errstate(over="ignore"):  # bounds beyond float32 become infinite
             return spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
     if isinstance(space, spaces.Discrete):
         return spaces.Discrete(int(space.n))

@@ -1,7 +1,7 @@
-"""The replay buffer of an online run: the latest transitions, drawn at random, each as often as it comes.
+"""The replay buffer of online off-policy training: a ring of the latest transitions.
 
-A collector writes steps of all environments into it; `deft.algorithms.sac` draws batches. Images are kept once, as the
-observation of one transition and the next observation of the one before it.
+A collector writes steps of all environments; `deft.algorithms.sac` samples batches. An image is stored once, although
+it is the observation of one transition and the next observation of the transition before it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from deft import schema
+from deft.data.rollout import check_memory
 from deft.data.tensors import Batch, Key, Row, to_device, to_numpy
 from deft.errors import InputError
-from deft.machine import physical_memory
 
 _FRAME, _NEXT_FRAME = "frame", "next_frame"  # columns with the numbers of a transition's images, counted from 0
-_MORE_FRAMES = 8  # an episode's last image starts no transition: room for one such in so many
+_EXTRA_FRAMES = 8  # one in so many frames may be the last one of an episode, which starts no transition
+_BLOCK = 65_536  # rows copied at once from a checkpoint
 
 
 class TransitionRing:
-    """`capacity` transitions; the oldest are overwritten. Memory is taken for as many, or for those of `reserve`.
+    """Stores the latest `capacity` transitions. It allocates memory for all of them, or as `reserve` requests.
 
-    With `n_step` n a transition is (s_t, a_t, Σ γ^k r_{t+k}, s_{t+n}), cut short where the episode ends; it carries
-    `schema.DISCOUNT`, γ^n or 0 after a terminal step. Draws come from a generator of its own, or the one given.
+    With `n_step` n a transition is (s_t, a_t, Σ γ^k r_{t+k}, s_{t+n}), or shorter at the end of an episode, with
+    `schema.DISCOUNT`: γ^n, or 0 after a terminal step. Samples come from its own random generator, or the given one.
     """
 
-    capturable = True  # `sample` may be recorded as part of a CUDA graph
+    capturable = True  # `sample` may be captured in a CUDA graph
 
     def __init__(
         self,
@@ -42,27 +43,27 @@ class TransitionRing:
         generator: torch.Generator | None = None,
     ) -> None:
         self.capacity, self.n_step, self.gamma = capacity, n_step, gamma
-        self._room = capacity  # transitions that there is memory for, or will be: transition i is row i % room
+        self._room = capacity  # allocated rows: transition i is row i % room
         self.device = torch.device(device)
         self.generator = generator or torch.Generator(self.device).manual_seed(seed)
         self._columns: dict[Key, Tensor] = {}
-        self._frames: dict[Key, Tensor] = {}  # images: one ring of frames a stream, counted alike
+        self._frames: dict[Key, Tensor] = {}  # images: one ring of frames for each stream, with the same numbers
         self._frame_capacity = 0
-        self._num_frames = 0  # ever written
-        self._written, self._oldest = 0, 0  # transitions, counted from the first ever written
-        self._bounds = torch.zeros(2, dtype=torch.float64, device=self.device)  # oldest, and how many, for the device
+        self._num_frames = 0  # written so far
+        self._written, self._oldest = 0, 0  # transitions, counted from the first one written
+        self._bounds = torch.zeros(2, dtype=torch.float64, device=self.device)  # oldest, and count, on the device
         self._num_envs = 0
-        self._last_frame: dict[int, int] = {}  # of each environment whose episode goes on
-        self._waiting: dict[int, deque[dict[Key, Any]]] = {}  # steps of each that still gather their n rewards
+        self._last_frame: dict[int, int] = {}  # of each environment whose episode continues
+        self._waiting: dict[int, deque[dict[Key, Any]]] = {}  # steps of each environment with fewer than n rewards
 
     def __len__(self) -> int:
-        """Transitions that can be drawn."""
+        """Return the number of transitions that can be sampled."""
         return self._written - self._oldest
 
     def reserve(self, count: int) -> bool:
-        """Take memory for `count` more steps alone, where that is less than the capacity; whether any rows were moved.
+        """Allocate memory for only `count` more steps, if that is less than the capacity; return whether rows moved.
 
-        For a run that will write no more. Should more come nevertheless, they get more memory.
+        This saves memory in a run that will not write more. If it does, more memory is allocated.
         """
         waiting = sum(map(len, self._waiting.values()))
         room = min(self.capacity, max(len(self) + waiting + count, 1))
@@ -89,21 +90,19 @@ class TransitionRing:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # a collector writes in inference mode; what it wrote must still be fit to train on
+    @torch.inference_mode(False)  # collectors write in inference mode; training needs ordinary tensors
     def write(self, row: Row, numbers: Sequence[int] | None = None) -> None:
-        """Take one step of all environments, {key: [N, …]} with next observations; the collector's way in.
+        """Append one step of all environments, {key: [N, …]} with next observations.
 
-        `numbers`: which of all environments these are, where it is some of them.
-        Rows outside `schema.STEP_MASK`, where it is there, did not happen: their episode was lost.
+        `numbers` are the indices of the environments if these are only some of them. Rows that `schema.STEP_MASK`
+        excludes, if it is present, are not stored: their episode was lost.
         """
-        # What the policy says of its action is not kept, and each part of it would be a wait for the device.
-        arrays = {key: _as_array(value) for key, value in row.items() if not _is_the_policys(key)}
+        # The policy's log-probs and values are not stored, and copying each of them would wait for the device.
+        arrays = {key: _as_array(value) for key, value in row.items() if not _is_policy_output(key)}
         envs = np.arange(len(arrays[schema.NEXT_TERMINATED])) if numbers is None else np.asarray(numbers)
         mask = arrays.pop(schema.STEP_MASK, None)
         if mask is not None:
-            for lost in envs[~mask]:
-                self._waiting.pop(int(lost), None)
-                self._last_frame.pop(int(lost), None)
+            self.cut(envs[~mask].tolist())
             envs = envs[mask]
             arrays = {key: value[mask] for key, value in arrays.items()}
         terminated = arrays[schema.NEXT_TERMINATED]
@@ -112,7 +111,7 @@ class TransitionRing:
 
     @torch.inference_mode(False)
     def extend(self, episode: Any) -> None:
-        """Take a whole episode of a dataset: observation [T + 1, …], or named streams of it, action, reward, …"""
+        """Append a whole episode of a dataset."""
         streams = episode.observation if isinstance(episode.observation, dict) else {None: episode.observation}
         length = len(episode.reward)
         steps: dict[Key, Any] = {schema.ACTION: episode.action, schema.NEXT_REWARD: episode.reward}
@@ -123,10 +122,10 @@ class TransitionRing:
         done = terminated.copy()
         done[-1] = True
         alone = self.n_step > 1 or any(_is_image(stream) for stream in streams.values())
-        size = 1 if alone else self.capacity  # steps that wait for others, or share images, come one by one
+        size = 1 if alone else self.capacity  # n-step returns and shared images need single steps
         for start in range(0, length, size):
             part = slice(start, min(start + size, length))
-            envs = [0] * (part.stop - start)  # a recording is one environment's
+            envs = [0] * (part.stop - start)  # a recording is of one environment
             self._add({key: value[part] for key, value in steps.items()}, terminated[part], done[part], envs)
 
     def _add(self, arrays: dict[Key, Any], terminated: np.ndarray, done: np.ndarray, envs: list[int]) -> None:
@@ -149,7 +148,7 @@ class TransitionRing:
             self._append({**steps, schema.NEXT_REWARD: reward, schema.DISCOUNT: discount}, len(envs))
             return
         for index, env in enumerate(envs):
-            # A copy: the environments write their next observation into the same memory.
+            # A copy: the environments write their next observation to the same memory.
             step = {key: np.array(value[index]) for key, value in steps.items()}
             self._gather(env, step, reward[index], discount[index], bool(done[index]))
 
@@ -160,7 +159,7 @@ class TransitionRing:
         return np.where(terminated, np.float32(0.0), gamma)
 
     def _gather(self, env: int, step: dict[Key, Any], reward: Any, discount: Any, done: bool) -> None:
-        """n rewards: each waiting step of this environment takes this one's; those that are complete are written."""
+        """Add this reward to the waiting steps of an environment, and store those that have n rewards."""
         waiting = self._waiting.setdefault(env, deque())
         waiting.append({**step, schema.NEXT_REWARD: np.float32(0.0), schema.DISCOUNT: np.float32(1.0)})
         for earlier in waiting:
@@ -179,11 +178,11 @@ class TransitionRing:
             self._grow(min(self.capacity, max(held, 2 * self._room)))
         if not self._columns:
             self._allocate(rows, count)
-        place = self._written % self._room
-        left = self._room - place
+        start = self._written % self._room
+        left = self._room - start
         for key, column in self._columns.items():
             values = to_device(torch.as_tensor(np.asarray(rows[key]), dtype=column.dtype), self.device)
-            column[place : place + count] = values[:left]
+            column[start : start + count] = values[:left]
             if count > left:
                 column[: count - left] = values[left:]
         self._written += count
@@ -195,9 +194,9 @@ class TransitionRing:
 
     def _allocate(self, rows: dict[Key, Any], count: int) -> None:
         if count > self.capacity:
-            raise InputError(f"buffer_size: {self.capacity} is less than the {count} environments; use a larger one")
+            raise InputError(f"buffer_size: {self.capacity} is smaller than the {count} environments; use a larger one")
         examples = {key: torch.as_tensor(np.asarray(value)) for key, value in rows.items()}
-        _check_memory(self._room, sum(example.nbytes for example in examples.values()) // count, self.device)
+        self._check_memory(self._room, sum(example.nbytes for example in examples.values()) // count)
         for key, example in examples.items():
             dtype = torch.float32 if example.is_floating_point() else example.dtype
             self._columns[key] = torch.zeros(self._room, *example.shape[1:], dtype=dtype, device=self.device)
@@ -207,11 +206,11 @@ class TransitionRing:
     def _keep_images(
         self, images: dict[Key, tuple[Any, Any]], done: np.ndarray, envs: list[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the images before and after a step; one that is already there, as the last step's, is kept."""
+        """Store the images before and after a step and return their numbers; the last step's image is reused."""
         if not self._frames:
             size = sum(before[0].nbytes for before, _ in images.values())
             self._frame_capacity = self._frames_for(self._num_envs)
-            _check_memory(self._frame_capacity, size, self.device)
+            self._check_memory(self._frame_capacity, size)
             for key, (before, _) in images.items():
                 shape = (self._frame_capacity, *before.shape[1:])
                 self._frames[key] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
@@ -225,8 +224,8 @@ class TransitionRing:
         return numbers, next_numbers
 
     def _frames_for(self, num_envs: int) -> int:
-        most = self.capacity + self.capacity // _MORE_FRAMES
-        return min(most, 2 * self._room) + 4 * (self.n_step + 1) * num_envs  # a transition has at most two of its own
+        most = self.capacity + self.capacity // _EXTRA_FRAMES
+        return min(most, 2 * self._room) + 4 * (self.n_step + 1) * num_envs  # a transition has at most two new images
 
     def _keep(self, images: dict[Key, Any]) -> int:
         for key, image in images.items():
@@ -235,10 +234,10 @@ class TransitionRing:
         return self._num_frames - 1
 
     def _forget_overwritten(self) -> None:
-        """Drop transitions whose image is gone: many short episodes take more images than were thought of.
+        """Remove transitions whose images are overwritten: many short episodes need more images than expected.
 
-        Images of several environments, and of steps that waited, are numbered in another order than their transitions:
-        so those that could be gone by then go too.
+        Images of several environments, and of waiting steps, have another order than their transitions, so transitions
+        whose images could be overwritten are removed too.
         """
         slack = 2 * (self.n_step + 1) * self._num_envs
         numbers, gone = self._columns[_FRAME], self._num_frames - self._frame_capacity + slack
@@ -246,18 +245,18 @@ class TransitionRing:
             self._oldest += 1
 
     def cut(self, numbers: Sequence[int] | None = None) -> None:
-        """The environments (or those of these numbers) begin new episodes: what waited for more steps gets none."""
+        """Discard waiting steps of all environments, or of these: they begin new episodes."""
         for waiting in (self._waiting, self._last_frame):
             for number in list(waiting) if numbers is None else numbers:
                 waiting.pop(number, None)
 
-    # -- drawing -------------------------------------------------------------------------------------------------------
+    # -- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, batch_size: int) -> Batch:
-        """A batch in the schema's keys, drawn with replacement."""
+        """Return a batch in the schema's keys, sampled with replacement."""
         if self.device.type == "cpu":
             drawn = torch.randint(len(self), (batch_size,), generator=self.generator) + self._oldest
-        else:  # the bounds change between replays of a recording, so they are read on the device
+        else:  # the bounds change between replays of a CUDA graph, so they are read on the device
             share = torch.rand(batch_size, generator=self.generator, device=self.device, dtype=torch.float64)
             drawn = (self._bounds[0] + share * self._bounds[1]).long()
         return self._rows(drawn % self._room)
@@ -272,7 +271,7 @@ class TransitionRing:
         return batch
 
     def observations(self, block: int = 4096) -> Iterator[Any]:
-        """Every observation that a transition starts from, in blocks; for normalisers."""
+        """Yield the observations at which transitions start, in blocks, for observation normalisation."""
         for start in range(self._oldest, self._written, block):
             index = torch.arange(start, min(start + block, self._written), device=self.device)
             yield self._rows(index % self._room)[schema.OBSERVATION]
@@ -280,7 +279,7 @@ class TransitionRing:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, the transitions in their order: a run that goes on from here draws the same batches."""
+        """Return the whole buffer, with the transitions in their order: a resumed run samples the same batches."""
         index = torch.arange(self._oldest, self._written, device=self.device) % self._room
         first = max(0, self._num_frames - self._frame_capacity)
         kept = torch.arange(first, self._num_frames, device=self.device)
@@ -303,7 +302,7 @@ class TransitionRing:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; into a smaller buffer go the latest."""
+        """Load what `state_dict` returned; a smaller buffer stores the latest transitions."""
         self.generator.set_state(state["generator"])
         self._waiting = {
             env: deque({_split(key): value.numpy() for key, value in step.items()} for step in steps)
@@ -326,16 +325,18 @@ class TransitionRing:
                 self._frames[key][numbers % self._frame_capacity] = kept.to(self.device)
         self._num_frames = state["num_frames"]
         columns = {_split(key): column.numpy() for key, column in state["columns"].items()}
-        for start in range(0, count, 65_536):
-            part = {key: column[start : start + 65_536] for key, column in columns.items()}
-            size = min(65_536, count - start)
-            for piece in range(0, size, self.capacity):
-                rows = {key: column[piece : piece + self.capacity] for key, column in part.items()}
-                self._append(rows, len(next(iter(rows.values()))))
+        size = min(_BLOCK, self.capacity)
+        for start in range(0, count, size):
+            rows = {key: column[start : start + size] for key, column in columns.items()}
+            self._append(rows, min(size, count - start))
+
+    def _check_memory(self, count: int, size: int) -> None:
+        if self.device.type == "cpu":
+            check_memory(count, size, "observations", "use a smaller buffer_size")
 
 
 def _moved(rows: Tensor, numbers: Tensor, size: int) -> Tensor:
-    """A ring of rows, those of these numbers, in a ring of another size."""
+    """Return a ring of another size with the rows of these numbers."""
     moved = rows.new_zeros(size, *rows.shape[1:])
     moved[numbers % size] = rows[numbers % len(rows)]
     return moved
@@ -345,22 +346,22 @@ def _as_array(value: Any) -> np.ndarray:
     return value if isinstance(value, np.ndarray) else to_numpy(value)
 
 
-def _is_the_policys(key: Key) -> bool:
+def _is_policy_output(key: Key) -> bool:
     return key in (schema.LOG_PROB, schema.VALUE, schema.POLICY_VERSION) or key[0] == schema.SAMPLE
 
 
 def _is_image(rows: np.ndarray) -> bool:
-    """uint8 with two or more dims of its own."""
+    """Return whether rows are uint8 arrays of two or more dimensions."""
     return rows.dtype == np.uint8 and rows.ndim > 2
 
 
 def _following(key: Key) -> Key:
-    """Where the next observation of a stream stands."""
+    """Return the key of the next observation of a stream."""
     return schema.NEXT_OBSERVATION if isinstance(key, str) else (*schema.NEXT_OBSERVATION, *key[1:])
 
 
 def _put(batch: Batch, key: Key, value: Tensor) -> None:
-    """Place a column; named streams go together as one observation."""
+    """Add a column to a batch; named streams are grouped as one observation."""
     if isinstance(key, tuple) and key[0] == schema.OBSERVATION:
         batch.setdefault(schema.OBSERVATION, {})[key[1]] = value
     elif isinstance(key, tuple) and len(key) == 3:
@@ -375,15 +376,3 @@ def _join(key: Key) -> str:
 
 def _split(key: str) -> Key:
     return tuple(key.split("\n")) if "\n" in key else key
-
-
-def _check_memory(count: int, size: int, device: torch.device) -> None:
-    """Refuse what the machine cannot hold: the system would grant it now, and kill the process when it is used."""
-    if device.type != "cpu":
-        return
-    present = physical_memory()
-    if count * size > present:
-        raise InputError(
-            f"buffer_size: {count:,} observations take {count * size / 2**30:,.1f} GiB, this machine has "
-            f"{present / 2**30:,.1f}: use a smaller buffer_size"
-        )

@@ -1,11 +1,12 @@
-"""Recorded driving for supervised waypoint training: one `.npz`, written by `deft collect waypoints`.
+"""Recorded driving for supervised waypoint training: one `.npz` file, written by `deft collect waypoints`.
 
-Arrays, one row a decision: `camera` uint8 [T, 3, S, S], `motion` [T, M], `waypoints` [T, K, 2] (the driver's plan, in
-metres in the vehicle's frame), `episode` int64 [T]; and `about`, JSON on how it was recorded.
+Its arrays have one row for each decision: `camera` uint8 [T, 3, S, S], `motion` [T, M], `waypoints` [T, K, 2] (the
+driver's plan in metres, in the vehicle's frame) and `episode` int64 [T]. `about` is JSON with the recording's settings.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zipfile
@@ -24,7 +25,7 @@ _SHAPES = {schema.CAMERA: 4, schema.MOTION: 2, WAYPOINTS: 3, EPISODE: 1}
 
 @dataclass
 class WaypointRecording:
-    """What a driver saw and planned."""
+    """The observations and plans of a driver."""
 
     camera: np.ndarray
     motion: np.ndarray
@@ -33,10 +34,11 @@ class WaypointRecording:
     about: dict[str, Any]
 
     def __len__(self) -> int:
+        """Return the number of decisions."""
         return len(self.camera)
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,12 +53,13 @@ class WaypointRecording:
                 np.savez_compressed(file, **arrays)
             unfinished.replace(path)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
             raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> WaypointRecording:
-        """Read the file; anything else is refused in one line."""
+        """Read a recording; raise InputError for other files."""
         path = Path(path)
         if not path.is_file():
             raise InputError(f"dataset: {path} does not exist; `deft collect waypoints --out {path}` records one")
@@ -65,12 +68,12 @@ class WaypointRecording:
                 found = {name: arrays[name] for name in arrays}
             about = json.loads(str(found.get(ABOUT, "{}")))
         except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-            raise InputError(f"dataset: {path} is damaged, or no waypoint recording") from error
+            raise InputError(f"dataset: {path} is damaged, or not a waypoint recording") from error
         missing = [name for name in (*_SHAPES, ABOUT) if name not in found]
         if missing:
-            raise InputError(f"dataset: {path} is no waypoint recording: it has no {', '.join(missing)}")
+            raise InputError(f"dataset: {path} is not a waypoint recording: it has no {', '.join(missing)}")
         count = len(found[EPISODE])
         for name, dims in _SHAPES.items():
             if found[name].ndim != dims or len(found[name]) != count or not count:
-                raise InputError(f"dataset: {path}: its {name} has shape {found[name].shape}, of {count} decisions")
+                raise InputError(f"dataset: {path}: {name} has shape {found[name].shape}, for {count} decisions")
         return cls(found[schema.CAMERA], found[schema.MOTION], found[WAYPOINTS], found[EPISODE], about)

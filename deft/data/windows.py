@@ -1,6 +1,6 @@
-"""Windows of consecutive steps inside one episode, for sequence models; the Decision Transformer trains on them.
+"""Windows of consecutive steps of one episode, for sequence models such as the Decision Transformer.
 
-From a table in memory, on the table's device or another, or from a dataset that streams its episodes from disk.
+They come from a table in memory (`EpisodeWindows`), or from a dataset on disk (`StreamingWindows`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from deft import schema
 from deft.data.datasets.dataset import Dataset
 from deft.data.replay import TransitionTable, discounted_returns
-from deft.data.streaming import DEFAULT_CACHE_BYTES, StreamingBuffer
+from deft.data.streaming import DEFAULT_CACHE_BYTES, EpisodePool
 from deft.data.tensors import Batch
 
 
 class EpisodeWindows:
-    """Draws windows of up to `context_length` steps of a `TransitionTable`, from a generator of its own.
+    """Samples windows of up to `context_length` steps of a `TransitionTable`, with its own random generator.
 
-    Every transition is as likely as any other to be a window's first step, so an episode is drawn in proportion to its
-    length. A window ends with its episode; what is missing then is padding at its end, marked in `schema.STEP_MASK`.
-    Returns-to-go sum the rewards to the true end of the episode, and timesteps count from its beginning.
+    Each transition is the first step of a window with the same probability, so an episode is sampled in proportion to
+    its length. A window ends with its episode; the rest of it is padding, marked in `schema.STEP_MASK`. Returns-to-go
+    sum the rewards to the end of the episode, and timesteps count from its beginning.
     """
 
-    capturable = True  # `sample` may be recorded as part of a CUDA graph
+    capturable = True  # `sample` may be captured in a CUDA graph
 
     def __init__(
         self, table: TransitionTable, context_length: int, seed: int = 0, device: torch.device | str = "cpu"
@@ -39,26 +39,26 @@ class EpisodeWindows:
         self._rows = table.rows.to(self.device)
         self._returns = discounted_returns(table, 1.0).to(self.device)
         self._starts, self._lengths = (torch.from_numpy(part).to(self.device) for part in (table.starts, table.lengths))
-        self._ends = self._lengths.cumsum(0)  # transitions up to and with each episode
+        self._ends = self._lengths.cumsum(0)  # cumulative number of transitions of the episodes
         self._offsets = torch.arange(context_length, device=self.device)
         self._rank, self._count = 0, 1
 
     def __len__(self) -> int:
-        """Windows: one for each transition."""
+        """Return the number of windows: one for each transition."""
         return len(self.table)
 
     def shard(self, rank: int, count: int) -> None:
-        """Draw every `count`-th window alone, from `rank` on: the share of one of several processes."""
+        """Sample only every `count`-th window, starting at `rank`: the shard of one of several processes."""
         self._rank, self._count = rank, count
 
     def sample(self, batch_size: int) -> Batch:
-        """Windows [batch_size, context_length, …] in the schema's keys."""
+        """Return windows [batch_size, context_length, …] in the schema's keys."""
         number = (len(self) - self._rank + self._count - 1) // self._count
         draws = torch.randint(number, (batch_size,), generator=self.generator, device=self.device)
         return self.windows(draws * self._count + self._rank)
 
     def windows(self, transitions: Tensor) -> Batch:
-        """The windows that begin at the given transitions, which count from 0 through all episodes."""
+        """Return the windows that begin at the given transitions, numbered from 0 through all episodes."""
         episode = torch.searchsorted(self._ends, transitions, right=True)
         length = self._lengths[episode]
         step = transitions - (self._ends[episode] - length)
@@ -77,30 +77,26 @@ class EpisodeWindows:
         }
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Batches without end."""
+        """Yield batches without end."""
         while True:
             yield self.sample(batch_size)
 
     def observations(self, block: int = 65_536) -> Iterator[Any]:
-        """Every observation that a transition starts from, in blocks; for normalisers."""
+        """Yield the observations at which transitions start, in blocks, for observation normalisation."""
         for rows in self.table.transition_rows().split(block):
             yield self.table.observation[rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the generator stands."""
+        """Return the generator's state."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
         self.generator.set_state(state["generator"])
 
 
-class StreamingWindows(StreamingBuffer):
-    """The same windows out of a dataset that stays on disk (images, language), from a pool of episodes in memory.
-
-    How episodes pass through the pool is `StreamingBuffer`'s; where all of them fit, every transition is as likely as
-    any other to be a window's first step.
-    """
+class StreamingWindows(EpisodePool):
+    """The same windows for a dataset on disk (images, language), from a pool of episodes in memory."""
 
     def __init__(
         self,
@@ -115,31 +111,26 @@ class StreamingWindows(StreamingBuffer):
         self.add_returns(1.0)
 
     def sample(self, batch_size: int) -> Batch:
-        """Windows [batch_size, context_length, …] in the schema's keys; named streams as a dict of tensors."""
-        self._rotate(batch_size * self.context_length)
-        draws = torch.randint(int(self._ends[-1]), (batch_size,), generator=self.generator).numpy()
-        which = np.searchsorted(self._ends, draws, "right")
+        """Return windows [batch_size, context_length, …] in the schema's keys; named streams as a dict of tensors."""
+        which, steps = self._sample_steps(batch_size, batch_size * self.context_length)
         episodes = [self._episodes[number] for number in which]
-        lengths = np.array([len(episode) for episode in episodes])
-        steps = draws - (self._ends[which] - lengths)
+        lengths = np.array([len(episode) for episode in episodes])[:, None]
         timestep = steps[:, None] + np.arange(self.context_length)
-        mask = timestep < lengths[:, None]
-        timestep = np.minimum(timestep, lengths[:, None] - 1)  # padding repeats the last step
+        mask = timestep < lengths
+        timestep = np.minimum(timestep, lengths - 1)  # padding repeats the last step
+        windows = list(zip(episodes, timestep, strict=True))
         streams = {
-            name: self._stack([episode.streams[name][rows] for episode, rows in zip(episodes, timestep, strict=True)])
+            name: self._stack([episode.streams[name][rows] for episode, rows in windows])
             for name in episodes[0].streams
         }
         returns = [self._returns[number][rows] for number, rows in zip(which, timestep, strict=True)]
         return {
             schema.OBSERVATION: streams.get("", streams),
-            schema.ACTION: self._stack([e.action[rows] for e, rows in zip(episodes, timestep, strict=True)]),
+            schema.ACTION: self._stack([episode.action[rows] for episode, rows in windows]),
             schema.RETURN_TO_GO: self._stack(returns).float(),
             schema.TIMESTEP: self._stack(list(timestep)),
             schema.STEP_MASK: self._stack(list(mask)),
         }
-
-    def _stack(self, rows: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.stack(rows)).to(self.device)
 
 
 def make_windows(
@@ -149,7 +140,7 @@ def make_windows(
     device: torch.device | str = "cpu",
     cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> EpisodeWindows | StreamingWindows:
-    """The windows of a dataset: out of its table where it has one, else streamed from disk."""
+    """Return the windows of a dataset: from its table if it has one, otherwise from disk."""
     if dataset.table is not None:
         return EpisodeWindows(dataset.table, context_length, seed, device)
     return StreamingWindows(dataset, context_length, seed, device, cache_bytes)

@@ -1,4 +1,4 @@
-"""`DatasetWriter`: writes a user's own episodes as a Minari or LeRobot dataset, at once or step by step."""
+"""`DatasetWriter`: writes episodes of arrays as a Minari or LeRobot dataset, whole or step by step."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ log = logging.getLogger(__name__)
 
 
 class DatasetWriter:
-    """Writes episodes of arrays as a dataset that Minari or LeRobot, and `deft.load_dataset`, read.
+    """Writes episodes of arrays as a dataset for Minari or LeRobot, and for `deft.load_dataset`.
 
-    Use it as a context manager. An episode is complete on disk when `add_episode` or `end_episode` returns; a kill, an
-    exception or a full disk costs the episode that was not finished and none other.
+    Use it as a context manager. An episode is complete on disk when `add_episode` or `end_episode` returns. If the
+    process is killed, raises an exception or finds the disk full, only the unfinished episode is lost.
 
     Args:
-        path: The dataset's folder. A Minari dataset is named with a version (`pick-v0`); without one, `-v0` is added.
+        path: The dataset's folder. The name of a Minari dataset has a version (`pick-v0`); `-v0` is added if not.
         format: `minari` or `lerobot` (v3.0).
         fps: Steps per second. Required for LeRobot.
-        observation_space: By default as the arrays are: floats of any range, uint8 images, texts.
-        action_space: By default [-1, 1], and wider where actions are. Required for integer actions.
-        env: The environment of the episodes, or its Gymnasium id (`module:Name-v0` where a module registers it).
-        metadata: More entries for the dataset's metadata, as JSON has them.
-        append: Add to the dataset where there is one.
+        observation_space: By default inferred from the arrays: unbounded floats, uint8 images, texts.
+        action_space: By default [-1, 1], or wider if the actions are. Required for integer actions.
+        env: The environment of the episodes, or its Gymnasium id (`module:Name-v0` if a module registers it).
+        metadata: Additional entries of the dataset's metadata: values that JSON supports.
+        append: Append to the dataset if it exists.
         robot_type: The name of the robot, for LeRobot.
-        use_videos: Store the cameras of a LeRobot dataset as mp4; if false as PNG, without loss.
+        use_videos: Store the cameras of a LeRobot dataset as mp4; if false, as lossless PNG.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class DatasetWriter:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes in the dataset, with those that were there before."""
+        """The number of episodes in the dataset, including those of earlier recordings."""
         return self._recording.num_episodes
 
     @property
     def num_steps(self) -> int:
-        """Actions in the dataset, with those that were there before."""
+        """The number of actions in the dataset, including those of earlier recordings."""
         return self._recording.num_steps
 
     def add_episode(
@@ -103,15 +103,15 @@ class DatasetWriter:
         """Write one episode of T actions.
 
         Args:
-            observations: An array, or a dict of named arrays, each of T + 1 rows: the last is what the last action led
-                to. A LeRobot dataset may do without it, with T rows. Images are uint8, H x W x 3 or 3 x H x W.
+            observations: An array, or a dict of named arrays, each with T + 1 rows; the last row is the observation
+                after the last action. For LeRobot, T rows are allowed. Images are uint8, H x W x 3 or 3 x H x W.
             actions: T rows of numbers.
             rewards: T numbers, by default 0.
             terminations: T booleans: whether the task ended with the step. By default false.
-            truncations: T booleans: whether the episode was cut there. By default at the last step, unless it
-                terminated.
-            instruction: The task in words, of the episode or of each of its rows.
-            attributes: Numbers, texts and booleans that are kept with the episode: `seed`, `success`, …
+            truncations: T booleans: whether the episode was cut off at the step. By default true at the last step,
+                unless it terminated.
+            instruction: The task as a text, for the episode or for each row.
+            attributes: Numbers, texts and booleans to store with the episode: `seed`, `success`, …
         """
         actions = np.asarray(actions)
         length = len(actions) if actions.ndim else 0
@@ -123,7 +123,7 @@ class DatasetWriter:
         if count not in allowed:
             raise InputError(
                 f"observations has {count} rows for {length} actions; it needs {' or '.join(map(str, allowed))}: "
-                "the last one is what the last action led to"
+                "the last one is the observation after the last action"
             )
         if instruction is not None:
             texts = [instruction] * count if isinstance(instruction, str) else list(instruction)
@@ -145,7 +145,7 @@ class DatasetWriter:
     def add_step(
         self, observation: Any, action: Any, reward: float = 0.0, terminated: bool = False, truncated: bool = False
     ) -> None:
-        """Keep one step: what was observed, the action taken then, and what came of it. `end_episode` writes them."""
+        """Add one step: the observation, the action taken there, and its result. `end_episode` writes the steps."""
         if self._steps and (self._steps[-1][3] or self._steps[-1][4]):
             raise InputError("the last step ended the episode; call end_episode() before the next step")
         step = _copied(observation), np.array(action), float(reward), bool(terminated), bool(truncated)
@@ -154,7 +154,7 @@ class DatasetWriter:
     def end_episode(
         self, final_observation: Any = None, *, instruction: str | Sequence[str] | None = None, **attributes: Any
     ) -> None:
-        """Write the steps since the last episode as one, with what the last action led to (LeRobot: optional)."""
+        """Write the steps since the last episode as one episode; LeRobot does not need `final_observation`."""
         if not self._steps:
             raise InputError("end_episode: no step was added since the last episode")
         observations, actions, rewards, terminations, truncations = zip(*self._steps, strict=True)
@@ -167,11 +167,11 @@ class DatasetWriter:
         self._steps = []
 
     def discard_episode(self) -> None:
-        """Forget the steps since the last episode."""
+        """Discard the steps since the last episode."""
         self._steps = []
 
     def close(self) -> None:
-        """Release the folder. Steps without `end_episode` are an error: they are not in the dataset."""
+        """Unlock the folder; raise InputError if there are steps that `end_episode` has not written."""
         self._recording.close()
         if self._steps:
             raise InputError(
@@ -190,7 +190,7 @@ class DatasetWriter:
         self.close()
 
     def _set_spaces(self, tree: Any, actions: np.ndarray) -> None:
-        """The spaces as given, else as the arrays of this episode and those before it are."""
+        """Set the spaces: those given, or those that contain this episode and the earlier ones."""
         observation_space = self._given[0] or _inferred(tree)
         action_space = self._given[1] or _action_space(actions)
         found = observation_space, action_space
@@ -213,15 +213,15 @@ def _environment(env: str | gymnasium.Env | None) -> dict[str, str]:
     module, _, name = env.rpartition(":")
     try:
         if module:
-            trust.name(env)  # given by the caller
+            trust.name(env)  # the caller gave it
             trust.import_module(module, env, "env", "env=")
         return environment_details(gymnasium.spec(name), env)
     except (gymnasium.error.Error, ImportError) as error:
-        raise InputError(f"env is {env!r}, which Gymnasium does not know: {' '.join(str(error).split())}") from None
+        raise InputError(f"env is {env!r}, which Gymnasium does not know: {error}") from None
 
 
 def _tree(values: Any, name: str) -> Any:
-    """Observations as arrays and lists of texts, in dicts as the user has them; tensors become arrays."""
+    """Return observations as arrays and lists of texts, in dicts like the user's; tensors become arrays."""
     if isinstance(values, Mapping):
         return {str(key): _tree(value, f"{name}[{key!r}]") for key, value in values.items()}
     if isinstance(values, list | tuple) and values and all(isinstance(value, str) for value in values):
@@ -242,13 +242,13 @@ def _num_rows(tree: Any, name: str = "observations") -> int:
 
 
 def _inferred(tree: Any) -> spaces.Space:
-    """The space of observations: 0 to 255 for uint8, texts as long as they are, else floats of any range."""
+    """Return the space of observations: 0 to 255 for uint8, texts of their length, otherwise unbounded floats."""
     if isinstance(tree, dict):
         return spaces.Dict({key: _inferred(part) for key, part in tree.items()})
     if isinstance(tree, list):
         characters = "".join(sorted(set("".join(tree)))) or " "
         return spaces.Text(max(1, *map(len, tree)), min_length=0, charset=characters)
-    return space_of(tree)
+    return space_of(tree.shape[1:], tree.dtype)
 
 
 def _action_space(actions: np.ndarray) -> spaces.Space:
@@ -263,13 +263,13 @@ def _action_space(actions: np.ndarray) -> spaces.Space:
 def _part(tree: Any, path: Sequence[str | int]) -> Any:
     for step in path:
         if not isinstance(tree, dict) or str(step) not in tree:
-            raise InputError(f"observations lacks {step!r}, which observation_space has")
+            raise InputError(f"observations has no {step!r}, which observation_space contains")
         tree = tree[str(step)]
     return tree
 
 
 def _rows(stream: Stream, values: Any) -> np.ndarray:
-    """Values of a space as Deft's rows."""
+    """Return values of a space as rows of the stream."""
     if isinstance(values, np.ndarray) and isinstance(stream.source, spaces.Box) and values.ndim == 1:
         values = values[:, None]
     elif isinstance(values, np.ndarray) and values.shape[1:] == (1,) and not stream.shape:
@@ -291,12 +291,12 @@ def _column(values: Any, dtype: type, length: int, name: str) -> np.ndarray:
 
 def _plain(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, bool | int | float | str | np.generic):
-        raise InputError(f"{name} is a {type(value).__name__}; an episode keeps numbers, texts and booleans")
+        raise InputError(f"{name} is a {type(value).__name__}; an episode stores numbers, texts and booleans")
     return value
 
 
 def _copied(observation: Any) -> Any:
-    """An observation that does not change with what the robot's loop does to its arrays."""
+    """Return a copy of an observation: the caller may write into its arrays."""
     if isinstance(observation, Mapping):
         return {key: _copied(part) for key, part in observation.items()}
     return observation if isinstance(observation, str) else np.array(observation)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.settings import OfflineTrainerConfig
-from deft.data.datasets.dataset import same_fingerprint
 from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import film_episodes, merge_results, num_played
 from deft.models.policy import Policy, members_of
@@ -371,7 +370,7 @@ class OfflineTrainer(Loop):
 
     def _check_dataset(self, state: dict[str, Any], folder: Path) -> None:
         count = state["transitions"]
-        if count != self.num_transitions or not same_fingerprint(state["fingerprint"], self.spec.fingerprint):
+        if count != self.num_transitions or state["fingerprint"] != self.spec.fingerprint:
             differs = f"this one has {self.num_transitions}" if count != self.num_transitions else "this one has others"
             raise InputError(
                 f"{folder}: trained on another dataset ({count} transitions; {differs}): resume with the same, or "

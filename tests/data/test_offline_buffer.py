@@ -76,9 +76,9 @@ def test_files_and_datasets_are_taken_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "changes", "named"),
     [
-        ((3, 1), {}, "obs_dim: 3 was given, the dataset arrays has 2"),
-        ((2, 4), {}, "action_dim: 4 was given, the dataset arrays has 1"),
-        ((2, 1), {"rewards": np.array([0, 1, np.nan, 3, 4], np.float32)}, "rewards: is not a finite number"),
+        ((3, 1), {}, "obs_dim: 3 was given; the dataset arrays has 2"),
+        ((2, 4), {}, "action_dim: 4 was given; the dataset arrays has 1"),
+        ((2, 1), {"rewards": np.array([0, 1, np.nan, 3, 4], np.float32)}, "rewards: is not a finite 32-bit number"),
         ((2, 1), {"rewards": np.zeros(4, np.float32)}, "rewards: has shape (4,), not (5,)"),
     ],
 )
@@ -99,7 +99,7 @@ def test_missing_columns_are_named() -> None:
 
 
 def test_an_empty_buffer_says_what_comes_first() -> None:
-    with pytest.raises(InputError, match="load_dataset comes first"):
+    with pytest.raises(InputError, match="call load_dataset first"):
         OfflineReplayBuffer(2, 1).sample(4)
     with pytest.raises(InputError, match="no-such-dataset-v0 was not found"):
         OfflineReplayBuffer(2, 1).load_dataset("no-such-dataset-v0")

@@ -175,7 +175,7 @@ def test_the_seed_decides() -> None:
 def test_a_cache_smaller_than_an_episode_is_refused() -> None:
     # 9 rows of 3·2·2 pixels and 2 floats, 8 actions, rewards and pairs of flags: 9 · 20 + 8 · 10 = 260.
     with pytest.raises(
-        InputError, match=r"cache_gb: .* is too small: the longest episode of counted alone takes 2\.42e-07"
+        InputError, match=r"cache_gb: .* is too small: the longest episode of counted alone needs 2\.42e-07"
     ):
         StreamingBuffer(Counted([2, 8]), cache_bytes=200)
 

@@ -251,5 +251,5 @@ def test_memory_is_taken_for_the_steps_that_come(image, n_step):
 def test_a_buffer_beyond_the_machine_is_refused():
     with pytest.raises(InputError, match=r"buffer_size: .* use a smaller buffer_size"):
         TransitionRing(10**13).write(row((0, 0, False, False)))
-    with pytest.raises(InputError, match="less than the 2 environments"):
+    with pytest.raises(InputError, match="smaller than the 2 environments"):
         TransitionRing(1).write(row((0, 0, False, False), (1, 0, False, False)))

@@ -201,9 +201,9 @@ def add(**changed):
     ("settings", "use", "complaint"),
     [
         ({"format": "lerobot"}, add(), "fps is missing"),
-        ({"format": "lerobot", "fps": 0.0}, add(), "fps is 0.0; it must be a number above 0"),
+        ({"format": "lerobot", "fps": 0.0}, add(), "fps is 0.0; it must be greater than 0"),
         ({"format": "rlds"}, add(), "format is 'rlds'; it must be 'minari' or 'lerobot'"),
-        ({"metadata": {"total_steps": 3}}, add(), "total_steps is an entry of Minari's own"),
+        ({"metadata": {"total_steps": 3}}, add(), "total_steps is an entry that Minari defines"),
         ({"env": "CartPole-v99"}, add(), "env is 'CartPole-v99', which Gymnasium does not know"),
         ({}, add(actions=np.zeros((0, 1))), "an episode needs one or more"),
         ({}, add(observations={"a": np.zeros((4, 2)), "b": np.zeros((5, 2))}), "parts of different length"),
@@ -211,10 +211,10 @@ def add(**changed):
         ({}, add(terminations=[True, False, False]), "step 0 of 3 ends the episode; only the last step may"),
         ({}, add(rewards=[1.0]), r"rewards has shape \(1,\); it must be \(3,\)"),
         ({}, add(actions=np.full((3, 1), np.nan)), "actions has a value that is not finite"),
-        ({}, add(success=[1]), "success is a list; an episode keeps numbers, texts and booleans"),
+        ({}, add(success=[1]), "success is a list; an episode stores numbers, texts and booleans"),
         ({}, lambda writer: writer.end_episode(), "no step was added"),
         ({}, lambda writer: writer.add_step(np.zeros(2), np.zeros(1)), "1 steps were added and not written"),
-        ({"observation_space": spaces.Dict({"arm": spaces.Box(0, 1, (2,))})}, add(), "lacks 'arm'"),
+        ({"observation_space": spaces.Dict({"arm": spaces.Box(0, 1, (2,))})}, add(), "has no 'arm'"),
     ],
 )
 def test_what_cannot_be_written(settings, use, complaint, tmp_path):

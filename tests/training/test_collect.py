@@ -244,7 +244,7 @@ def test_an_environment_that_raises_keeps_the_whole_episodes(tmp_path, capsys):
     assert main([*FLAGS, "--out", str(path), "--env-kwargs", "fail_at=20"]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert "the gripper fell off" in line
-    assert line.endswith(f"; {path} holds 3 whole episodes")
+    assert line.endswith(f"; {path} holds 3 complete episodes")
     assert load_dataset(path).lengths.tolist() == [2, 9, 2]
     assert main([*FLAGS, "--out", str(tmp_path / "other-v0"), "--env-kwargs", "fail_at=1"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("; nothing was recorded")
@@ -287,7 +287,7 @@ def test_episodes_that_ended_in_the_step_that_raised_are_kept(where, vector, kep
         assert main(arguments) == 1
     finally:
         gymnasium.registry.pop("deft-test/EndsTogether-v0")
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"; {path} holds {kept[where]} whole episodes")
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"; {path} holds {kept[where]} complete episodes")
     dataset = load_dataset(path)
     assert dataset.lengths.tolist() == [3] * kept[where]
 
@@ -325,7 +325,7 @@ def test_a_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Recording, "_publish", full)
     assert main([*FLAGS, "--out", str(path)]) == 1
-    line = f"deft: {path} cannot be written: no space left on the disk; {path} holds 3 whole episodes"
+    line = f"deft: {path} cannot be written: no space left on the disk; {path} holds 3 complete episodes"
     assert capsys.readouterr().err.splitlines()[-1] == line
     assert load_dataset(path).lengths.tolist() == [2, 9, 2]
 

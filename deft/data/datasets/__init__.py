@@ -1,7 +1,7 @@
-"""The one front for recorded data: `load_dataset(name_or_path)` finds it, sees which format it has, and loads it.
+"""`load_dataset(name_or_path)` finds recorded data, recognises its format and loads it.
 
-Each format is a module beside this file with `matches(path)`, which looks at content and raises nothing, and
-`load(path, name, **options)`. Offline training calls this; so do users, as `deft.load_dataset`.
+Each format is a module in this folder with two functions: `matches(path)`, which examines the content and raises no
+error, and `load(path, name, **options)`. Offline training calls this; users call `deft.load_dataset`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FORMATS = {
     "d4rl": "D4RL hdf5",
     "npz": "folder of npz episodes",
 }
-MOST_LOOKED_AT = 20  # of what lies in a folder that is no dataset itself
+MAX_EXAMINED = 20  # entries of a folder that is not a dataset itself
 MINARI_ID = r"[\w-]+(/[\w-]+)+-v\d+"
-OWN_DATASET = r"(driving|reach|tabletop|carla)-(expert|random)-v\d+"  # names of what `deft collect` records
+OWN_DATASET = r"(driving|reach|tabletop|carla)-(expert|random)-v\d+"  # names in the documentation of `deft collect`
 
 
 @trust.takes_remote_code
@@ -56,16 +56,15 @@ def load_dataset(
 ) -> Dataset:
     """Load recorded episodes by path, by D4RL name (`hopper-medium-v2`) or by Minari id (`mujoco/hopper/medium-v0`).
 
-    `download` fetches a D4RL name or a Minari id that is not on this machine; `rename_streams` gives streams other
-    names, as {new name: the dataset's name}; `trust_remote_code` allows the module of the environment that the dataset
-    names to be imported; `options` are those of the format's `load`: `observation_keys` and `split` for robomimic, and
-    so on.
+    `download` fetches a D4RL name or a Minari id that is not on this machine. `rename_streams` renames streams:
+    {new name: the dataset's name}. `trust_remote_code` allows importing the module of the environment that the dataset
+    names. `options` are those of the format's `load`, for example `observation_keys` and `split` for robomimic.
     """
     return open_dataset(name_or_path, {"download": download, "rename_streams": rename_streams, **options})
 
 
 def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Dataset:
-    """`load_dataset` with options that may come from a file: `trust_remote_code` is not one of them."""
+    """Load a dataset with options that may come from a file, which must not contain `trust_remote_code`."""
     options = dict(options)
     path, name = find_dataset(name_or_path, options.pop("download", False))
     names = options.pop("rename_streams", None) or {}
@@ -82,13 +81,13 @@ def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Datase
         dataset: Dataset = loader.load(path, name, **options)
     except DeftError:
         raise
-    except Exception as error:  # whatever a damaged file makes of its reader
+    except Exception as error:  # a damaged file can cause any error in its reader
         raise InputError(f"{path}: damaged: {one_line(error)}") from error
     return RenamedDataset(dataset, names) if names else dataset
 
 
 def dataset_folders() -> list[Path]:
-    """Where a dataset is looked for by its name, in order."""
+    """Return the folders in which a dataset is searched by its name, in order."""
     own = [Path(folder) for folder in os.environ.get("DEFT_DATASETS", "").split(os.pathsep) if folder]
     home = Path.home()
     minari = Path(os.environ.get("MINARI_DATASETS_PATH") or home / ".minari" / "datasets")
@@ -97,25 +96,25 @@ def dataset_folders() -> list[Path]:
 
 
 def download_folder() -> Path:
-    """Where downloads go: the first folder of DEFT_DATASETS, or `~/.deft/datasets`."""
+    """Return the folder for downloads: the first one of DEFT_DATASETS, or `~/.deft/datasets`."""
     own = next((folder for folder in os.environ.get("DEFT_DATASETS", "").split(os.pathsep) if folder), None)
     return Path.home() / ".deft" / "datasets" if own is None else Path(own)
 
 
 def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path, str]:
-    """The file or folder of a dataset and the name it goes by; `download` as in `load_dataset`."""
+    """Return the file or folder of a dataset and its name; `download` is that of `load_dataset`."""
     text = str(name_or_path)
     if not text.strip():
         raise InputError("a dataset needs a name or a path; none was given")
     given = Path(text).expanduser()
-    # os.path, unlike Path, says False of a name too long for one.
+    # os.path.exists, unlike Path.exists, returns False for a name that is too long.
     if not os.path.exists(given) and os.path.isdir(f"{given}-v0"):  # as `deft collect --out` names it
         given = given.with_name(f"{given.name}-v0")
     if os.path.exists(given):
         return given, given.resolve().name if given.is_dir() else given.stem
     folders = dataset_folders()
     if not given.is_absolute():
-        # D4RL's own files write hopper-medium-v2 as hopper_medium-v2.hdf5.
+        # D4RL's file of hopper-medium-v2 is hopper_medium-v2.hdf5.
         stem, dash, version = text.rpartition("-v")
         spellings = [text, f"{text}.hdf5", f"{stem.replace('-', '_')}{dash}{version}.hdf5"]
         for folder in folders:
@@ -136,41 +135,41 @@ def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path
 
 
 def _not_found(text: str, folders: list[Path], failure: str) -> str:
-    """Where was looked, and how to get the dataset."""
-    looked = ", ".join(str(folder) for folder in folders)
+    """Return the message about a missing dataset: where it was searched, and how to get it."""
+    searched = ", ".join(str(folder) for folder in folders)
     if re.fullmatch(MINARI_ID, text):
         advice = f"download=True (--download) fetches it, as does `minari download {text}`"
     elif url := d4rl_url(text):
         advice = f"`deft datasets fetch {text}` downloads it from {url}"
     elif own := re.fullmatch(OWN_DATASET, text):
         command = f"deft collect --env {own[1]} --policy {own[2]} --episodes 200 --out datasets/{text}"
-        advice = f"it is recorded with `{command}`"
+        advice = f"record it with `{command}`"
     elif re.fullmatch(r"[\w-]+-v\d+", text):
         advice = "`deft datasets fetch` downloads D4RL's datasets, such as hopper-medium-v2"
     else:
         advice = "LeRobot datasets: `hf download NAME --repo-type dataset --local-dir FOLDER`"
     return (
-        f"dataset {text} was not found: no such path, nor in {looked} (DEFT_DATASETS adds folders){failure}; {advice}, "
-        "or record one of your own with `deft collect`; of one that has moved, give the new place"
+        f"dataset {text} was not found: there is no such path, and it is not in {searched} (DEFT_DATASETS adds "
+        f"folders){failure}; {advice}, or record your own with `deft collect`; if it was moved, give its new path"
     )
 
 
 def _format(module_name: str) -> ModuleType:
-    """The module of a format, imported when first needed."""
+    """Import the module of a format."""
     return importlib.import_module(f"deft.data.datasets.{module_name}")
 
 
 def _loader_for(path: Path) -> ModuleType:
-    """The module of the first format that recognises what the path holds."""
+    """Return the module of the first format that recognises the path."""
     module = _matching(path)
     if module is not None:
         return module
     if is_hdf5(path) or path.suffix in (".hdf5", ".h5"):
-        open_hdf5(path).close()  # says what is wrong with a file that cannot be opened
+        open_hdf5(path).close()  # raises an error for a file that cannot be opened
     inside = sorted(path.iterdir()) if path.is_dir() else []
-    datasets = [place.name for place in inside[:MOST_LOOKED_AT] if _matching(place) is not None]
-    found = f"; a folder of datasets: give one of them ({', '.join(datasets[:5])})" if datasets else ""
-    raise InputError(f"{path} is none of the formats that Deft reads: {', '.join(FORMATS.values())}{found}")
+    datasets = [entry.name for entry in inside[:MAX_EXAMINED] if _matching(entry) is not None]
+    found = f"; it is a folder of datasets: give one of them ({', '.join(datasets[:5])})" if datasets else ""
+    raise InputError(f"{path} has none of the formats that Deft reads: {', '.join(FORMATS.values())}{found}")
 
 
 def _matching(path: Path) -> ModuleType | None:

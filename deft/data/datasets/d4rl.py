@@ -1,6 +1,6 @@
 """D4RL's layout: flat columns of transitions (`observations`, `actions`, `rewards`, `terminals`, `timeouts`, …).
 
-Read in blocks straight into the table, from an hdf5 file (`load`) or from arrays in memory (`from_d4rl_arrays`).
+They are read in blocks into the table, from an HDF5 file (`load`) or from arrays in memory (`from_d4rl_arrays`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deft.errors import InputError
 
 
 def matches(path: Path) -> bool:
-    """Whether this is an hdf5 file with D4RL's columns at its top."""
+    """Return whether this is an HDF5 file with D4RL's columns."""
     if not is_hdf5(path):
         return False
     try:
@@ -31,15 +31,15 @@ def matches(path: Path) -> bool:
 def load(path: Path, name: str, max_episode_steps: int | None = None) -> VectorDataset:
     """Load a D4RL file.
 
-    `max_episode_steps` says where episodes end in a file that has neither `timeouts` nor `next_observations`; for
-    D4RL's own names it is known.
+    `max_episode_steps` is the length of episodes in a file that has neither `timeouts` nor `next_observations`; it is
+    known for D4RL's own names.
     """
     with open_hdf5(path) as file:
         return _build(_columns(file, path), path, name, max_episode_steps)
 
 
 def check_layout(path: Path) -> None:
-    """Raise an error where a file lacks D4RL's columns, or they differ in length; their values are not read."""
+    """Raise InputError if D4RL's columns are missing or differ in length; their values are not read."""
     with open_hdf5(path) as file:
         _check_shapes(_columns(file, path), path)
 
@@ -53,9 +53,10 @@ def _columns(file: Any, path: Path) -> dict[str, Any]:
 def from_d4rl_arrays(
     arrays: Mapping[str, Any], name: str = "arrays", max_episode_steps: int | None = None
 ) -> VectorDataset:
-    """The dataset of columns in memory, as `env.get_dataset()` and `d4rl.qlearning_dataset(env)` give them.
+    """Return the dataset of arrays in memory, as `env.get_dataset()` and `d4rl.qlearning_dataset(env)` return them.
 
-    Needs `observations`, `actions`, `rewards` and `terminals` (or `dones`); takes `timeouts` and `next_observations`.
+    `observations`, `actions`, `rewards` and `terminals` (or `dones`) are required; `timeouts` and `next_observations`
+    are optional.
     """
     columns = {key: np.asarray(value) for key, value in arrays.items()}
     if "terminals" not in columns and "dones" in columns:
@@ -66,7 +67,7 @@ def from_d4rl_arrays(
 
 
 def _build(columns: Mapping[str, Any], path: Path | str, name: str, max_episode_steps: int | None) -> VectorDataset:
-    """Find the episodes, then fill a table of exactly their size."""
+    """Find the episodes, then fill a table of their size."""
     _check_shapes(columns, path)
     num_rows = len(columns["observations"])
     terminal = _flags(columns, "terminals", path)
@@ -77,9 +78,9 @@ def _build(columns: Mapping[str, Any], path: Path | str, name: str, max_episode_
 
     has_next = "next_observations" in columns
     if not has_next:
-        # The observation after a time limit is not in the file, so the transition into it is left out and the last row
-        # gives the final observation. A terminal transition stays: no target looks at what follows it, and the last
-        # observation stands in its place.
+        # The observation after a time limit is not in the file, so the last transition is left out and the last row
+        # is the final observation. A terminal transition is kept: no target uses its next observation, which is a
+        # copy of the last observation.
         lengths = lengths - ~terminal[last_rows]
     first_rows, last_rows, lengths = (values[lengths > 0] for values in (first_rows, last_rows, lengths))
     if len(lengths) == 0:
@@ -88,7 +89,7 @@ def _build(columns: Mapping[str, Any], path: Path | str, name: str, max_episode_
     observation_dim, action_dim = columns["observations"].shape[1], columns["actions"].shape[1]
     table = TransitionTable(lengths, observation_dim, action_dim)
     rows = table.rows.numpy()
-    places = {
+    targets = {
         "observations": rows[:, :observation_dim],
         "actions": rows[:, observation_dim:-2],
         "rewards": rows[:, -2:-1],
@@ -98,28 +99,28 @@ def _build(columns: Mapping[str, Any], path: Path | str, name: str, max_episode_
     for first, length in zip(first_rows.tolist(), lengths.tolist(), strict=True):
         kept[first : first + length] = True
     lengths_so_far = np.cumsum(lengths)
-    for key, place in places.items():
+    for key, target in targets.items():
         done = 0
         for block, values in _finite_blocks(columns, key, path, first_rows):
             values = values[kept[block]]
-            # The n-th transition lies below n transitions and the final observations of the episodes before its own.
+            # Above the n-th transition are n transitions and the final observations of the earlier episodes.
             numbers = np.arange(done, done + len(values))
-            place[numbers + np.searchsorted(lengths_so_far, numbers, "right")] = values
+            target[numbers + np.searchsorted(lengths_so_far, numbers, "right")] = values
             done += len(values)
     final_rows = table.starts + table.lengths
     source = "next_observations" if has_next else "observations"
     for block, values in _finite_blocks(columns, source, path, first_rows):
         here = (last_rows >= block.start) & (last_rows < block.stop)
-        places["observations"][final_rows[here]] = values[last_rows[here] - block.start]
+        targets["observations"][final_rows[here]] = values[last_rows[here] - block.start]
 
     env_id, reference_returns = task_of(name, observation_dim, action_dim)
-    # An episode's last row has action 0, which lies inside the bounds that every space of actions has at least.
-    action_space = action_space_of(places["actions"].min(0), places["actions"].max(0))
+    # The last row of an episode has action 0, which is within the bounds of every action space.
+    action_space = action_space_of(targets["actions"].min(0), targets["actions"].max(0))
     return VectorDataset(table, name, action_space=action_space, env_id=env_id, reference_returns=reference_returns)
 
 
 def _check_shapes(columns: Mapping[str, Any], path: Path | str) -> None:
-    """Refuse columns that are not vectors, or not of one length."""
+    """Raise InputError for columns that are not vectors or differ in length."""
     num_rows = columns["observations"].shape[0] if columns["observations"].ndim else 0
     if num_rows == 0:
         raise InputError(f"{path} is empty: its observations have shape {columns['observations'].shape}")
@@ -140,12 +141,12 @@ def _check_shapes(columns: Mapping[str, Any], path: Path | str) -> None:
 def _last_rows(
     columns: Mapping[str, Any], terminal: np.ndarray, path: Path | str, name: str, max_episode_steps: int | None
 ) -> np.ndarray:
-    """The last row of each episode: by the flags, where the rows do not continue one another, and by the time limit."""
+    """Return the last row of each episode: by flags, by discontinuous observations, or by the time limit."""
     ends = terminal.copy()
     if "timeouts" in columns:
         ends |= _flags(columns, "timeouts", path)
     if "next_observations" in columns:
-        # Rows t and t + 1 belong to one episode only if what followed t is what t + 1 saw.
+        # Rows t and t + 1 are of one episode only if the next observation of t is the observation of t + 1.
         for block in blocks(columns["observations"]):
             ahead = slice(block.start + 1, min(block.stop + 1, len(ends)))
             after = read(
@@ -158,8 +159,8 @@ def _last_rows(
         limit = max_episode_steps or (task.max_episode_steps if task else None)
         if limit is None:
             raise InputError(
-                f"{path} has neither timeouts nor next_observations, and the time limit of {name} is not known, so its "
-                "episodes cannot be told apart: give max_episode_steps"
+                f"{path} has neither timeouts nor next_observations, and the time limit of {name} is not known, so the "
+                "ends of its episodes are unknown: give max_episode_steps"
             )
         first = 0
         for last in [*np.flatnonzero(ends).tolist(), len(ends) - 1]:
@@ -170,7 +171,7 @@ def _last_rows(
 
 
 def _flags(columns: Mapping[str, Any], key: str, path: Path | str) -> np.ndarray:
-    """A column of flags, stored as booleans or as numbers, bool [N]."""
+    """Return a column of flags, stored as booleans or numbers, as bool [N]."""
     values = read(columns[key], path, "all rows", key).reshape(-1)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise damaged(path, f"row {int(np.argmin(np.isfinite(values)))}", key, "is not a finite number")
@@ -180,16 +181,18 @@ def _flags(columns: Mapping[str, Any], key: str, path: Path | str) -> np.ndarray
 def _finite_blocks(
     columns: Mapping[str, Any], key: str, path: Path | str, first_rows: np.ndarray
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """A column block by block as [rows, width], after refusing NaN and infinities."""
+    """Yield a column in blocks [rows, width]; raise InputError for NaN and infinities."""
     for block in blocks(columns[key]):
         values = read(columns[key], path, f"rows {block.start} to {block.stop - 1}", key, block)
         if values.dtype.kind not in "fiub":
-            raise damaged(path, f"rows {block.start} to {block.stop - 1}", key, f"is not of numbers but {values.dtype}")
-        with np.errstate(over="ignore"):  # what is too large for float32 is told below
+            raise damaged(
+                path, f"rows {block.start} to {block.stop - 1}", key, f"has the type {values.dtype}; it needs numbers"
+            )
+        with np.errstate(over="ignore"):  # values beyond float32 become infinite
             values = values.reshape(len(values), -1).astype(np.float32, copy=False)
         finite = np.isfinite(values).all(1)
         if not finite.all():
             row = block.start + int(np.argmin(finite))
             episode = max(int(np.searchsorted(first_rows, row, "right")) - 1, 0)
-            raise damaged(path, f"row {row} (episode {episode})", key, "is not a finite number of 32 bits")
+            raise damaged(path, f"row {row} (episode {episode})", key, "is not a finite 32-bit number")
         yield block, values

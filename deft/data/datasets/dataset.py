@@ -1,11 +1,12 @@
-"""What every dataset offers, whatever its format: episodes, spaces, lengths and the D4RL-normalised score.
+"""The base class of datasets: episodes, spaces, lengths and the D4RL-normalised score; and checks that readers share.
 
-The loaders beside this file make these; replay buffers, sequence windows and offline training read them.
+The modules in this folder each read one format. Replay buffers, sequence windows and offline training use datasets.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import re
 import struct
@@ -21,11 +22,12 @@ from gymnasium import spaces
 
 from deft.data.replay import TransitionTable
 from deft.errors import InputError
+from deft.plain_data import parse_bounded, read_bounded
 
 Observation = np.ndarray | dict[str, np.ndarray]
-MAX_ROWS_PER_BYTE = 64  # in tables: one row of the most regular recording takes more than an eighth of a byte
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of the others, some run programs
-HASHED_EPISODES, HASHED_BLOCK, HASHED_BYTES = 16, 2**14, 2**26  # of a fingerprint; bytes of all files together
+MAX_ROWS_PER_BYTE = 64  # of a table in a file: even constant values need more than this
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # some of Pillow's other formats run programs
+HASHED_EPISODES, HASHED_BLOCK, HASHED_BYTES = 16, 2**14, 2**26  # for fingerprints; bytes of all files together
 
 
 @dataclass
@@ -35,27 +37,34 @@ class Episode:
     observation: Observation  # [T + 1, …], or named streams of that; images uint8, `instruction` rows of encode_text
     action: np.ndarray  # float32 [T, A], or int64 [T] for discrete actions
     reward: np.ndarray  # float32 [T]
-    terminated: np.ndarray  # bool [T]: the episode really ended here
-    truncated: np.ndarray  # bool [T]: a time limit, or the end of the recording, cut it here
+    terminated: np.ndarray  # bool [T]: the task ended here
+    truncated: np.ndarray  # bool [T]: a time limit, or the end of the recording, ended the episode here
 
     def __len__(self) -> int:
-        """Transitions."""
+        """Return the number of transitions."""
         return len(self.reward)
 
     @property
     def streams(self) -> dict[str, np.ndarray]:
-        """The observation as named streams; a plain one has the empty name."""
+        """The observation as named streams; a single array has the empty name."""
         return self.observation if isinstance(self.observation, dict) else {"": self.observation}
 
     @property
     def nbytes(self) -> int:
-        """What the episode takes in memory."""
+        """The size of the episode in memory, in bytes."""
         arrays = (*self.streams.values(), self.action, self.reward, self.terminated, self.truncated)
         return sum(array.nbytes for array in arrays)
 
 
+def truncated_at_end(terminated: np.ndarray) -> np.ndarray:
+    """Return the `truncated` flags of a recorded episode: true at its last step unless that step is terminated."""
+    truncated = np.zeros(len(terminated), bool)
+    truncated[-1] = not terminated[-1]
+    return truncated
+
+
 class KnownTask(NamedTuple):
-    """What D4RL publishes about a family of datasets, and the Gymnasium environment that has the same observations."""
+    """Reference returns that D4RL publishes for a family of datasets, and the corresponding Gymnasium environment."""
 
     random_return: float
     expert_return: float
@@ -65,8 +74,8 @@ class KnownTask(NamedTuple):
     action_dim: int = 0
 
 
-# How the names of D4RL's datasets begin, as regular expressions, and the returns of its random and expert policies.
-# An environment stands where Gymnasium's observations and actions mean what the dataset's do.
+# Regular expressions for the beginnings of D4RL's dataset names, with the returns of its random and expert policies.
+# An environment is given if Gymnasium's observations and actions have the same meaning as the dataset's.
 _KINDS = "-(random|simple|medium|expert|full)"
 _ADROIT = "-(human|cloned|expert)"
 KNOWN_TASKS = {
@@ -93,13 +102,13 @@ KNOWN_TASKS = {
 
 
 def known_task(name: str) -> KnownTask | None:
-    """What is known of the task behind a dataset's name: `hopper-medium-v2`, `mujoco/hopper/medium-v0`, …"""
+    """Return the known task of a dataset's name: `hopper-medium-v2`, `mujoco/hopper/medium-v0`, …"""
     plain = re.sub(r"^(d4rl|mujoco)/", "", name.lower()).replace("_", "-").replace("/", "-")
     return next((task for pattern, task in KNOWN_TASKS.items() if re.match(pattern + r"\b", plain)), None)
 
 
 def known_env(env_id: str) -> KnownTask | None:
-    """What is known of the task of a Gymnasium id, whatever its version: `Hopper-v4` is hopper."""
+    """Return the known task of a Gymnasium id of any version: `Hopper-v4` is hopper."""
     family = env_id.rpartition("-v")[0]
     return next(
         (task for task in KNOWN_TASKS.values() if family and (task.env_id or "").startswith(family + "-v")), None
@@ -107,7 +116,7 @@ def known_env(env_id: str) -> KnownTask | None:
 
 
 def normalized_score(mean_return: float, reference_returns: tuple[float, float] | None) -> float | None:
-    """The D4RL-normalised score: 100 · (return − random) / (expert − random); None where these are not known."""
+    """Return 100 · (return − random) / (expert − random), the D4RL-normalised score; None without references."""
     if reference_returns is None:
         return None
     random, expert = reference_returns
@@ -115,9 +124,10 @@ def normalized_score(mean_return: float, reference_returns: tuple[float, float] 
 
 
 class Dataset(ABC):
-    """Recorded episodes. Where `table` is None they are read from disk when asked for."""
+    """Recorded episodes. If `table` is None, they are read from disk on demand."""
 
     table: TransitionTable | None = None
+    env_args: dict[str, Any] | None = None  # the robosuite environment that a robomimic file names
 
     def __init__(
         self,
@@ -131,8 +141,8 @@ class Dataset(ABC):
         self.name = name
         self.observation_space = observation_space
         self.action_space = action_space
-        self.lengths = np.asarray(lengths, np.int64)  # [E]: transitions of each episode
-        self.env_id = env_id  # the Gymnasium id to evaluate in
+        self.lengths = np.asarray(lengths, np.int64)  # [E]: the transitions of each episode
+        self.env_id = env_id  # the Gymnasium environment to evaluate in
         self.env_kwargs: dict[str, Any] = {}  # for its constructor
         self.reference_returns = reference_returns  # of a random and an expert policy
         if len(self.lengths) == 0 or self.lengths.min() < 1:
@@ -141,40 +151,48 @@ class Dataset(ABC):
             )
 
     def __len__(self) -> int:
-        """Transitions."""
+        """Return the number of transitions."""
         return int(self.lengths.sum())
 
     @property
     def num_episodes(self) -> int:
-        """How many episodes there are."""
+        """The number of episodes."""
         return len(self.lengths)
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the episodes fit into a `TransitionTable`: float32 vectors, with vectors or integers as actions."""
+        space, action = self.observation_space, self.action_space
+        is_flat = isinstance(space, spaces.Box) and len(space.shape) == 1 and space.dtype == np.float32
+        return is_flat and (
+            isinstance(action, spaces.Discrete) or (isinstance(action, spaces.Box) and len(action.shape) == 1)
+        )
 
     @abstractmethod
     def episode(self, index: int) -> Episode:
-        """One episode: views where the dataset is in memory, read from disk where it streams."""
+        """Return one episode: views if the dataset is in memory, otherwise read from disk."""
 
     def episode_returns(self) -> np.ndarray:
-        """The undiscounted return of each episode, float64 [E]."""
+        """Return the undiscounted return of each episode, float64 [E]."""
         return np.array([self.episode(index).reward.sum(dtype=np.float64) for index in range(self.num_episodes)])
 
     def score(self, mean_return: float) -> float | None:
-        """The D4RL-normalised score; None where its reference returns are not known."""
+        """Return the D4RL-normalised score; None if the reference returns are not known."""
         return normalized_score(mean_return, self.reference_returns)
 
     def source_files(self) -> list[Path]:
-        """The files that episodes are read from as they are asked for; none where they are in memory."""
+        """Return the files from which episodes are read on demand; empty if they are in memory."""
         return []
 
     def fingerprint(self) -> str:
-        """A text that tells this dataset from others, by its content; `same_fingerprint` compares two.
+        """Return a text that identifies the dataset by its content.
 
-        A table in memory is hashed whole: every changed value shows. Of a dataset that is read from disk, the first and
-        last episodes and all files up to 64 KiB are hashed whole, and of each larger file its size and blocks of 16 KiB
-        spread evenly over it, the first and the last among them: files that were recorded, encoded or cut anew show,
-        a few bytes that were changed in the midst of a large file may not. Where neither is known, 16 episodes are
-        hashed.
+        A table in memory is hashed completely. For a dataset on disk, the first and the last episode and all files of
+        up to 64 KiB are hashed completely; from each larger file its size and evenly spaced blocks of 16 KiB, including
+        the first and the last. This detects files that were recorded, encoded or cut again, but may miss a change of a
+        few bytes inside a large file. If there is neither a table nor a file, 16 episodes are hashed.
         """
-        number = zlib.crc32(self.lengths.tobytes())  # earlier versions had this alone
+        number = zlib.crc32(self.lengths.tobytes())
         for index in (0, self.num_episodes - 1):
             for content in self._content(index):
                 number = zlib.crc32(content, number)
@@ -191,27 +209,17 @@ class Dataset(ABC):
         return f"{number:08x}-{digest.hexdigest()}"
 
     def _content(self, index: int) -> list[bytes]:
-        """The arrays of an episode as bytes."""
+        """Return the arrays of an episode as bytes."""
         episode = self.episode(index)
         arrays = (*episode.streams.values(), episode.action, episode.reward)
         return [np.ascontiguousarray(array).tobytes() for array in arrays]
 
     def close(self) -> None:  # noqa: B027 (most datasets hold nothing open)
-        """Let go of open files."""
-
-
-def same_fingerprint(saved: object, own: object) -> bool:
-    """Whether a checkpoint's fingerprint is that of a dataset.
-
-    Checkpoints of earlier versions hold a number, which is the first part of the text that is saved now.
-    """
-    if isinstance(saved, int) and isinstance(own, str):
-        return own.partition("-")[0] == f"{saved:08x}"
-    return saved == own
+        """Close open files."""
 
 
 def _blocks(file: Path, budget: int) -> Iterator[bytes]:
-    """A file's size, and up to `budget` bytes of it in blocks that are spread evenly; small files whole."""
+    """Yield a file's size and up to `budget` bytes of it, in evenly spaced blocks; small files completely."""
     try:
         size, count = file.stat().st_size, max(4, budget // HASHED_BLOCK)
         yield size.to_bytes(8, "little")
@@ -227,7 +235,7 @@ def _blocks(file: Path, budget: int) -> Iterator[bytes]:
 
 
 class VectorDataset(Dataset):
-    """Vector observations, all in memory, in a table that replay buffers share without a copy."""
+    """Vector observations in memory, in a table that replay buffers use without a copy."""
 
     table: TransitionTable
 
@@ -245,45 +253,64 @@ class VectorDataset(Dataset):
         super().__init__(name, observation_space, action_space, table.lengths, env_id, reference_returns)
         self.table = table
 
+    @classmethod
+    def from_dataset(cls, source: Dataset) -> VectorDataset:
+        """Read a dataset with `is_vector` into memory, one episode at a time, and close it."""
+        observation_shape, action_shape = source.observation_space.shape, source.action_space.shape
+        assert observation_shape is not None
+        assert action_shape is not None
+        table = TransitionTable(source.lengths, observation_shape[0], action_shape[0] if action_shape else 1)
+        dim = table.observation_dim
+        try:
+            for index in range(source.num_episodes):
+                episode = source.episode(index)
+                rows = table.rows[table.episode_rows(index)].numpy()
+                rows[:, :dim] = episode.observation
+                rows[:-1, dim:-2] = episode.action.reshape(len(episode), -1)
+                rows[:-1, -2], rows[:-1, -1] = episode.reward, episode.terminated
+        finally:
+            source.close()
+        spaces_of_source = source.observation_space, source.action_space
+        dataset = cls(table, source.name, *spaces_of_source, source.env_id, source.reference_returns)
+        dataset.env_kwargs, dataset.env_args = source.env_kwargs, source.env_args
+        return dataset
+
     def episode(self, index: int) -> Episode:
-        """Views of the table's rows."""
-        length = int(self.lengths[index])
+        """Return views of the table's rows."""
         rows = self.table.rows[self.table.episode_rows(index)].numpy()
-        steps, dim = rows[:length], self.table.observation_dim
+        steps, dim = rows[:-1], self.table.observation_dim
         action = steps[:, dim:-2]
         if isinstance(self.action_space, spaces.Discrete):
             action = action[:, 0].astype(np.int64)
         terminated = steps[:, -1] > 0
-        truncated = np.zeros(length, bool)
-        truncated[-1] = not terminated[-1]
-        return Episode(rows[:, :dim], action, steps[:, -2], terminated, truncated)
+        return Episode(rows[:, :dim], action, steps[:, -2], terminated, truncated_at_end(terminated))
 
     def episode_returns(self) -> np.ndarray:
-        """The undiscounted return of each episode, float64 [E]; an episode's last row has reward 0."""
+        """Return the undiscounted return of each episode, float64 [E]; the last row of an episode has reward 0."""
         return np.add.reduceat(self.table.reward.numpy().astype(np.float64), self.table.starts)
 
 
 def box(dim: int, low: float = -np.inf, high: float = np.inf) -> spaces.Box:
-    """A space of float32 vectors."""
+    """Return a space of float32 vectors."""
     return spaces.Box(low, high, (dim,), np.float32)
 
 
 def action_space_of(low: np.ndarray, high: np.ndarray) -> spaces.Box:
-    """The space of continuous actions that were recorded between two bounds: ±1, and wider where the data is."""
+    """Return the space of continuous actions with these bounds in the data: [-1, 1], or wider."""
     return spaces.Box(np.minimum(low, -1.0).astype(np.float32), np.maximum(high, 1.0).astype(np.float32))
 
 
-def space_of(array: np.ndarray) -> spaces.Box:
-    """The space of one row of an array: 0 to 255 for uint8, unbounded otherwise."""
-    if array.dtype == np.uint8:
-        return spaces.Box(0, 255, array.shape[1:], np.uint8)
-    return spaces.Box(-np.inf, np.inf, array.shape[1:], np.float32)
+def space_of(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
+    """Return the space of arrays of a shape: 0 to 255 for uint8, unbounded float32 otherwise."""
+    if dtype == np.uint8:
+        return spaces.Box(0, 255, shape, np.uint8)
+    return spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 
 def task_of(name: str, observation_dim: int, action_dim: int) -> tuple[str | None, tuple[float, float] | None]:
-    """The environment to evaluate in and the reference returns of a named dataset.
+    """Return the evaluation environment and the reference returns of a dataset's name.
 
-    The environment is given only where its observations and actions have the dataset's sizes.
+    The environment is None unless its observations and actions have the dataset's sizes.
     """
     task = known_task(name)
     if task is None:
@@ -292,64 +319,82 @@ def task_of(name: str, observation_dim: int, action_dim: int) -> tuple[str | Non
     return (task.env_id if fits else None), (task.random_return, task.expert_return)
 
 
+# -- what readers of files share -------------------------------------------------------------------------------------
+
+
+def import_optional(name: str, purpose: str) -> Any:
+    """Return a module of the extra `data`; raise InputError with the install command if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise InputError(f'{purpose} needs {name.partition(".")[0]}: pip install "deft[data]"') from None
+
+
 def damaged(path: Path | str, where: str, field: str, what: str) -> InputError:
-    """The one line that a damaged file is reported with: the file, the episode or row, the field, what is wrong."""
+    """Return the error for a damaged file: the file, the episode or row, the field, and what is wrong."""
     return InputError(f"{path}: damaged at {where}, field {field}: {what}")
 
 
+def read_json(path: Path, where: str = "the top", field: str = "JSON") -> dict[str, Any]:
+    """Return the object in a JSON file of bounded size and depth."""
+    try:
+        return json_object(read_bounded(path), path, where, field)
+    except FileNotFoundError:
+        raise damaged(path, where, field, "the file is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(path, where, field, f"cannot be read: {error}") from None
+
+
+def json_object(text: str, path: Path, where: str, field: str = "JSON") -> dict[str, Any]:
+    """Return the object in a JSON text from a file."""
+    try:
+        found = parse_bounded(text)
+    except ValueError as error:
+        raise damaged(path, where, field, f"is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise damaged(path, where, field, "is not an object")
+    return found
+
+
 def check_rows(count: int, num_bytes: int, path: Path | str, where: str, field: str) -> None:
-    """Raise an error if a file declares more rows than its bytes can hold, before memory is taken for them."""
+    """Raise InputError if a file declares more rows than its bytes can hold, before memory is allocated for them."""
     if count > MAX_ROWS_PER_BYTE * num_bytes:
         raise damaged(path, where, field, f"declares {count:,} rows, more than its {num_bytes:,} bytes can hold")
 
 
-def decode_image(content: Any, size: tuple[int, int]) -> np.ndarray:
-    """The pixels of an image file of a dataset, uint8 [height, width, …]; a ValueError if it is none of that size.
-
-    The size that the file declares is compared with `size` (height, width) before anything is decoded: a few bytes can
-    declare an image of any size.
-    """
-    from PIL import Image, UnidentifiedImageError  # comes with imageio
-
-    try:
-        image = Image.open(io.BytesIO(bytes(content)), formats=IMAGE_FORMATS)
-        if image.size[::-1] != size:
-            raise ValueError(f"is {image.height} × {image.width} pixels, and the metadata says {size[0]} × {size[1]}")
-        return np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB"))
-    except Image.DecompressionBombError:
-        raise ValueError(f"is larger than the {size[0]} × {size[1]} pixels of the metadata") from None
-    except UnidentifiedImageError:
-        raise ValueError(f"is no image of {', '.join(IMAGE_FORMATS)}") from None
-    except (OSError, TypeError, SyntaxError, EOFError, struct.error, zlib.error) as error:
-        raise ValueError(f"is no whole image: {' '.join(str(error).split())}") from None
-
-
 def check_finite(values: np.ndarray, path: Path | str, where: str, field: str) -> np.ndarray:
-    """The values as they are, after refusing NaN and infinities."""
+    """Return the values; raise InputError if one is NaN or infinite."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         row = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(1)))
         raise damaged(path, where, field, f"row {row} is not a finite number")
     return values
 
 
-def write_episode(table: TransitionTable, index: int, path: Path | str, where: str, **fields: Any) -> None:
-    """Write one episode into its rows of the table.
+def check_array(values: np.ndarray, shape: tuple[int, ...], path: Path | str, where: str, field: str) -> np.ndarray:
+    """Return finite values of this shape; raise InputError for others. Scalars may have a trailing dimension."""
+    if len(shape) == 1 and values.shape == (*shape, 1):
+        values = values[:, 0]
+    if values.shape != shape:
+        raise damaged(path, where, field, f"has shape {values.shape}, not {shape}")
+    return check_finite(values, path, where, field)
 
-    `fields` are `observation` [T + 1, D], `action` [T, A] or [T], `reward` [T] and `terminated` [T]. One that is not of
-    that shape, or not finite, is refused with the file, the episode (`where`) and its name.
+
+def decode_image(content: Any, size: tuple[int, int]) -> np.ndarray:
+    """Return the pixels of an encoded image, uint8 [height, width, …]; raise ValueError if it is invalid.
+
+    The size in the image's header is compared with `size` (height, width) before decoding: a few bytes can declare an
+    image of any size.
     """
-    rows = table.rows[table.episode_rows(index)].numpy()
-    length, dim = int(table.lengths[index]), table.observation_dim
-    places = {
-        "observation": rows[:, :dim],
-        "action": rows[:length, dim:-2],
-        "reward": rows[:length, -2],
-        "terminated": rows[:length, -1],
-    }
-    for field, place in places.items():
-        values = np.asarray(fields[field])
-        if field == "action" and values.ndim == 1:
-            values = values[:, None]
-        if values.shape != place.shape:
-            raise damaged(path, where, field, f"has shape {values.shape}, not {place.shape}")
-        place[...] = check_finite(values, path, where, field)
+    from PIL import Image, UnidentifiedImageError  # a dependency of imageio
+
+    try:
+        image = Image.open(io.BytesIO(bytes(content)), formats=IMAGE_FORMATS)
+        if image.size[::-1] != size:
+            raise ValueError(f"has {image.height} × {image.width} pixels; the metadata declares {size[0]} × {size[1]}")
+        return np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB"))
+    except Image.DecompressionBombError:
+        raise ValueError(f"is larger than the {size[0]} × {size[1]} pixels that the metadata declares") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"is not an image ({', '.join(IMAGE_FORMATS)})") from None
+    except (OSError, TypeError, SyntaxError, EOFError, struct.error, zlib.error) as error:
+        raise ValueError(f"is not a complete image: {error}") from None

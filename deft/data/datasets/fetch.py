@@ -1,8 +1,8 @@
-"""Download a D4RL file: resumed where it was interrupted, verified, and put where `load_dataset` finds it by its name.
+"""Downloads D4RL files for `deft datasets fetch` and `load_dataset(name, download=True)`.
 
-Called by `deft datasets fetch` and by `load_dataset(name, download=True)`. The addresses are those of D4RL's
-`infos.py`. D4RL publishes no checksums and Deft knows none: without `sha256` a file is verified by its size and its
-HDF5 layout, and its SHA-256 is reported, to be compared with that of another download.
+An interrupted download is resumed. The file is verified and stored where `load_dataset` finds it by its name. The
+addresses are those of D4RL's `infos.py`. D4RL publishes no checksums: without `sha256` a file is verified by its size
+and its HDF5 layout, and its SHA-256 is reported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from deft.data.datasets.dataset import import_optional
 from deft.errors import InputError, RunError
 
 log = logging.getLogger(__name__)
 D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
 BLOCK = 2**20
 TIMEOUT = 30.0  # seconds without a byte
-ATTEMPTS = 3  # in a row without a new byte
-LINE_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
+ATTEMPTS = 3  # consecutive connections without a new byte
+LINE_INTERVAL = 10.0  # seconds between progress lines if there is no terminal
 Progress = Callable[[int, int | None], None]
 
 _ANT_MAZE = "Ant_maze_{maze}_noisy_multistart_{starts}_multigoal_{goals}_sparse"
@@ -43,7 +44,7 @@ _KITCHEN = {
 
 
 def d4rl_url(name: str) -> str | None:
-    """Where D4RL publishes a dataset of the families that Deft knows; None for other names."""
+    """Return the address of a dataset of D4RL's families that Deft knows; None for other names."""
     kinds = "random|medium|expert|medium-replay|full-replay|medium-expert"
     if found := re.fullmatch(rf"(halfcheetah|hopper|walker2d|ant)-({kinds})-v([12])", name):
         family, kind, version = found.groups()
@@ -65,9 +66,9 @@ def d4rl_url(name: str) -> str | None:
 
 @dataclass
 class Fetched:
-    """What was downloaded, or was there already."""
+    """A file that was downloaded, or already existed."""
 
-    dataset: str  # the file
+    dataset: str  # path of the file
     url: str
     bytes: int
     sha256: str
@@ -82,24 +83,24 @@ def fetch_dataset(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Fetched:
-    """Download the dataset `name` into `folder`, as `name.hdf5`; by default from where D4RL publishes it."""
+    """Download the dataset `name` to `folder/name.hdf5`; the default address is D4RL's."""
     address = url or d4rl_url(name)
     if address is None:
         raise InputError(
-            f"{name}: no address is known; D4RL's names are such as hopper-medium-v2, antmaze-umaze-v2 and "
-            "door-human-v1; give --url for another file, and Minari ids to `minari download`"
+            f"{name}: no address is known; examples of D4RL's names are hopper-medium-v2, antmaze-umaze-v2 and "
+            "door-human-v1; give --url for another file, and use `minari download` for Minari ids"
         )
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise InputError(f"{name!r} cannot be a file's name; use letters, digits, - and _")
+        raise InputError(f"{name!r} is not a valid file name; use letters, digits, - and _")
     if address.partition(":")[0] not in ("http", "https", "file"):
         raise InputError(f"url: {address} is neither http, https nor file")
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise InputError(f"sha256: {sha256!r} is not 64 hexadecimal digits")
-    _check_readable()
+    import_optional("h5py", "reading a D4RL file")  # before the download, not after it
     target, part = folder / f"{name}.hdf5", folder / f"{name}.hdf5.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{name}.lock"):  # processes that train together may all want it
+        with _locked(folder / f".{name}.lock"):  # several training processes may download it
             if overwrite or not target.exists():
                 _Download(address, part).run(progress)
                 found = _verified(part, address, sha256)
@@ -113,7 +114,7 @@ def fetch_dataset(
 
 
 def _verified(path: Path, url: str, sha256: str | None, is_new: bool = True) -> Fetched:
-    """The file's size and SHA-256; a new one that is not what was asked for is deleted."""
+    """Return the file's size and SHA-256; a new file that is invalid is deleted."""
     from deft.data.datasets.d4rl import check_layout
 
     digest = hashlib.sha256()
@@ -127,7 +128,7 @@ def _verified(path: Path, url: str, sha256: str | None, is_new: bool = True) -> 
         try:
             check_layout(path)
         except InputError as error:
-            raise RunError(f"{url} is no whole D4RL file ({size:,} bytes): {error}{fate}") from error
+            raise RunError(f"{url} is not a complete D4RL file ({size:,} bytes): {error}{fate}") from error
     except RunError:
         if is_new:
             path.unlink()
@@ -136,40 +137,32 @@ def _verified(path: Path, url: str, sha256: str | None, is_new: bool = True) -> 
     return Fetched(str(path), url, size, found, verified_by)
 
 
-def _check_readable() -> None:
-    """Say what is missing before the download, not after."""
-    try:
-        import h5py  # noqa: F401
-    except ImportError:
-        raise InputError('a D4RL file is read with h5py: pip install "deft[data]"') from None
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait until no other process downloads the same dataset."""
+    """Wait until no other process is downloading the same dataset."""
     with open(path, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 class _Download:
-    """A file on its way: `part` holds what has come so far, and `part.json` which version of the file that is."""
+    """An unfinished download: `part` holds the bytes received so far, and `part.json` the version of the file."""
 
     def __init__(self, url: str, part: Path) -> None:
         self.url, self.part, self.notes = url, part, part.with_name(f"{part.name}.json")
 
     def run(self, progress: Progress | None) -> None:
-        """Download until the file is whole; a connection that breaks is opened again for the rest."""
+        """Download until the file is complete; reconnect if the connection breaks."""
         tries, before = 0, self._size()
         while not self._attempt(progress):
             now = self._size()
             tries, before = (0, now) if now > before else (tries + 1, before)
             if tries >= ATTEMPTS:
-                raise RunError(f"{self._cut_short()}: the connection ended; run the command again to resume")
-            log.info("%s: connecting again", self._cut_short())
+                raise RunError(f"{self._received()}: the connection ended; run the command again to resume")
+            log.info("%s: reconnecting", self._received())
 
     def _attempt(self, progress: Progress | None) -> bool:
-        """Whether the file is whole after one connection."""
+        """Open one connection; return whether the file is complete afterwards."""
         state = self._state()
         done, total = self._size() if state else 0, state.get("total")
         if state and done == total:
@@ -179,10 +172,10 @@ class _Download:
             headers |= {"Range": f"bytes={done}-", "If-Range": state["version"]}
         try:
             with urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=TIMEOUT) as response:
-                if getattr(response, "status", None) != 206:  # the whole file: it has changed, or is not given in parts
+                if getattr(response, "status", None) != 206:  # the file has changed, or the server has no ranges
                     done = 0
                 elif not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
-                    raise RunError(f"{self.url}: the server sent another part than byte {done} on; delete {self.part}")
+                    raise RunError(f"{self.url}: the server did not continue at byte {done}; delete {self.part}")
                 length = response.headers.get("Content-Length")
                 total = None if length is None else done + int(length)
                 self._note(response.headers, total)
@@ -200,7 +193,7 @@ class _Download:
             raise RunError(f"{self.url}: the server answered {error.code} {error.reason}") from error
         except urllib.error.URLError as error:
             raise RunError(
-                f"{self.url} cannot be reached: {error.reason}; download it on a machine with a network, and put it at "
+                f"{self.url} cannot be reached: {error.reason}; download it on another machine and copy it to "
                 f"{self.part.with_suffix('')}"
             ) from error
         except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
@@ -212,27 +205,30 @@ class _Download:
         return self.part.stat().st_size if self.part.exists() else 0
 
     def _note(self, headers: Any, total: int | None) -> None:
-        """Write down which version of the file this is, where the server says it: without it nothing is resumed."""
+        """Store the version of the file that the server reports; without one the download cannot be resumed."""
         tag = headers.get("ETag") or ""
         version = tag if tag and not tag.startswith("W/") else headers.get("Last-Modified")
         self.notes.write_text(json.dumps({"url": self.url, "version": version, "total": total}), encoding="utf-8")
 
     def _state(self) -> dict[str, Any]:
-        """The notes of an earlier attempt at the same address; nothing where that cannot be resumed."""
+        """Return the notes of an earlier attempt at the same address; empty if it cannot be resumed."""
         try:
             state = json.loads(self.notes.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return state if state.get("url") == self.url and state.get("version") and self.part.exists() else {}
 
-    def _cut_short(self) -> str:
-        total = self._state().get("total")
-        return f"{self.url}: {self._size():,} of {'?' if total is None else f'{total:,}'} bytes came"
+    def _received(self) -> str:
+        return f"{self.url}: {_bytes_of(self._size(), self._state().get('total'))} received"
+
+
+def _bytes_of(done: int, total: int | None) -> str:
+    return f"{done:,} of {'?' if total is None else f'{total:,}'} bytes"
 
 
 @contextmanager
 def shown_progress(name: str) -> Iterator[Progress]:
-    """A progress bar with rate and time left on a terminal, a line now and then elsewhere."""
+    """Show a progress bar with rate and time left on a terminal, and a line every few seconds elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -248,6 +244,6 @@ def shown_progress(name: str) -> Iterator[Progress]:
             bar.update(task, completed=done, total=total)
             if not console.is_terminal and time.monotonic() >= next_line:
                 next_line = time.monotonic() + LINE_INTERVAL
-                console.print(f"{name}: {done:,} of {'?' if total is None else f'{total:,}'} bytes", highlight=False)
+                console.print(f"{name}: {_bytes_of(done, total)}", highlight=False)
 
         yield update

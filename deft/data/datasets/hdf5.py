@@ -1,4 +1,4 @@
-"""Opening HDF5 files and reading their columns, with every fault as one line; shared by the loaders of hdf5 formats."""
+"""Opening HDF5 files and reading their arrays, with a one-line error for every fault; used by the HDF5 formats."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deft.data.datasets.dataset import damaged
+from deft.data.datasets.dataset import damaged, import_optional
 from deft.errors import InputError
 
 if TYPE_CHECKING:
     import h5py
 
-BLOCK_ROWS = 16_384  # read at a time: enough to be quick, little beside a dataset
-CHUNK_CACHE_BYTES = 2**20  # an array; from HDF5 2.0 on the default is 8 MiB, which adds up over the columns of a file
-MAX_EXPANSION = 4096  # bytes of values for one in the file: deflate reaches 1032
+BLOCK_ROWS = 16_384  # rows read at a time: fast, and small compared to a dataset
+CHUNK_CACHE_BYTES = 2**20  # for each array; HDF5 2.0's default of 8 MiB adds up over the arrays of a file
+MAX_EXPANSION = 4096  # bytes of values for each byte in the file: deflate reaches 1032
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """The file, open for reading; one that leads into other files is rejected."""
-    try:
-        import h5py
-    except ImportError:
-        raise InputError(f'reading {path.name} needs h5py: pip install "deft[data]"') from None
+    """Open a file for reading; raise InputError if it links to other files."""
+    h5py = import_optional("h5py", f"reading {path.name}")
     try:
         file = h5py.File(path, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read as HDF5, it may be cut short: {one_line(error)}") from None
+        raise InputError(f"{path}: cannot be read as HDF5, it may be cut short: {error}") from None
     try:
         _check_links(file, path)
     except BaseException:
@@ -38,11 +35,11 @@ def open_hdf5(path: Path) -> h5py.File:
     return file
 
 
-_checked: dict[Path, tuple[int, ...]] = {}  # files without links to others, as they were when they were looked through
+_checked: dict[Path, tuple[int, ...]] = {}  # files without links to others, and their version when they were checked
 
 
 def _check_links(file: h5py.File, path: Path) -> None:
-    """Reject external links: they would read whatever file the author of this one names."""
+    """Raise InputError for external links: they would read any file that the author of this one names."""
     import h5py
 
     status = os.stat(path)
@@ -53,7 +50,7 @@ def _check_links(file: h5py.File, path: Path) -> None:
     try:
         outside = file.id.links.visit(lambda name, info: None if info.type in inside else name, info=True)
     except (KeyError, OSError, RuntimeError) as error:
-        raise InputError(f"{path}: damaged: its groups cannot be listed: {one_line(error)}") from None
+        raise InputError(f"{path}: damaged: its groups cannot be listed: {error}") from None
     if outside is not None:
         name = outside.decode("utf-8", "replace")
         raise InputError(f"{path}: {name} is a link to another file, which Deft does not follow; copy its content here")
@@ -61,7 +58,7 @@ def _check_links(file: h5py.File, path: Path) -> None:
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether a file begins as HDF5 does, whole or not."""
+    """Return whether a file begins with the signature of HDF5, complete or not."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -69,7 +66,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def column(group: Any, key: str, path: Path, where: str = "the top") -> h5py.Dataset:
-    """The array `key` of a group, which may be a path within it."""
+    """Return the array `key` of a group; `key` may be a path within it."""
     import h5py
 
     try:
@@ -80,7 +77,7 @@ def column(group: Any, key: str, path: Path, where: str = "the top") -> h5py.Dat
         raise damaged(path, where, key, "is missing")
     if found.external or found.is_virtual:
         raise InputError(
-            f"{path}: {key} at {where} has its values in another place, where Deft does not read; copy them"
+            f"{path}: {key} at {where} has its values in another file, which Deft does not read; copy them here"
         )
     stored, declared = found.id.get_storage_size(), found.nbytes
     if declared > MAX_EXPANSION * stored + CHUNK_CACHE_BYTES:
@@ -89,21 +86,16 @@ def column(group: Any, key: str, path: Path, where: str = "the top") -> h5py.Dat
 
 
 def read(array: Any, path: Path | str, where: str, field: str, rows: slice = slice(None)) -> np.ndarray:
-    """Rows of an array of a file; what cannot be decoded is reported with its place."""
+    """Return rows of an array of a file; raise InputError if they cannot be decoded."""
     try:
         return array[rows]
     except (OSError, RuntimeError, MemoryError) as error:
-        raise damaged(path, where, field, f"cannot be decoded: {one_line(error)}") from None
+        raise damaged(path, where, field, f"cannot be decoded: {error}") from None
 
 
 def blocks(array: Any) -> Iterator[slice]:
-    """Slices of rows that cover an array: about `BLOCK_ROWS`, in whole chunks so that none is decoded twice."""
+    """Yield slices of about `BLOCK_ROWS` rows, in whole chunks, so that no chunk is decoded twice."""
     chunk_rows = (getattr(array, "chunks", None) or (1,))[0]
     step = chunk_rows * max(1, BLOCK_ROWS // chunk_rows)
     for start in range(0, len(array), step):
         yield slice(start, min(start + step, len(array)))
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text without line breaks."""
-    return " ".join(str(error).split())

@@ -1,6 +1,6 @@
-"""LeRobot folders (v2.0, v2.1, v3.0: parquet tables, mp4 videos, language tasks) as a `Dataset` that streams.
+"""LeRobot folders (v2.0, v2.1, v3.0: parquet tables, mp4 videos, language tasks) as a `Dataset` read on demand.
 
-`load` is called by `load_dataset`; `LeRobotFolder.windows` gives items in the way of LeRobot's `delta_timestamps`.
+`load_dataset` calls `load`; `LeRobotFolder.windows` returns items as LeRobot's `delta_timestamps` do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from deft.data.datasets.dataset import Dataset, Episode, box, damaged, decode_image
+from deft.data.datasets.dataset import Dataset, Episode, box, damaged, decode_image, truncated_at_end
 from deft.data.datasets.lerobot_files import (
     Columns,
     DataFiles,
@@ -28,19 +28,19 @@ from deft.data.datasets.lerobot_files import (
 )
 from deft.data.datasets.video import DEFAULT_CACHE_BYTES, VideoReader
 from deft.errors import InputError
-from deft.schema import encode_text
+from deft.schema import channels_first, encode_text
 
 log = logging.getLogger(__name__)
 
 REWARD, DONE, TERMINATED, TRUNCATED = "next.reward", "next.done", "next.terminated", "next.truncated"
 TASK_INDEX, TIMESTAMP = "task_index", "timestamp"
-ACTIONS = ("action", "actions")  # the second is what openpi's datasets write
+ACTIONS = ("action", "actions")  # the second is the name in openpi's datasets
 INSTRUCTION = "instruction"
 NUMBERS = ("float", "int", "uint", "bool")
 
 
 def matches(path: Path) -> bool:
-    """Whether this is a folder with LeRobot's `meta/info.json`."""
+    """Return whether this is a folder with LeRobot's `meta/info.json`."""
     return (path / "meta" / "info.json").is_file()
 
 
@@ -57,10 +57,10 @@ def load(
 ) -> LeRobotFolder:
     """Open a LeRobot folder.
 
-    `episodes` (by number) and `cameras` (by the last part of their key, or all of it) choose a part. What `meta/` lists
-    and the disk does not have is refused; `skip_missing` leaves it out instead. `image_size` shrinks pictures by area
-    averaging. `terminal_reward` is given, and the episode terminated, at the last step of every demonstration, for
-    folders without rewards of their own. `cache_bytes` bounds the decoded frames in memory.
+    `episodes` (by number) and `cameras` (by the last part of their key, or the whole key) select a part. Files that
+    `meta/` lists and the disk does not have raise an error, or are left out with `skip_missing`. `image_size` shrinks
+    images by area averaging. For folders without rewards, `terminal_reward` is the reward of the last step of every
+    demonstration, which becomes a terminal step. `cache_bytes` limits the decoded frames in memory.
     """
     meta = read_meta(path)
     entries, camera_keys = choose(meta, episodes, cameras, skip_missing)
@@ -70,12 +70,12 @@ def load(
 
 
 class LeRobotFolder(Dataset):
-    """Demonstrations of a robot, read from disk as they are asked for.
+    """Demonstrations of a robot, read from disk on demand.
 
     The observation has a stream for each `observation.*` vector (`state`), one for each camera (uint8 [3, h, w]) and
     the task's text (`instruction`). Row t of a table holds an observation and the action taken there. The action of the
-    last row has no next observation, so T rows make T − 1 transitions; where `next.done` says that the last row ended
-    the episode they make T, since what comes after an end counts for nothing: the last observation stands for it.
+    last row has no next observation, so T rows make T − 1 transitions. If `next.done` marks the last row as terminal,
+    they make T: the next observation of a terminal step has no effect, and the last observation is used for it.
     """
 
     def __init__(
@@ -94,28 +94,28 @@ class LeRobotFolder(Dataset):
         features = meta.features
         self.action_key = next((key for key in ACTIONS if key in features), None)
         if self.action_key is None:
-            raise InputError(f"{meta.root}: has no action among its features: {', '.join(features)}")
+            raise InputError(f"{meta.root}: has no action; its features are: {', '.join(features)}")
         self.state_keys = [key for key in features if _is_state(key) and _is_numeric(features[key])]
         self.streams = stream_names([*self.state_keys, *camera_keys])
         if terminal_reward is not None and REWARD in features:
-            raise InputError(f"{meta.root}: has rewards of its own (next.reward); leave terminal_reward out")
+            raise InputError(f"{meta.root}: has rewards (next.reward); leave terminal_reward out")
 
         needed = [*self.state_keys, self.action_key, TIMESTAMP]
         needed += [key for key in (REWARD, DONE, TERMINATED, TRUNCATED, TASK_INDEX) if key in features]
         needed += [key for key in camera_keys if features[key]["dtype"] == "image"]
         needed += ["episode_index"] if meta.version == "v3.0" else []
         self.files = DataFiles(meta, list(dict.fromkeys(needed)))
-        self.has_tasks = TASK_INDEX in features and any(meta.tasks.values())  # without a text, tasks say nothing
+        self.has_tasks = TASK_INDEX in features and any(meta.tasks.values())  # tasks without a text are not used
         self._text_length = max([1, *(len(task.encode()) for task in meta.tasks.values())])
         self._first_frames: dict[tuple[int, str], int] = {}
         self._checked: set[int] = set()
 
-        sizes = {key: _picture_size(meta, key) for key in camera_keys}
+        sizes = {key: _image_size(meta, key) for key in camera_keys}
         for key, size in sizes.items():
             if image_size is not None and (image_size[0] > size[0] or image_size[1] > size[1]):
-                raise InputError(f"image_size is {image_size}, larger than the {size} of {key}; it can only shrink")
-        self.picture_sizes = {key: image_size or size for key, size in sizes.items()}
-        num_bytes = sum(3 * h * w for h, w in self.picture_sizes.values()) * sum(e.length for e in entries)
+                raise InputError(f"image_size is {image_size}, larger than the {size} of {key}; images can only shrink")
+        self.image_sizes = {key: image_size or size for key, size in sizes.items()}
+        num_bytes = sum(3 * h * w for h, w in self.image_sizes.values()) * sum(e.length for e in entries)
         self.reader = VideoReader(cache_bytes, image_size, keep_groups=num_bytes <= cache_bytes)
         super().__init__(name, self._observation_space(), self._action_space(), self._count_transitions())
         self._report(num_bytes, cache_bytes)
@@ -124,27 +124,27 @@ class LeRobotFolder(Dataset):
         streams: dict[str, spaces.Space] = {}
         for key in self.state_keys:
             streams[self.streams[key]] = box(int(np.prod(self.meta.features[key]["shape"])))
-        for key, size in self.picture_sizes.items():
+        for key, size in self.image_sizes.items():
             streams[self.streams[key]] = spaces.Box(0, 255, (3, *size), np.uint8)
         if self.has_tasks:
             streams[INSTRUCTION] = spaces.Box(0, 255, (self._text_length,), np.uint8)
         return spaces.Dict(streams)
 
     def _action_space(self) -> spaces.Box:
-        """Bounded by the range of the recorded actions; a dim that never moves gets 1 to either side.
+        """Return a space with the range of the recorded actions, and ±1 around an action that is constant.
 
-        The range is that of the folder's statistics, or where it has none, of the chosen episodes' tables.
+        The range is that of the folder's statistics, or if it has none, of the tables of the selected episodes.
         """
         assert self.action_key is not None
         dim = int(np.prod(self.meta.features[self.action_key]["shape"]))
         found = read_range(self.meta, self.action_key)
         if found is None or found[0].shape != (dim,) or not np.isfinite(found).all():
             found = self._computed_range(self.action_key, dim)
-            log.info("%s: meta/ has no range of %s; computed from the tables", self.meta.root, self.action_key)
+            log.info("%s: meta/ has no range of %s; it is computed from the tables", self.meta.root, self.action_key)
         low, high = found
-        still = high - low < 1e-6
-        low, high = np.where(still, low - 1, low), np.where(still, high + 1, high)
-        # Outwards by one float32, so that rounding leaves no recorded action outside.
+        is_constant = high - low < 1e-6
+        low, high = np.where(is_constant, low - 1, low), np.where(is_constant, high + 1, high)
+        # One float32 outwards, so that no recorded action is outside because of rounding.
         return spaces.Box(
             np.nextafter(low.astype(np.float32), np.float32(-np.inf)),
             np.nextafter(high.astype(np.float32), np.float32(np.inf)),
@@ -152,29 +152,29 @@ class LeRobotFolder(Dataset):
         )
 
     def _computed_range(self, key: str, dim: int) -> tuple[np.ndarray, np.ndarray]:
-        """The smallest and largest values of a column in the chosen episodes."""
-        tables = DataFiles(self.meta, [key, "episode_index"] if self.meta.version == "v3.0" else [key])
+        """Return the smallest and largest values of a column in the selected episodes."""
+        tables = self._tables([key])
         columns = (tables.rows(entry)[key].reshape(-1, dim) for entry in self.entries)
         bounds = [(rows.min(0), rows.max(0)) for rows in columns]
         return np.min([low for low, _ in bounds], 0), np.max([high for _, high in bounds], 0)
 
     def _count_transitions(self) -> np.ndarray:
-        """Transitions of each episode; looks at each one's last row where the folder says which rows are an end."""
+        """Return the transitions of each episode; flags at the end of an episode add one."""
         lengths = np.array([entry.length for entry in self.entries], np.int64)
         flags = [key for key in (DONE, TERMINATED, TRUNCATED) if key in self.meta.features]
-        if not flags:
-            return self._refuse_short(lengths - 1)
-        ends = DataFiles(self.meta, [*flags, "episode_index"] if self.meta.version == "v3.0" else flags)
-        return self._refuse_short(lengths - [not _terminated(ends.rows(entry))[-1] for entry in self.entries])
-
-    def _refuse_short(self, lengths: np.ndarray) -> np.ndarray:
+        ends = self._tables(flags)
+        lengths -= [not (flags and _terminated(ends.rows(entry))[-1]) for entry in self.entries]
         for entry, length in zip(self.entries, lengths, strict=True):
             if length < 1:
                 raise damaged(entry.data_path, entry.where, "length", f"{entry.length} rows make no transition")
         return lengths
 
+    def _tables(self, keys: list[str]) -> DataFiles:
+        """Return some columns of the tables."""
+        return DataFiles(self.meta, [*keys, "episode_index"] if self.meta.version == "v3.0" else keys)
+
     def _report(self, num_bytes: int, cache_bytes: int) -> None:
-        """Say what was found, and what the folder does not have."""
+        """Log what was found, and warn about what is missing."""
         frames = sum(entry.length for entry in self.entries)
         cameras = ", ".join(self.streams[key] for key in self.camera_keys) or "none"
         log.info(
@@ -183,20 +183,20 @@ class LeRobotFolder(Dataset):
         )  # fmt: skip
         if REWARD not in self.meta.features and self.terminal_reward is None:
             log.warning(
-                "%s has no next.reward: all rewards are 0; terminal_reward gives one at the end of each demonstration",
+                "%s has no next.reward: all rewards are 0; terminal_reward sets one at the end of each demonstration",
                 self.name,
             )
         if self.camera_keys and num_bytes > cache_bytes:
             log.info(
-                "%s: %.1f GB of frames do not fit into cache_bytes = %.1f GB: random windows decode anew each time",
+                "%s: %.1f GB of frames do not fit into cache_bytes = %.1f GB: random windows are decoded each time",
                 self.name, num_bytes / 1e9, cache_bytes / 1e9,
             )  # fmt: skip
 
     def episode(self, index: int) -> Episode:
-        """Read one episode; its pictures are decoded, and not kept."""
+        """Read one episode; its decoded images are not cached."""
         entry, length = self.entries[index], int(self.lengths[index])
         rows = self.rows(entry)
-        # Where the last row is an end, its observation stands for the one after it.
+        # If the last row is terminal, its observation is also the next observation.
         steps = np.minimum(np.arange(length + 1), entry.length - 1)
         observation = {
             self.streams[key]: rows[key][steps].reshape(length + 1, -1).astype(np.float32, copy=False)
@@ -204,8 +204,8 @@ class LeRobotFolder(Dataset):
         }
         numbers = np.arange(entry.length)
         with ThreadPoolExecutor(max(1, min(len(self.camera_keys), os.cpu_count() or 1))) as pool:
-            pictures = pool.map(lambda key: self.pictures(entry, key, numbers, keep=False), self.camera_keys)
-            for key, frames in zip(self.camera_keys, pictures, strict=True):
+            images = pool.map(lambda key: self.images(entry, key, numbers, keep=False), self.camera_keys)
+            for key, frames in zip(self.camera_keys, images, strict=True):
                 observation[self.streams[key]] = frames if length < entry.length else frames[steps]
         if self.has_tasks:
             texts = {task: encode_text(self.task(entry, task), self._text_length) for task in set(rows[TASK_INDEX])}
@@ -216,13 +216,12 @@ class LeRobotFolder(Dataset):
         terminated = _terminated(rows)[:length]
         if self.terminal_reward is not None:
             reward[-1], terminated[-1] = self.terminal_reward, True
-        truncated = np.zeros(length, bool)
-        truncated[-1] = not terminated[-1]
         action = rows[self.action_key][:length].reshape(length, -1).astype(np.float32, copy=False)
-        return Episode(observation, action, reward.astype(np.float32, copy=False), terminated, truncated)
+        reward = reward.astype(np.float32, copy=False)
+        return Episode(observation, action, reward, terminated, truncated_at_end(terminated))
 
     def episode_returns(self) -> np.ndarray:
-        """The undiscounted return of each episode, float64 [E], without decoding pictures."""
+        """Return the undiscounted return of each episode, float64 [E], without decoding images."""
         if self.terminal_reward is not None:
             return np.full(self.num_episodes, self.terminal_reward, np.float64)
         returns = np.zeros(self.num_episodes)
@@ -234,11 +233,11 @@ class LeRobotFolder(Dataset):
     def windows(
         self, delta_timestamps: Mapping[str, Sequence[float]] | None = None, num_threads: int | None = None
     ) -> FrameWindows:
-        """Items for imitation: one for each recorded frame, with windows of time around it."""
+        """Return items for imitation learning: one for each recorded frame, with windows of time around it."""
         return FrameWindows(self, delta_timestamps or {}, num_threads)
 
     def rows(self, entry: EpisodeEntry) -> Columns:
-        """An episode's columns, after a look at its clock: one row every 1 / fps seconds."""
+        """Return an episode's columns; raise InputError unless there is one row every 1 / fps seconds."""
         rows = self.files.rows(entry)
         if entry.index not in self._checked:
             self._check_intervals(rows[TIMESTAMP], entry, entry.data_path, TIMESTAMP, self.tolerance_s)
@@ -255,24 +254,24 @@ class LeRobotFolder(Dataset):
             row = int(off.argmax())
             raise damaged(
                 path, entry.where, field,
-                f"from row {row} to {row + 1} pass {times[row + 1] - times[row]:.6f} s, not 1/fps = {interval:.6f} s "
+                f"rows {row} and {row + 1} are {times[row + 1] - times[row]:.6f} s apart, not 1/fps = {interval:.6f} s "
                 f"(tolerance_s {self.tolerance_s:g})",
             )  # fmt: skip
 
     def task(self, entry: EpisodeEntry, task_index: int) -> str:
-        """The text of a task."""
+        """Return the text of a task."""
         if task_index not in self.meta.tasks:
             raise damaged(entry.data_path, entry.where, TASK_INDEX, f"meta/ lists no task {task_index}")
         return self.meta.tasks[int(task_index)]
 
-    def pictures(
+    def images(
         self, entry: EpisodeEntry, key: str, rows: np.ndarray, keep: bool = True, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Pictures of a camera at some rows of an episode: uint8 [len(rows), 3, h, w], in `out` where it is given."""
+        """Return images of a camera at some rows of an episode: uint8 [len(rows), 3, h, w], in `out` if given."""
         if self.meta.features[key]["dtype"] == "image":
-            pictures = [self._stored_picture(entry, key, int(row), keep) for row in rows]
-            fits = out is not None and out.shape[1:] == pictures[0].shape
-            frames = np.stack(pictures, out=out if fits else None)
+            images = [self._stored_image(entry, key, int(row), keep) for row in rows]
+            fits = out is not None and out.shape[1:] == images[0].shape
+            frames = np.stack(images, out=out if fits else None)
             path = entry.data_path
         else:
             path = entry.videos[key].path
@@ -282,25 +281,25 @@ class LeRobotFolder(Dataset):
                 if entry.where in str(error):
                     raise
                 raise InputError(f"{error} ({entry.where}, field {key})") from None
-        expected = (3, *self.picture_sizes[key])
+        expected = (3, *self.image_sizes[key])
         if frames.shape[1:] != expected:
-            raise damaged(path, entry.where, key, f"frames of shape {frames.shape[1:]}, and meta/ says {expected}")
+            raise damaged(path, entry.where, key, f"frames of shape {frames.shape[1:]}; meta/ declares {expected}")
         return frames
 
     def _first_frame(self, entry: EpisodeEntry, key: str) -> int:
-        """Which frame of its video belongs to an episode's first row; the video is checked when first used.
+        """Return the frame of the video at an episode's first row; check the video at the first use.
 
-        Row i of an episode and frame i from there on belong together. Times only tell where an episode begins in a file
-        of several, since some recorders start their clock at 0 and others one step later.
+        Row i of the episode corresponds to frame i from there on. Times are only used to find the beginning of an
+        episode in a shared file, since some recorders start their clock at 0 and others one step later.
         """
         if (entry.index, key) in self._first_frames:
             return self._first_frames[entry.index, key]
         path, start = entry.videos[key].path, entry.videos[key].from_timestamp
         if not path.is_file():
-            raise damaged(path, entry.where, key, "the file is not there")
+            raise damaged(path, entry.where, key, "the file is missing")
         video = self.reader.file(path)
-        if video.size != (size := _picture_size(self.meta, key)):
-            raise damaged(path, entry.where, key, f"frames of shape {(3, *video.size)}, and meta/ says {(3, *size)}")
+        if video.size != (size := _image_size(self.meta, key)):
+            raise damaged(path, entry.where, key, f"frames of shape {(3, *video.size)}; meta/ declares {(3, *size)}")
         tolerance = self.tolerance_s + video.tick
         first = 0
         if start is not None:
@@ -313,53 +312,50 @@ class LeRobotFolder(Dataset):
                 )  # fmt: skip
         times = video.times[first : first + entry.length]
         if len(times) < entry.length:
-            raise damaged(path, entry.where, key, f"{len(times)} frames, and the table has {entry.length} rows")
+            raise damaged(path, entry.where, key, f"{len(times)} frames; the table has {entry.length} rows")
         self._check_intervals(times, entry, path, key, tolerance)
         self._first_frames[entry.index, key] = first
         return first
 
-    def _stored_picture(self, entry: EpisodeEntry, key: str, row: int, keep: bool) -> np.ndarray:
-        """A picture that the table itself holds, as PNG or JPEG."""
-        place = (entry.data_path, entry.index, key, row)
-        cached = self.reader.cache.get(place)
+    def _stored_image(self, entry: EpisodeEntry, key: str, row: int, keep: bool) -> np.ndarray:
+        """Return an image that is stored in the table, as PNG or JPEG."""
+        cache_key = (entry.data_path, entry.index, key, row)
+        cached = self.reader.cache.get(cache_key)
         if cached is not None:
             return cached
         from PIL import Image
 
         content = self.files.rows(entry)[key][row].as_py()
         try:
-            pixels = decode_image(content["bytes"] if isinstance(content, dict) else b"", _picture_size(self.meta, key))
+            pixels = decode_image(content["bytes"] if isinstance(content, dict) else b"", _image_size(self.meta, key))
         except ValueError as error:
             raise damaged(entry.data_path, entry.where, key, f"row {row} {error}") from None
-        picture = Image.fromarray(pixels).convert("RGB")
+        image = Image.fromarray(pixels).convert("RGB")
         if self.reader.image_size is not None:
             height, width = self.reader.image_size
-            picture = picture.resize((width, height), Image.Resampling.BOX)
-        array = np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
+            image = image.resize((width, height), Image.Resampling.BOX)
+        array = np.ascontiguousarray(channels_first(np.asarray(image)))
         if keep:
-            self.reader.cache.put(place, array)
+            self.reader.cache.put(cache_key, array)
         return array
 
     def source_files(self) -> list[Path]:
-        """The tables and the videos of the cameras that are read."""
+        """Return the tables and the videos of the selected cameras."""
+        keys = [key for key in self.camera_keys if self.meta.features[key]["dtype"] != "image"]
         tables = {entry.data_path for entry in self.entries}
-        return sorted(tables | {entry.videos[key].path for entry in self.entries for key in self._video_keys})
-
-    @property
-    def _video_keys(self) -> list[str]:
-        return [key for key in self.camera_keys if self.meta.features[key]["dtype"] != "image"]
+        return sorted(tables | {entry.videos[key].path for entry in self.entries for key in keys})
 
     def close(self) -> None:
-        """Close the videos and forget decoded frames."""
+        """Close the videos and discard decoded frames."""
         self.reader.close()
 
 
 class FrameWindows(torch.utils.data.Dataset):
-    """Items by frame, for a `DataLoader` or by `batch`: for each key of `delta_timestamps` a window of times around it.
+    """Items by frame, for a `DataLoader` or in batches: for each key of `delta_timestamps`, a window of times.
 
-    A key with deltas [−0.1, 0] gives two values, from the rows 0.1 s before and at the frame. Rows outside of the
-    episode are replaced by its first or last one, and `<key>_is_pad` is true there. Other keys give the frame's own
-    value. Keys are those of the folder; pictures are uint8 […, 3, h, w]; `task` is the instruction as a string.
+    A key with deltas [−0.1, 0] returns two values: those 0.1 s before the frame and at the frame. Rows outside the
+    episode are replaced by its first or last row, and `<key>_is_pad` is true there. Other keys return the value at the
+    frame. Keys are those of the folder; images are uint8 […, 3, h, w]; `task` is the instruction as a string.
     """
 
     def __init__(
@@ -376,28 +372,28 @@ class FrameWindows(torch.utils.data.Dataset):
         self.deltas = {key: self._steps(key, deltas) for key, deltas in delta_timestamps.items()}
 
     def _steps(self, key: str, deltas: Sequence[float]) -> np.ndarray:
-        """Deltas in seconds as whole steps."""
+        """Convert deltas in seconds to whole steps."""
         fps, tolerance = self.folder.meta.fps, self.folder.tolerance_s
         seconds = np.asarray(deltas, np.float64).reshape(-1)
         steps = np.rint(seconds * fps)
         off = np.abs(seconds - steps / fps)
         if not len(seconds) or not (off <= tolerance).all():
-            wrong = (
-                f"{seconds[off.argmax()]:g} s is no multiple of 1/fps = {1 / fps:g} s" if len(seconds) else "is empty"
-            )
+            wrong = "is empty"
+            if len(seconds):
+                wrong = f"{seconds[off.argmax()]:g} s is not a multiple of 1/fps = {1 / fps:g} s"
             raise InputError(f"delta_timestamps of {key}: {wrong} (tolerance_s {tolerance:g})")
         return steps.astype(np.int64)
 
     def __len__(self) -> int:
-        """Recorded frames."""
+        """Return the number of recorded frames."""
         return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> dict[str, Tensor | str]:
-        """The item of one frame."""
+        """Return the item of one frame."""
         return self._item(index, {})
 
-    def _item(self, index: int, places: dict[str, Tensor]) -> dict[str, Any]:
-        """The item of one frame; pictures are written to `places` where those are given."""
+    def _item(self, index: int, targets: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the item of one frame; images are written to `targets` if those are given."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"frame {index} of {len(self)}")
         index = int(index) % len(self)
@@ -409,8 +405,8 @@ class FrameWindows(torch.utils.data.Dataset):
             wanted = row + self.deltas.get(key, np.zeros(1, np.int64))
             inside = np.clip(wanted, 0, entry.length - 1)
             if key in self.folder.camera_keys:
-                out = places[key].numpy() if key in places else None
-                values = torch.from_numpy(self.folder.pictures(entry, key, inside, out=out))
+                out = targets[key].numpy() if key in targets else None
+                values = torch.from_numpy(self.folder.images(entry, key, inside, out=out))
             else:
                 values = torch.from_numpy(columns[key][inside])
             item[key] = values if key in self.deltas else values[0]
@@ -421,19 +417,19 @@ class FrameWindows(torch.utils.data.Dataset):
         return item
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Tensor | list[str]]:
-        """The items of several frames, stacked; videos are decoded by several threads. `task` is a list."""
-        # Pictures go straight to their place in the batch: a copy less of what is nearly all of its bytes.
-        pictures = {
+        """Return the items of several frames, stacked; several threads decode videos. `task` is a list."""
+        # Images, which are most of the bytes, are decoded directly into the batch.
+        images = {
             key: torch.empty(len(indices), len(self.deltas.get(key, [0])), 3, *size, dtype=torch.uint8)
-            for key, size in self.folder.picture_sizes.items()
+            for key, size in self.folder.image_sizes.items()
         }
-        places = [{key: values[number] for key, values in pictures.items()} for number in range(len(indices))]
+        targets = [{key: values[number] for key, values in images.items()} for number in range(len(indices))]
         with ThreadPoolExecutor(self.num_threads) as pool:
-            items = list(pool.map(self._item, indices, places))
+            items = list(pool.map(self._item, indices, targets))
         batch: dict[str, Any] = {}
         for key in items[0]:
-            if key in pictures:
-                batch[key] = pictures[key] if key in self.deltas else pictures[key][:, 0]
+            if key in images:
+                batch[key] = images[key] if key in self.deltas else images[key][:, 0]
             else:
                 values = [item[key] for item in items]
                 batch[key] = values if key == "task" else torch.stack(values)
@@ -443,7 +439,7 @@ class FrameWindows(torch.utils.data.Dataset):
 def choose(
     meta: LeRobotMeta, episodes: Sequence[int] | None, cameras: Sequence[str] | None, skip_missing: bool
 ) -> tuple[list[EpisodeEntry], list[str]]:
-    """The episodes and cameras asked for, all of them on disk; what is not there is refused or, if told, left out."""
+    """Return the selected episodes and cameras; missing files raise InputError, or are left out (`skip_missing`)."""
     camera_keys = _choose_cameras(meta, cameras)
     listed = {entry.index: entry for entry in meta.episodes}
     if episodes is not None and (unknown := [index for index in episodes if index not in listed]):
@@ -451,42 +447,42 @@ def choose(
     entries = meta.episodes if episodes is None else [listed[index] for index in dict.fromkeys(episodes)]
 
     video_keys = [key for key in camera_keys if meta.features[key]["dtype"] == "video"]
-    there = {
+    exists = {
         path: path.is_file() for e in entries for path in (e.data_path, *(e.videos[key].path for key in video_keys))
     }
-    absent = [key for key in video_keys if not any(there[entry.videos[key].path] for entry in entries)]
+    absent = [key for key in video_keys if not any(exists[entry.videos[key].path] for entry in entries)]
     found = [key for key in video_keys if key not in absent]
-    whole = [e for e in entries if there[e.data_path] and all(there[e.videos[key].path] for key in found)]
-    if not any(there[entry.data_path] for entry in entries):
+    complete = [e for e in entries if exists[e.data_path] and all(exists[e.videos[key].path] for key in found)]
+    if not any(exists[entry.data_path] for entry in entries):
         raise InputError(f"{meta.root}: none of its tables is on disk; the first is {entries[0].data_path}")
-    if not whole:
+    if not complete:
         raise InputError(f"{meta.root}: no episode has its table and all of its videos on disk; choose other cameras")
-    if not absent and len(whole) == len(entries):
+    if not absent and len(complete) == len(entries):
         return list(entries), camera_keys
 
-    faults, lost = [], [entry for entry in entries if entry not in whole]
+    faults, lost = [], [entry for entry in entries if entry not in complete]
     if lost:
         paths = [lost[0].data_path, *(lost[0].videos[key].path for key in found)]
-        first = next(path for path in paths if not there[path])
+        first = next(path for path in paths if not exists[path])
         faults.append(f"episodes {_ranges([entry.index for entry in lost])} (the first file: {first})")
     if absent:
         faults.append(f"videos of {', '.join(absent)} (the first file: {entries[0].videos[absent[0]].path})")
-    what = f"{meta.root}: in meta/ and not on disk: {' and '.join(faults)}"
-    asked_for = (bool(lost) and episodes is not None) or (bool(absent) and cameras is not None)
-    if not skip_missing or asked_for:
+    what = f"{meta.root}: listed in meta/ but not on disk: {' and '.join(faults)}"
+    was_selected = (bool(lost) and episodes is not None) or (bool(absent) and cameras is not None)
+    if not skip_missing or was_selected:
         names = stream_names([key for key in camera_keys if key not in absent])
-        advice = f"episodes={[entry.index for entry in whole]}" if len(whole) <= 20 else "episodes=[…]"
+        advice = f"episodes={[entry.index for entry in complete]}" if len(complete) <= 20 else "episodes=[…]"
         advice += f" and cameras={list(names.values())}" if absent else ""
         raise InputError(
-            f"{what}; choose what is there with {advice}, or leave the rest out with --dataset-options "
+            f"{what}; select the files on disk with {advice}, or leave the others out with --dataset-options "
             "skip_missing=true (in Python skip_missing=True)"
         )
     log.warning("%s; left out (skip_missing)", what)
-    return whole, [key for key in camera_keys if key not in absent]
+    return complete, [key for key in camera_keys if key not in absent]
 
 
 def _choose_cameras(meta: LeRobotMeta, cameras: Sequence[str] | None) -> list[str]:
-    """The keys of the cameras asked for; depth maps are no pictures and are left out."""
+    """Return the keys of the selected cameras; depth maps are left out."""
     depth = [key for key in meta.keys("video", "image") if _is_depth(meta.features[key])]
     keys = [key for key in meta.keys("video", "image") if key not in depth]
     if cameras is None:
@@ -501,7 +497,7 @@ def _choose_cameras(meta: LeRobotMeta, cameras: Sequence[str] | None) -> list[st
 
 
 def stream_names(keys: Sequence[str]) -> dict[str, str]:
-    """Keys of the folder → names of streams: the last part, or as much as tells them apart."""
+    """Map keys of the folder to names of streams: the last part, or the whole key if that is not unique."""
     last = {key: key.rpartition(".")[2] for key in keys}
     names = list(last.values())
     return {
@@ -513,7 +509,7 @@ def stream_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _terminated(rows: Columns) -> np.ndarray:
-    """Which rows ended their episode: `next.terminated`, or `next.done` where it was not `next.truncated`."""
+    """Return which rows are terminal: `next.terminated`, or `next.done` without `next.truncated`."""
     if TERMINATED in rows:
         return rows[TERMINATED].astype(bool)
     if DONE not in rows:
@@ -535,11 +531,11 @@ def _is_depth(feature: dict[str, Any]) -> bool:
     return bool(notes.get("is_depth_map") or notes.get("video.is_depth_map"))
 
 
-def _picture_size(meta: LeRobotMeta, key: str) -> tuple[int, int]:
-    """Height and width of a camera; channels stand first or last."""
+def _image_size(meta: LeRobotMeta, key: str) -> tuple[int, int]:
+    """Return height and width of a camera; channels are first or last."""
     shape = [int(size) for size in meta.features[key].get("shape") or []]
     if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
-        raise damaged(meta.root / "meta" / "info.json", "features", key, f"shape {shape} is no image of 3 channels")
+        raise damaged(meta.root / "meta" / "info.json", "features", key, f"shape {shape} is not an image of 3 channels")
     return (shape[0], shape[1]) if shape[-1] == 3 else (shape[1], shape[2])
 
 
@@ -553,7 +549,7 @@ def _height_width(image_size: int | Sequence[int] | None) -> tuple[int, int] | N
 
 
 def _ranges(numbers: Any) -> str:
-    """Numbers as text: 0–4, 7."""
+    """Return numbers as text: 0–4, 7."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""The files of a LeRobot folder: what `meta/` says in each version of the layout, and the parquet tables, row by row.
+"""The files of a LeRobot folder: the metadata in `meta/` of each version of the layout, and the parquet tables.
 
-v2.0 and v2.1 have one parquet file and one video a camera for each episode; v3.0 has several episodes in a file. The
-loader `lerobot.py` reads both through the same `EpisodeEntry`.
+v2.0 and v2.1 have one parquet file for each episode and one video for each camera and episode; files of v3.0 have
+several episodes. Both are described by `EpisodeEntry`, which `lerobot.py` uses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deft.config.validation import shown
-from deft.data.datasets.dataset import check_finite, check_rows, damaged
+from deft.data.datasets.dataset import check_finite, check_rows, damaged, import_optional, json_object, read_json
 from deft.data.spaces import MAX_SIZE
 from deft.errors import InputError
-from deft.plain_data import parse_bounded, read_bounded, whole_number
+from deft.plain_data import read_bounded, whole_number
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 TABLE_CACHE_BYTES = 256 * 2**20
-Columns = dict[str, Any]  # key → array of one episode's rows; pictures stored in the table stay encoded
+Columns = dict[str, Any]  # key → array of one episode's rows; images in the table stay encoded
 
 
 @dataclass(frozen=True)
 class VideoPart:
-    """Where an episode's frames are: from the beginning of a file of its own, or from a time on in a shared one."""
+    """The location of an episode's frames: its own file, or a shared file starting at a time."""
 
     path: Path
     from_timestamp: float | None
@@ -43,7 +43,7 @@ class VideoPart:
 
 @dataclass(frozen=True)
 class EpisodeEntry:
-    """What `meta/` says about one episode."""
+    """The metadata of one episode."""
 
     index: int
     length: int  # rows
@@ -52,13 +52,13 @@ class EpisodeEntry:
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """The episode's name in messages."""
         return f"episode {self.index}"
 
 
 @dataclass(frozen=True)
 class LeRobotMeta:
-    """`meta/` of a folder."""
+    """The metadata of a folder."""
 
     root: Path
     version: str
@@ -68,14 +68,14 @@ class LeRobotMeta:
     episodes: list[EpisodeEntry]
 
     def keys(self, *dtypes: str) -> list[str]:
-        """The features of some dtypes (`video`, `image`)."""
+        """Return the features of some dtypes (`video`, `image`)."""
         return [key for key, feature in self.features.items() if feature.get("dtype") in dtypes]
 
 
 def read_meta(root: Path) -> LeRobotMeta:
-    """Read `meta/` in whichever version it is."""
+    """Read the metadata of any version."""
     path = root / "meta" / "info.json"
-    info = _read_json(path)
+    info = read_json(path)
     version = str(info.get("codebase_version"))
     if version not in VERSIONS:
         raise InputError(f"{path}: codebase_version is {version}; Deft reads {', '.join(VERSIONS)}")
@@ -93,7 +93,7 @@ def read_meta(root: Path) -> LeRobotMeta:
         raise InputError(f"{root}: meta/ lists no episodes")
     total = _count(info, "total_episodes", path, "the top") if "total_episodes" in info else len(episodes)
     if total != len(episodes):
-        log.warning("%s: total_episodes is %d, and meta/ lists %d episodes", path, total, len(episodes))
+        log.warning("%s: total_episodes is %d, but meta/ lists %d episodes", path, total, len(episodes))
     numbers = [episode.index for episode in episodes]
     if len(set(numbers)) < len(numbers):
         twice = next(number for number, count in Counter(numbers).items() if count > 1)
@@ -102,7 +102,7 @@ def read_meta(root: Path) -> LeRobotMeta:
 
 
 def _read_features(path: Path, info: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The features of `info.json`: each with a dtype and, unless it is text, the shape of a row."""
+    """Return the features of `info.json`, each with a dtype and the shape of a row."""
     features = info.get("features")
     if not isinstance(features, dict):
         raise damaged(path, "the top", "features", "is missing or not an object")
@@ -124,27 +124,25 @@ def _read_features(path: Path, info: dict[str, Any]) -> dict[str, dict[str, Any]
 def _read_v2(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[dict[int, str], list[EpisodeEntry]]:
     tasks_path, episodes_path = root / "meta" / "tasks.jsonl", root / "meta" / "episodes.jsonl"
     tasks = {}
-    for number, line in enumerate(_read_lines(tasks_path)):
-        where = f"line {number + 1}"
+    for where, line in _read_lines(tasks_path):
         tasks[_count(line, "task_index", tasks_path, where)] = _text(line.get("task"), tasks_path, where)
     chunk_size = _count({"chunks_size": 1000, **info}, "chunks_size", root / "meta" / "info.json", "the top")
     if chunk_size == 0:
         raise damaged(root / "meta" / "info.json", "the top", "chunks_size", "is 0; it must be at least 1")
     episodes = []
-    for number, line in enumerate(_read_lines(episodes_path)):
-        where = f"line {number + 1}"
+    for where, line in _read_lines(episodes_path):
         index = _count(line, "episode_index", episodes_path, where)
         names = {"episode_index": index, "episode_chunk": index // chunk_size}
-        videos = {key: VideoPart(_place(root, info, "video_path", video_key=key, **names), None) for key in video_keys}
+        videos = {key: VideoPart(_path(root, info, "video_path", video_key=key, **names), None) for key in video_keys}
         length = _count(line, "length", episodes_path, where)
-        episodes.append(EpisodeEntry(index, length, _place(root, info, "data_path", **names), videos))
+        episodes.append(EpisodeEntry(index, length, _path(root, info, "data_path", **names), videos))
     return tasks, episodes
 
 
 def _read_v3(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[dict[int, str], list[EpisodeEntry]]:
     tasks_path = root / "meta" / "tasks.parquet"
     table = read_table(tasks_path, "the top", "task")
-    # pandas wrote it with the text as the index, under whichever name.
+    # pandas wrote the text as the index, which may have any name.
     texts = next((name for name in table.column_names if str(table.schema.field(name).type).endswith("string")), None)
     if texts is None or "task_index" not in table.column_names:
         raise damaged(tasks_path, "the top", "task" if texts is None else "task_index", "is missing")
@@ -154,7 +152,7 @@ def _read_v3(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[d
         tasks[_count(row, "task_index", tasks_path, where)] = _text(row[texts], tasks_path, where)
     files = sorted((root / "meta" / "episodes").glob("*/*.parquet"))
     if not files:
-        raise InputError(f"{root}: meta/episodes holds no parquet files; the folder is not whole")
+        raise InputError(f"{root}: meta/episodes holds no parquet files; the folder is incomplete")
     episodes = []
     for path in files:
         fields = ("episode_index", "length", "data/chunk_index", "data/file_index")
@@ -167,24 +165,24 @@ def _read_v3(root: Path, info: dict[str, Any], video_keys: list[str]) -> tuple[d
             for key in video_keys:
                 start = row[f"videos/{key}/from_timestamp"]
                 if not _is_number(start):
-                    raise damaged(path, where, f"videos/{key}/from_timestamp", f"{shown(start)} is no time")
+                    raise damaged(path, where, f"videos/{key}/from_timestamp", f"{shown(start)} is not a time")
                 names = {part: _count(row, f"videos/{key}/{part}", path, where) for part in parts[:2]}
-                place = _place(root, info, "video_path", video_key=key, **names)
-                videos[key] = VideoPart(place, float(start))
-            data_path = _place(root, info, "data_path", chunk_index=chunk, file_index=file)
+                videos[key] = VideoPart(_path(root, info, "video_path", video_key=key, **names), float(start))
+            data_path = _path(root, info, "data_path", chunk_index=chunk, file_index=file)
             episodes.append(EpisodeEntry(index, length, data_path, videos))
     return tasks, episodes
 
 
 def read_range(meta: LeRobotMeta, key: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """The smallest and largest values of a feature by the folder's statistics; None where it has none."""
+    """Return the smallest and largest values of a feature in the folder's statistics; None if it has none."""
     path = meta.root / "meta" / ("episodes_stats.jsonl" if meta.version == "v2.1" else "stats.json")
     if not path.is_file():
         return None
     if meta.version == "v2.1":
-        found = [_object(_object(line.get("stats"), path, "stats").get(key), path, key) for line in _read_lines(path)]
+        lines = [line for _, line in _read_lines(path)]
+        found = [_object(_object(line.get("stats"), path, "stats").get(key), path, key) for line in lines]
     else:
-        found = [_object(_read_json(path).get(key), path, key)]
+        found = [_object(read_json(path).get(key), path, key)]
     found = [statistics for statistics in found if "min" in statistics and "max" in statistics]
     if not found:
         return None
@@ -198,7 +196,7 @@ def read_range(meta: LeRobotMeta, key: str) -> tuple[np.ndarray, np.ndarray] | N
 
 
 class DataFiles:
-    """Columns of the parquet files, as arrays; those used last stay in memory within a budget."""
+    """Columns of the parquet files as arrays; those used last stay in memory, within a budget."""
 
     def __init__(self, meta: LeRobotMeta, columns: Sequence[str], budget_bytes: int = TABLE_CACHE_BYTES) -> None:
         self.meta = meta
@@ -208,15 +206,15 @@ class DataFiles:
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is in memory and the lock: another process reads for itself."""
+        """Return the settings only: another process reads the tables itself."""
         return {"meta": self.meta, "columns": self.columns, "budget_bytes": self.budget_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with nothing in memory."""
+        """Start with no tables in memory."""
         self.__init__(**state)  # type: ignore[misc]
 
     def rows(self, entry: EpisodeEntry) -> Columns:
-        """The rows of one episode: views of the file's arrays."""
+        """Return the rows of one episode: views of the file's arrays."""
         with self._lock:
             table = self._tables.get(entry.data_path)
             if table is None:
@@ -228,12 +226,12 @@ class DataFiles:
         if self.meta.version == "v3.0":
             numbers = np.flatnonzero(table["episode_index"] == entry.index)
             if len(numbers) and numbers[-1] - numbers[0] + 1 != len(numbers):
-                raise damaged(entry.data_path, entry.where, "episode_index", "its rows are not one after another")
+                raise damaged(entry.data_path, entry.where, "episode_index", "its rows are not consecutive")
             rows = slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)
         found = {key: values[rows] for key, values in table.items()}
         for key, values in found.items():
             if len(values) != entry.length:
-                raise damaged(entry.data_path, entry.where, key, f"{len(values)} rows, and meta/ says {entry.length}")
+                raise damaged(entry.data_path, entry.where, key, f"{len(values)} rows; meta/ declares {entry.length}")
         return found
 
     def _read(self, entry: EpisodeEntry) -> Columns:
@@ -241,7 +239,7 @@ class DataFiles:
         return {key: self._array(table[key].combine_chunks(), key, entry) for key in self.columns}
 
     def _array(self, column: pa.Array, key: str, entry: EpisodeEntry) -> Any:
-        """A column as an array [rows, …]: float32, int64 or bool; pictures stay as they are stored."""
+        """Return a column as an array [rows, …] of float32, int64 or bool; images stay encoded."""
         import pyarrow as pa
 
         feature = self.meta.features.get(key, {})
@@ -259,7 +257,7 @@ class DataFiles:
         shape = [] if shape == [1] else shape
         if array.size != num_rows * int(np.prod(shape)):
             expected = f"{num_rows} rows of shape {shape}"
-            raise damaged(entry.data_path, entry.where, key, f"{array.size} values, and meta/ says {expected}")
+            raise damaged(entry.data_path, entry.where, key, f"{array.size} values; meta/ declares {expected}")
         kind = "f" if str(feature.get("dtype")).startswith("float") else array.dtype.kind
         kinds = {"f": np.float64 if key == "timestamp" else np.float32, "b": np.bool_}
         array = array.reshape(num_rows, *shape).astype(kinds.get(kind, np.int64), copy=False)
@@ -267,27 +265,24 @@ class DataFiles:
 
 
 def read_table(path: Path, where: str, field: str, columns: Iterable[str] | None = None) -> pa.Table:
-    """A parquet file, or some of its columns; a fault names the file, the place and the field."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise InputError(f'reading {path.name} needs pyarrow: pip install "deft[data]"') from None
+    """Return a parquet file, or some of its columns."""
+    pa = import_optional("pyarrow", f"reading {path.name}")
+    parquet = import_optional("pyarrow.parquet", f"reading {path.name}")
     if not path.is_file():
-        raise damaged(path, where, field, "the file is not there")
+        raise damaged(path, where, field, "the file is missing")
     try:
         with parquet.ParquetFile(path) as file:
             wanted = None if columns is None else list(columns)
-            names = file.schema_arrow.names  # an error here, where they are not UTF-8
+            names = file.schema_arrow.names  # raises an error if they are not UTF-8
             for name in wanted or ():
                 if name not in names:
                     raise damaged(path, where, name, "the column is missing")
             check_rows(file.metadata.num_rows, path.stat().st_size, path, where, field)
             table = file.read(columns=wanted, use_threads=False)
-            table.validate(full=True)  # text that is not UTF-8, lengths that lead out of the table
+            table.validate(full=True)  # rejects text that is not UTF-8 and offsets outside the table
             return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {_reason(error)}") from None
+        raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {error}") from None
 
 
 def _num_bytes(table: Columns) -> int:
@@ -295,67 +290,47 @@ def _num_bytes(table: Columns) -> int:
 
 
 def _pointer(path: Path) -> str:
-    """What is the matter with a file that Git LFS left as a pointer."""
+    """Return a hint if the file is a Git LFS pointer."""
     with open(path, "rb") as file:
         return " (it is a Git LFS pointer: `git lfs pull` gets the file)" if file.read(11) == b"version htt" else ""
 
 
-def _place(root: Path, info: dict[str, Any], pattern: str, **names: Any) -> Path:
-    """A path by one of the patterns of `info.json`, inside the folder."""
+def _path(root: Path, info: dict[str, Any], pattern: str, **names: Any) -> Path:
+    """Return a path for one of the patterns of `info.json`, inside the folder."""
     path = root / "meta" / "info.json"
     if re.search(r"\{[^}]*:[^}]*\d{3}", info[pattern]):  # {episode_index:2000000000d} has two billion
-        raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for a width of more than two digits")
+        raise damaged(path, "the top", pattern, f"{info[pattern]!r} has a width of more than two digits")
     if re.search(r"\{[^}:]*[.\[!]", info[pattern]):
-        raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for more than a number or a name")
+        raise damaged(path, "the top", pattern, f"{info[pattern]!r} uses more than a number or a name")
     try:
-        place = Path(info[pattern].format(**names))
+        found = Path(info[pattern].format(**names))
     except (KeyError, IndexError, ValueError) as error:
-        raise damaged(path, "the top", pattern, f"{info[pattern]!r} asks for {error}") from None
-    if place.is_absolute() or ".." in place.parts:
-        raise damaged(path, "the top", pattern, f"{str(place)!r} leads out of the folder, where Deft does not read")
-    return root / place
+        raise damaged(path, "the top", pattern, f"{info[pattern]!r} is not a valid pattern: {error}") from None
+    if found.is_absolute() or ".." in found.parts:
+        raise damaged(path, "the top", pattern, f"{str(found)!r} leads out of the folder, where Deft does not read")
+    return root / found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_bounded(read_bounded(path))
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing; the folder is not a whole LeRobot dataset") from None
-    except (OSError, ValueError) as error:
-        raise damaged(path, "the top", "JSON", _one_line(error)) from None
-    if not isinstance(found, dict):
-        raise damaged(path, "the top", "JSON", "is not an object")
-    return found
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a jsonl file."""
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a jsonl file, each with the name of its line."""
     try:
         lines = read_bounded(path).splitlines()
     except FileNotFoundError:
-        raise InputError(f"{path} is missing; the folder is not a whole LeRobot dataset") from None
-    except (OSError, ValueError) as error:
-        raise damaged(path, "the top", "JSON", _one_line(error)) from None
-    found = []
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            found.append(parse_bounded(line))
-        except ValueError as error:
-            raise damaged(path, f"line {number + 1}", "JSON", _one_line(error)) from None
-        if not isinstance(found[-1], dict):
-            raise damaged(path, f"line {number + 1}", "JSON", "is not an object")
-    return found
+        raise damaged(path, "the top", "JSON", "the file is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(path, "the top", "JSON", f"cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"line {number}", json_object(line, path, f"line {number}")
 
 
 def _count(row: dict[str, Any], name: str, path: Path, where: str) -> int:
-    """A number of a row that counts something, or says which one it is."""
+    """Return a count or an index of a row."""
     count = whole_number(row.get(name))
     if count is None:
         given = row.get(name)
         raise damaged(
-            path, where, name, "is missing" if given is None else f"{shown(given)} is no whole number from 0 on"
+            path, where, name, "is missing" if given is None else f"{shown(given)} is not a whole number of 0 or more"
         )
     return count
 
@@ -374,12 +349,3 @@ def _object(value: Any, path: Path, where: str) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _reason(error: BaseException) -> str:
-    """What pyarrow says, without the name of its own exception."""
-    return _one_line(error).replace("TProtocolException: ", "")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

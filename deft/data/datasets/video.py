@@ -1,7 +1,7 @@
-"""Exact frames of video files, quickly and in any order: what the LeRobot loader reads its cameras with.
+"""Random access to the exact frames of video files, for the LeRobot reader.
 
-A file is indexed once (the time of every frame, the key frames that decoding can start from) and stays open. Decoding
-starts at the nearest key frame, or goes on from where it stopped; decoded frames are kept within a budget of bytes.
+A file is indexed once (the time of every frame, and the key frames at which decoding can start) and stays open.
+Decoding starts at the nearest key frame, or continues where it stopped. Decoded frames are cached up to a limit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deft.data.datasets.dataset import import_optional
 from deft.errors import InputError
+from deft.schema import channels_first
 
 if TYPE_CHECKING:
     import av
 
 MAX_OPEN_FILES = 64
 DEFAULT_CACHE_BYTES = 2**30
-SHORT_GROUP = 8  # frames from one key frame to the next
+SHORT_GROUP = 8  # number of frames from one key frame to the next
 
 
 class FrameCache:
-    """Arrays by key within a budget of bytes; the least recently used go first. Threads may share it."""
+    """A thread-safe cache of arrays with a limit in bytes; the least recently used arrays are removed first."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -37,7 +39,7 @@ class FrameCache:
         self._lock = Lock()
 
     def get(self, key: Hashable) -> np.ndarray | None:
-        """The array, or None where it was never put or has gone."""
+        """Return the array, or None if it is not in the cache."""
         with self._lock:
             array = self._arrays.get(key)
             if array is not None:
@@ -45,7 +47,7 @@ class FrameCache:
             return array
 
     def put(self, key: Hashable, array: np.ndarray) -> None:
-        """Keep an array; one larger than the whole budget is not kept."""
+        """Add an array; one that is larger than the limit is not added."""
         with self._lock:
             if key in self._arrays or array.nbytes > self.budget_bytes:
                 return
@@ -55,29 +57,29 @@ class FrameCache:
                 self.num_bytes -= self._arrays.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all arrays."""
         with self._lock:
             self._arrays.clear()
             self.num_bytes = 0
 
 
 class VideoFile:
-    """One open video: `times` of its frames in the order they are shown, and decoding of any of them.
+    """One open video: the `times` of its frames in presentation order, and decoding of any of them.
 
-    For one thread at a time. `same` is another one of the same file, whose index is taken over.
+    It must be used by one thread at a time. `same` is another object for the same file, whose index is reused.
     """
 
     def __init__(self, path: Path, same: VideoFile | None = None) -> None:
         pyav = import_av()
         self.path = path
         try:
-            # The format by name: FFmpeg would also open playlists, which name files anywhere.
+            # The format is given: FFmpeg would also open playlists, which can name any file.
             self._container = pyav.open(str(path), format=_container_format(path))
         except (pyav.FFmpegError, OSError) as error:
             raise InputError(f"{path}: cannot be opened as a video: {_reason(error)}") from None
         try:
             self._stream = self._container.streams.video[0]
-            # One thread: with small frames several cost more than they bring, and windows are decoded side by side.
+            # One thread: for small frames several threads are slower, and windows are decoded in parallel.
             self._stream.thread_type = "NONE"
             self._codec = self._stream.codec_context
             self._index: _Index = same._index if same is not None else _Index(self._container, self._stream)
@@ -87,11 +89,11 @@ class VideoFile:
         self.reformatter = pyav.video.reformatter.VideoReformatter()
         self._packets: Iterator[av.Packet] = iter(())
         self._pending: deque[av.VideoFrame] = deque()
-        self._next: int | None = None  # the frame that the decoder gives next, if it is running
+        self._next: int | None = None  # the frame that the decoder returns next, if it is running
 
     @property
     def times(self) -> np.ndarray:
-        """When each frame is shown: seconds, float64 [num_frames]."""
+        """The presentation time of each frame in seconds, float64 [num_frames]."""
         return self._index.times
 
     @property
@@ -101,29 +103,29 @@ class VideoFile:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width that the file declares; nothing is decoded."""
+        """The height and width in the file's header; nothing is decoded."""
         return self._codec.height, self._codec.width
 
     @property
     def num_frames(self) -> int:
-        """Frames that are shown."""
+        """The number of presented frames."""
         return len(self._index.shown)
 
     def group(self, number: int) -> range:
-        """The frames from the key frame at or before this one up to the next: what one start of the decoder gives."""
+        """Return the frames from the key frame at or before this one up to the next key frame."""
         index, key = self._index, self._index.key_before(number)
         first = int(np.searchsorted(index.shown, index.starts[key]))
         after = index.starts[key + 1] if key + 1 < len(index.starts) else index.shown[-1] + 1
         return range(min(first, number), int(np.searchsorted(index.shown, after)))
 
     def decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
-        """The frames of these numbers (rising, without repeats), each with its number."""
+        """Yield the frames of these numbers (ascending, without repeats), each with its number."""
         pyav = import_av()
         if not numbers:
             return
         wanted, last = set(numbers), numbers[-1]
         if numbers[0] < 0 or last >= self.num_frames:
-            raise InputError(f"{self.path}: frame {last} is wanted, and the video has {self.num_frames} frames")
+            raise InputError(f"{self.path}: frame {last} was requested; the video has {self.num_frames} frames")
         try:
             key = self.group(numbers[0]).start
             if self._next is None or not key <= self._next <= numbers[0]:
@@ -136,13 +138,13 @@ class VideoFile:
         except (pyav.FFmpegError, OSError) as error:
             self._next = None
             raise InputError(f"{self.path}: frame {min(wanted)} cannot be decoded: {_reason(error)}") from None
-        raise InputError(f"{self.path}: frame {min(wanted)} is listed in the file and cannot be decoded")
+        raise InputError(f"{self.path}: frame {min(wanted)} is in the file's index but cannot be decoded")
 
     def _seek(self, number: int) -> None:
-        """Put the decoder on the key frame at or before a frame."""
+        """Move the decoder to the key frame at or before a frame."""
         key = self._index.key_before(number)
-        # Containers are asked by the time of showing; should that lead past the key frame, the time of decoding, which
-        # is earlier, leads to it or before it.
+        # Seek to the presentation time. If that leads past the key frame, the decoding time, which is earlier, leads
+        # to the key frame or before it.
         for start in (int(self._index.starts[key]), self._index.start_dts[key]):
             self._container.seek(start, stream=self._stream, backward=True)
             packets = self._container.demux(self._stream)
@@ -154,9 +156,9 @@ class VideoFile:
         self._next = self.group(number).start
 
     def _run(self, wanted: set[int], last: int) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Decode on, giving the wanted frames as they come, until the file ends."""
-        # A decoder holds frames back to give them in order. Where key frames are close it is cheaper to make it give
-        # them, and to start anew at the next call, than to decode on until it does.
+        """Continue decoding and yield the wanted frames, until the file ends."""
+        # A decoder delays frames to return them in order. If key frames are close, flushing it and restarting at the
+        # next call is cheaper than decoding until it returns them.
         unsent, drains, is_drained = set(wanted), len(self.group(last)) <= SHORT_GROUP, False
         while True:
             while self._pending:
@@ -171,8 +173,8 @@ class VideoFile:
             if packet is None:
                 self._next = None
                 return
-            # What no other frame refers to need not be decoded unless it is wanted. Past the last wanted frame all are
-            # decoded, so that the next call can go on from here.
+            # Frames that no other frame refers to are only decoded if they are wanted. After the last wanted frame all
+            # are decoded, so that the next call can continue here.
             number = self._index.numbers.get(packet.pts) if packet.pts is not None else None
             unneeded = number is not None and number < last and number not in wanted
             self._codec.skip_frame = "NONREF" if unneeded else "DEFAULT"
@@ -190,15 +192,15 @@ class VideoFile:
 
 
 class _Index:
-    """Where the frames of a file are: read from its packets, without decoding any."""
+    """The index of a file's frames, read from its packets without decoding."""
 
     def __init__(self, container: Any, stream: Any) -> None:
         packets = [packet for packet in container.demux(stream) if packet.pts is not None]
-        # An edit list may cut frames off the beginning: those are decoded, and not shown.
+        # An edit list may cut off frames at the beginning: they are decoded but not presented.
         shown = sorted(packet.pts for packet in packets if not packet.is_discard)
         keys = sorted((packet.pts, packet.dts) for packet in packets if packet.is_keyframe)
         if not shown or not keys:
-            raise IndexError("none was found")
+            raise IndexError("no frame was found")
         self.tick = float(stream.time_base)
         self.times = np.array(shown, np.float64) * self.tick
         self.shown = np.array(shown, np.int64)
@@ -207,23 +209,23 @@ class _Index:
         self.start_dts = [pts if dts is None else dts for pts, dts in keys]
 
     def key_before(self, number: int) -> int:
-        """Which key frame decoding must start from for a frame."""
+        """Return the key frame at which decoding must start for a frame."""
         return max(int(np.searchsorted(self.starts, self.shown[number], "right")) - 1, 0)
 
 
 class _Decoders:
-    """The decoders of one file: as many as threads use at once, each for one of them at a time."""
+    """The decoders of one file: one for each thread that uses the file at the same time."""
 
     def __init__(self, path: Path) -> None:
         self.first = VideoFile(path)
-        self.filling = Lock()  # held while a whole group is decoded, so that no two threads decode the same one
+        self.filling = Lock()  # held while a group is decoded, so that no two threads decode the same group
         self._idle = [self.first]
         self._is_closed = False
         self._lock = Lock()
 
     @contextmanager
     def borrow(self) -> Iterator[VideoFile]:
-        """A decoder that no other thread has."""
+        """Yield a decoder that no other thread uses."""
         with self._lock:
             file = self._idle.pop() if self._idle else None
         file = file or VideoFile(self.first.path, self.first)
@@ -237,7 +239,7 @@ class _Decoders:
                     self._idle.append(file)
 
     def close(self) -> None:
-        """Close those that are idle now, and the others when they are given back."""
+        """Close the idle decoders now, and the others when they are returned."""
         with self._lock:
             self._is_closed = True
             for file in self._idle:
@@ -246,10 +248,10 @@ class _Decoders:
 
 
 class VideoReader:
-    """Frames of many files as arrays, uint8 [3, height, width]: open files, and decoded frames within a budget.
+    """Reads frames of many files as arrays, uint8 [3, height, width], with a limited cache of decoded frames.
 
-    `image_size` (height, width) shrinks frames by area averaging while their colours are converted. With `keep_groups`
-    a miss decodes and keeps everything up to the next key frame: right where all frames fit into the budget.
+    `image_size` (height, width) shrinks frames by area averaging during the color conversion. With `keep_groups`, a
+    missing frame is decoded together with all frames up to the next key frame: faster if all frames fit into the cache.
     """
 
     def __init__(
@@ -270,7 +272,7 @@ class VideoReader:
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings alone travel to another process; it opens and decodes for itself."""
+        """Return the settings only: another process opens and decodes the files itself."""
         return {
             "cache_bytes": self.cache.budget_bytes,
             "image_size": self.image_size,
@@ -278,18 +280,18 @@ class VideoReader:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with no file open and nothing decoded."""
+        """Start without open files and decoded frames."""
         self.__init__(**state)  # type: ignore[misc]
 
     def file(self, path: Path) -> VideoFile:
-        """The file, for its times and groups; other threads may be decoding with it."""
+        """Return the file, for its times and groups; other threads may be decoding with it."""
         return self._open(path).first
 
     def _open(self, path: Path) -> _Decoders:
-        """The decoders of a file; those of the least recently used file are closed past the limit."""
+        """Return the decoders of a file; above the limit, those of the least recently used file are closed."""
         if self._process != os.getpid():
-            # After a fork a shared file offset would mix up what both read. The parent's objects are left as they are:
-            # freeing them would wait for threads that only the parent has.
+            # After a fork both processes would share file offsets. The parent's objects are kept: freeing them would
+            # wait for threads that only the parent has.
             self._inherited = self._files
             self._start_process()
         with self._lock:
@@ -303,10 +305,10 @@ class VideoReader:
     def frames(
         self, path: Path, numbers: Sequence[int] | np.ndarray, keep: bool = True, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Frames by number, repeats and any order allowed: uint8 [len(numbers), 3, height, width].
+        """Return frames by number, in any order and with repeats: uint8 [len(numbers), 3, height, width].
 
-        With `keep` off, what had to be decoded is not kept: for reading whole episodes once. `out` is written to where
-        its shape is that of the frames.
+        Without `keep`, decoded frames are not cached, for reading whole episodes once. The result is written to `out`
+        if its shape is that of the frames.
         """
         wanted = [int(number) for number in numbers]
         found = {number: self.cache.get((path, number)) for number in set(wanted)}
@@ -324,11 +326,11 @@ class VideoReader:
         return result
 
     def _decode(self, file: VideoFile, missing: list[int], keep: bool, fill: bool) -> dict[int, np.ndarray]:
-        """Decode what is missing, or with `fill` its whole groups, as far as it is not there by now."""
+        """Decode the missing frames, or with `fill` their whole groups, unless they are in the cache by now."""
         wanted = set(missing)
         if fill and missing[-1] < file.num_frames:
             wanted.update(*(file.group(number) for number in missing))
-        # Another thread may have decoded some of it while this one waited.
+        # Another thread may have decoded some of them while this one waited.
         cached = {number: self.cache.get((file.path, number)) for number in wanted}
         found = {number: array for number, array in cached.items() if array is not None}
         for number, frame in file.decode(sorted(wanted - found.keys())):
@@ -338,13 +340,13 @@ class VideoReader:
         return found
 
     def _convert(self, frame: av.VideoFrame, reformatter: Any) -> np.ndarray:
-        """RGB, channels first, in the size asked for."""
+        """Return a frame as RGB with channels first, in the requested size."""
         height, width = self.image_size or (frame.height, frame.width)
         if width % 16 and (height, width) == (frame.height, frame.width):
             # FFmpeg's planar conversion without scaling does not write the columns past a multiple of 16.
             packed = reformatter.reformat(frame, width, height, "rgb24", threads=1).to_ndarray()
-            return np.ascontiguousarray(packed.transpose(2, 0, 1))
-        # Planar output needs no transposition; its planes are green, blue, red. More threads would cost time.
+            return np.ascontiguousarray(channels_first(packed))
+        # Planar output needs no transposition; its planes are green, blue, red. More threads would be slower.
         planar = reformatter.reformat(frame, width, height, "gbrp", interpolation="AREA", threads=1)
         array = np.empty((3, height, width), np.uint8)
         for channel, plane in zip((1, 2, 0), planar.planes, strict=True):
@@ -352,7 +354,7 @@ class VideoReader:
         return array
 
     def close(self) -> None:
-        """Close all files and forget all frames."""
+        """Close all files and discard all frames."""
         with self._lock:
             for decoders in self._files.values():
                 decoders.close()
@@ -361,17 +363,13 @@ class VideoReader:
 
 
 def import_av() -> Any:
-    """PyAV, imported when a video is read."""
-    try:
-        import av
-        import av.video.reformatter
-    except ImportError:
-        raise InputError('videos need PyAV: pip install "deft[data]"') from None
-    return av
+    """Import PyAV, when a video is first read."""
+    import_optional("av.video.reformatter", "reading a video")
+    return import_optional("av", "reading a video")
 
 
 def _container_format(path: Path) -> str:
-    """The name by which FFmpeg knows a video's container, from the first bytes of the file."""
+    """Return FFmpeg's name of a video's container, from the first bytes of the file."""
     with open(path, "rb") as file:
         head = file.read(12)
     if head[4:8] in (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide"):
@@ -384,5 +382,5 @@ def _container_format(path: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """An error's text in one line, without the path that stands before it already."""
-    return getattr(error, "strerror", None) or " ".join(str(error).split())
+    """Return an error's text without the path of the file."""
+    return getattr(error, "strerror", None) or str(error)

@@ -24,7 +24,6 @@ from torch import Tensor
 from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
 from deft.config.tokenizer_settings import TokenizerTrainingConfig
-from deft.data.datasets.dataset import same_fingerprint
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.image_quality import psnr, ssim
 from deft.models.f1.codebook import CodebookAverages
@@ -357,7 +356,7 @@ class TokenizerTrainer(Loop):
         for name, value in to_dict(self.config).items():
             if name in FIXED and state["settings"].get(name) != value:
                 raise InputError(f"resume: {folder} was trained with {name} {state['settings'].get(name)}, not {value}")
-        if not same_fingerprint(state["fingerprint"], self.source.fingerprint):
+        if state["fingerprint"] != self.source.fingerprint:
             raise InputError(f"resume: {folder} was trained on other data than {self.config.dataset} holds now")
         checkpoint.load_weights(self.model, checkpoint.load_part(folder, checkpoint.MODEL), folder)
         self.optimizer.load_state_dict(state["optimizer"])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 from deft.data.datasets.dataset import (
     VectorDataset,
     box,
+    check_array,
     known_env,
     known_task,
-    same_fingerprint,
+    read_json,
     task_of,
-    write_episode,
 )
 from deft.data.replay import TransitionTable
 from deft.errors import InputError
@@ -39,7 +41,13 @@ def table_of(*lengths: int) -> TransitionTable:
     """Episodes of these lengths; every second one is terminated."""
     table = TransitionTable(lengths, 2, 1)
     for index, length in enumerate(lengths):
-        write_episode(table, index, "file", f"episode {index}", **episode_of(length, ends=index % 2 == 1))
+        fields = episode_of(length, ends=index % 2 == 1)
+        rows = table.episode_rows(index)
+        table.observation[rows] = torch.from_numpy(fields["observation"]).float()
+        steps = slice(rows.start, rows.stop - 1)
+        table.action[steps] = torch.from_numpy(fields["action"]).float()
+        table.reward[steps] = torch.from_numpy(fields["reward"]).float()
+        table.terminated[steps] = torch.from_numpy(fields["terminated"]).float()
     return table
 
 
@@ -68,21 +76,20 @@ def test_every_value_of_a_table_is_in_the_fingerprint() -> None:
     for place in ((1000, 0), (1003, 1), (777, 2), (1200, 3), (1501, 4)):  # rows of episodes 14 to 29 of 40
         value = dataset.table.rows[place].item()
         dataset.table.rows[place] = value + 1.0
-        assert not same_fingerprint(found, dataset.fingerprint())
+        assert dataset.fingerprint() != found
         dataset.table.rows[place] = value
-    assert same_fingerprint(found, dataset.fingerprint())
+    assert dataset.fingerprint() == found
 
 
-def test_fingerprints_of_earlier_versions_are_known() -> None:
-    """They were a number, of the lengths and of the first and last episodes."""
+def test_fingerprints_begin_with_a_checksum_of_lengths_and_outer_episodes() -> None:
+    """Checkpoints contain fingerprints: the format must not change."""
     dataset = VectorDataset(table_of(3, 2, 4), "three")
     number = zlib.crc32(np.array([3, 2, 4], np.int64).tobytes())
     for index in (0, 2):
         episode = dataset.episode(index)
         for array in (episode.observation, episode.action, episode.reward):
             number = zlib.crc32(np.ascontiguousarray(array).tobytes(), number)
-    assert same_fingerprint(number, dataset.fingerprint())
-    assert not same_fingerprint(number + 1, dataset.fingerprint())
+    assert dataset.fingerprint().startswith(f"{number:08x}-")
 
 
 def test_all_files_are_in_the_fingerprint(tmp_path) -> None:
@@ -178,18 +185,49 @@ def test_score_is_d4rls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "values", "message"),
+    ("values", "message"),
     [
-        (
-            "observation",
-            np.zeros((3, 2)),
-            r"file: damaged at demo 3, field observation: has shape \(3, 2\), not \(4, 2\)",
-        ),
-        ("action", np.zeros((3, 2)), r"field action: has shape \(3, 2\), not \(3, 1\)"),
-        ("reward", np.array([0, np.nan, 0]), "field reward: row 1 is not a finite number"),
+        (np.zeros((3, 2)), r"^file: damaged at demo 3, field reward: has shape \(3, 2\), not \(3,\)$"),
+        (np.zeros(2), r"field reward: has shape \(2,\), not \(3,\)$"),
+        (np.array([0, np.nan, 0]), "field reward: row 1 is not a finite number"),
+        (np.array([[0.0], [0.0], [np.inf]]), "field reward: row 2 is not a finite number"),
     ],
 )
-def test_write_episode_refuses_what_does_not_fit(field: str, values: np.ndarray, message: str) -> None:
-    table = TransitionTable([3], 2, 1)
+def test_arrays_of_another_shape_or_not_finite_are_rejected(values: np.ndarray, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        write_episode(table, 0, "file", "demo 3", **(episode_of(3, ends=True) | {field: values}))
+        check_array(values, (3,), "file", "demo 3", "reward")
+
+
+def test_scalars_may_have_a_trailing_dimension() -> None:
+    assert check_array(np.ones((3, 1)), (3,), "file", "demo 3", "reward").shape == (3,)
+
+
+class OnDisk(VectorDataset):
+    """Stands for a dataset that is read on demand."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("action_space", [box(1, -1, 1), spaces.Discrete(9)])
+def test_a_dataset_of_vectors_is_read_into_memory(action_space: spaces.Space) -> None:
+    source = OnDisk(table_of(3, 2), "two", None, action_space, "Some-v0", (1.0, 2.0))
+    source.env_kwargs, source.env_args = {"speed": 2}, {"env_name": "Lift"}
+    assert source.is_vector
+    dataset = VectorDataset.from_dataset(source)
+    assert source.closed
+    assert torch.equal(dataset.table.rows, source.table.rows)
+    assert dataset.table.rows is not source.table.rows
+    kept = ("name", "env_id", "reference_returns", "env_kwargs", "env_args", "observation_space", "action_space")
+    assert all(getattr(dataset, name) == getattr(source, name) for name in kept)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100 + "]" * 100])
+def test_json_that_is_no_object_is_reported_with_its_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "info.json").write_text(text)
+    with pytest.raises(InputError, match=r"info\.json: damaged at the top, field JSON: is not "):
+        read_json(tmp_path / "info.json")
+    with pytest.raises(InputError, match=r"none\.json: damaged at episode 1, field length: the file is missing"):
+        read_json(tmp_path / "none.json", "episode 1", "length")

@@ -155,7 +155,7 @@ def test_an_interrupted_download_is_resumed_by_the_next_command(server: Files, t
 def test_a_server_that_never_sends_the_rest_is_an_error(server: Files, tmp_path: Path) -> None:
     server.sends = [5000, 0, 0, 0]
     with pytest.raises(
-        RunError, match=rf"5,000 of {len(server.content):,} bytes came.*run the command again to resume"
+        RunError, match=rf"5,000 of {len(server.content):,} bytes received.*run the command again to resume"
     ):
         fetch_dataset(NAME, tmp_path / "data", server.url)
     assert not (tmp_path / "data" / f"{NAME}.hdf5").exists()
@@ -164,7 +164,7 @@ def test_a_server_that_never_sends_the_rest_is_an_error(server: Files, tmp_path:
 
 def test_a_file_that_has_changed_meanwhile_starts_over(server: Files, tmp_path: Path) -> None:
     server.sends = [5000, 0, 0, 0]
-    with pytest.raises(RunError, match="bytes came"):
+    with pytest.raises(RunError, match="bytes received"):
         fetch_dataset(NAME, tmp_path / "data", server.url)
     server.content, server.version = hdf5(tmp_path / "newer.hdf5", rows=100), '"2"'
     assert Path(fetch_dataset(NAME, tmp_path / "data", server.url).dataset).read_bytes() == server.content
@@ -185,7 +185,7 @@ def test_checksums(server: Files, tmp_path: Path) -> None:
 def test_what_is_no_d4rl_file_is_deleted(server: Files, tmp_path: Path, content: bytes | None) -> None:
     """A page in place of the file, and a file whose end the server has lost: HDF5 knows its own length."""
     server.content = server.content[:-2000] if content is None else content
-    with pytest.raises(RunError, match=r"is no whole D4RL file .*; deleted"):
+    with pytest.raises(RunError, match=r"is not a complete D4RL file .*; deleted"):
         fetch_dataset(NAME, tmp_path / "data", server.url)
     assert not list((tmp_path / "data").glob("*.part"))
     assert not list((tmp_path / "data").glob("*.hdf5"))

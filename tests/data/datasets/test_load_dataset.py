@@ -86,7 +86,7 @@ def test_paths_are_taken_as_they_are_and_names_do_not_decide_the_format(own_fold
         ),
         ("nowhere-medium-v2", r"`deft datasets fetch` downloads D4RL's datasets, such as hopper-medium-v2"),
         ("lerobot/pusht", "hf download NAME --repo-type dataset"),
-        ("some/where.hdf5", "was not found: no such path"),
+        ("some/where.hdf5", "was not found: there is no such path"),
     ],
 )
 def test_a_name_that_is_nowhere_lists_the_places_and_the_way_to_get_it(name: str, advice: str) -> None:
@@ -136,7 +136,7 @@ def test_what_is_no_dataset_is_refused(own_folders: Path) -> None:
         file["unrelated"] = 1
     for name in ("folder", "text.txt", "weights.npz", "other.hdf5"):
         with pytest.raises(
-            InputError, match="is none of the formats that Deft reads: Minari folder, LeRobot"
+            InputError, match="has none of the formats that Deft reads: Minari folder, LeRobot"
         ) as caught:
             load_dataset(own_folders / name)
         assert "\n" not in str(caught.value)

@@ -17,7 +17,6 @@ from minari.dataset.minari_storage import MinariStorage
 from PIL import Image
 
 from deft.data.datasets import Episode, load_dataset
-from deft.data.datasets.dataset import same_fingerprint
 from deft.data.datasets.minari import matches
 from deft.data.recording import Recording
 from deft.data.recording_minari import MinariFiles
@@ -64,7 +63,7 @@ def vector_dataset(tmp_path):
 
 
 def test_the_fingerprint_of_images_is_that_of_the_file(tmp_path):
-    """Checkpoints of earlier versions, which had images as the file has them, know their dataset."""
+    """Images are hashed in the layout of the file, as in the fingerprints of existing checkpoints."""
     camera = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)
     space = spaces.Dict({"camera": spaces.Box(0, 255, (16, 24, 3), np.uint8)})
     actions = np.zeros((2, 2), np.float32)
@@ -74,7 +73,7 @@ def test_the_fingerprint_of_images_is_that_of_the_file(tmp_path):
     for _ in range(2):  # the first episode is the last
         for array in (stored, actions, np.array([0.0, 0.5], np.float32)):
             number = zlib.crc32(array.tobytes(), number)
-    assert same_fingerprint(number, load_dataset(path).fingerprint())
+    assert load_dataset(path).fingerprint().startswith(f"{number:08x}-")
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -244,22 +243,22 @@ def test_damage_is_named_by_file_episode_and_field(key, values, complaint, vecto
     ("changes", "complaint"),
     [
         ({"total_episodes": None}, "field total_episodes: is missing"),
-        ({"observation_space": '{"type": "Box"}'}, "field observation_space: is no space"),
-        ({"observation_space": {"type": "Box"}}, "is no space: {'type': 'Box'} is not text"),
-        ({"observation_space": "[1]"}, r"is no space: \[1\] is not an object with a type"),
-        ({"observation_space": '{"type": "Dict", "subspaces": []}'}, r"subspaces of a Dict cannot be \[\]"),
+        ({"observation_space": '{"type": "Box"}'}, "field observation_space: is not a space"),
+        ({"observation_space": {"type": "Box"}}, "is not a space: {'type': 'Box'} is not text"),
+        ({"observation_space": "[1]"}, r"is not a space: \[1\] is not an object with a type"),
+        ({"observation_space": '{"type": "Dict", "subspaces": []}'}, r"subspaces of a Dict are \[\]"),
         ({"observation_space": '{"type": "Dict", "subspaces": {"a": 1.5}}'}, "1.5 is not an object with a type"),
-        ({"action_space": '{"type": "Discrete", "n": "3"}'}, "no Discrete can be made of {'n': '3'}"),
+        ({"action_space": '{"type": "Discrete", "n": "3"}'}, "{'n': '3'} is not a valid Discrete"),
         ({"action_space": '{"type": "Discrete", "n": 1e18}'}, "a space of .* numbers is not supported"),
         (
             {"action_space": '{"type": "Box", "shape": [[2]], "dtype": "f4", "low": 0, "high": 1}'},
-            "no Box can be made of",
+            "is not a valid Box",
         ),
-        ({"action_space": '{"type": "Box", "shape": [2], "dtype": "O", "low": 0, "high": 1}'}, "no Box can be made of"),
+        ({"action_space": '{"type": "Box", "shape": [2], "dtype": "O", "low": 0, "high": 1}'}, "is not a valid Box"),
         ({"dataset_id": ["a"]}, r"field dataset_id: \['a'\] is not text"),
         ({"total_episodes": -1}, "field total_episodes: is missing or not a whole number"),
         ({"total_episodes": 10**400}, "field total_episodes: is missing or not a whole number"),
-        ({"env_spec": "[]"}, r"field env_spec: \[\] is not an object with an id"),
+        ({"env_spec": "[]"}, r"field env_spec: is not an object"),
         (
             {"env_spec": '{"id": "CartPole-v1", "kwargs": 3}'},
             "field env_spec: .* is not an object with an id and kwargs",
@@ -268,8 +267,8 @@ def test_damage_is_named_by_file_episode_and_field(key, values, complaint, vecto
         ({"observation_space": '{"type": "Graph"}'}, "observation_space: a Graph space is not supported"),
         ({"action_space": '{"type": "Tuple", "subspaces": []}'}, "actions of a Tuple space are not supported"),
         ({"observation_space": None, "env_spec": None}, "is missing, and no environment is named"),
-        ({"observation_space": None, "env_spec": '{"id": "Nowhere-v0"}'}, "Nowhere-v0 cannot be made"),
-        ({"env_spec": "{"}, "field env_spec: cannot be read"),
+        ({"observation_space": None, "env_spec": '{"id": "Nowhere-v0"}'}, "Nowhere-v0, .*cannot be created"),
+        ({"env_spec": "{"}, "field env_spec: is not valid JSON"),
         ({"data_format": "zarr"}, "has the storage format 'zarr'"),
         ({"total_episodes": 3}, "damaged at episode_2, field rewards: is missing"),
         ({"total_episodes": 0}, "dataset toy/data-v0 is empty"),
@@ -302,7 +301,7 @@ def test_damaged_tables(storage, tmp_path):
     with pytest.raises(InputError, match="damaged at episode_1, field observations: cannot be read"):
         load_dataset(path)
     (path / "data" / "0" / "metadata.json").unlink()
-    with pytest.raises(InputError, match="damaged at episode_0, field total_steps: the file is not there"):
+    with pytest.raises(InputError, match="damaged at episode_0, field total_steps: the file is missing"):
         load_dataset(path)
 
 
@@ -314,7 +313,7 @@ def test_a_damaged_picture(tmp_path):
     whole = np.frombuffer(encoded.getvalue(), np.uint8)
     change_file(path, "episode_0/observations", np.stack([whole, np.zeros_like(whole), whole]))
     dataset = load_dataset(path)
-    with pytest.raises(InputError, match="episode_0, field observations: row 1 is no image"):
+    with pytest.raises(InputError, match="episode_0, field observations: row 1 is not an image"):
         dataset.episode(0)
 
 

@@ -153,7 +153,7 @@ def change(path: Path, field: str, values: np.ndarray | None) -> Path:
         ("data/demo_1/obs/b", None, "damaged at demo_1, field obs/b: is missing"),
         ("data/demo_1/next_obs/b", np.zeros((3, 3)), r"demo_1, field next_obs/b: has shape \(3, 3\), not \(3, 2\)"),
         ("data/demo_1/obs/a", np.array([[0.0], [np.nan], [0.0]]), "demo_1, field obs/a: row 1 is not a finite number"),
-        ("data/demo_1/actions", np.zeros((2, 1)), "demo_1, field actions: has 2 rows where num_samples says 3"),
+        ("data/demo_1/actions", np.zeros((2, 1)), "demo_1, field actions: has 2 rows where num_samples is 3"),
         ("data/demo_0/obs", None, "damaged at demo_0, field obs: is missing"),
     ],
 )

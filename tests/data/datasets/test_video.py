@@ -200,7 +200,7 @@ def test_a_playlist_leads_to_no_other_file(tmp_path, name):
 
 def test_faults_name_the_file(tmp_path):
     path = write_numbered(tmp_path / "short.mp4", "short", 10)
-    with pytest.raises(InputError, match=r"short\.mp4: frame 12 is wanted, and the video has 10 frames"):
+    with pytest.raises(InputError, match=r"short\.mp4: frame 12 was requested; the video has 10 frames"):
         VideoReader().frames(path, [9, 12])
     missing = tmp_path / "none.mp4"
     with pytest.raises(InputError, match=r"none\.mp4: cannot be opened"):

@@ -74,7 +74,7 @@ def test_validation_is_on_whole_episodes_that_were_kept_out(tmp_path):
     ("make", "message"),
     [
         (lambda path: None, "does not exist; `deft collect waypoints"),
-        (lambda path: path.write_bytes(b"not a zip"), "is damaged, or no waypoint recording"),
+        (lambda path: path.write_bytes(b"not a zip"), "is damaged, or not a waypoint recording"),
         (lambda path: np.savez(path, camera=np.zeros((1, 3, 8, 8))), "has no motion, waypoints, episode, about"),
     ],
 )
