@@ -354,17 +354,16 @@ def test_help_is_grouped_and_shows_the_values_of_the_file(tmp_path: Path, capsys
     assert "--episodes INT" in capsys.readouterr().out
 
 
-def test_version_and_help_are_quick_and_without_torch() -> None:
+def test_version_and_help_load_neither_torch_nor_tyro() -> None:
+    """`benchmarks/start_time.py` measures how long they take."""
     program = (
-        "import sys, time; start = time.perf_counter(); from deft.cli import main; status = main([sys.argv[1]]);"
-        "print(status, time.perf_counter() - start, 'torch' in sys.modules, 'tyro' in sys.modules)"
+        "import sys; from deft.cli import main; status = main([sys.argv[1]]);"
+        "print(status, 'torch' in sys.modules, 'tyro' in sys.modules)"
     )
     for flag, start in (("--help", "usage: deft COMMAND"), ("--version", "deft 0.1.0")):
-        ran = [subprocess.run([sys.executable, "-c", program, flag], capture_output=True, text=True) for _ in range(3)]
-        assert ran[0].stdout.startswith(start)
-        results = [run.stdout.splitlines()[-1].split() for run in ran]
-        assert {(status, torch, tyro) for status, _, torch, tyro in results} == {("0", "False", "False")}
-        assert min(float(seconds) for _, seconds, _, _ in results) < 0.5
+        ran = subprocess.run([sys.executable, "-c", program, flag], capture_output=True, text=True, check=True)
+        assert ran.stdout.startswith(start)
+        assert ran.stdout.splitlines()[-1] == "0 False False"
 
 
 def test_python_m_deft_is_the_same_command() -> None:

@@ -16,14 +16,11 @@ import deft
 ROOT = Path(__file__).parents[1]
 
 
-def test_import_is_quick_and_without_torch() -> None:
-    program = (
-        "import sys, time; start = time.perf_counter(); import deft;"
-        "print(time.perf_counter() - start, 'torch' in sys.modules)"
-    )
-    outputs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout for _ in range(3)]
-    assert {output.split()[1] for output in outputs} == {"False"}
-    assert min(float(output.split()[0]) for output in outputs) < 0.2
+def test_import_loads_nothing_heavy() -> None:
+    """`benchmarks/start_time.py` measures how long it takes; here only what makes it quick is checked."""
+    program = "import sys; before = set(sys.modules); import deft; print(*sorted(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.partition(".")[0] for name in loaded} - {"deft"} <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("name", deft.__all__)

@@ -352,17 +352,6 @@ def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not run_logging._ProgressDisplay.bar_in_use
 
 
-def test_progress_costs_next_to_nothing_between_redraws(tmp_path: Path) -> None:
-    with RunLogger(tmp_path, QUIET, total_timesteps=1000) as run:
-        calls, seconds = 500, []
-        for _ in range(30):
-            start = time.perf_counter()
-            for _ in range(calls):
-                run.progress(10, entropy=0.5)
-            seconds.append((time.perf_counter() - start) / calls)
-    assert min(seconds) < 5e-6
-
-
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers, closed = list(logging.getLogger("deft").handlers), []
     monkeypatch.setattr(sinks.TensorBoardSink, "close", lambda sink: closed.append(sink._file.close()))

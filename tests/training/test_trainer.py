@@ -100,41 +100,41 @@ def test_vla_mode_bounds_the_age_and_hands_out_once(tmp_path):
 
 
 def test_collection_runs_beside_training(tmp_path):
-    """With an update that waits and steps that wait, both together take less than one after the other."""
+    """Environments step during an update in VLA mode, and never in standard mode (`benchmarks/vla_mode.py`: speed)."""
+    updating, overlapping = threading.Event(), []
 
-    class SlowWorld(Counting):
+    class Watched(Counting):
         def step(self, action):
-            time.sleep(0.005)
+            if updating.is_set():
+                overlapping.append(1)
             return super().step(action)
 
     class SlowPPO(PPO):
         def update(self, batches):
             result = super().update(batches)
+            updating.set()
             time.sleep(0.1)
+            updating.clear()
             return result
 
     def run(folder, **mode):
-        vector = wrap([SlowWorld()])
+        overlapping.clear()
+        vector = wrap([Watched()])
         policy = ActorCritic(vector.observation_space, vector.action_space)
         algorithm = SlowPPO(policy, PPOSettings(n_epochs=1))
         trainer = Trainer(policy, vector, algorithm, 20, eval_freq=0, output_dir=folder, logging_config=QUIET, **mode)
-        begun = time.monotonic()
         trainer.train(160)
-        return time.monotonic() - begun
+        return len(overlapping)
 
-    # One after the other: 8 × (0.1 + 0.1) s at least. Side by side: 9 × 0.1 s and overheads.
-    standard = run(tmp_path / "a", buffer_type="standard")
-    assert standard >= 1.6
-    assert run(tmp_path / "b", buffer_type="vla") < 0.85 * standard
+    assert run(tmp_path / "a", buffer_type="standard") == 0
+    assert run(tmp_path / "b", buffer_type="vla") > 0
 
 
 @pytest.mark.parametrize("mode", ["standard", "vla"])
 def test_an_environment_that_fails_ends_the_run_with_a_checkpoint(tmp_path, mode):
     trainer = make_trainer(tmp_path, env=[Failing(at=100)], buffer_type=mode)
-    begun = time.monotonic()
     with pytest.raises(RunError, match="the gripper fell off"):
         trainer.train(1000)
-    assert time.monotonic() - begun < 5
     assert list(tmp_path.glob("checkpoint-*"))  # the updates before it are not lost
     assert not [thread for thread in threading.enumerate() if thread.name == "deft-collector"]
     resumed = make_trainer(tmp_path, env=[Counting()], buffer_type=mode)
@@ -142,26 +142,22 @@ def test_an_environment_that_fails_ends_the_run_with_a_checkpoint(tmp_path, mode
     resumed.train(resumed.global_step + 64)
 
 
-def test_a_collector_that_dies_is_heard_of_within_a_second(tmp_path):
+def test_a_collector_that_dies_ends_the_run(tmp_path):
     trainer = make_trainer(tmp_path, env=[Counting()], buffer_type="vla", buffer_size=100_000)
 
     def die(buffer, ends_segment):
         raise MemoryError("out of memory")
 
     trainer.collection.collector.step = die  # type: ignore[method-assign]
-    begun = time.monotonic()
     with pytest.raises(MemoryError):
         trainer.train(1000)
-    assert time.monotonic() - begun < 1
 
 
 def test_an_environment_that_hangs_ends_the_run(tmp_path):
     trainer = make_trainer(tmp_path, env=[Failing(at=40, how="hang")], buffer_type="vla")
     trainer.collection.timeout = 0.3  # type: ignore[union-attr]
-    begun = time.monotonic()
     with pytest.raises(RunError, match="did not answer"):
         trainer.train(1000)
-    assert time.monotonic() - begun < 3
     assert list(tmp_path.glob("checkpoint-32"))
 
 

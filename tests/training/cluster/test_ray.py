@@ -1,7 +1,6 @@
 """Workers on a Ray of the test's own: the results of one process, and what happens when workers die."""
 
 import os
-import time
 from pathlib import Path
 
 import gymnasium
@@ -83,10 +82,10 @@ def kill_at(trainer, orders):
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
-        ("ppo", {}),
-        pytest.param("ppo", {"env__id": "Pendulum-v1", "policy__memory_hidden": 4}, marks=pytest.mark.slow),
-        pytest.param("sac", {"env__id": "Pendulum-v1", "trainer__total_timesteps": 64}, marks=pytest.mark.slow),
-        pytest.param("grpo", {}, marks=pytest.mark.slow),
+        ("ppo", {"trainer__total_timesteps": 128}),
+        ("ppo", {"env__id": "Pendulum-v1", "policy__memory_hidden": 4, "trainer__total_timesteps": 128}),
+        ("sac", {"env__id": "Pendulum-v1", "trainer__total_timesteps": 48}),
+        ("grpo", {"trainer__total_timesteps": 128}),
     ],
     ids=["ppo", "memory", "sac", "grpo"],
 )
@@ -167,12 +166,10 @@ def test_a_worker_that_waits_takes_the_place_of_a_dead_one(tmp_path):
 @pytest.mark.slow
 def test_what_an_environment_raises_is_one_line(tmp_path):
     trainer = build(tmp_path, env__id="Failing-v0", env__kwargs={"at": 5}, trainer__max_staleness=1)
-    started = time.monotonic()
     with pytest.raises(RunError, match="the gripper fell off") as caught:
         trainer.train()
     trainer.close()
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - started < 30
 
 
 def test_bad_settings_are_refused(tmp_path, monkeypatch):

@@ -426,9 +426,8 @@ def test_a_run_is_not_replaced_unasked(tmp_path):
 
 
 def test_the_clock_ends_a_run(tmp_path):
-    started = time.monotonic()
     summary = trainer(tmp_path, num_episodes=100_000, max_minutes=0.02).train()
-    assert 1.0 < time.monotonic() - started < 20.0
+    assert summary["episodes"] < 100_000
     assert (tmp_path / f"checkpoint-{summary['episodes']}").is_dir()
     assert summary["learning_rate"] < 4e-4  # of 2e-3: the schedule went by the clock
 
