@@ -1,4 +1,4 @@
-"""Checkpoints on disk: one layout, written to a temporary folder and renamed, so that a checkpoint is always whole.
+"""Checkpoints on disk: one layout, written to a temporary directory and renamed, so that a checkpoint is complete.
 
     checkpoint-{step}/model.pt            the policy's weights and normalisation
     checkpoint-{step}/training_state.pt   optimizer, schedules, environments, buffer, random state, counters
@@ -72,9 +72,9 @@ def save_checkpoint(
     write_more: Callable[[Path], None] | None = None,
     spaces: PolicySpaces | None = None,
 ) -> Path:
-    """Write `checkpoint-{step}` (or a folder of another name), whole or not at all.
+    """Write `checkpoint-{step}` (or a directory of another name), completely or not at all.
 
-    `write_more` is called with the folder, for what a kind of policy keeps beside these files.
+    `write_more` is called with the directory and writes further files.
     """
     final = run_dir / (name or f"checkpoint-{step}")
     is_foreign = os.path.lexists(final) and not _own_files(final)
@@ -99,7 +99,7 @@ def save_checkpoint(
         if write_more is not None:
             write_more(temporary)
         if spaces is not None or write_more is not None:
-            for path in temporary.rglob("*"):  # on the disk before the folder has its name
+            for path in temporary.rglob("*"):  # on the disk before the directory has its name
                 _sync(path)
         write_manifest(temporary, hashed)
         if is_foreign:
@@ -122,7 +122,7 @@ def save_checkpoint(
 
 
 def write_process_part(run_dir: Path, step: int, rank: int, content: dict[str, Any]) -> None:
-    """What one of several processes keeps, beside the checkpoint's place; the first process then moves it in."""
+    """Write the state of one of several processes beside the checkpoint; the first process moves it in."""
     with open(run_dir / f"{_TEMPORARY}{_process_file(rank)}-{step}", "wb") as file:
         torch.save(content, file)
         file.flush()
@@ -130,13 +130,13 @@ def write_process_part(run_dir: Path, step: int, rank: int, content: dict[str, A
 
 
 def move_process_parts(run_dir: Path, step: int, count: int, folder: Path) -> None:
-    """Move in what the processes after the first have written."""
+    """Move the files of the processes after the first into the checkpoint."""
     for rank in range(1, count):
         os.replace(run_dir / f"{_TEMPORARY}{_process_file(rank)}-{step}", folder / _process_file(rank))
 
 
 def load_process_part(checkpoint: Path, rank: int) -> dict[str, Any] | None:
-    """What this process had kept; None where the run had fewer."""
+    """Return the state of a process; None if the run had fewer processes."""
     return load_part(checkpoint, _process_file(rank)) if (checkpoint / _process_file(rank)).is_file() else None
 
 
@@ -146,7 +146,7 @@ def _process_file(rank: int) -> str:
 
 @contextlib.contextmanager
 def folder_lock(run_dir: Path) -> Iterator[None]:
-    """Hold a run folder for this process; a second one is refused. The system frees it however the process ends."""
+    """Lock a run directory for this process; an error if another one holds it. The lock ends with the process."""
     check_output_path(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def folder_lock(run_dir: Path) -> Iterator[None]:
 
 
 def mark_best(run_dir: Path, checkpoint: Path) -> None:
-    """Point `best` at a checkpoint, in one step."""
+    """Point the link `best` at a checkpoint, atomically."""
     link, best = run_dir / f"{_TEMPORARY}best-{os.getpid()}", run_dir / BEST
     try:
         if best.exists() and not best.is_symlink():
@@ -224,7 +224,7 @@ def clean_temporary(run_dir: Path) -> None:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, damaged ones too; other folders of such a name are left out."""
+    """Return the checkpoints of a run, oldest first, with damaged ones; other directories are left out."""
     found = [(int(match[1]), path) for path in run_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
     return [
         path for _, path in sorted(found) if any((path / name).is_file() for name in (MODEL, TRAINING_STATE, MANIFEST))
@@ -247,9 +247,9 @@ def check_replaceable(existing: list[Path], overwrite: bool) -> None:
 
 
 def _own_files(folder: Path) -> list[str]:
-    """The files in a checkpoint that Deft wrote, those that mark it as Deft's last; none if it is not Deft's.
+    """Return the files in a checkpoint that Deft wrote, those that mark it as Deft's last; none if it is not Deft's.
 
-    Without a (whole) manifest: the known names, in a folder whose training state begins with Deft's format.
+    Without a manifest: the known names, in a directory whose training state begins with Deft's format.
     """
     if folder.is_symlink() or not folder.is_dir():
         return []
@@ -266,7 +266,7 @@ def _own_files(folder: Path) -> list[str]:
 
 
 def _delete_own(doomed: Path, place: Path) -> None:
-    """Delete what Deft wrote in a folder that was renamed from `place`; with other files in it, it goes back there."""
+    """Delete what Deft wrote in a directory that was renamed from `place`; with other files it is renamed back."""
     delete_files(doomed, _own_files(doomed))
     others = relative_files(doomed)
     if others:
@@ -277,7 +277,7 @@ def _delete_own(doomed: Path, place: Path) -> None:
 
 
 def _keep_aside(path: Path, place: Path) -> Path:
-    """Give what Deft did not write the name `place`, or one beside it if that is taken."""
+    """Rename what Deft did not write to `place`, or to a similar free name."""
     chosen = place if path != place and not os.path.lexists(place) else free_place(place)
     os.replace(path, chosen)
     if path == place:
@@ -286,13 +286,13 @@ def _keep_aside(path: Path, place: Path) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's folder is named after; −1 where it has another name."""
+    """Return the step in the name of a checkpoint; −1 if it has another name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else -1
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the latest of a run folder."""
+    """Return the checkpoint at a path, or the latest one of a run directory."""
     path = Path(path)
     if not os.path.exists(path):  # also of a name too long for one
         raise InputError(f"{path}: there is no such checkpoint or run folder")
@@ -312,23 +312,23 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_best(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or of a run folder the best, where one is marked, else the latest.
+    """Return the checkpoint at a path, or of a run directory the best one, if one is marked, else the latest.
 
-    `RUN/best` of a run that was never evaluated is its latest checkpoint too, and the log says so.
+    `RUN/best` of a run that was never evaluated is its latest checkpoint, with a warning.
     """
     path = Path(path)
     if path.name == BEST and not os.path.lexists(path) and list_checkpoints(path.parent):
-        log.warning("%s: no evaluation has chosen a best checkpoint; the latest one is taken", path)
+        log.warning("%s: no evaluation has chosen a best checkpoint; the latest one is used", path)
         return find_checkpoint(path.parent)
     best = path / BEST
     return find_checkpoint(best if os.path.exists(best) else path)
 
 
 def latest_whole_checkpoint(run_dir: Path, parts: Iterable[str] = ()) -> tuple[Path | None, list[str]]:
-    """The latest checkpoint that is whole, and a line on each later one that is not.
+    """Return the latest complete checkpoint, and the problem of each later one.
 
-    `parts` are the files that a kind of run needs beside weights and training state. Files in a manifest are hashed
-    here and not again when they are loaded; those of a checkpoint without one are loaded to see whether they can be.
+    `parts` are the files that a run needs beside weights and training state. Files in a manifest are hashed here and
+    not again when they are loaded; those of a checkpoint without a manifest are loaded.
     """
     problems = []
     for path in reversed(list_checkpoints(run_dir)):
@@ -346,7 +346,7 @@ def latest_whole_checkpoint(run_dir: Path, parts: Iterable[str] = ()) -> tuple[P
 
 
 def load_part(checkpoint: Path, name: str) -> Any:
-    """One file of a checkpoint, on the CPU, tensors and plain data only."""
+    """Load one file of a checkpoint onto the CPU; tensors and plain data only."""
     path = checkpoint / name
     if not path.is_file():
         raise InputError(f"{path}: missing; {checkpoint.name} is not a whole checkpoint")
@@ -354,7 +354,7 @@ def load_part(checkpoint: Path, name: str) -> Any:
 
 
 def load_tensors(path: Path) -> Any:
-    """The content of a file written by torch.save; an error if it is damaged or holds anything but data."""
+    """Load a file written by torch.save; an error if it is damaged or holds anything but data."""
     verify(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -369,7 +369,7 @@ def load_tensors(path: Path) -> Any:
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
-    """The training state of a checkpoint that Deft wrote."""
+    """Load the training state of a checkpoint."""
     state = load_part(checkpoint, TRAINING_STATE)
     if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -378,7 +378,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> None:
-    """Load weights into a module, strict about keys and shapes, naming what does not fit."""
+    """Load weights into a module; an error names keys and shapes that do not fit."""
     weights = check_weights(module, weights, source)
     if sharding.is_sharded(module):
         sharding.load_full_weights(module, weights)
@@ -387,7 +387,7 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Pa
 
 
 def check_weights(module: nn.Module, weights: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
-    """The weights, with what an earlier version did not save yet; an error names what does not fit the module."""
+    """Return the weights, completed for the module; an error names what does not fit it."""
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise InputError(f"{source}: expected a state dict of tensors, found {type(weights).__name__}")
     if isinstance(module, Policy):

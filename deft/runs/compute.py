@@ -34,7 +34,7 @@ def thread_counts(
 ) -> tuple[int, ...]:
     """Thread counts to choose from: one where it is given (`--threads`, then OMP_NUM_THREADS) or the network is small.
 
-    Otherwise 1, 2, 4, … up to the cores, less those that are `reserved` for work beside the update.
+    Otherwise 1, 2, 4, … up to the cores, less those that are `reserved` for work during the update.
     """
     if requested is not None:
         if not 1 <= requested <= MAX_THREADS:

@@ -22,7 +22,7 @@ from deft.runs.logging import logged_evaluations
 
 log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
-MODEL_FILE = "f1_config.json"  # the F1 model's config in a run folder of the three phases
+MODEL_FILE = "f1_config.json"  # the F1 model's config in a run directory of the three phases
 ELAPSED = "seconds"  # of training, among the metrics in a checkpoint of the three phases
 OUTPUT_FOLDERS = ("tensorboard", "plots", "videos", "samples")
 
@@ -79,11 +79,11 @@ def place_directory(
 
 
 def remove_run(folder: Path, keep: Container[str] = ()) -> None:
-    """Delete what Deft wrote into a run folder, but for the files in `keep`; other files stay, with a warning.
+    """Delete what Deft wrote into a run directory, except the files in `keep`; other files stay, with a warning.
 
-    Deft's are the files in the manifests of the checkpoints and in the folder's index (see `deft.ownership`).
+    Deft's are the files in the manifests of the checkpoints and in the directory's index (see `deft.ownership`).
     """
-    start_index(folder)  # of a run by an earlier version
+    start_index(folder)
     for path in checkpoint.list_checkpoints(folder):
         checkpoint.delete_checkpoint(path)
     if (folder / checkpoint.BEST).is_symlink():
@@ -127,7 +127,7 @@ def run_opener(config: AnyRunConfig, replaces: bool) -> Callable[[], None]:
 
 
 def checkpoint_choice(path: str | Path, folder: Path) -> str:
-    """Why a path means this checkpoint, for a person to read."""
+    """Return why this checkpoint of a path was chosen, for a person to read."""
     run = Path(path)
     if (run / checkpoint.MODEL).is_file():
         return "the checkpoint that was given"

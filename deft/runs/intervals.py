@@ -1,4 +1,4 @@
-"""When something is due that happens every so many steps."""
+"""Whether something is due that happens at an interval of steps."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from deft.ownership import record
 
 
 def write_json(content: Any, path: Path) -> None:
-    """Write a JSON file, whole or not at all; numbers that are not finite become null."""
+    """Write a JSON file atomically; numbers that are not finite become null."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What watches a run: `RunLogger` writes metrics, episodes and evaluations, shows progress, and sets up the log.
+"""Logging of a run: `RunLogger` writes metrics, episodes and evaluations, shows progress, and sets up the log.
 
-Trainers make one a run and call it from one thread. It owns `episode_metrics.jsonl`, `tensorboard/` and `logs/` in the
-run folder. The lines of `episode_metrics.jsonl` have a `type` (`update`, `episode` or `evaluation`), a `step` (env
+Each run has one, called from one thread. It owns `episode_metrics.jsonl`, `tensorboard/` and `logs/` in the run
+directory. The lines of `episode_metrics.jsonl` have a `type` (`update`, `episode` or `evaluation`), a `step` (env
 steps) and a `time` (seconds since 1970). A number that is not finite is written as null, so that every line is JSON.
 """
 
@@ -58,12 +58,12 @@ class EpisodeRecord(Protocol):
 
 
 class RunLogger:
-    """Everything that one run says: to its folder, to the console, and to the trackers that the settings ask for.
+    """Logs one run to its directory, to the console, and to the trackers in the settings.
 
-    With `start_step` 0 the metrics of an earlier run in the folder are replaced; with a later one, what was logged
-    after that step is dropped, since it is about to be logged again. Means are over the last `window` episodes.
-    `write_start` writes the other files that the start of a run leaves in the folder, such as its config: it is called
-    when the folder was removed while the run trains. `early_records` were logged while the run was built
+    With `start_step` 0 the metrics of an earlier run in the directory are replaced; with a later one, what was logged
+    after that step is dropped, since it will be logged again. Means are over the last `window` episodes.
+    `write_start` writes the other files that a run writes at its start, such as its config: it is called if the
+    directory was removed while the run trains. `early_records` were logged while the run was built
     (`logged_from_start`); they are written to the log file and removed from the list.
     """
 
@@ -147,7 +147,7 @@ class RunLogger:
             self._lines.flush()
 
     def log_episode(self, step: int, episode: EpisodeRecord) -> None:
-        """Write an episode that ended at `step` and take it into the window."""
+        """Write an episode that ended at `step` and add it to the window."""
         success = None if episode.success is None else bool(episode.success)
         self._window.append((float(episode.episode_return), int(episode.length), success))
         values: dict[str, Any] = {
@@ -171,14 +171,14 @@ class RunLogger:
             self._lines.flush()
 
     def progress(self, step: int, **shown: float) -> None:
-        """Say how far the run is, with the values in `shown`; costs next to nothing between redraws."""
+        """Show the progress of the run, with the values in `shown`; cheap between redraws."""
         self._progress.latest = (step, shown)
         if time.monotonic() >= self._progress.next_draw:
             self._progress.draw(self.mean_reward)
 
     @contextmanager
     def evaluation(self, total: int, stop: Callable[[], bool]) -> Iterator[Callable[[int], None]]:
-        """Show the progress of an evaluation of `total` episodes, and end it when `stop` says so.
+        """Show the progress of an evaluation of `total` episodes, and end it when `stop` returns True.
 
         Yields what an evaluation calls at every step with the number of episodes that have just ended; it raises
         `Stopped`.
@@ -193,11 +193,11 @@ class RunLogger:
             yield watch
 
     def expect(self, total_timesteps: int) -> None:
-        """How many steps there will be in all, where that shows only on the way."""
+        """Set the total number of steps, where it becomes known during training."""
         self._progress.set_total(total_timesteps)
 
     def restore_folder(self) -> None:
-        """If the run folder was removed, create it again, with the files that a resumed run needs, and warn."""
+        """If the run directory was removed, create it again, with the files that a resumed run needs, and warn."""
         if _folder_id(self.run_dir) == self._folder_id or (self.run_dir / INDEX).exists():
             return
         logger.warning("%s was removed: it is written again, without its earlier checkpoints", self.run_dir)
@@ -217,7 +217,7 @@ class RunLogger:
                     sink.restore()
 
     def flush(self) -> None:
-        """Bring everything logged so far to disk; called with every checkpoint."""
+        """Write everything logged so far to disk; called with every checkpoint."""
         self.restore_folder()
         with self._writing():
             self._lines.flush()
@@ -238,9 +238,9 @@ class RunLogger:
         return {"window": [list(episode) for episode in self._window], "terms": [dict(terms) for terms in self._terms]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the window back, so that a resumed run's means equal an uninterrupted one's."""
+        """Restore the window, so that a resumed run's means equal an uninterrupted one's."""
         self._terms.clear()
-        self._terms.extend(state.get("terms", ()))  # checkpoints of earlier versions have none
+        self._terms.extend(state.get("terms", ()))
         self._window.clear()
         self._window.extend((episode_return, length, success) for episode_return, length, success in state["window"])
 
@@ -337,7 +337,7 @@ def _finite(value: Any) -> Any:
 
 
 def _folder_id(path: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one of the same name; None where there is none."""
+    """Return what identifies a directory, whatever its name; None if it does not exist."""
     try:
         about = os.stat(path)
     except FileNotFoundError:
@@ -613,7 +613,7 @@ class _ProgressDisplay:
 
 @contextmanager
 def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
-    """Progress by itself, for a command without a run folder: yields what to call with how much is done."""
+    """Show progress for a command without a run directory; yields a function that is called with how much is done."""
     with _console("INFO") as terminal:
         display = _ProgressDisplay(total, 0, terminal, unit)
 

@@ -1,4 +1,4 @@
-"""Watches the metrics of online and offline runs for values outside their expected range, and logs what to do."""
+"""Warnings about metrics of online and offline runs outside their expected range, with advice."""
 
 from __future__ import annotations
 

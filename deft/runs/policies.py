@@ -88,7 +88,7 @@ def load_policy_weights(policy: Policy, path: str | Path) -> None:
 
 
 def checkpoint_folder(path: Path) -> Path | None:
-    """The checkpoint that a `model_path` means: of a run folder its best, else its latest; None for another file."""
+    """Return the checkpoint of a `model_path`: of a run directory its best, else its latest; None for another file."""
     if not path.is_dir() and path.name != checkpoint.BEST:
         return (
             path.parent
@@ -99,7 +99,7 @@ def checkpoint_folder(path: Path) -> Path | None:
 
 
 def config_beside(path: Path) -> RunConfig | OfflineRunConfig | None:
-    """The settings of the run that a run folder, a checkpoint or a weights file in one belongs to."""
+    """Return the settings of the run that a run directory, a checkpoint or a weights file in one belongs to."""
     for folder in (path, path.parent, path.parent.parent):
         if (folder / CONFIG_FILE).is_file():
             return load_config(folder / CONFIG_FILE)

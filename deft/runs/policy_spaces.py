@@ -1,7 +1,7 @@
-"""The spaces that a policy was made for: saved with every checkpoint, and compared with those that it acts in.
+"""The spaces that a policy was built for: saved with every checkpoint, and compared with those that it acts in.
 
-A policy knows the streams of its observation by their names. The builders of runs and `deft evaluate` rebuild it for
-the spaces that its checkpoint records, and check here that an environment or a dataset has streams of these names.
+A policy identifies the streams of its observation by their names. The builders of runs and `deft evaluate` rebuild it
+for the spaces in its checkpoint, and check here that an environment or a dataset has streams of these names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = ("observation", "action")
 
 @dataclass(frozen=True)
 class PolicySpaces:
-    """What a policy observes and how it acts."""
+    """The observation and action space of a policy."""
 
     observation: spaces.Space
     action: spaces.Space
@@ -49,7 +49,7 @@ class PolicySpaces:
 
     @classmethod
     def read(cls, folder: Path | None) -> PolicySpaces | None:
-        """Those of a checkpoint; None where there is none, or where an earlier version saved it."""
+        """Read those of a checkpoint; None if it has none."""
         file = None if folder is None else folder / SPACES_FILE
         if file is None or not file.is_file():
             return None
@@ -65,9 +65,9 @@ class PolicySpaces:
 
 
 def policy_space(recorded: PolicySpaces | None, given: spaces.Space, source: Path | str, where: str) -> spaces.Space:
-    """The observation space to build a policy for whose weights are loaded: as it was trained.
+    """Return the observation space of a policy whose weights are loaded: the one that it was trained with.
 
-    Labels are for training alone, and may come and go. `source` is the checkpoint, `where` what has the space `given`.
+    Labels are for training only, and may differ. `source` is the checkpoint, `where` names what has the space `given`.
     """
     if recorded is None:
         if isinstance(given, spaces.Dict) and len(given) > 1:
@@ -85,7 +85,7 @@ def policy_space(recorded: PolicySpaces | None, given: spaces.Space, source: Pat
 def check_streams(
     policy: Policy, made_for: spaces.Space, given: spaces.Space, where: str, flag: str = "--rename_streams"
 ) -> None:
-    """Raise an error if `where` does not have a stream that the policy reads, or has another one by that name."""
+    """Raise an error if `where` lacks a stream that the policy reads, or has one of another kind by that name."""
     if not isinstance(made_for, spaces.Dict) or not isinstance(given, spaces.Dict):
         if type(made_for) is not type(given) or _row_shape(made_for) != _row_shape(given):
             raise InputError(
@@ -125,7 +125,7 @@ def _kind(space: gymnasium.Space) -> str:
 
 
 def _row_shape(space: gymnasium.Space) -> tuple[int, ...] | None:
-    """Of a row in Deft: images with the channels first."""
+    """Return the shape of an observation in Deft: images have their channels first."""
     if isinstance(space, spaces.Box) and has_channels_last(space.shape, space.dtype):
         return channels_first(space.low).shape
     return space.shape

@@ -1,4 +1,4 @@
-"""In which number format products are computed: what was asked for, or what this machine is quick with."""
+"""The precision of matrix products: as configured, or what is fast on this machine."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ _CPU_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86's and ARM's
 
 
 def set_precision(device: torch.device, precision: str) -> None:
-    """Let a GPU's float32 products and convolutions round their inputs, where `precision` is tf32; else none do.
+    """Set whether a GPU's float32 products and convolutions round their inputs: only with `precision` tf32.
 
-    Says so where bf16 is asked of a CPU that has no units for it.
+    Warn if bf16 is used on a CPU without instructions for it.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = precision == "tf32"  # by default it is on
     elif precision == "bf16" and not cpu_has_bfloat16():
-        log.warning("precision: this CPU has no units for bf16, which is emulated, many times slower; use fp32")
+        log.warning("precision: this CPU has no bf16 instructions: bf16 is emulated and many times slower; use fp32")
 
 
 def choose_precision(name: str, device: torch.device, policy: nn.Module | None = None) -> torch.dtype | None:
-    """The type for autocast, or None where weights are used as they are; sets how a GPU multiplies float32."""
+    """Return the type for autocast, or None for none; set how a GPU multiplies float32."""
     set_precision(device, "fp32" if name == "fp32" else "tf32")
     if name != "auto":
         return torch.bfloat16 if name == "bf16" else None
     if device.type == "cuda":
         size = sum(parameter.numel() for parameter in policy.parameters()) if policy is not None else 0
         return torch.bfloat16 if size >= LARGE_MODEL and torch.cuda.is_bf16_supported() else None
-    return torch.bfloat16 if cpu_has_bfloat16() and bfloat16_is_quicker() else None
+    return torch.bfloat16 if cpu_has_bfloat16() and bfloat16_is_faster() else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
-    """Compute in `dtype` inside, where it is given."""
+    """Compute in `dtype` inside the context, if it is given."""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype)
 
 
 def cpu_has_bfloat16(info: str | None = None) -> bool:
-    """Whether the CPU has instructions for it; without them torch emulates, hundreds of times slower."""
+    """Whether the CPU has bf16 instructions; without them torch emulates bf16, hundreds of times slower."""
     if info is None:
         try:
             info = Path("/proc/cpuinfo").read_text()
@@ -56,8 +56,8 @@ def cpu_has_bfloat16(info: str | None = None) -> bool:
     return bool(lines) and bool(set(_CPU_FLAGS) & set(lines[0].split()))
 
 
-def bfloat16_is_quicker(size: int = 512, repeats: int = 5) -> bool:
-    """Whether a product of matrices is, here and now."""
+def bfloat16_is_faster(size: int = 512, repeats: int = 5) -> bool:
+    """Whether a matrix product is faster in bfloat16 than in float32 on this machine."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(size, size, dtype=dtype)

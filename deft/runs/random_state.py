@@ -20,7 +20,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def separate_random_state(seed: int) -> Iterator[None]:
-    """Draw from a state of its own inside, and leave the run's as it was."""
+    """Use a separate random state inside the context, and restore the run's afterwards."""
     state = get_random_state()
     seed_everything(seed)
     try:
@@ -30,7 +30,7 @@ def separate_random_state(seed: int) -> Iterator[None]:
 
 
 def get_random_state() -> dict[str, Any]:
-    """The global generators' states as plain data."""
+    """Return the states of the global generators as plain data."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     state: dict[str, Any] = {
@@ -50,7 +50,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """The inverse of `get_random_state`."""
+    """Restore what `get_random_state` returned."""
     torch.set_rng_state(state["torch"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))

@@ -1,4 +1,4 @@
-"""Signals as a request to stop between two steps, so that a run can save itself first.
+"""Signals as stop requests: a run stops between two steps and is saved first.
 
 SIGINT (Ctrl-C) and SIGTERM, and what schedulers and closed terminals send: SIGHUP and SIGUSR1.
 """
@@ -19,7 +19,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def never() -> bool:
-    """The stop request of whoever has none."""
+    """Return False: the stop request where there is none."""
     return False
 
 

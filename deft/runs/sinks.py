@@ -1,7 +1,7 @@
-"""Where a run's scalars go besides `episode_metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
+"""Trackers that a run logs its scalars to, besides `episode_metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
 
-`deft.runs.logging.RunLogger` opens the sinks that the settings ask for and hands each the same named floats. The
-packages are imported where they are used; wandb and trackio are extras.
+`deft.runs.logging.RunLogger` opens the sinks in the settings and gives each the same named floats. The packages are
+imported where they are used; wandb and trackio are extras.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PROJECT = "deft"  # the wandb and trackio project that runs are filed under
 
 
 class Sink(Protocol):
-    """Takes named floats, step by step."""
+    """Records named floats, step by step."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of one step."""
 
     def flush(self) -> None:
-        """Bring what was written to where it will be read."""
+        """Write what is buffered."""
 
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
@@ -41,7 +41,7 @@ class Sink(Protocol):
 def open_sinks(
     run_dir: Path, settings: LoggingConfig, start_step: int, run_config: dict[str, Any] | None
 ) -> list[Sink]:
-    """The sinks that the settings ask for; when one cannot be opened, those already open are closed again."""
+    """Open the sinks in the settings; if one cannot be opened, those already open are closed."""
     sinks: list[Sink] = []
     try:
         if settings.tensorboard:
@@ -58,7 +58,7 @@ def open_sinks(
 
 
 def check_extras(settings: LoggingConfig) -> None:
-    """Refuse a tracker that is not installed, before anything of a run is written."""
+    """Raise an error if a tracker is not installed, before anything of a run is written."""
     for name, is_wanted in (("wandb", settings.use_wandb), ("trackio", settings.use_trackio)):
         if is_wanted:
             _import_extra(name)
@@ -113,7 +113,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run in `<run>/wandb`; offline unless the environment has a key or says otherwise.
+    """A Weights & Biases run in `<run>/wandb`; offline unless the environment has a key or a mode.
 
     A resumed run is a new wandb run in the same group (offline runs cannot be continued).
     """

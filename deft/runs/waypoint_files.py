@@ -1,6 +1,6 @@
 """The files of waypoint training: `model.pt` of the supervised policy, `final.pt` and `checkpoint_iter_X.pt` of PPO's.
 
-Each is one file of tensors and plain data, and holds all that it takes to drive: PPO's has the frozen weights in it.
+Each is one file of tensors and plain data, and is complete: PPO's includes the frozen weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def save_sft(model: WaypointSFT, path: Path, about: Mapping[str, Any]) -> None:
 
 
 def load_sft(path: str | Path) -> tuple[WaypointSFT, dict[str, Any]]:
-    """The supervised policy of a file or folder, and what is known of its training."""
+    """Load the supervised policy of a file or directory, and the description of its training."""
     file, content = _load(
         path, MODEL, SFT_FORMAT, "a supervised waypoint policy", "`deft train waypoint-sft` makes one"
     )
@@ -40,7 +40,7 @@ def load_sft(path: str | Path) -> tuple[WaypointSFT, dict[str, Any]]:
 
 
 def save_ppo(policy: PPOPolicy, path: Path, config: Mapping[str, Any], iteration: int) -> None:
-    """Write PPO's policy with the supervised one in it."""
+    """Write PPO's policy, which includes the supervised one."""
     content = {
         "format": PPO_FORMAT,
         "shape": policy.sft.shape.to_dict(),
@@ -52,7 +52,7 @@ def save_ppo(policy: PPOPolicy, path: Path, config: Mapping[str, Any], iteration
 
 
 def load_ppo(path: str | Path) -> tuple[PPOPolicy, dict[str, Any]]:
-    """PPO's policy of a file or folder, and the settings of its run."""
+    """Load PPO's policy of a file or directory, and the settings of its run."""
     file, content = _load(path, FINAL, PPO_FORMAT, "a PPO waypoint policy", "`deft train waypoint-ppo` makes one")
     config = content["config"]
     policy = PPOPolicy(
@@ -101,7 +101,7 @@ def _load(path: str | Path, name: str, expected: str, kind: str, advice: str) ->
 
 
 def check_alone(command: str) -> None:
-    """Refuse several processes: waypoint policies are small, and their files are one process's."""
+    """Raise an error if several processes were started: waypoint policies train in one."""
     count = Processes().count
     if count > 1:
         raise InputError(f"deft train {command}: trains in one process, started in {count}; start it alone")

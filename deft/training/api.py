@@ -1,4 +1,4 @@
-"""Training from Python: `PPOTrainer(env=env, config=config).train()`; one class an online algorithm, one base."""
+"""Online training from Python: `PPOTrainer(env=env, config=config).train()`; one class per algorithm, one base."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class OnlineTrainer:
     """Trains a policy in an environment: an id, a Gymnasium environment, several, or a vector environment.
 
     `policy` may be a `Policy`, a VLA model with the three methods of `VLAModelInterface`, or any object with
-    `get_action(obs, deterministic=False)`; without one, a network is made for the environment's spaces. `critics`: for
-    SAC, the trainer that trained the policy (`IQLTrainer`, `CQLTrainer`, …), whose critics it goes on with.
+    `get_action(obs, deterministic=False)`; without one, a network is built for the environment's spaces. `critics`: for
+    SAC, the trainer that trained the policy (`IQLTrainer`, `CQLTrainer`, …), whose critics it starts from.
     `trust_remote_code` allows modules that files name (a config that was read, the run of `model_path`) to be imported.
     """
 
@@ -52,7 +52,7 @@ class OnlineTrainer:
             run_config = replace(run_config, **{"env.id": env_id})
         if run_config.algorithm.name != self.algorithm_name:
             raise InputError(
-                f"algorithm: {type(self).__name__} trains with {self.algorithm_name!r}, the config says "
+                f"algorithm: {type(self).__name__} trains with {self.algorithm_name!r}, the config names "
                 f"{run_config.algorithm.name!r}"
             )
         if use_wandb:
@@ -65,22 +65,22 @@ class OnlineTrainer:
 
     @staticmethod
     def _environments(env: Any, config: RunConfig) -> Any:
-        """What an algorithm makes of the environment that a user gave."""
+        """Return the environments to train in, of the environment that a user gave."""
         return env
 
     @property
     def policy(self) -> Policy:
-        """What is trained."""
+        """The policy that is trained."""
         return self.trainer.policy
 
     @property
     def global_step(self) -> int:
-        """Env steps trained on so far."""
+        """Environment steps trained on so far."""
         return self.trainer.num_timesteps
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
+        """The run directory."""
         return self.trainer.run_dir
 
     def train(self, total_timesteps: int | None = None) -> dict[str, Any]:
@@ -92,11 +92,11 @@ class OnlineTrainer:
         return self.trainer.evaluate(num_episodes, None if video is None else Path(video))
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write a checkpoint: into the run folder, or as the folder `path`."""
+        """Write a checkpoint into the run directory, or as the directory `path`."""
         return self.trainer.save(path)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.trainer.load(path)
 
     def close(self) -> None:
@@ -130,6 +130,6 @@ class SACTrainer(OnlineTrainer):
 
 
 def _id_of(env: Any) -> str | None:
-    """The id that an environment was made from, if it was."""
+    """Return the id that an environment was created from, if there is one."""
     first = env[0] if isinstance(env, list) and env else env
     return getattr(getattr(first, "spec", None), "id", None)

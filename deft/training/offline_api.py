@@ -1,4 +1,4 @@
-"""Offline training from Python: `IQLTrainer(obs_dim, action_dim, config).train(buffer)`; one class an algorithm."""
+"""Offline training from Python: `IQLTrainer(obs_dim, action_dim, config).train(buffer)`; one class per algorithm."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OfflineRLTrainer:
     ) -> None:
         trust.name(env)
         self._trust_remote_code = trust_remote_code
-        if config is None:  # the algorithm's own defaults, which a transformer's batches and step size differ in
+        if config is None:  # the algorithm's own defaults: a transformer has another batch size and learning rate
             config = resolve({"algorithm": {"name": self.algorithm_name}, "output_dir": OfflineRLConfig.output_dir})
         if isinstance(config, OfflineRLConfig):
             run_config = config.to_run_config(self.algorithm_name, **settings)
@@ -65,7 +65,7 @@ class OfflineRLTrainer:
             run_config = replace(config, **{f"algorithm.cfg.{name}": value for name, value in settings.items()})
         if run_config.algorithm.name != self.algorithm_name:
             raise InputError(
-                f"algorithm: {type(self).__name__} trains with {self.algorithm_name!r}, the config says "
+                f"algorithm: {type(self).__name__} trains with {self.algorithm_name!r}, the config names "
                 f"{run_config.algorithm.name!r}"
             )
         self.config = replace(run_config, **{"env.id": env}) if isinstance(env, str) else run_config
@@ -87,12 +87,12 @@ class OfflineRLTrainer:
 
     @property
     def algorithm(self) -> OfflineAlgorithm:
-        """What trains it; there once a dataset is known."""
+        """The algorithm; available once a dataset is given."""
         return self._started().algorithm
 
     @property
     def policy(self) -> Policy:
-        """What is trained."""
+        """The policy that is trained."""
         return self._policy
 
     @property
@@ -102,18 +102,18 @@ class OfflineRLTrainer:
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
+        """The run directory."""
         return self._started().run_dir
 
     def train(self, buffer: Data, num_epochs: int | None = None) -> dict[str, Any]:
         """Train on a dataset to the configured number of epochs (or to `num_epochs`); returns a summary.
 
-        Called again with the same dataset, it goes on.
+        Called again with the same dataset, it continues training.
         """
         return self.prepare(buffer).train(num_epochs)
 
     def prepare(self, buffer: Data) -> OfflineTrainer:
-        """The trainer for a dataset, before its first update; the one there is, where the dataset is the same."""
+        """Return the trainer for a dataset, before its first update; the existing one for the same dataset."""
         with trust.remote_code(self._trust_remote_code):
             return self._prepare(buffer)
 
@@ -153,11 +153,11 @@ class OfflineRLTrainer:
         return self._started().evaluate(num_episodes, None if video is None else Path(video))
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write a checkpoint: into the run folder, or as the folder `path`."""
+        """Write a checkpoint into the run directory, or as the directory `path`."""
         return self._started().save(path)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint; before a dataset is there, its weights are loaded now and the rest with `train`."""
+        """Resume from a checkpoint; before a dataset is given, the weights are loaded now and the rest by `train`."""
         if self._trainer is None:
             load_policy_weights(self._policy, path)
             self._loaded_from = Path(path)
@@ -168,7 +168,7 @@ class OfflineRLTrainer:
             self._trainer.load(path)
 
     def close(self) -> None:
-        """Free the evaluation's environment."""
+        """Free the evaluation environment."""
         if self._trainer is not None:
             self._trainer.close()
 
@@ -260,7 +260,7 @@ class DecisionTransformerTrainer(OfflineRLTrainer):
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """The settings that are not None: the config, or the algorithm's defaults, say the others."""
+    """Return the settings that are not None; the others are in the config, or have the algorithm's defaults."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

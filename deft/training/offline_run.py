@@ -1,4 +1,4 @@
-"""From a config to a run on a dataset: builds policy, algorithm, sampler and trainer, and runs them in their folder.
+"""From a config to an offline run: builds policy, algorithm, sampler and trainer in the run directory.
 
 `deft train iql` and its siblings call `train`; `IQLTrainer` and `deft evaluate` use the same builders.
 """
@@ -63,9 +63,9 @@ def build_offline_trainer(
     eval_env: gymnasium.Env | None = None,
     spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None,
 ) -> OfflineTrainer:
-    """A trainer for a config, in its run folder; dataset, policy and environment may be given instead of made.
+    """Return a trainer for a config, in its run directory; dataset, policy and environment may be given.
 
-    `spaces` are the observations and actions that the given policy was made for.
+    `spaces` are the observation and action space that the given policy was built for.
     """
     if dataset is None and config.dataset.path is None:
         raise InputError("dataset: missing; give a name (hopper-medium-v2) or a path with --dataset")
@@ -90,9 +90,9 @@ def build_offline_trainer(
         dataset = RenamedDataset(dataset, config.dataset.rename_streams)
     env_config = None if eval_env is not None else evaluation_env(config, dataset)
     if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
-        log.warning("nothing is evaluated, since the dataset's environment cannot be used: %s", missing)
+        log.warning("no evaluation: the dataset's environment cannot be used: %s", missing)
         env_config = None
-    config = _told(config, dataset, env_config, eval_env)
+    config = _with_metadata(config, dataset, env_config, eval_env)
     evaluator, video_env = None, None
     action_space, played_in, action_mask = dataset.action_space, None, None
     make: Callable[..., VectorEnv] | None = None
@@ -133,7 +133,7 @@ def build_offline_trainer(
     if played_in is not None:
         check_streams(policy, observation_space, played_in, f"env {name}", "--env_rename_streams")
     policy.to("cpu" if shards else device)  # which may not hold all of it
-    starts_from = config.model_path if resume_from is None else None  # a run that goes on has its own weights
+    starts_from = config.model_path if resume_from is None else None  # a resumed run has its own weights
     if starts_from is not None:
         load_policy_weights(policy, starts_from)
         _check_scale(policy, action_space)
@@ -172,25 +172,28 @@ def build_offline_trainer(
     return trainer
 
 
-def _told(
+def _with_metadata(
     config: OfflineRunConfig, dataset: Dataset, env: EnvConfig | None, eval_env: gymnasium.Env | None = None
 ) -> OfflineRunConfig:
-    """The config with what the dataset says of itself, so that the run can be evaluated without the dataset."""
-    told: dict[str, Any] = {}
+    """Return the config with the metadata of the dataset, so that the run can be evaluated without the dataset."""
+    found: dict[str, Any] = {}
     if env is not None:
-        told |= {"env.id": env.id, "env.kwargs": env.kwargs}
+        found |= {"env.id": env.id, "env.kwargs": env.kwargs}
     own = evaluation_env(replace(config, **{"env.id": None, "env.kwargs": {}}), dataset)
     references = dataset.reference_returns
-    if references is not None and config.dataset.reference_returns in (None, references):  # not given, or told before
+    if references is not None and config.dataset.reference_returns in (
+        None,
+        references,
+    ):  # not given, or from the dataset before
         is_own = own is None or (env in (None, own) if eval_env is None else _is_made_as(eval_env, own))
-        told["dataset.reference_returns"] = references if is_own else None
+        found["dataset.reference_returns"] = references if is_own else None
         if not is_own:
             log.warning("no normalised score: the reference returns are of %s as the dataset has it", dataset.env_id)
-    return replace(config, **told)
+    return replace(config, **found)
 
 
 def _is_made_as(env: gymnasium.Env, config: EnvConfig) -> bool:
-    """Whether an environment that a user made is the one of a config; True where it does not say how it was made."""
+    """Whether an environment that a user created is the one of a config; True if it has no spec."""
     if env.spec is None or config.id not in gymnasium.registry:
         return env.spec is None
     own = {**gymnasium.spec(config.id).kwargs, **config.kwargs}
@@ -199,7 +202,7 @@ def _is_made_as(env: gymnasium.Env, config: EnvConfig) -> bool:
 
 
 def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | None:
-    """The environment to evaluate in: the one that is asked for, else the dataset's own; None where there is none."""
+    """Return the evaluation environment: the configured one, else the dataset's own; None if there is none."""
     env_id = config.env.id or dataset.env_id
     if env_id is None:
         return None
@@ -209,7 +212,7 @@ def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | No
 
 
 def _names_to_give(env: VectorEnv, names: dict[str, str]) -> dict[str, str]:
-    """Of a dataset's renaming, what an environment needs too: it lacks the new name, and has the old one."""
+    """Return the part of a dataset's renaming that an environment needs: it lacks the new name, and has the old one."""
     with contextlib.closing(env):
         own = env.observation_space.spaces if isinstance(env.observation_space, gymnasium.spaces.Dict) else {}
     if kept := [new for new, old in names.items() if new in own and old in own]:
@@ -222,7 +225,7 @@ def _names_to_give(env: VectorEnv, names: dict[str, str]) -> dict[str, str]:
 
 
 def _missing(config: EnvConfig) -> str | None:
-    """Why there is no such environment on this machine; None where there is."""
+    """Return why an environment cannot be created on this machine; None if it can."""
     try:
         check_id(config)
     except InputError as error:
@@ -231,7 +234,7 @@ def _missing(config: EnvConfig) -> str | None:
 
 
 def _warn_of_actions_outside(dataset: Dataset, space: gymnasium.Space, name: str) -> None:
-    """Say so where the data was recorded on another scale than the environment's, or before clipping."""
+    """Warn if actions were recorded on another scale than the environment's, or before clipping."""
     if dataset.table is None or not isinstance(space, gymnasium.spaces.Box):
         return
     actions = dataset.table.action[dataset.table.transition_rows()]
@@ -247,7 +250,7 @@ def _warn_of_actions_outside(dataset: Dataset, space: gymnasium.Space, name: str
 
 
 def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> tuple[Any, Any, Any]:
-    """The spaces and the action mask of the evaluation environment, which must have the dataset's actions."""
+    """Return spaces and action mask of the evaluation environment; an error if its actions are not the dataset's."""
     env = make()
     try:
         named = (gymnasium.spaces.Dict, gymnasium.spaces.Dict)
@@ -260,7 +263,7 @@ def _checked_env(make: Callable[[], VectorEnv], dataset: Dataset, name: str) -> 
 
 
 def _check_scale(policy: Policy, space: gymnasium.Space, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Refuse weights that act on another scale than a new policy would here; say so where they nearly do."""
+    """Raise an error if weights act on another scale than a new policy would here; warn if they nearly do."""
     found = policy.misfit(space, weights)
     if found is None:
         return
@@ -271,14 +274,14 @@ def _check_scale(policy: Policy, space: gymnasium.Space, weights: Mapping[str, t
 
 
 def _copies(env: gymnasium.Env, num_envs: int, chunk_length: int = 1) -> VectorEnv:
-    """Environments like the one that a user made."""
+    """Create environments like the one that a user created."""
     return wrap([make_another(env) for _ in range(num_envs)], chunk_length=chunk_length)
 
 
 def _check_policy_spaces(
     made_for: tuple[gymnasium.Space, gymnasium.Space], observation: gymnasium.Space, action: gymnasium.Space
 ) -> None:
-    """Refuse a policy of other sizes, or one whose actions end elsewhere: it would act on another scale."""
+    """Raise an error if a policy has other sizes, or other bounds of its actions: it would act on another scale."""
     if made_for[0].shape != observation.shape:
         raise InputError(f"obs_dim: the policy was made for {made_for[0]}, the dataset has {observation}")
     if made_for[1] != action:

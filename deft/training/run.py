@@ -1,4 +1,4 @@
-"""From a config to a run: builds environment, policy, algorithm and trainer, and runs them in their folder.
+"""From a config to an online run: builds environment, policy, algorithm and trainer in the run directory.
 
 `deft train` calls `train`; `PPOTrainer` and `deft evaluate` use the same builders.
 """
@@ -65,19 +65,19 @@ def build_trainer(
     eval_env: Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None = None,
     critics: dict[str, Any] | None = None,
 ) -> Trainer:
-    """A trainer for a config, in its run folder; environment and policy may be given instead of made.
+    """Return a trainer for a config, in its run directory; environment and policy may be given instead of built.
 
-    `critics`: the state of the off-policy algorithm that trained the policy given.
+    `critics`: the state of the off-policy algorithm that trained the given policy.
     """
     processes = Processes()
     device = processes.device(choose_device(config.device))
     processes.open(device)
     placed = place_run(config, config.env.id) if processes.is_first else None
     config, resume_from, replaces = processes.broadcast(placed)
-    beside = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
-    if processes.count > 1 and beside and isinstance(config, ReplayRunConfig):
+    is_asynchronous = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
+    if processes.count > 1 and is_asynchronous and isinstance(config, ReplayRunConfig):
         name = config.algorithm.name.upper()
-        raise InputError(f"max_staleness: {name} in several processes takes turns with its Ray workers; use 0")
+        raise InputError(f"max_staleness: {name} in several processes cannot collect during updates; use 0")
     kind: Any = ONLINE_ALGORITHMS[config.algorithm.name]
     shards = sharding.should_shard(config.fsdp, config.algorithm.name, kind.can_shard, processes)
     if shards and getattr(config.algorithm.cfg, "compile", False):
@@ -99,7 +99,7 @@ def build_trainer(
         video_env = partial(make_env, config.env, render_mode="rgb_array")
     else:
         if config.cluster.collectors == "ray":
-            raise InputError("collectors: Ray workers make their own environments; give an id, not an environment")
+            raise InputError("collectors: Ray workers create their own environments; give an id, not an environment")
         weights, names = config.env.reward_weights, config.env.rename_streams
         vector_env = wrap(weigh(rename(env, names), weights), chunk_length=chunk_length, gamma=gamma)
         eval_env = eval_env or (lambda: weigh(rename(make_another(env), names), weights))
@@ -150,27 +150,27 @@ def build_trainer(
 
 
 def _no_chunks(config: ReplayRunConfig, policy: Any, length: int) -> str:
-    """What to do about a policy of action chunks where the replay buffer holds single steps."""
+    """Return the error message for a policy of action chunks, where the replay buffer holds single steps."""
     name = config.algorithm.name
     if policy is not None:
         what, cure = f"policy: {type(policy).__name__} decides", "build the policy with chunk_length 1"
     elif config.model_path is not None:
         what = f"model_path: the policy of {config.model_path} decides"
-        cure = "train that run anew with --chunk_length 1 and start from it"
+        cure = "train that run again with --chunk_length 1 and start from it"
     else:
         what, cure = "chunk_length: the policy would decide", "use --chunk_length 1"
     return f"{what} {length} steps at a time, and {name} learns from single steps: {cure}, or train it with ppo or grpo"
 
 
 def _make_envs(config: RunConfig, chunk_length: int, gamma: float) -> VectorEnv:
-    """The environments that a run trains in: in this process, or in the workers of a cluster."""
+    """Create the training environments: in this process, or in the workers of a cluster."""
     if config.cluster.collectors == "ray":
         return make_cluster_env(config, chunk_length, gamma)
     return make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:
-    """Serial copies for evaluation, made when the first evaluation is due."""
+    """Return a function that creates serial environments for evaluation."""
     env_config = replace(config, **{"env.vector": "sync"}).env
     count = min(config.trainer.eval_episodes, EVALUATION_ENVS)
     return lambda: make_vector_env(env_config, chunk_length=chunk_length, num_envs=count)

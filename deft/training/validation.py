@@ -1,4 +1,4 @@
-"""The loss on episodes that are held out of training: measured by the offline trainer, and what may end it early."""
+"""The loss on episodes that are held out of training, which may end training early."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Validation:
         self.best, self.since = math.inf, 0  # the lowest loss, and the validations since
 
     def run(self) -> dict[str, float]:
-        """`val_loss` and what else is measured, with the same random draws each time."""
+        """Return `val_loss` and further losses, with the same random draws each time."""
         with separate_random_state(self._seed):
             results = {f"val_{name}": float(value) for name, value in self._measure().items()}
         results["val_loss"] = loss = results.pop("val_bc_loss")
@@ -50,11 +50,11 @@ class Validation:
         return self._patience > 0 and self.since == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The held-out episodes and the counters."""
+        """Return the held-out episodes and the counters."""
         return {"held_out": self.held_out, "best": self.best, "since": self.since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse; the episodes must be the same."""
+        """Load them; the episodes must be the same."""
         check_held_out(state, self.held_out)
         self.best, self.since = state["best"], state["since"]
 
@@ -69,7 +69,7 @@ def check_held_out(state: dict[str, Any] | None, held_out: list[int]) -> None:
 
 
 def split(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset | None, np.ndarray]:
-    """Training and validation episodes of a dataset, and the numbers of the latter; None where none are held out."""
+    """Return training and validation episodes of a dataset (None if none are held out), and the latter's numbers."""
     held_out = validation_episodes(dataset.num_episodes, fraction, seed)
     if not len(held_out):
         if fraction:
@@ -99,7 +99,7 @@ def make_validation(
     device: torch.device,
     cache_bytes: int,
 ) -> Validation:
-    """The validation of an algorithm on held-out episodes."""
+    """Return the validation of an algorithm on held-out episodes."""
     row_bytes = max(1, int(episode_bytes(dataset).sum()) // len(dataset))
     count = max(1, min(len(dataset), MOST_TRANSITIONS, MOST_BYTES // row_bytes))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)

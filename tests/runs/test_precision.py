@@ -17,7 +17,7 @@ def test_a_cpu_without_instructions_for_it_gets_no_bfloat16(monkeypatch):
     cpu = torch.device("cpu")
     for has, quicker, expected in ((True, True, torch.bfloat16), (True, False, None), (False, True, None)):
         monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda has=has: has)
-        monkeypatch.setattr(precision, "bfloat16_is_quicker", lambda quicker=quicker: quicker)
+        monkeypatch.setattr(precision, "bfloat16_is_faster", lambda quicker=quicker: quicker)
         assert choose_precision("auto", cpu) is expected
     assert choose_precision("fp32", cpu) is None
     assert choose_precision("bf16", cpu) is torch.bfloat16
@@ -48,4 +48,4 @@ def test_precision_holds_for_convolutions_too(precision, matmul, rounds):
 def test_bf16_that_a_cpu_emulates_is_told(monkeypatch, caplog, name, has_units, is_told):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_units)
     set_precision(torch.device("cpu"), name)
-    assert ("no units for bf16" in caplog.text) == is_told
+    assert ("no bf16 instructions" in caplog.text) == is_told

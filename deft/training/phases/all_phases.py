@@ -1,8 +1,8 @@
-"""`deft train all`: the three phases in order in one folder, each from the best checkpoint of the one before it.
+"""`deft train all`: the three phases in order in one directory, each from the best checkpoint of the previous one.
 
-What is done stands in `phases.json`; a run that is stopped anywhere goes on with `--auto-resume`, at the phase and the
-checkpoint where it was. A phase that is told to be longer goes on, unless a later one has begun from it. At the end of
-every phase it is evaluated, and `report.html` is written anew.
+`phases.json` lists the completed phases. `--auto-resume` continues a stopped run at the phase and the checkpoint where
+it was. A phase that is configured to be longer continues, unless a later one has started from it. Each phase is
+evaluated at its end, and `report.html` is written again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def train_all(config: PhaseConfig) -> dict[str, Any]:
-    """Train what is not done yet, evaluate it, and report."""
+    """Train the phases that are not complete, evaluate them, and write the report."""
     check_fsdp(config, ALL_PHASES, can_shard=False)  # not only when phase 2 begins
     root, replaces = _place(config)
     processes = Processes()
@@ -61,14 +61,14 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
     try:
         for phase in PHASES:
             settings = phase_settings(config, phase, root)
-            if phase in done and not _goes_on(settings, phase, done[phase]["summary"], root):
+            if phase in done and not _continues(settings, phase, done[phase]["summary"], root):
                 log.info("%s is done: %s", phase, done[phase]["best"])
                 if "ended_early" in done[phase]:
                     log.warning("%s ended early: %s", phase, done[phase]["ended_early"])
                 continue
             settings.run.overwrite, settings.run.auto_resume = replaces, not replaces
             trainer = TRAINERS[phase](settings)
-            if not opened and processes.is_first:  # what is wrong with the settings has been said by now
+            if not opened and processes.is_first:  # the settings are checked by now
                 _open(config, root, replaces)
             opened = True
             try:
@@ -81,7 +81,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
                     done[phase]["ended_early"] = str(collapse)
                 _evaluate(config, phase, root, str(device))
                 write_json(done, root / PROGRESS_FILE)
-                (root / COMPARISON_FILE).unlink(missing_ok=True)  # of the phase as it was before it went on
+                (root / COMPARISON_FILE).unlink(missing_ok=True)  # of the phase before it continued
                 write_report(root)
             done = processes.broadcast(done)
         if processes.is_first and not (root / COMPARISON_FILE).is_file():
@@ -101,7 +101,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
 
 
 def phase_settings(config: PhaseConfig, phase: str, root: Path) -> PhaseConfig:
-    """The settings of one phase of the whole."""
+    """Return the settings of one phase."""
     own, whole = copy.deepcopy(config), config.all
     own.phase = phase  # type: ignore[assignment]
     getattr(own, phase).output_dir = str(root / phase)
@@ -133,7 +133,7 @@ def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
             "name": name,
             "values": {
                 "cross-entropy, nats": one["cross_entropy"],
-                "codes foreseen, %": 100 * one["wm_acc"],
+                "codes predicted, %": 100 * one["wm_acc"],
                 "by copying, %": 100 * one["copy_acc"],
                 "updates in all": updates[name],
             },
@@ -141,7 +141,7 @@ def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
         for name, one in found.items()
     ]
     return {
-        "title": "The world model, before and after the game",
+        "title": "The world model, before and after phase 3",
         "note": f"{next(iter(found.values()))['episodes']} held-out episodes of another explorer: scripted pushes and "
         "grasps, and random actions, half each. Phase 3 has had more updates; benchmarks/phases_results.py compares at "
         "equal numbers.",
@@ -157,7 +157,7 @@ def load_world_model(run: Path, device: str) -> F1Policy:
 
 
 def _place(config: PhaseConfig) -> tuple[Path, bool]:
-    """The folder, and whether a run that it holds is replaced; it may also be gone on with, or refused."""
+    """Return the directory, and whether a run that it holds is replaced; an error if it must not be."""
     run = config.run
     root = Path(run.resume if run.resume is not None else config.all.output_dir)
     if root.exists() and not root.is_dir():
@@ -169,18 +169,20 @@ def _place(config: PhaseConfig) -> tuple[Path, bool]:
         raise InputError(f"output_dir: {root} is a run of phase {kind}; give another --output-dir")
     if kind is None and ((root / CONFIG_FILE).is_file() or checkpoint.list_checkpoints(root)):
         raise InputError(f"output_dir: {root} holds a run of another kind; give another --output-dir")
-    begun = any(checkpoint.list_checkpoints(root / phase) for phase in PHASES)  # a folder with settings alone is free
+    begun = any(
+        checkpoint.list_checkpoints(root / phase) for phase in PHASES
+    )  # a directory with settings alone is free
     replaces = kind == "all" and begun and run.resume is None and not run.auto_resume
     if replaces and not run.overwrite:
         raise InputError(
-            f"output_dir: {root} already holds a run: --auto-resume goes on with it, --overwrite replaces it, "
+            f"output_dir: {root} already holds a run: --auto-resume continues it, --overwrite replaces it, "
             "or give another --output-dir"
         )
     return root, replaces
 
 
-def _goes_on(settings: PhaseConfig, phase: str, summary: dict[str, Any], root: Path) -> bool:
-    """Whether a phase that was done is now to be longer; refused where a later one has begun from it."""
+def _continues(settings: PhaseConfig, phase: str, summary: dict[str, Any], root: Path) -> bool:
+    """Whether a completed phase is now longer; an error if a later one has started from it."""
     unit, wanted = "episodes", settings.training.num_episodes
     if phase == "adversarial":
         unit, wanted = "iterations", settings.adversarial.iterations
@@ -190,14 +192,14 @@ def _goes_on(settings: PhaseConfig, phase: str, summary: dict[str, Any], root: P
     for later in PHASES[PHASES.index(phase) + 1 :]:
         if checkpoint.list_checkpoints(root / later):
             raise InputError(
-                f"{phase}: is done with {summary[unit]} {unit}, and {later} has begun from it, so it cannot go on to "
-                f"{wanted}; leave its length as it was, or give another --output-dir"
+                f"{phase}: is done with {summary[unit]} {unit}, and {later} has started from it, so it cannot be "
+                f"extended to {wanted}; leave its length as it was, or give another --output-dir"
             )
     return True
 
 
 def _open(config: PhaseConfig, root: Path, replaces: bool) -> None:
-    """Write the settings; of a run that is replaced, what the first phase does not replace itself goes first."""
+    """Write the settings; delete a run that is replaced, all phases of it."""
     if replaces:
         for phase in PHASES:
             if (root / phase).is_dir():
@@ -212,7 +214,7 @@ def _best(config: PhaseConfig, phase: str, run: Path) -> Path:
     """The best of the checkpoints that were kept, the latest on a tie, and `best` pointing at it.
 
     Of world models the one with the lowest loss on held-out episodes of another explorer; of students the one that the
-    frozen world model foresees worst.
+    frozen world model predicts worst.
     """
     kept = checkpoint.list_checkpoints(run)[::-1]  # min and max take the first of equals
     if len(kept) == 1:

@@ -246,11 +246,11 @@ class TokenizerTrainer(Loop):
             self.codebook.start(features, self.generator)
         else:
             self.codebook.begin(features)
-        # The counts of the start are of many pictures, those to come of a batch.
+        # These counts are of many images, later ones of a batch.
         self.codebook.rescale(self.config.batch_size / count)
 
     def _draw(self, store: FrameStore, count: int) -> Tensor:
-        """A batch of frames in -1 … 1, of the pictures that are to be there by this update."""
+        """Return a batch of frames in -1 … 1, of the images that are available by this update."""
         total = len(store.frames)
         first = min(total, max(START_FRAMES, round(STORE_START * total)))
         available = first + round((total - first) * min(1.0, 2 * self.progress))
@@ -266,7 +266,7 @@ class TokenizerTrainer(Loop):
         return frames.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else frames
 
     def _shifted(self, frames: Tensor) -> Tensor:
-        """Each picture [B, 3, h, w] moved by a number of pixels of its own, its edges repeated."""
+        """Shift each image [B, 3, h, w] by its own number of pixels, with repeated edges."""
         most, (count, _, height, width) = self.config.shift_augmentation, frames.shape
         by = torch.randint(-most, most + 1, (2, count, 1), generator=self.generator).to(self.device)
         rows = (torch.arange(height, device=self.device) + by[0]).clamp(0, height - 1)  # [B, h]
@@ -281,7 +281,7 @@ class TokenizerTrainer(Loop):
 
     @torch.inference_mode()
     def reconstruct(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
-        """What becomes of uint8 pictures [B, 3, h, w], and their codes [B, L]; on the CPU."""
+        """Return reconstructions of uint8 images [B, 3, h, w], and their codes [B, L], on the CPU."""
         made, codes = [], []
         for part in pictures.split(CHUNK):
             raise_if_stopped()
@@ -291,7 +291,7 @@ class TokenizerTrainer(Loop):
         return torch.cat(made), torch.cat(codes)
 
     def evaluate(self, held_out: dict[str, Tensor]) -> dict[str, float]:
-        """PSNR and SSIM, over all cameras and for each, and how many codes are used how evenly."""
+        """Return PSNR and SSIM over all cameras and for each, and how many codes are used how evenly."""
         results: dict[str, float] = {}
         quality, codes = [], []
         for name, pictures in held_out.items():
@@ -310,7 +310,7 @@ class TokenizerTrainer(Loop):
         }
 
     def write_samples(self, held_out: dict[str, Tensor]) -> Path:
-        """Held-out pictures, evenly chosen, above their reconstructions."""
+        """Write held-out images, evenly spaced, above their reconstructions."""
         from PIL import Image
 
         rows = []
@@ -325,7 +325,7 @@ class TokenizerTrainer(Loop):
         return record(path)
 
     def write_weights(self, results: dict[str, Any]) -> None:
-        """The file that `load_tokenizer` reads, in half precision, with the figures in its header."""
+        """Write the file that `load_tokenizer` reads, in half precision, with the results in its header."""
         tensors = {name: value.detach().cpu().half().contiguous() for name, value in self.model.state_dict().items()}
         unfinished = self.run_dir / f".{WEIGHTS}.{os.getpid()}"
         about = {"updates": self.num_updates, "model": self.config.model, **results}
@@ -366,7 +366,7 @@ class TokenizerTrainer(Loop):
 
 
 def perplexity(shares: Tensor) -> float:
-    """exp of the entropy of shares that sum to 1: how many codes there are in effect."""
+    """Return exp of the entropy of fractions that sum to 1: the effective number of codes."""
     return math.exp(float(torch.special.entr(shares.double()).sum()))
 
 

@@ -1,4 +1,4 @@
-"""`deft compare`: the supervised waypoint policy and PPO's, driven through the same held-out episodes."""
+"""`deft compare`: the supervised waypoint policy and PPO's, evaluated on the same held-out episodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPARISON = "comparison.json"
 
 
 def compare_policies(config: CompareConfig) -> dict[str, Any]:
-    """The measures of both, side by side, with a picture of their waypoints; written into the folder too."""
+    """Return the measures of both policies, and write them and an image of their waypoints."""
     sft, _ = load_sft(config.sft_checkpoint)
     refined, run = load_ppo(config.rl_checkpoint)
     if not same_sft(refined, sft):
@@ -55,7 +55,7 @@ def compare_policies(config: CompareConfig) -> dict[str, Any]:
 
 
 def comparison_table(results: dict[str, Any]) -> str:
-    """The measures as lines for a person."""
+    """Return the measures as a table."""
     before, after = results["supervised"], results["with PPO"]
     names = [name for name in before if name.rpartition("/")[2] in MEASURES and name in after]
     width = max(len(name) for name in names)

@@ -1,6 +1,6 @@
-"""`deft train waypoint-ppo`: the core's PPO and the core's loop on a frozen supervised waypoint policy.
+"""`deft train waypoint-ppo`: PPO in the online loop, on a frozen supervised waypoint policy.
 
-Beside what every run writes, the folder holds `config.json`, `train_metrics.json` (a line an iteration),
+Beside what every run writes, the directory holds `config.json`, `train_metrics.json` (one entry per iteration),
 `eval_metrics.json`, `checkpoint_iter_X.pt` and `final.pt`.
 """
 
@@ -50,14 +50,14 @@ from deft.training.trainer import Trainer
 from deft.training.waypoints.safety import SafetyCheck
 
 log = logging.getLogger(__name__)
-# Settings that a run may go on with: of the supervised policy the weights are compared
+# Settings that a resumed run may change; of the supervised policy the weights are compared
 LENGTHS = ("iterations", "eval_freq", "save_freq")
 MAY_CHANGE = {"output_dir", "sft_checkpoint", "resume", "auto_resume", "overwrite", "device", "threads", *LENGTHS}
 SAFETY_SEED = EVALUATION_SEED + 2**20  # the safety set's episodes start from the run's seed plus this
 
 
 class WaypointTrainer(Trainer):
-    """The core's trainer, which also measures waypoints and writes the files of waypoint training."""
+    """The online trainer, which also measures waypoints and writes the files of waypoint training."""
 
     policy: PPOPolicy
 
@@ -100,7 +100,7 @@ class WaypointTrainer(Trainer):
         self.eval_metrics: list[dict[str, Any]] = []
 
     def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
-        """Success, collisions, ADE and FDE of the policy as it is now, on the held-out episodes."""
+        """Return success, collisions, ADE and FDE of the current policy on the held-out episodes."""
         results = {**self.held_out.evaluate(self.policy), "action_selection": self.policy.action_selection(True)}
         iteration = self.algorithm.version
         self.eval_metrics = [entry for entry in self.eval_metrics if entry["iteration"] != iteration]
@@ -109,12 +109,12 @@ class WaypointTrainer(Trainer):
         return results
 
     def save(self, path: str | Path | None = None) -> Path:
-        """A checkpoint of the run, and the metrics up to it."""
+        """Write a checkpoint, and the metrics up to it."""
         write_json(self.train_metrics, self.run_dir / TRAIN_METRICS)
         return super().save(path)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, with the metrics up to it."""
+        """Resume from a checkpoint, with the metrics up to it."""
         super().load(path)
         reached = self.algorithm.version
         for name, lines in ((TRAIN_METRICS, self.train_metrics), (EVAL_METRICS, self.eval_metrics)):
@@ -132,12 +132,12 @@ class WaypointTrainer(Trainer):
             entry["level"] = self.curriculum.level
         self.train_metrics.append(entry | {"mean_reward": run_log.mean_reward, "success_rate": run_log.success_rate})
         super().finish_step(previous, metrics)
-        self._begin_anew_where_disturbed()
+        self._reset_disturbed_envs()
         if self.config.save_freq and iteration % self.config.save_freq == 0:
             self.write_policy(f"checkpoint_iter_{iteration}.pt")
 
-    def _begin_anew_where_disturbed(self) -> None:
-        """New episodes where an evaluation was played in the training's own world (a CARLA server has one)."""
+    def _reset_disturbed_envs(self) -> None:
+        """Start new episodes if an evaluation used the training environment (a CARLA server has only one)."""
         for played in (self.held_out, None if self.safety is None else self.safety.held_out):
             if played is not None and played.disturbed:
                 played.disturbed = False
@@ -147,7 +147,7 @@ class WaypointTrainer(Trainer):
                 collector.seed = training_seed(self.seed, self.algorithm.version)
 
     def write_policy(self, name: str) -> Path:
-        """The policy as one file, and the metrics so far."""
+        """Write the policy as one file, and the metrics so far."""
         path = self.run_dir / name
         save_ppo(self.policy, path, to_dict(self.config), self.algorithm.version)
         write_json(self.train_metrics, self.run_dir / TRAIN_METRICS)
@@ -180,7 +180,7 @@ def train_ppo(config: PPOConfig, logging_config: LoggingConfig | None = None) ->
 def build_waypoint_trainer(
     config: PPOConfig, sft: WaypointSFT, logging_config: LoggingConfig | None = None
 ) -> WaypointTrainer:
-    """Environment, policy, algorithm and trainer, in the run folder."""
+    """Build environment, policy, algorithm and trainer in the run directory."""
     folder = Path(config.output_dir)
     resume_from, replaces = place_directory(folder, config.resume, config.auto_resume, config.overwrite)
     if resume_from is not None:
@@ -191,7 +191,7 @@ def build_waypoint_trainer(
         check_fits(sft, env, "+".join(config.env))
         policy = PPOPolicy(sft, config.hidden_sizes, config.residual_bound, config.residual_modes, config.log_std_init)
         policy.to(choose_device(config.device))
-        shared = _shared_worlds(config, env)
+        shared = _shared_envs(config, env)
         seed = config.seed + EVALUATION_SEED
         held_out = HeldOut(config.env, config.difficulty, config.eval_episodes, seed, config.env_kwargs, shared)
         safety = None
@@ -220,7 +220,7 @@ def build_waypoint_trainer(
             trainer.load(resume_from)
             if not same_sft(policy, given):
                 raise InputError(
-                    f"--sft-checkpoint {config.sft_checkpoint}: the run in {config.output_dir} was made from another "
+                    f"--sft-checkpoint {config.sft_checkpoint}: the run in {config.output_dir} started from another "
                     "supervised policy; give that one, or another --output-dir"
                 )
             if safety is not None:
@@ -231,15 +231,15 @@ def build_waypoint_trainer(
     return trainer
 
 
-def _shared_worlds(config: PPOConfig, env: VectorEnv) -> dict[str, WaypointVectorEnv]:
-    """What evaluations must play in because there cannot be two: a CARLA server has one world."""
+def _shared_envs(config: PPOConfig, env: VectorEnv) -> dict[str, WaypointVectorEnv]:
+    """Return the environments that evaluations must share with training: a CARLA server has only one."""
     parts = env.parts if isinstance(env, MixedVectorEnv) else [env]
     named = zip(config.env, parts, strict=True)
     return {name: part for name, part in named if name == "carla" and isinstance(part, WaypointVectorEnv)}
 
 
 def _curriculum(config: PPOConfig) -> CurriculumConfig:
-    """The levels up to the one that is aimed at."""
+    """Return the levels up to `difficulty`."""
     levels = DIFFICULTIES[: DIFFICULTIES.index(config.difficulty) + 1]
     if len(levels) < 2:
         raise InputError("curriculum: rises to `difficulty`, which is easy; give --difficulty medium or hard")
@@ -263,7 +263,7 @@ def _ppo_settings(config: PPOConfig) -> PPOSettings:
 
 
 def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
-    """Refuse a supervised policy that was made for other pictures or another number of waypoints."""
+    """Raise an error if a supervised policy was built for other images or another number of waypoints."""
     space: Any = env.observation_space
     own = (sft.shape.camera_size, sft.shape.motion_dim, sft.shape.num_waypoints)
     theirs = (
@@ -272,7 +272,7 @@ def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
         space[schema.SFT_OFFSET].shape[0],
     )
     if own != theirs:
-        words = "pictures of {0} px, {1} numbers of motion and {2} waypoints"
+        words = "images of {0} px, {1} motion values and {2} waypoints"
         raise InputError(
             f"sft_checkpoint: made for {words.format(*own)}; {name} has {words.format(*theirs)}: record and train it "
             "with the same env_kwargs"
@@ -280,7 +280,7 @@ def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
 
 
 def _check_same_settings(config: PPOConfig, folder: Path) -> None:
-    """Refuse to go on with other settings than the run's: a flag that was not repeated has its default again."""
+    """Raise an error if a resumed run has other settings: a flag that is not repeated has its default again."""
     if not (folder / CONFIG).is_file():
         return  # stopped before it began
     saved = translate(PPOConfig, read_json(folder / CONFIG))[0]  # may be written by an earlier version
@@ -292,7 +292,7 @@ def _check_same_settings(config: PPOConfig, folder: Path) -> None:
 
 
 def _plots(trainer: WaypointTrainer, sft: WaypointSFT) -> list[Path]:
-    """The learning curves, the waypoints before and after over a scene, and the safety set's course."""
+    """Plot learning curves, the waypoints before and after training, and the measures of the safety set."""
     folder = trainer.run_dir / "plots"
     drawn = plot_run(trainer.run_dir)
     policies = {"supervised": PPOPolicy(sft).to(next(trainer.policy.parameters()).device), "with PPO": trainer.policy}

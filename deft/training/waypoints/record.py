@@ -1,4 +1,4 @@
-"""`deft collect waypoints`: lets a world's scripted driver drive, and records what it saw and planned."""
+"""`deft collect waypoints`: records observations and plans of an environment's scripted driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_COPIES = 16
 
 
 def record(config: WaypointRecordingConfig) -> dict[str, Any]:
-    """Record whole episodes; episode i starts from seed + i, whatever the number of copies."""
+    """Record whole episodes; episode i starts from seed + i, whatever the number of environments."""
     path = Path(config.out)
     if path.suffix != ".npz":
         raise InputError(f"--out {path}: a waypoint recording is a .npz file")

@@ -1,4 +1,4 @@
-"""The safety mode of waypoint PPO: a policy is deployed only while the held-out set is no worse than supervised."""
+"""The safety mode of waypoint PPO: a policy is deployed only if it is no worse than the supervised one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from deft.models.waypoint import PPOPolicy
 
 
 class SafetyCheck:
-    """Says of a policy whether its measures on the held-out episodes are at most the supervised policy's.
+    """Checks whether a policy's measures on held-out episodes are at most the supervised policy's.
 
-    `WaypointPPO` asks it after every update, and takes the update back where the answer is no. A measure that the
-    environment does not have (ADE without a ground truth) is left out. Of several environments each is watched.
+    `WaypointPPO` calls it after every update, and reverts the update if it returns False. A measure that the
+    environment does not have (ADE without a ground truth) is left out. Each of several environments is checked.
     """
 
     def __init__(self, held_out: HeldOut, measures: Sequence[str] = ("collision_rate", "ade")) -> None:
@@ -43,7 +43,7 @@ class SafetyCheck:
         return accepted
 
     def metrics(self) -> dict[str, Tensor]:
-        """What is deployed, and what was last asked about, on the held-out set."""
+        """Return the measures of the deployed policy and of the last candidate on the held-out set."""
         values = {f"safety/{name}": self.deployed[name] for name in self.measures}
         values |= {f"safety/candidate_{name}": self.candidate[name] for name in self.measures}
         return {name: torch.tensor(float(value)) for name, value in values.items()}

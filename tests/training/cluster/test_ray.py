@@ -182,5 +182,5 @@ def test_bad_settings_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Processes, "open", lambda *_: None)
     monkeypatch.setattr(Processes, "broadcast", lambda self, value: value)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="max_staleness: SAC in several processes takes turns with its Ray workers"):
+    with pytest.raises(InputError, match="max_staleness: SAC in several processes cannot collect during updates"):
         build(tmp_path, "sac", trainer__max_staleness=1)

@@ -88,7 +88,7 @@ def test_a_phase_that_is_to_be_longer_goes_on_unless_a_later_one_began_from_it(w
     shutil.copytree(whole[0], folder, symlinks=True)
     longer = whole_config(folder, model_file, auto_resume=True)
     longer.all.teacher_episodes = 6
-    with pytest.raises(InputError, match="teacher: is done with 4 episodes, and student has begun from it"):
+    with pytest.raises(InputError, match="teacher: is done with 4 episodes, and student has started from it"):
         train_all(longer)
     longer.all.teacher_episodes, longer.adversarial.iterations = 4, 3
     train_all(longer)
@@ -226,5 +226,5 @@ def test_a_game_that_collapses_is_still_evaluated_and_reported(tmp_path, model_f
         train_all(config)
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run" / "adversarial")] == ["checkpoint-1"]
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "The world model, before and after the game" in page
+    assert "The world model, before and after phase 3" in page
     assert "Phase 3 ended early: the game is over" in page

@@ -266,7 +266,7 @@ def test_a_wrong_checkpoint_is_one_line(recording, sft, tmp_path, toy, quiet):
             train_ppo(config(path, tmp_path / "other", toy), quiet)
     with pytest.raises(InputError, match="is a supervised waypoint policy, not a PPO waypoint policy"):
         compare_policies(CompareConfig(sft_checkpoint=str(sft), rl_checkpoint=str(sft / "model.pt")))
-    with pytest.raises(InputError, match=r"made for pictures of 16 px.*toy has pictures of 32 px"):
+    with pytest.raises(InputError, match=r"made for images of 16 px.*toy has images of 32 px"):
         train_ppo(config(sft, tmp_path / "other", {**toy, "camera_size": 32}), quiet)
 
 
