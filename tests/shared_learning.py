@@ -16,6 +16,7 @@ from torch import Tensor
 from deft import PPO, ActorCritic, schema
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
+from deft.algorithms.optimizer_state import load_optimizer_state, optimizer_state
 from deft.algorithms.sac import SAC
 from deft.config.algorithm_settings import GRPOSettings, IQLSettings, PPOSettings, SACSettings
 from deft.config.loading import resolve
@@ -149,7 +150,7 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
     if start is not None:
         saved = torch.load(start, weights_only=False)
         sharding.load_full_weights(policy, saved["weights"])
-        sharding.load_full_optimizer_state(optimizer, saved["moments"])
+        load_optimizer_state(optimizer, saved["moments"], hyperparameters=True)
     for step in range(num_steps):
         batch = {name: value[:, processes.rank :: processes.count] for name, value in f1_batch(3, 6, seed=step).items()}
         memory = policy.initial_memory(6 // processes.count)
@@ -157,7 +158,7 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
         policy(batch, memory_state=memory)["loss"].backward()
         optimizer.step()
     share = sharding.local_bytes(policy) / share
-    weights, moments = sharding.full_weights(policy), sharding.full_optimizer_state(optimizer, processes.is_first)
+    weights, moments = sharding.full_weights(policy), optimizer_state(optimizer)
     return {"weights": weights, "moments": moments, "share": share}
 
 

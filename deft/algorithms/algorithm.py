@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from deft.algorithms import optimization
 from deft.algorithms.auxiliary import Auxiliary
 from deft.algorithms.experience import Experience, Rollouts
-from deft.algorithms.optimization import FlatAdam, FusedAdam
 from deft.config.algorithm_settings import AlgorithmSettings
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
@@ -76,12 +76,21 @@ class Algorithm:
         """Adapt the settings of training to a policy that was trained before; called before the first update."""
 
     def share(self, processes: SharedTraining) -> None:
-        """Train together with other processes: gradients are averaged, statistics merged, decisions taken alike."""
+        """Train together with other processes: average gradients, merge statistics, decide alike."""
         self.processes = processes
         for part in vars(self).values():
-            optimizer = part.optimizer if isinstance(part, Auxiliary) else part
-            if isinstance(optimizer, FlatAdam | FusedAdam):
-                optimizer.average = processes.average
+            if isinstance(part, Auxiliary):
+                part.processes = processes
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
+        """Average the gradients over the processes, clip them to a norm, step; return the norm before clipping."""
+        return optimization.apply_gradients(optimizer, max_grad_norm, self.processes)
+
+    def descend(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+        """Take one step of each optimizer with the gradient of a loss."""
+        optimization.backward(loss, *optimizers)
+        for optimizer in optimizers:
+            self.apply_gradients(optimizer)
 
     @torch.no_grad()
     def observe(self, parts: Iterable[Any], value_only: bool = False) -> None:

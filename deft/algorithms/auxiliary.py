@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from deft.algorithms.optimization import FlatAdam
-from deft.algorithms.sharded_optimization import are_sharded
+from deft.algorithms.optimization import GradientAverage, apply_gradients, backward, make_optimizer, set_learning_rate
+from deft.algorithms.optimizer_state import are_sharded, load_optimizer_state, optimizer_state
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.errors import InputError
 from deft.models.policy import Policy
@@ -56,7 +56,8 @@ class Auxiliary:
         if are_sharded(self.parameters):
             raise InputError("auxiliary_learning_rate: not with fsdp; train without one of the two")
         self._train(True)
-        self.optimizer = FlatAdam(self.parameters, learning_rate)
+        self.optimizer = make_optimizer(self.parameters, learning_rate)
+        self.processes: GradientAverage | None = None
         self._train(False)
 
     def update(self, rows: TensorDictBase, generator: torch.Generator, progress: float = 0.0) -> dict[str, Tensor]:
@@ -66,7 +67,8 @@ class Auxiliary:
         last: the first scenes teach most, and passes cost more time than anything else. The step size falls linearly.
         """
         self._train(True)
-        self.optimizer.learning_rate = self.learning_rate * (1.0 - (1.0 - LAST_RATE) * min(1.0, progress))
+        rate = self.learning_rate * (1.0 - (1.0 - LAST_RATE) * min(1.0, progress))
+        set_learning_rate(self.optimizer, rate)
         count = max(1, math.ceil(self.epochs * (1.0 - progress)))
         passes = [torch.stack([self._step(part) for part in self._minibatches(rows, generator)]) for _ in range(count)]
         self._train(False)
@@ -74,11 +76,11 @@ class Auxiliary:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's."""
-        return self.optimizer.state_dict()
+        return optimizer_state(self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; the step size comes from the settings, at each update."""
-        self.optimizer.load_state_dict(state)
+        load_optimizer_state(self.optimizer, state)
 
     def _minibatches(self, rows: TensorDictBase, generator: torch.Generator) -> Iterator[TensorDictBase]:
         device = self.parameters[0].device
@@ -86,10 +88,9 @@ class Auxiliary:
         yield from (rows[index].to(device) for index in order.split(self.batch_size))
 
     def _step(self, minibatch: TensorDictBase) -> Tensor:
-        self.optimizer.zero_gradients()
         loss = self.policy.auxiliary_loss(minibatch).mean()
-        loss.backward()
-        self.optimizer.step()
+        backward(loss, self.optimizer)
+        apply_gradients(self.optimizer, processes=self.processes)
         return loss.detach()
 
     def _train(self, on: bool) -> None:

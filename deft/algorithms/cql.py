@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import Scalars, SoftPolicy
-from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import CQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.policy import Encoded, Policy
@@ -85,7 +84,7 @@ class CQL(SoftPolicy):
             worth = torch.where(self._is_cloning, -policy.imitation_loss(still, action), chosen_q)
         policy_loss = (alpha * log_prob - worth).mean(-1)
         total = q_loss + factor_loss + policy_loss + self._alpha_loss(log_prob)
-        descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
+        self.descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
         critics.move_target(settings.tau)
         return {
             "q_loss": td_loss.detach().mean(),

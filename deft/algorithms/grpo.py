@@ -15,16 +15,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
-from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.algorithms.auxiliary import check_resumed, make_auxiliary
+from deft.algorithms.algorithm import Metrics
 from deft.algorithms.epochs import Epochs
 from deft.algorithms.experience import Groups
-from deft.algorithms.optimization import FlatAdam
-from deft.algorithms.ppo import approximate_kl
+from deft.algorithms.policy_gradient import PolicyGradient, approximate_kl
 from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
-from deft.errors import InputError, RunError, Stopped
-from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
+from deft.errors import InputError
+from deft.models.normalization import freeze_statistics
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy, soft_update
 
@@ -36,7 +34,7 @@ SMALLEST_SPREAD = 1e-6  # standard deviations below this, beside the size of the
 LARGEST_LOG_RATIO = 20.0  # to the reference; beyond it exp() would be all of the loss
 
 
-class GRPO(Algorithm):
+class GRPO(PolicyGradient):
     """L = E[ −min(r A, clip(r, 1 − ε_low, 1 + ε_high) A) + β · KL(π_θ ‖ π_ref) − c_e · H ].
 
     r = π_θ / π_old; A = (R − mean) / std over the group; KL by the estimator k3 = π_ref/π_θ − log(π_ref/π_θ) − 1. The
@@ -47,16 +45,12 @@ class GRPO(Algorithm):
     settings: GRPOSettings
 
     def __init__(self, policy: Policy, settings: GRPOSettings | None = None, seed: int = 0) -> None:
-        self.policy = policy
-        self.settings = settings or GRPOSettings()
-        self.device = next(policy.parameters()).device
+        settings = settings or GRPOSettings()
         freeze_statistics(policy)
-        self._log_prob = "token_log_prob" if self.settings.ratio == "token" else "log_prob"
-        policy.reports_tokens = self.settings.ratio == "token"  # and so does the reference, a copy of it
-        self.reference: Policy | None = frozen_copy(policy) if self.settings.kl_coef else None
-        self.auxiliary = make_auxiliary(policy, self.settings)  # before the optimizer, which leaves its parameters out
-        self.optimizer = FlatAdam(policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
-        self.generator = torch.Generator().manual_seed(seed)
+        self._log_prob = "token_log_prob" if settings.ratio == "token" else "log_prob"
+        policy.reports_tokens = settings.ratio == "token"  # and so does the reference, a copy of it
+        self.reference: Policy | None = frozen_copy(policy) if settings.kl_coef else None
+        super().__init__(policy, settings, seed)
         self.reward_terms: tuple[str, ...] = ()
         """Names of the reward's terms, where the environment has any; see `set_reward_terms`."""
 
@@ -103,8 +97,7 @@ class GRPO(Algorithm):
         """What an update trains on, and what it keeps: the metrics of the groups, and the observations by round."""
         for rollout in rounds:
             schema.check_scalars(rollout)
-        if self.settings.learning_rate_schedule == "linear":
-            self.optimizer.learning_rate = self.settings.learning_rate * max(0.0, 1.0 - self.progress)
+        self._schedule_learning_rate()
         advantages = [self.advantages(rollout) for rollout in rounds]
         kept: dict[str, Any] = self._group_metrics(rounds, advantages)
         for number, rollout in enumerate(rounds):
@@ -113,30 +106,14 @@ class GRPO(Algorithm):
         return Epochs(None if waits else self._training_steps(rounds, advantages), kept=kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, generator, version, the reference's weights, and an update that was stopped."""
+        """Return the shared state and the reference's weights."""
         reference = None if self.reference is None else self.reference.state_dict()
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "version": self.version,
-            "frozen_statistics": frozen_statistics(self.policy),
-            "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
-            "reference": reference and {name: value.cpu() for name, value in reference.items()},
-            "unfinished": None if self.unfinished is None else self.unfinished.state_dict(),
-        }
+        own = {"reference": reference and {name: value.cpu() for name, value in reference.items()}}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; call it when the policy has its weights."""
-        check_resumed(self.auxiliary, state)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.learning_rate = self.settings.learning_rate  # the settings' rate holds, also where they changed
-        self.generator.set_state(state["generator"])
-        self.version = state["version"]
-        restore_frozen_statistics(self.policy, state.get("frozen_statistics", ()))  # earlier versions froze none
-        unfinished = state.get("unfinished")
-        self.unfinished = None if unfinished is None else Epochs.from_state(unfinished, self.device)
-        if self.auxiliary is not None:
-            self.auxiliary.load_state_dict(state["auxiliary"])
+        """Load what `state_dict` returned; call it when the policy has its weights."""
+        super().load_state_dict(state)
         if self.reference is None:
             return
         if state["reference"] is None:
@@ -262,34 +239,19 @@ class GRPO(Algorithm):
 
     def _step(self, minibatch: TensorDictBase | None) -> Metrics:
         """One step of the optimizer, on the mean over all processes' steps; this one may have none."""
-        self.optimizer.zero_gradients()
-        metrics: Metrics = {}
         share = self._share(minibatch)
-        if minibatch is not None:
-            metrics = self._backward_in_parts(minibatch, share)
-        norm = self.optimizer.step(self.settings.max_grad_norm)
+        if minibatch is None:
+            metrics: Metrics = {}
+            self.optimizer.zero_grad(set_to_none=False)
+        else:
+            metrics = self._backward(minibatch, share)
+        norm = self.apply_gradients(self.optimizer, self.settings.max_grad_norm)
         if metrics:
             metrics["grad_norm"] = norm
         return metrics
 
-    def _backward_in_parts(self, minibatch: TensorDictBase, share: Tensor | float) -> Metrics:
-        """Add the loss's gradients, times `share`, from parts that go through the policy one after the other.
-
-        The loss is a mean over the n real steps: ∇L = Σ (n_i / n) ∇L_i.
-        """
-        axis = minibatch.batch_dims - 1
-        parts = minibatch.chunk(min(self.settings.gradient_accumulation, minibatch.batch_size[axis]), axis)
-        count = minibatch[schema.STEP_MASK].sum()
-        metrics: dict[str, list[Tensor]] = {}
-        for part in parts:
-            if metrics and self.should_stop():
-                raise Stopped  # the gradients so far are dropped
-            weight = part[schema.STEP_MASK].sum() / count
-            loss, found = self._loss(self.policy.evaluate_actions(part), part)
-            (loss * (weight * share)).backward()
-            for name, value in found.items():
-                metrics.setdefault(name, []).append(value if value.ndim else value * weight)
-        return {name: torch.cat(one) if one[0].ndim else torch.stack(one).sum(0) for name, one in metrics.items()}
+    def _weight(self, part: TensorDictBase, minibatch: TensorDictBase) -> Tensor:
+        return part[schema.STEP_MASK].sum() / minibatch[schema.STEP_MASK].sum()
 
     def _share(self, minibatch: TensorDictBase | None) -> Tensor | float:
         """n_i · processes / Σ n: the mean of gradients weighted so is the gradient of the mean over all steps."""
@@ -342,26 +304,18 @@ class GRPO(Algorithm):
     def _loss_metrics(self, epochs: Epochs) -> Metrics:
         """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
         losses, last = epochs.losses, epochs.losses[epochs.first :]
-        metrics = {
-            name: torch.stack([loss[name] for loss in losses]).mean()
-            for name in ("policy_loss", "kl", "entropy", "loss", "grad_norm")
-        }
-        if not bool(torch.isfinite(metrics["loss"] + metrics["grad_norm"])):
-            raise RunError(
-                f"the loss became {float(metrics['loss'])} (gradient norm {float(metrics['grad_norm'])}) in update "
-                f"{self.version}: lower learning_rate, or look at the rewards and observations; any checkpoint "
-                "saved before is good"
-            )
+        metrics = self._mean_losses(losses, ("policy_loss", "kl", "entropy", "loss", "grad_norm"))
+        self._check_finite(metrics)
         metrics["approx_kl"] = approximate_kl(last)
         metrics["clip_fraction"] = torch.cat([loss["is_clipped"] for loss in last]).float().mean()
-        metrics["learning_rate"] = torch.tensor(self.optimizer.learning_rate)
+        metrics["learning_rate"] = torch.tensor(self.learning_rate)
         metrics["epochs_stopped_early"] = torch.tensor(float(epochs.ended_early))
         return metrics
 
     def _no_step(self) -> Metrics:
         """The metrics of an iteration in which no group has a spread, or the policy waits: nothing moves."""
         names = ("policy_loss", "loss", "grad_norm", "approx_kl", "clip_fraction", "epochs_stopped_early")
-        rate = torch.tensor(self.optimizer.learning_rate)
+        rate = torch.tensor(self.learning_rate)
         return {**{name: torch.tensor(0.0) for name in names}, "learning_rate": rate}
 
     def _group_metrics(self, rounds: list[TensorDictBase], advantages: list[Tensor]) -> Metrics:

@@ -18,8 +18,7 @@ from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.off_policy import OffPolicy
-from deft.algorithms.optimization import FusedAdam, descend
-from deft.algorithms.sharded_optimization import ShardedFusedAdam, are_sharded
+from deft.algorithms.optimizer_state import are_sharded
 from deft.config.algorithm_settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.errors import InputError
@@ -57,7 +56,7 @@ class IQL(OffPolicy):
         taught = {id(parameter) for parameter in self._taught()}
         yield from (parameter for parameter in super()._actor_trains() if id(parameter) not in taught)
 
-    def _policy_optimizers(self) -> list[tuple[FusedAdam | ShardedFusedAdam, float]]:
+    def _policy_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
         """The policy's, and that of what labels teach: one schedule for both."""
         own = self.auxiliary_optimizer
         return super()._policy_optimizers() + ([] if own is None else [(own, self.settings.auxiliary_learning_rate)])
@@ -114,7 +113,7 @@ class IQL(OffPolicy):
         policy_loss = (weight * imitation_loss).mean(-1)
         auxiliary_loss = state.auxiliary_loss
         total = v_loss + q_loss + (policy_loss if auxiliary_loss is None else policy_loss + auxiliary_loss)
-        descend(total.sum(), self.critic_optimizer, *(optimizer for optimizer, _ in self._policy_optimizers()))
+        self.descend(total.sum(), self.critic_optimizer, *(optimizer for optimizer, _ in self._policy_optimizers()))
         critics.move_target(settings.tau)
         return {
             "v_loss": v_loss.detach().mean(),

@@ -11,12 +11,17 @@ from typing import Any, Literal
 import gymnasium
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from deft import schema
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
-from deft.algorithms.optimization import FusedAdam, fused_adam
-from deft.algorithms.sharded_optimization import ShardedFusedAdam
+from deft.algorithms.optimization import make_optimizer, set_learning_rate
+from deft.algorithms.optimizer_state import (
+    are_sharded,
+    from_flat_state,
+    load_optimizer_state,
+    optimizer_state,
+    parameters_of,
+)
 from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
 from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import Dataset
@@ -58,12 +63,12 @@ class ActorAlgorithm(OfflineAlgorithm):
         own = getattr(self.settings, "policy_learning_rate", None)
         return self.settings.learning_rate if own is None else own
 
-    def _policy_optimizers(self) -> list[tuple[FusedAdam | ShardedFusedAdam, float]]:
+    def _policy_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
         """The optimizers of the policy, each with its initial learning rate."""
         return [(self.actor_optimizer, self._actor_learning_rate())]
 
-    def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> FusedAdam | ShardedFusedAdam:
-        return fused_adam(parameters, learning_rate, self.settings.weight_decay)
+    def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
+        return make_optimizer(parameters, learning_rate, weight_decay=self.settings.weight_decay, capturable=True)
 
     @classmethod
     def make_policy(
@@ -110,7 +115,7 @@ class ActorAlgorithm(OfflineAlgorithm):
             # α_t = α (1 + cos π t) / 2
             share = 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
             for optimizer, rate in self._policy_optimizers():
-                optimizer.learning_rate.fill_(rate * share)
+                set_learning_rate(optimizer, rate * share)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class ActorAlgorithm(OfflineAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizers, counters, and the other parts with a state."""
-        parts = {name: to_cpu(part.state_dict()) for name, part in self._parts().items()}
+        parts = {name: _state_of(part) for name, part in self._parts().items()}
         return {**parts, "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,7 +140,7 @@ class ActorAlgorithm(OfflineAlgorithm):
             if name not in state:
                 raise InputError(f"the checkpoint has no {name}; it cannot be resumed with these settings")
             try:
-                parts[name].load_state_dict(state[name])
+                _load_state(parts[name], state[name])
             except RuntimeError as error:
                 raise InputError(
                     f"{name} of the checkpoint does not fit: use the sizes that it was trained with (num_critics, "
@@ -229,13 +234,20 @@ class SoftPolicy(OffPolicy):
         self._fix_alpha(self.settings)
 
     def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer state of the policy with that of α at its end added or removed."""
-        if not isinstance(self.actor_optimizer, FusedAdam):
+        """The policy's optimizer state, which ends with α's if α was learned: drop that, or start it at zero."""
+        own = parameters_of(self.actor_optimizer)
+        if are_sharded(own):
             return state
-        missing = sum(parameter.numel() for parameter in self.actor_optimizer.parameters) - state["first"].numel()
-        if abs(missing) != self.log_alpha.numel():
-            return state
-        return {name: functional.pad(part, (0, missing)) if part.ndim else part for name, part in state.items()}
+        covered = own if own[-1] is self.log_alpha else [*own, self.log_alpha]
+        state = from_flat_state(state, self.actor_optimizer, covered)
+        entries = dict(state["state"])
+        if len(entries) == len(covered) > len(own):
+            del entries[len(own)]
+        elif len(entries) == len(own) - 1 and len(own) == len(covered):
+            zero = torch.zeros_like(self.log_alpha)
+            entries[len(entries)] = {"step": entries[0]["step"], "exp_avg": zero, "exp_avg_sq": zero.clone()}
+        groups = [{**state["param_groups"][0], "params": list(range(len(entries)))}]
+        return {**state, "state": entries, "param_groups": groups}
 
     @property
     def target_entropy(self) -> float:
@@ -253,6 +265,17 @@ class SoftPolicy(OffPolicy):
         if self.settings.alpha != "auto":
             return torch.zeros_like(self.log_alpha)
         return -self.log_alpha * (log_prob.detach() + self.target_entropy).mean(-1)
+
+
+def _state_of(part: Any) -> dict[str, Any]:
+    return to_cpu(optimizer_state(part) if isinstance(part, torch.optim.Optimizer) else part.state_dict())
+
+
+def _load_state(part: Any, state: dict[str, Any]) -> None:
+    if isinstance(part, torch.optim.Optimizer):
+        load_optimizer_state(part, state)
+    else:
+        part.load_state_dict(state)
 
 
 class Scalars:

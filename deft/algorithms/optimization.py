@@ -1,233 +1,293 @@
-"""Adam on flat memory: all trainable parameters of a module are views of one tensor, and so are their gradients.
+"""Adam on flat memory, and how algorithms compute gradients and apply them.
 
-Clipping and stepping then cost a handful of operations instead of several for each parameter; on a CPU with small
-networks that is a third of an update.
+All trainable parameters are views of one tensor, and so are their gradients: clipping and stepping then cost a handful
+of operations instead of several for each parameter, which is a third of an update of a small network on a CPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from deft.algorithms.sharded_optimization import ShardedFlatAdam, ShardedFusedAdam, are_sharded
+from deft.algorithms.optimizer_state import (
+    are_sharded,
+    check_state,
+    from_flat_state,
+    full_tensor,
+    group_by_kind,
+    parameters_of,
+)
 from deft.errors import InputError, RunError
 
-Average: TypeAlias = Callable[[Sequence[Tensor]], None]
-"""Replaces gradients by their mean over the processes that train together."""
+
+class GradientAverage(Protocol):
+    """The processes that train together (`deft.runs.processes`)."""
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor, in place, by its mean over the processes."""
 
 
-def flat_adam(parameters: Iterable[nn.Parameter], learning_rate: float, epsilon: float) -> FlatAdam | ShardedFlatAdam:
-    """The optimizer of PPO and GRPO, on weights that are whole or shared out among processes."""
-    listed = list(parameters)
-    if are_sharded(listed):
-        return ShardedFlatAdam(listed, learning_rate, epsilon=epsilon)
-    return FlatAdam(listed, learning_rate, epsilon)
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    *,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.0,
+    capturable: bool = False,
+) -> torch.optim.Optimizer:
+    """Return AdamW over the trainable parameters: a `FlatAdam`, or torch's where the parameters are sharded (FSDP)."""
+    trainable = _trainable(parameters)
+    if not are_sharded(trainable):
+        return FlatAdam(trainable, learning_rate, eps=epsilon, weight_decay=weight_decay, capturable=capturable)
+    # Gradients start at zero and are never None: the state of all parameters then has the same number of steps.
+    for parameter in trainable:
+        parameter.grad = torch.zeros_like(parameter)
+    fused = all(parameter.device.type == "cuda" for parameter in trainable)
+    return torch.optim.AdamW(trainable, learning_rate, eps=epsilon, weight_decay=weight_decay, fused=fused or None)
 
 
-def fused_adam(
-    parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float
-) -> FusedAdam | ShardedFusedAdam:
-    """The optimizer of what learns from single transitions, likewise."""
-    listed = list(parameters)
-    if are_sharded(listed):
-        return ShardedFusedAdam(listed, learning_rate, weight_decay)
-    return FusedAdam(listed, learning_rate, weight_decay)
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of all parameter groups; in place where it is a tensor, as CUDA graphs need it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate
 
 
-def descend(loss: Tensor, *optimizers: FusedAdam | ShardedFusedAdam) -> None:
-    """One step of each optimizer down the gradient of a loss."""
-    give_gradients(loss, *optimizers)
-    for optimizer in optimizers:
-        optimizer.step()
+def backward(loss: Tensor, *optimizers: torch.optim.Optimizer, accumulate: bool = False) -> None:
+    """Compute the gradients of a loss for the parameters of the optimizers; `accumulate`: add them to the present ones.
 
-
-def give_gradients(loss: Tensor, *optimizers: FusedAdam | ShardedFusedAdam, add: bool = False) -> None:
-    """Hand the gradients of a loss to the optimizers, and to nothing else; `add`: to those that they have."""
-    if len(optimizers) == 1 and isinstance(optimizers[0], ShardedFusedAdam):
-        optimizers[0].take_gradients(loss, add)
+    Only one optimizer of sharded parameters is supported, since FSDP needs a full backward pass.
+    """
+    flat = [optimizer for optimizer in optimizers if isinstance(optimizer, FlatAdam)]
+    if len(flat) == 1 or len(flat) < len(optimizers):
+        if not accumulate:
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=False)
+        loss.backward()
         return
-    parameters = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    start = 0
-    for optimizer in optimizers:
-        assert isinstance(optimizer, FusedAdam)
-        stop = start + len(optimizer.parameters)
-        before = optimizer.gradient.clone() if add else None
-        optimizer.set_gradients(gradients[start:stop])
-        if before is not None:
-            optimizer.gradient += before
-        start = stop
+    parameters = [parameter for optimizer in flat for parameter in optimizer.parameters]
+    gradients = iter(torch.autograd.grad(loss, parameters, allow_unused=True))
+    for optimizer in flat:
+        optimizer.set_gradients([next(gradients) for _ in optimizer.parameters], accumulate)
 
 
-class FusedAdam:
-    """AdamW on flat memory in one pass over it, with its step count and step size as tensors on the device.
+def apply_gradients(
+    optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None, processes: GradientAverage | None = None
+) -> Tensor:
+    """Average the gradients over the processes, clip them to a global norm, step; return the norm before clipping."""
+    gradients = gradients_of(optimizer)
+    if processes is not None and not are_sharded(gradients):  # FSDP has averaged those of sharded parameters
+        processes.average(gradients)
+    norm = clip_gradients(gradients, max_grad_norm)
+    if isinstance(optimizer, FlatAdam):
+        optimizer.update_parameters()
+    else:
+        optimizer.step()
+    return norm
 
-    θ ← (1 − α λ) θ − α m̂ / (√v̂ + ε). Nothing here waits for the device, so that an update can be recorded as a CUDA
-    graph: `learning_rate` is a tensor that a schedule writes into.
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that hold the gradients: the flat ones of a `FlatAdam`, or one for each parameter."""
+    if isinstance(optimizer, FlatAdam):
+        return [flat.gradient for flats in optimizer.flats for flat in flats]
+    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+
+
+def clip_gradients(gradients: Sequence[Tensor], max_norm: float | None = None) -> Tensor:
+    """Scale gradients in place to a total norm of at most `max_norm`; return the norm before.
+
+    Raises an error if it is not finite, so that it does not reach the weights; on a GPU nothing waits for the norm.
+    """
+    if len(gradients) == 1:
+        norm = torch.linalg.vector_norm(gradients[0])
+    else:
+        norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
+    if not norm.is_cuda:
+        size = float(norm)
+        if not math.isfinite(size):
+            raise RunError(
+                "the gradient is no longer finite, so the update was not applied: lower learning_rate, or check the "
+                "rewards and observations for extreme values"
+            )
+        if max_norm is None or size <= max_norm:
+            return norm
+    if max_norm is not None:
+        excess = torch.clamp(norm / max_norm, min=1.0)
+        for gradient in gradients:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).div_(excess)
+    return norm
+
+
+class FlatAdam(torch.optim.Optimizer):
+    """AdamW over one flat tensor for each parameter type of a group: θ ← (1 − α λ) θ − α m̂ / (√v̂ + ε).
+
+    The parameters stay where they are in their module; their storage moves into the flat tensor, so the optimizer is
+    made after the module is on its device. Frozen parameters are left out. Gradients are views too: `zero_grad` never
+    sets them to None, and a parameter without a gradient has the gradient zero.
+
+    `capturable`: the learning rate and the step count are tensors on the device, so that a CUDA graph can hold a step.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float = 0.0, epsilon: float = 1e-8
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        capturable: bool = False,
     ) -> None:
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        if not trainable:
-            raise InputError("nothing to train: every parameter is frozen")
-        self.weight_decay, self.epsilon = weight_decay, epsilon
-        self.parameters = trainable
-        self._value, self.gradient = _flatten(trainable)
-        self._first, self._second = torch.zeros_like(self._value), torch.zeros_like(self._value)
-        device = self._value.device
-        self._count = torch.zeros((), device=device)
-        self.learning_rate = torch.tensor(learning_rate, device=device)
-        self.average: Average | None = None
+        self.flats: list[list[_Flat]] = []  # for each group, one for each type and device
+        self.parameters: list[nn.Parameter] = []  # in the order of the flat tensors
+        given: list[Any] = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": _trainable(given)}]
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": capturable}
+        super().__init__(groups, defaults)
 
-    @torch.no_grad()
-    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take one gradient a parameter, zero where there is none; one copy instead of an addition for each."""
-        parts = [
-            parameter.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
-        ]
-        torch.cat(parts, out=self.gradient)
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, together with their module: the flat tensors belong to the state."""
+        return {**super().__getstate__(), "flats": self.flats, "parameters": self.parameters}
 
-    @torch.no_grad()
-    def step(self, max_grad_norm: float | None = None) -> None:
-        """One step with the gradients that are there, averaged and clipped to the norm that is given."""
-        if self.average is not None:
-            self.average([self.gradient])
-        if max_grad_norm is not None or not self.gradient.is_cuda:
-            norm = torch.linalg.vector_norm(self.gradient)
-            check_gradient(norm)
-        if max_grad_norm is not None:
-            self.gradient.div_(torch.clamp(norm / max_grad_norm, min=1.0))
-        self._count += 1
-        torch._fused_adamw_(
-            [self._value],
-            [self.gradient],
-            [self._first],
-            [self._second],
-            [],
-            [self._count],
-            lr=self.learning_rate,
-            beta1=FlatAdam.BETA_1,
-            beta2=FlatAdam.BETA_2,
-            weight_decay=self.weight_decay,
-            eps=self.epsilon,
-            amsgrad=False,
-            maximize=False,
-        )
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, and move its parameters into flat memory."""
+        super().add_param_group({**param_group, "params": _trainable(param_group["params"])})
+        group = self.param_groups[-1]
+        if group["capturable"]:
+            group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+        kinds = group_by_kind(group["params"]).values()
+        self.flats.append([_Flat([group["params"][index] for index in kind], group["capturable"]) for kind in kinds])
+        for flat in self.flats[-1]:
+            self.parameters += flat.parameters
+            for parameter, average, square in zip(flat.parameters, *map(flat.views, flat.averages), strict=True):
+                self.state[parameter] = {"step": flat.count, "exp_avg": average, "exp_avg_sq": square}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Adam's moments and step count. The step size is a setting: a resumed run may have another."""
-        parts = {"first": self._first, "second": self._second, "count": self._count}
-        return {name: part.detach().cpu().clone() for name, part in parts.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; refuses the state of another set of parameters."""
-        saved, own = state["first"].numel(), self._first.numel()
-        if saved != own:
-            raise InputError(f"the optimizer state is for {saved} parameters; these networks have {own}")
-        self._first.copy_(state["first"])
-        self._second.copy_(state["second"])
-        self._count.copy_(state["count"])
-
-
-class FlatAdam:
-    """Adam (Kingma & Ba, 2015) with global-norm gradient clipping, over one flat tensor for each parameter type.
-
-    m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  θ ← θ − α m̂ / (√v̂ + ε). The parameters stay where they are in their
-    module; their storage moves into the flat tensor. Made after the module is on its device.
-    """
-
-    BETA_1, BETA_2 = 0.9, 0.999
-
-    def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float, epsilon: float = 1e-8) -> None:
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        if not trainable:
-            raise InputError("nothing to train: every parameter of the policy is frozen")
-        self.learning_rate = learning_rate
-        self.epsilon = epsilon
-        groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter in trainable:
-            groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        flat = [_flatten(members) for members in groups.values()]
-        self._values, self._gradients = [value for value, _ in flat], [gradient for _, gradient in flat]
-        self._first = [torch.zeros_like(value) for value in self._values]
-        self._second = [torch.zeros_like(value) for value in self._values]
-        self._count = 0
-        self.average: Average | None = None
-
-    def zero_gradients(self) -> None:
-        """Set every gradient to zero in place."""
-        for gradient in self._gradients:
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Set all gradients to zero, in place."""
+        for gradient in gradients_of(self):
             gradient.zero_()
 
     @torch.no_grad()
-    def step(self, max_grad_norm: float | None = None) -> Tensor:
-        """Average over the processes, clip to the global norm, step, and return the norm before clipping."""
-        if self.average is not None:
-            self.average(self._gradients)
-        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([part.float() for part in norms]))
-        check_gradient(norm)
-        if max_grad_norm is not None:
-            excess = torch.clamp(norm / max_grad_norm, min=1.0)
-            for gradient in self._gradients:
-                gradient.div_(excess)
-        self._count += 1
-        # θ − α/c₁ · m / (√v/√c₂ + ε)  =  θ − α√c₂/c₁ · m / (√v + ε√c₂),  with c = 1 − β^t
-        correction_1 = 1 - self.BETA_1**self._count
-        root_2 = math.sqrt(1 - self.BETA_2**self._count)
-        for value, gradient, first, second in zip(
-            self._values, self._gradients, self._first, self._second, strict=True
-        ):
-            first.lerp_(gradient, 1 - self.BETA_1)
-            second.lerp_(gradient.square(), 1 - self.BETA_2)
-            denominator = second.sqrt().add_(self.epsilon * root_2)
-            value.addcdiv_(first, denominator, value=-self.learning_rate * root_2 / correction_1)
-        return norm
+    def set_gradients(self, gradients: Sequence[Tensor | None], accumulate: bool = False) -> None:
+        """Copy one gradient for each of `parameters`, zero for None; one operation instead of an addition for each."""
+        parts_of_all = [
+            parameter.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
+            for parameter, gradient in zip(self.parameters, gradients, strict=True)
+        ]
+        start = 0
+        for flat in (flat for flats in self.flats for flat in flats):
+            stop = start + len(flat.parameters)
+            parts, start = parts_of_all[start:stop], stop
+            if accumulate:
+                flat.gradient += torch.cat(parts)
+            else:
+                torch.cat(parts, out=flat.gradient)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with the present gradients."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.update_parameters()
+        return loss
+
+    def update_parameters(self) -> None:
+        """Do what `step` does, without the hooks and profiling of torch, which take as long for a small network."""
+        for group, flats in zip(self.param_groups, self.flats, strict=True):
+            for flat in flats:
+                flat.count += 1
+                (_fused_step if group["capturable"] else _step)(flat, group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Adam's moments, step count and step size."""
-        return {
-            "first": [moment.cpu() for moment in self._first],
-            "second": [moment.cpu() for moment in self._second],
-            "count": self._count,
-            "learning_rate": self.learning_rate,
-        }
+        """Return the state in torch's form; the tensors are on the CPU, and views of one copy of each flat tensor."""
+        packed, state = super().state_dict(), {}
+        index = {id(parameter): number for number, parameter in enumerate(parameters_of(self))}
+        for flat in (flat for flats in self.flats for flat in flats):
+            count = flat.count.cpu()
+            copies = [average.cpu().clone() for average in flat.averages]
+            for parameter, average, square in zip(flat.parameters, *map(flat.views, copies), strict=True):
+                state[index[id(parameter)]] = {"step": count.clone(), "exp_avg": average, "exp_avg_sq": square}
+        for group in packed["param_groups"]:
+            group["lr"] = float(group["lr"])
+            del group["capturable"]  # which is no state
+        return {**packed, "state": state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; refuses the state of another set of parameters."""
-        sizes, own = ([moment.numel() for moment in moments] for moments in (state["first"], self._first))
-        if sizes != own:
-            raise InputError(f"the optimizer state is for {sum(sizes)} parameters; the policy trains {sum(own)}")
-        for moments, stored in ((self._first, state["first"]), (self._second, state["second"])):
-            for moment, value in zip(moments, stored, strict=True):
-                moment.copy_(value)
-        self._count, self.learning_rate = state["count"], state["learning_rate"]
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state in torch's form, or one of earlier versions of Deft, into the flat tensors."""
+        state, parameters = from_flat_state(state_dict, self), parameters_of(self)
+        check_state(state, parameters)
+        for index, parameter in enumerate(parameters):
+            saved = state["state"].get(index)  # None: it never had a gradient in another optimizer
+            for name, value in self.state[parameter].items():
+                value.zero_() if saved is None else value.copy_(saved[name])
+        for group, values in zip(self.param_groups, state["param_groups"], strict=True):
+            rate = group["lr"]
+            group.update({name: value for name, value in values.items() if name not in ("params", "capturable")})
+            if group["capturable"]:
+                group["lr"] = rate.fill_(float(values["lr"]))
 
 
-def check_gradient(norm: Tensor) -> None:
-    """Raise an error before a gradient that is not finite reaches the weights; on a GPU nothing waits for the norm."""
-    if not norm.is_cuda and not math.isfinite(norm):
-        raise RunError(
-            "the gradient is no longer finite, so the update was not applied: lower learning_rate, or check the "
-            "rewards and observations for extreme values"
-        )
+class _Flat:
+    """Parameters of one type, their gradients, and the averages of Adam, each as one tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter], capturable: bool) -> None:
+        self.parameters = parameters
+        self.value = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        self.gradient = torch.zeros_like(self.value)
+        self.averages = torch.zeros_like(self.value), torch.zeros_like(self.value)
+        self.count = torch.zeros((), device=self.value.device if capturable else "cpu")
+        for parameter, value, gradient in zip(
+            parameters, self.views(self.value), self.views(self.gradient), strict=True
+        ):
+            parameter.data, parameter.grad = value, gradient
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of each parameter, in its shape."""
+        parts = flat.split([parameter.numel() for parameter in self.parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
 
-def _flatten(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Move parameters into one tensor, as views of it, and make their gradients views of a second one."""
-    value = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-    gradient = torch.zeros_like(value)
-    offset = 0
-    for parameter in parameters:
-        part = slice(offset, offset + parameter.numel())
-        parameter.data = value[part].view(parameter.shape)
-        parameter.grad = gradient[part].view(parameter.shape)
-        offset += parameter.numel()
-    return value, gradient
+def _step(flat: _Flat, group: dict[str, Any]) -> None:
+    """θ − α/c₁ · m / (√v/√c₂ + ε)  =  θ − α√c₂/c₁ · m / (√v + ε√c₂),  with c = 1 − β^t."""
+    (average, square), (beta_1, beta_2), count = flat.averages, group["betas"], int(flat.count)
+    root_2 = math.sqrt(1 - beta_2**count)
+    if group["weight_decay"]:
+        flat.value.mul_(1 - group["lr"] * group["weight_decay"])
+    average.lerp_(flat.gradient, 1 - beta_1)
+    square.lerp_(flat.gradient.square(), 1 - beta_2)
+    denominator = square.sqrt().add_(group["eps"] * root_2)
+    flat.value.addcdiv_(average, denominator, value=-group["lr"] * root_2 / (1 - beta_1**count))
+
+
+def _fused_step(flat: _Flat, group: dict[str, Any]) -> None:
+    """Take the same step in one pass over memory."""
+    average, square = flat.averages
+    torch._fused_adamw_(
+        [flat.value],
+        [flat.gradient],
+        [average],
+        [square],
+        [],
+        [flat.count],
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
+        raise InputError("nothing to train: every parameter is frozen")
+    return trainable

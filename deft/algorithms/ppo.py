@@ -17,15 +17,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
-from deft.algorithms.algorithm import Algorithm, Metrics
-from deft.algorithms.auxiliary import check_resumed, make_auxiliary
+from deft.algorithms.algorithm import Metrics
 from deft.algorithms.epochs import Epochs
-from deft.algorithms.optimization import FlatAdam, flat_adam
+from deft.algorithms.policy_gradient import PolicyGradient, approximate_kl
 from deft.algorithms.returns import generalized_advantage, returns_so_far
-from deft.algorithms.sharded_optimization import ShardedFlatAdam
 from deft.config.algorithm_settings import PPOSettings
-from deft.errors import InputError, RunError, Stopped
-from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
+from deft.errors import InputError
 from deft.models.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -34,7 +31,7 @@ BEHAVIOR_WEIGHT = "behavior_weight"
 SHUFFLE_WHOLE_BYTES = 64 * 2**20
 
 
-class PPO(Algorithm):
+class PPO(PolicyGradient):
     """L = E[ w · max(−r A, −clip(r, 1−ε, 1+ε) A) ] + c_v · ½(V − R)² − c_e · H.
 
     r = π_θ / π_proximal, w = min(π_proximal / π_behaviour, cap); on fresh data w = 1 and π_proximal is the policy that
@@ -46,14 +43,8 @@ class PPO(Algorithm):
     settings: PPOSettings
 
     def __init__(self, policy: Policy, settings: PPOSettings | None = None, seed: int = 0) -> None:
-        self.policy = policy
-        self.settings = settings or PPOSettings()
-        self.device = next(policy.parameters()).device
-        freeze_statistics(policy)
-        self.auxiliary = make_auxiliary(policy, self.settings)  # before the optimizer, which leaves its parameters out
-        self.optimizer = self._make_optimizer()
+        super().__init__(policy, settings or PPOSettings(), seed)
         self._held = self._held_in_warmup() if self.settings.value_warmup else []
-        self.generator = torch.Generator().manual_seed(seed)
         self._warned_lengths: set[int] = set()
         self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
@@ -92,34 +83,13 @@ class PPO(Algorithm):
         return Epochs(self._with_advantages(rollout))
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, generator, version, the carried returns, and an update that was stopped."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "version": self.version,
-            "frozen_statistics": frozen_statistics(self.policy),
-            "running_return": self.running_return,
-            "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
-            "unfinished": None if self.unfinished is None else self.unfinished.state_dict(),
-        }
+        """Return the shared state and the carried returns."""
+        return super().state_dict() | {"running_return": self.running_return}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        check_resumed(self.auxiliary, state)
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.settings.learning_rate_schedule != "adaptive":  # the settings' rate holds, also where they changed
-            self.optimizer.learning_rate = self.settings.learning_rate
-        self.generator.set_state(state["generator"])
-        self.version = state["version"]
-        restore_frozen_statistics(self.policy, state.get("frozen_statistics", ()))  # earlier versions froze none
+        """Load what `state_dict` returned."""
+        super().load_state_dict(state)
         self.running_return = state["running_return"]
-        unfinished = state.get("unfinished")
-        self.unfinished = None if unfinished is None else Epochs.from_state(unfinished, self.device)
-        if self.auxiliary is not None:
-            self.auxiliary.load_state_dict(state["auxiliary"])
-
-    def _make_optimizer(self) -> FlatAdam | ShardedFlatAdam:
-        return flat_adam(self.policy.parameters(), self.settings.learning_rate, self.settings.adam_epsilon)
 
     # -- warm-up of the value ------------------------------------------------------------------------------------------
 
@@ -226,10 +196,6 @@ class PPO(Algorithm):
         """A new order of the things that are shuffled."""
         return torch.randperm(self._num_items(rollout), generator=self.generator)
 
-    def _stops(self) -> bool:
-        """Whether an update is to end before its next minibatch."""
-        return self.should_stop()
-
     def _parts(self, rollout: TensorDict, order: Tensor) -> Iterator[TensorDictBase]:
         """The rollout in minibatches by `order`, the last one smaller where it does not come out even."""
         keys = set(rollout.keys()) - {schema.POLICY_VERSION, schema.NEXT}
@@ -253,108 +219,64 @@ class PPO(Algorithm):
     # -- one gradient step ---------------------------------------------------------------------------------------------
 
     def _step(self, minibatch: TensorDictBase) -> Metrics:
-        self.optimizer.zero_gradients()
-        in_parts = self.settings.gradient_accumulation > 1
-        losses = self._backward_in_parts(minibatch) if in_parts else self._backward(minibatch)
+        if self.settings.gradient_accumulation > 1 and minibatch.numel() > 1:
+            self._scale = self._std_mean(minibatch[schema.ADVANTAGE])
+        losses = self._backward(minibatch)
         if self._warms_up:  # Adam does not move what never had a gradient
             for parameter in self._held:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         self._share_gradients()
-        losses["grad_norm"] = self.optimizer.step(self.settings.max_grad_norm)
-        return losses
-
-    def _backward(self, minibatch: TensorDictBase, share: float = 1.0) -> Metrics:
-        """Add the gradients of a minibatch's losses, times `share`, to those that are there."""
-        scored = self._scored(minibatch)
-        losses, gradients = self._losses({name: value.detach() for name, value in scored.items()}, minibatch)
-        names = [name for name in gradients if scored[name].requires_grad]
-        if self._warms_up:
-            names = ["value"]
-        if share != 1.0:
-            gradients = {name: gradient * share for name, gradient in gradients.items()}
-        torch.autograd.backward([scored[name] for name in names], [gradients[name] for name in names])
-        return losses
-
-    def _backward_in_parts(self, minibatch: TensorDictBase) -> Metrics:
-        """The same, of parts that go through the policy one after the other: ∇L = Σ (n_i / n) ∇L_i."""
-        axis = 1 if self.policy.recurrent else 0
-        parts = minibatch.chunk(min(self.settings.gradient_accumulation, minibatch.batch_size[axis]), axis)
-        shares = [part.numel() / minibatch.numel() for part in parts]
-        if self.settings.normalize_advantage and minibatch.numel() > 1:
-            self._scale = self._std_mean(minibatch[schema.ADVANTAGE])
-        found: list[Metrics] = []
-        try:
-            for part, share in zip(parts, shares, strict=True):
-                if found and self._stops():
-                    raise Stopped  # the gradients so far are dropped
-                found.append(self._backward(part, share))
-        finally:
-            self._scale = None
-        losses: Metrics = {"log_ratio": torch.cat([one["log_ratio"] for one in found], axis)}
-        for name in found[0].keys() - {"log_ratio"}:
-            losses[name] = torch.stack([one[name] * share for one, share in zip(found, shares, strict=True)]).sum(0)
+        losses["grad_norm"] = self.apply_gradients(self.optimizer, self.settings.max_grad_norm)
         return losses
 
     def _scored(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
-        """What the policy says of the stored actions."""
         return self._evaluate(minibatch)
 
     def _share_gradients(self) -> None:
-        """Between the gradients and the step: where several processes train one policy, theirs are averaged here."""
+        """Average gradients in another way than `apply_gradients` does; called before it."""
 
-    def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
-        """The losses of a minibatch, and the gradient of their sum by log-prob, value and entropy.
-
-        These three derivatives are short, and written out: recording the loss for autograd takes longer than the
-        networks' own arithmetic. A test holds them to autograd.
-        """
-        settings, count = self.settings, scored["value"].numel()
-        advantage = minibatch[schema.ADVANTAGE]
-        if settings.normalize_advantage and (count > 1 or self._scale is not None):
-            std, mean = self._std_mean(advantage) if self._scale is None else self._scale
-            advantage = (advantage - mean) / (std + 1e-8)
+    def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
+        settings, advantage = self.settings, self._weighted_advantage(minibatch)
         log_ratio = scored["log_prob"] - minibatch[schema.LOG_PROB]
         ratio = log_ratio.exp()
-        plain = ratio * advantage
-        clipped = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range) * advantage
-        # d min(r A, clip(r) A) / d log π: r A where the first is the smaller, 0 where the clip holds
-        slope = plain * (plain <= clipped)
-        surrogate = torch.minimum(plain, clipped)
-        weight = minibatch.get(BEHAVIOR_WEIGHT, None)
-        if weight is not None:
-            surrogate, slope = surrogate * weight, slope * weight
-        value_loss, value_slope = self._value_loss(scored["value"], minibatch)
-        losses = {
-            "policy_loss": -surrogate.mean(),
-            "value_loss": value_loss,
-            "entropy": scored["entropy"].mean(),
-            "log_ratio": log_ratio,
+        found = ratio.detach()
+        plain = found * advantage
+        clipped = found.clamp(1 - settings.clip_range, 1 + settings.clip_range) * advantage
+        error = self._squared_error(scored["value"], minibatch)
+        # Few operations with a gradient: for a small network they take as long as a layer.
+        loss = error * (0.5 * settings.value_coef)
+        if not self._warms_up:
+            # The gradient of min(r A, clip(r) A) is that of r A where that is the smaller one, and 0 elsewhere.
+            loss = loss - ratio * (advantage * (plain <= clipped))
+            if settings.entropy_coef:
+                loss = torch.sub(loss, scored["entropy"], alpha=settings.entropy_coef)
+        return loss.mean(), {
+            "policy_loss": -torch.minimum(plain, clipped),
+            "value_loss": 0.5 * error.detach(),
+            "entropy": scored["entropy"].detach(),
+            "log_ratio": log_ratio.detach(),
         }
-        gradients = {
-            "log_prob": slope.mul_(-1 / count),
-            "value": value_slope.mul_(settings.value_coef / count),
-        }
-        if settings.entropy_coef:
-            gradients["entropy"] = torch.full_like(log_ratio, -settings.entropy_coef / count)
-        return losses, gradients
 
-    def _value_loss(self, value: Tensor, minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Mean of ½ (V − R)², and its slope V − R; with clipping, the larger of that and of V clipped around V_old."""
+    def _weighted_advantage(self, minibatch: TensorDictBase) -> Tensor:
+        """Return the normalised advantage, times the weight of transitions that an older policy acted."""
+        advantage, weight = minibatch[schema.ADVANTAGE], minibatch.get(BEHAVIOR_WEIGHT, None)
+        if self.settings.normalize_advantage and (advantage.numel() > 1 or self._scale is not None):
+            std, mean = self._std_mean(advantage) if self._scale is None else self._scale
+            advantage = (advantage - mean) / (std + 1e-8)
+        return advantage if weight is None else advantage * weight
+
+    def _squared_error(self, value: Tensor, minibatch: TensorDictBase) -> Tensor:
+        """(V − R)², [B]; with clipping, the larger of that and of V clipped around V_old."""
         target, limit = minibatch[schema.VALUE_TARGET], self.settings.clip_range_vf
-        error = value - target
+        error = (value - target).square()
         if limit is None:
-            return 0.5 * error.square().mean(), error
+            return error
         old = minibatch[schema.VALUE]
-        step = value - old
-        clipped_error = old + step.clamp(-limit, limit) - target
-        plain, clipped = error.square(), clipped_error.square()
-        # Beyond the limit the clipped error does not depend on V; where it is the larger one, the slope is 0.
-        slope = torch.where(clipped > plain, clipped_error * (step.abs() <= limit), error)
-        return 0.5 * torch.maximum(plain, clipped).mean(), slope
+        return torch.maximum(error, (old + (value - old).clamp(-limit, limit) - target).square())
 
     def _std_mean(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """Deviation and mean of a minibatch, over all processes."""
+        """Return deviation and mean of a minibatch over all processes."""
         if self.processes is None:
             return torch.std_mean(advantage)
         # n, Σx and, around the common mean, Σ(x − mean)²
@@ -372,19 +294,15 @@ class PPO(Algorithm):
 
     # -- schedules and metrics -----------------------------------------------------------------------------------------
 
-    def _schedule_learning_rate(self) -> None:
-        if self.settings.learning_rate_schedule == "linear":
-            self.optimizer.learning_rate = self.settings.learning_rate * max(0.0, 1.0 - self.progress)
-
     def _adapt_learning_rate(self, approx_kl: Tensor) -> None:
         """Halfway between constant and hand-tuned: ×1.5 or ÷1.5 when an update moved half or twice the wanted KL."""
         if self.settings.learning_rate_schedule != "adaptive":
             return
         kl = float(approx_kl)
         if kl > 2.0 * self.settings.desired_kl:
-            self.optimizer.learning_rate = max(1e-6, self.optimizer.learning_rate / 1.5)
+            self._set_learning_rate(max(1e-6, self.learning_rate / 1.5))
         elif kl < 0.5 * self.settings.desired_kl:
-            self.optimizer.learning_rate = min(1e-2, self.optimizer.learning_rate * 1.5)
+            self._set_learning_rate(min(1e-2, self.learning_rate * 1.5))
 
     def _kl_too_large(self, epoch: list[Metrics]) -> bool:
         if self.settings.target_kl is None:
@@ -394,21 +312,13 @@ class PPO(Algorithm):
     def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
         """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
         last = losses[first_of_last_epoch:]
-        metrics = {
-            name: torch.stack([loss[name] for loss in losses]).mean()
-            for name in ("policy_loss", "value_loss", "entropy", "grad_norm")
-        }
+        metrics = self._mean_losses(losses, ("policy_loss", "value_loss", "entropy", "grad_norm"))
         metrics["loss"] = (
             metrics["policy_loss"]
             + self.settings.value_coef * metrics["value_loss"]
             - self.settings.entropy_coef * metrics["entropy"]
         )
-        if not bool(torch.isfinite(metrics["loss"] + metrics["grad_norm"])):
-            raise RunError(
-                f"the loss became {float(metrics['loss'])} (gradient norm {float(metrics['grad_norm'])}) in update "
-                f"{self.version}: lower learning_rate, or look at the rewards and observations; any checkpoint "
-                "saved before is good"
-            )
+        self._check_finite(metrics)
         log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in last])
         target, value = rollout[schema.VALUE_TARGET], rollout[schema.VALUE]
         metrics["approx_kl"] = self._mean_kl(last)
@@ -418,16 +328,10 @@ class PPO(Algorithm):
         metrics["explained_variance"] = torch.where(
             variance > 0, 1 - (target - value).var(correction=0) / variance, torch.zeros_like(variance)
         )
-        metrics["learning_rate"] = torch.tensor(self.optimizer.learning_rate)
+        metrics["learning_rate"] = torch.tensor(self.learning_rate)
         metrics["staleness"] = (self.version - 1 - rollout[schema.POLICY_VERSION]).float().mean()
         metrics["epochs_stopped_early"] = torch.tensor(float(stopped))
         return metrics
-
-
-def approximate_kl(losses: list[Metrics]) -> Tensor:
-    """E[(r − 1) − log r], low in variance and never negative (Schulman, 2020)."""
-    log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in losses])
-    return (log_ratio.exp() - 1 - log_ratio).mean()
 
 
 def _sequences(column: Tensor, length: int) -> Tensor:

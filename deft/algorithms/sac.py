@@ -15,7 +15,6 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Replay
 from deft.algorithms.off_policy import Scalars, SoftPolicy
 from deft.algorithms.offline import to_cpu
-from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import SACSettings
 from deft.data.augmentation import shift_images
 from deft.errors import InputError
@@ -129,11 +128,11 @@ class SAC(SoftPolicy):
         if warms_up:
             self._descend_critics_alone(q_loss.sum())
         elif self.version % self.settings.policy_delay:
-            descend(q_loss.sum(), self.critic_optimizer)
+            self.descend(q_loss.sum(), self.critic_optimizer)
         else:
             policy_loss, alpha_loss, log_prob, divergence = self._policy_losses(still, self._anchored(batch))
             # One pass back for all: the critics that judge the policy's action take no gradient from it.
-            descend((q_loss + policy_loss + alpha_loss).sum(), self.critic_optimizer, self.actor_optimizer)
+            self.descend((q_loss + policy_loss + alpha_loss).sum(), self.critic_optimizer, self.actor_optimizer)
             self._policy_metrics = {
                 "policy_loss": policy_loss.detach().mean(),
                 "entropy": -log_prob.detach().mean(),
@@ -152,7 +151,7 @@ class SAC(SoftPolicy):
     def _descend_critics_alone(self, loss: Tensor) -> None:
         """One step of the critics that leaves the policy bit for bit as it is, its encoder too."""
         before = [parameter.detach().clone() for parameter in self._held]
-        descend(loss, self.critic_optimizer)
+        self.descend(loss, self.critic_optimizer)
         with torch.no_grad():
             for parameter, value in zip(self._held, before, strict=True):
                 parameter.copy_(value)  # weight decay moves what has no gradient

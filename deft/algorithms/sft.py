@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import ActorAlgorithm
-from deft.algorithms.optimization import descend, give_gradients
+from deft.algorithms.optimization import backward
 from deft.config.algorithm_settings import SFTSettings
 from deft.data.augmentation import augment, has_images
 from deft.data.datasets.dataset import Dataset
@@ -40,7 +40,7 @@ class SFT(ActorAlgorithm):
         count = min(self.settings.gradient_accumulation, action.shape[1])
         if count == 1:
             losses = self.policy.imitation(observation, action, mask, self.settings.loss)
-            descend(losses["bc_loss"].sum(), self.actor_optimizer)
+            self.descend(losses["bc_loss"].sum(), self.actor_optimizer)
             return {name: value.detach().mean() for name, value in losses.items()}
         # In parts, one after the other: the loss is a mean over the rows, ∇L = Σ (n_i / n) ∇L_i
         axis = 1 if self.policy.num_members > 1 else 0  # rows come after members, where there are several
@@ -50,10 +50,10 @@ class SFT(ActorAlgorithm):
             share = (rows.stop - rows.start) / action.shape[1]
             part = None if mask is None else _rows(mask, rows, axis)
             losses = self.policy.imitation(_rows(observation, rows, axis), action[:, rows], part, self.settings.loss)
-            give_gradients(losses["bc_loss"].sum() * share, self.actor_optimizer, add=number > 0)
+            backward(losses["bc_loss"].sum() * share, self.actor_optimizer, accumulate=number > 0)
             for name, value in losses.items():
                 metrics[name] = metrics.get(name, 0.0) + value.detach().mean() * share
-        self.actor_optimizer.step()
+        self.apply_gradients(self.actor_optimizer)
         return metrics
 
     @torch.no_grad()

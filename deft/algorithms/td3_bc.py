@@ -11,7 +11,6 @@ from torch import Tensor
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.offline import to_cpu
-from deft.algorithms.optimization import descend
 from deft.config.algorithm_settings import TD3BCSettings
 from deft.models.policy import Encoded, Policy, squared_error
 from deft.models.targets import frozen_copy, soft_update
@@ -43,7 +42,7 @@ class TD3BC(OffPolicy):
             backup = torch.addcmul(reward, discount, next_q)
         q = critics(state.features, action)
         q_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
-        descend(q_loss.sum(), self.critic_optimizer)
+        self.descend(q_loss.sum(), self.critic_optimizer)
         if (self.version + 1) % settings.policy_delay == 0:
             self._policy_metrics = self._improve(state._replace(features=state.features.detach()), action)
             critics.move_target(settings.tau)
@@ -57,7 +56,7 @@ class TD3BC(OffPolicy):
         scale = self.settings.alpha / q.detach().abs().mean(-1).clamp(min=1e-8)
         bc_loss = squared_error(chosen, action, state.step_mask)
         policy_loss = bc_loss - scale * q.mean(-1)
-        descend(policy_loss.sum(), self.actor_optimizer)
+        self.descend(policy_loss.sum(), self.actor_optimizer)
         return {"policy_loss": policy_loss.detach().mean(), "bc_loss": bc_loss.detach().mean()}
 
     def _parts(self) -> dict[str, Any]:

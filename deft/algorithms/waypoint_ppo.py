@@ -101,13 +101,11 @@ class WaypointPPO(PPO):
         if self.kl_target is not None:  # otherwise the settings' coefficient holds, also where it changed
             self.kl_coef = state["kl_coef"]
 
-    def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
-        losses, gradients = super()._losses(scored, minibatch)
-        losses["reference_kl"] = scored["reference_kl"].mean()
-        if self.kl_coef:
-            count = scored["reference_kl"].numel()
-            gradients["reference_kl"] = torch.full_like(scored["reference_kl"], self.kl_coef / count)
-        return losses, gradients
+    def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
+        loss, metrics = super()._loss(scored, minibatch)
+        kl = scored["reference_kl"].mean()
+        metrics["reference_kl"] = kl.detach()
+        return (loss + self.kl_coef * kl if self.kl_coef and not self._warms_up else loss), metrics
 
     def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
         metrics = super()._metrics(losses, first_of_last_epoch, rollout, stopped)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from deft.algorithms.sharded_optimization import are_sharded, part_of, whole
+from deft.algorithms.optimizer_state import are_sharded, full_tensor
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.runs.processes import Processes
@@ -85,7 +85,7 @@ class WholeCopy:
         """Gather the current weights and statistics of the sharded policy."""
         reshard(self.learner)
         for own, source in zip(self.policy.parameters(), self.learner.parameters(), strict=True):
-            gathered = whole(source.detach())
+            gathered = full_tensor(source.detach())
             if self.keeps:
                 own.data = gathered
         for statistic, latest in zip(self.policy.buffers(), self.learner.buffers(), strict=True):
@@ -163,35 +163,6 @@ def full_weights(policy: nn.Module) -> dict[str, Any]:
 def load_full_weights(policy: nn.Module, weights: dict[str, Any]) -> None:
     """Shard weights that the first process has; they may have been saved by another number of processes."""
     set_model_state_dict(policy, weights, options=_whole())
-
-
-def full_optimizer_state(optimizer: torch.optim.Optimizer, is_first: bool) -> dict[str, Any]:
-    """Return the optimizer's state as one process would have it, on the CPU of the first; all call it."""
-    state = optimizer.state_dict()
-    gathered: dict[int, dict[str, Any]] = {}
-    for index, values in state["state"].items():
-        gathered[index] = {}
-        for name, value in values.items():
-            value = whole(value)  # one at a time: all of them together may not fit a device
-            gathered[index][name] = value.cpu() if is_first else None
-    return {**state, "state": gathered}
-
-
-def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a `full_optimizer_state`: each process has the whole state and keeps its shard."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parts = {
-        index: {name: _part(value, parameters[index]) for name, value in values.items()}
-        for index, values in state["state"].items()
-        if index < len(parameters)
-    }
-    optimizer.load_state_dict({**state, "state": parts})
-
-
-def _part(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or not value.ndim:  # such as a step count
-        return value
-    return part_of(value, parameter)
 
 
 def _whole() -> StateDictOptions:

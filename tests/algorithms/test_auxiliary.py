@@ -130,7 +130,7 @@ def test_passes_become_fewer_as_training_goes_on(progress, count):
     policy = make_policy()
     auxiliary = Auxiliary(policy, 1e-2, 8, epochs=4)
     rows, steps = make_rollout(policy).flatten(0, 1), []
-    auxiliary.optimizer.step = lambda: steps.append(None)
+    auxiliary.optimizer.update_parameters = lambda: steps.append(None)
     auxiliary.update(rows, torch.Generator(), progress)
     assert len(steps) == count * math.ceil(len(rows) / 8)
 
@@ -141,7 +141,7 @@ def test_the_step_size_falls_to_a_tenth():
     rows = make_rollout(policy).flatten(0, 1)
     for progress in (0.0, 0.5, 1.0):
         auxiliary.update(rows, torch.Generator(), progress)
-        rates.append(auxiliary.optimizer.learning_rate)
+        rates.append(auxiliary.optimizer.param_groups[0]["lr"])
     # 1 − 0.9 t at t = 0, 1/2, 1
     assert rates == pytest.approx([1e-2, 0.55e-2, 0.1e-2])
 

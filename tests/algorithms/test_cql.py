@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from deft import schema
 from deft.algorithms.cql import CQL
+from deft.algorithms.optimization import gradients_of
 from deft.config.algorithm_settings import CQLSettings
 from deft.config.settings import DatasetPolicyConfig
 from deft.data.datasets.dataset import box
@@ -281,11 +282,11 @@ def test_a_resumed_run_may_fix_a_learned_temperature_or_learn_a_fixed_one(known,
     assert float(resumed.log_alpha.detach().exp()) == pytest.approx(alpha if after == "auto" else 0.5)
     # Adam's memory of the network is that of the run; where α begins to be learned, there is none of α.
     saved, own = algorithm.actor_optimizer.state_dict(), resumed.actor_optimizer.state_dict()
-    shared = min(saved["first"].numel(), own["first"].numel())
-    for name in ("first", "second"):
-        assert torch.equal(own[name][:shared], saved[name][:shared])
-        assert not own[name][shared:].any()
-    assert own["count"] == saved["count"] == 1
+    shared = min(len(saved["state"]), len(own["state"]))
+    for index, values in own["state"].items():
+        assert values["step"] == 1
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(values[name], saved["state"][index][name]) if index < shared else not values[name].any()
     start = float(resumed.log_alpha.detach())
     resumed.update(iter([BATCH]))
     assert (float(resumed.log_alpha.detach()) != start) == (after == "auto")
@@ -332,10 +333,10 @@ def test_the_policys_rate_falls_along_a_cosine_where_asked(schedule):
     rates = []
     for algorithm.progress in (0.0, 1 / 3, 1.0):
         algorithm.schedule()
-        rates.append(float(algorithm.actor_optimizer.learning_rate))
+        rates.append(float(algorithm.actor_optimizer.param_groups[0]["lr"]))
     # 2e-4 · (1 + cos π t) / 2 at t = 0, 1/3, 1; the critics' stays, and the warm-up is as it was.
     assert rates == pytest.approx([2e-4, 1.5e-4, 0.0] if schedule == "cosine" else [2e-4] * 3, abs=1e-9)
-    assert float(algorithm.critic_optimizer.learning_rate) == pytest.approx(3e-4)
+    assert float(algorithm.critic_optimizer.param_groups[0]["lr"]) == pytest.approx(3e-4)
     assert bool(algorithm._is_cloning)
 
 
@@ -367,7 +368,7 @@ def test_the_policy_clones_the_data_while_it_warms_up():
         algorithm.schedule()
         torch.manual_seed(1)
         algorithm.step(random_batch())
-        gradients.append(algorithm.actor_optimizer.gradient.clone())
+        gradients.append(gradients_of(algorithm.actor_optimizer)[0].clone())
     assert torch.equal(*gradients)
     algorithm.version = 10
     algorithm.schedule()

@@ -218,10 +218,10 @@ def test_the_policy_rate_falls_along_a_cosine():
     for progress in (0.0, 1 / 3, 0.5, 1.0):
         algorithm.progress = progress
         algorithm.update(iter([random_batch()]))
-        rates.append(float(algorithm.actor_optimizer.learning_rate))
+        rates.append(float(algorithm.actor_optimizer.param_groups[0]["lr"]))
     # (1 + cos π t) / 2 at t = 0, 1/3, 1/2, 1
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.0], abs=1e-9)
-    assert float(algorithm.critic_optimizer.learning_rate) == pytest.approx(1e-3)
+    assert float(algorithm.critic_optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3)
 
 
 def test_members_train_as_if_alone():

@@ -269,8 +269,8 @@ def test_the_policys_rate_falls_along_a_cosine_where_asked():
         for progress in (0.0, 1 / 3, 0.5, 1.0):
             algorithm.progress = progress
             algorithm.update(iter([random_batch()]))
-            rates[schedule].append(float(algorithm.actor_optimizer.learning_rate))
-        assert float(algorithm.critic_optimizer.learning_rate) == pytest.approx(1e-3)
+            rates[schedule].append(float(algorithm.actor_optimizer.param_groups[0]["lr"]))
+        assert float(algorithm.critic_optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3)
     # 2e-3 · (1 + cos π t) / 2 at t = 0, 1/3, 1/2, 1
     assert rates["cosine"] == pytest.approx([2e-3, 1.5e-3, 1e-3, 0.0], abs=1e-9)
     assert rates["constant"] == pytest.approx([2e-3] * 4)
@@ -327,5 +327,5 @@ def test_an_anchored_run_resumes_bit_for_bit():
 
 def test_a_policy_learning_rate_of_its_own():
     algorithm = sac(3, 2, learning_rate=1e-3, policy_learning_rate=1e-5)
-    assert float(algorithm.actor_optimizer.learning_rate) == pytest.approx(1e-5)
-    assert float(algorithm.critic_optimizer.learning_rate) == pytest.approx(1e-3)
+    assert float(algorithm.actor_optimizer.param_groups[0]["lr"]) == pytest.approx(1e-5)
+    assert float(algorithm.critic_optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3)

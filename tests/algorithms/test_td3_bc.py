@@ -56,7 +56,7 @@ def test_losses_of_one_update_by_hand():
         (algorithm.target_policy.actor, 0, [[0.0]], 20.0),
     ):
         make_linear(network, which, slopes, [bias])
-    tiny = algorithm.critic_optimizer.learning_rate.fill_(
+    tiny = algorithm.critic_optimizer.param_groups[0]["lr"].fill_(
         1e-12
     )  # so that the policy sees the critics as they are above
     assert float(tiny) > 0
@@ -72,7 +72,7 @@ def test_losses_of_one_update_by_hand():
 
 def test_lambda_is_alpha_over_the_mean_magnitude_of_q():
     algorithm = TD3BC(small_actor(3, 2), TD3BCSettings(alpha=2.5, policy_delay=1, policy_noise=0.0))
-    algorithm.critic_optimizer.learning_rate.zero_()
+    algorithm.critic_optimizer.param_groups[0]["lr"].zero_()
     batch = random_batch(16)
     policy, critics = copy.deepcopy((algorithm.policy, algorithm.critics))
     algorithm.update(iter([batch]))

@@ -235,7 +235,7 @@ def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(tmp_path):
     make_trainer(tmp_path, num_epochs=1, cfg=constant).train()
     resumed = make_trainer(tmp_path, num_epochs=2, cfg={**constant, "learning_rate": 0.05}, run={"auto_resume": True})
     for optimizer in (resumed.algorithm.actor_optimizer, resumed.algorithm.critic_optimizer):  # type: ignore[attr-defined]
-        assert float(optimizer.learning_rate) == pytest.approx(0.05)
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
 
 
 def test_an_environment_that_is_not_the_datasets_own_gives_no_score(tmp_path):

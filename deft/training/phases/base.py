@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from deft.algorithms.optimizer_state import full_tensor, load_optimizer_state, optimizer_state
 from deft.config.f1_settings import PhaseConfig
 from deft.config.loading import to_dict
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, read_phase_config, write_phase_config
@@ -334,7 +335,7 @@ class BaseRLTrainer(Loop):
         if not self.is_sharded:  # else the backward pass has averaged them
             self.processes.average_gradients(parameters)
         limit = math.inf if self.training.max_grad_norm is None else self.training.max_grad_norm
-        norm = sharding.whole(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit))
         chosen.step()
         if chosen is self.optimizer:
             self.num_updates += 1
@@ -406,10 +407,8 @@ class BaseRLTrainer(Loop):
         }
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
-        """Return the state of an optimizer, whole."""
-        if optimizer is None or not self.is_sharded:
-            return None if optimizer is None else optimizer.state_dict()
-        return sharding.full_optimizer_state(optimizer, self.processes.is_first)
+        """Return the optimizer's state with full tensors."""
+        return None if optimizer is None else optimizer_state(optimizer)
 
     def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
         """Load the state; a trainer that was built from the checkpoint has its weights already."""
@@ -426,7 +425,7 @@ class BaseRLTrainer(Loop):
         self.episode, self.num_updates, self.elapsed = state["episode"], state["num_updates"], state["elapsed"]
         if self.optimizer is not None and self.scheduler is not None:
             try:
-                sharding.load_full_optimizer_state(self.optimizer, state["optimizer"])
+                load_optimizer_state(self.optimizer, state["optimizer"], hyperparameters=True)
             except ValueError:
                 raise InputError(
                     f"{folder}: other weights were trained in it; resume with the same settings of the model"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.optimization import FlatAdam
+from deft.algorithms.optimization import FlatAdam, clip_gradients
 from deft.algorithms.ppo import PPO
 from deft.config.f1_settings import ExplorerSettings
 from deft.data.episodes import EpisodeBatch, batch_episodes
@@ -50,6 +50,7 @@ from deft.training.phases.exploration import Exploration
 from deft.training.phases.rewards import Measures
 
 log = logging.getLogger(__name__)
+ACTING_RATE = 0.1  # the learning rate of the parameters that act, relative to that of the others
 STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass
 Observation = dict[str, np.ndarray]
 
@@ -409,47 +410,6 @@ def measure(world_model: F1Policy, found: Collected) -> Measures:
 # -- how it learns ---------------------------------------------------------------------------------------------------
 
 
-class TwoPaces(FlatAdam):
-    """Adam in which the weights that act go slower than the others: a step of them all moves a chain's density far.
-
-    They go at a share of `learning_rate`, which a schedule may change; the others keep the first.
-    """
-
-    ACTING = 0.1  # of the learning rate
-
-    def __init__(
-        self, acting: Iterable[nn.Parameter], others: Iterable[nn.Parameter], learning_rate: float, epsilon: float
-    ) -> None:
-        super().__init__(acting, learning_rate, epsilon)
-        self._others = FlatAdam(others, learning_rate, epsilon)
-
-    def zero_gradients(self) -> None:
-        """Of all."""
-        super().zero_gradients()
-        self._others.zero_gradients()
-
-    def step(self, max_grad_norm: float | None = None) -> Tensor:
-        """Both, each clipped by itself; the norm of the acting weights' gradients."""
-        self._others.step(max_grad_norm)
-        whole, self.learning_rate = self.learning_rate, self.learning_rate * self.ACTING
-        norm = super().step(max_grad_norm)
-        self.learning_rate = whole
-        return norm
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Of all, as if they began with it."""
-        self.learning_rate = self._others.learning_rate = learning_rate
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of both."""
-        return {**super().state_dict(), "others": self._others.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        super().load_state_dict(state)
-        self._others.load_state_dict(state["others"])
-
-
 class ExplorerPPO(PPO):
     """L = L_PPO + c · mean (h_explorer − h_teacher)²: the core's PPO, with a memory that learns from the teacher's.
 
@@ -482,15 +442,36 @@ class ExplorerPPO(PPO):
         return cls(policy, settings, seed, average, lambda value: processes.maximum(value, device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; a learning rate that was given anew since holds from here on."""
+        """Load what `state_dict` returned; a learning rate that changed in the settings replaces the adapted one."""
+        optimizer = state["optimizer"]
+        if "others" in optimizer:  # the last version had an optimizer for each group
+            others, rate = optimizer["others"], optimizer["others"]["learning_rate"]
+            merged = {name: [*optimizer[name], *others[name]] for name in ("first", "second")}
+            state = {**state, "optimizer": {**optimizer, **merged}}
+        else:
+            rate = optimizer["param_groups"][1]["lr"]
         super().load_state_dict(state)
-        if not math.isclose(state["optimizer"]["others"]["learning_rate"], self.settings.learning_rate):
-            assert isinstance(self.optimizer, TwoPaces)
-            self.optimizer.set_learning_rate(self.settings.learning_rate)
+        if not math.isclose(rate, self.settings.learning_rate):
+            self._set_learning_rate(self.settings.learning_rate)
 
     def _make_optimizer(self) -> FlatAdam:
+        """Return an optimizer of two groups: a large step of the parameters that act moves a chain's density far."""
         acting, others = self.policy.parts()
-        return TwoPaces(acting, others, self.settings.learning_rate, self.settings.adam_epsilon)
+        rate = self.settings.learning_rate
+        groups: list[dict[str, Any]] = [{"params": acting, "lr": ACTING_RATE * rate}, {"params": others}]
+        return FlatAdam(groups, rate, eps=self.settings.adam_epsilon)
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of the parameters that act; the others keep the first one."""
+        self.learning_rate = learning_rate
+        self.optimizer.param_groups[0]["lr"] = learning_rate * ACTING_RATE
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
+        """Clip the gradients of each group by themselves, step; return the norm of the acting parameters' gradients."""
+        assert isinstance(optimizer, FlatAdam)
+        norms = [clip_gradients([flat.gradient for flat in flats], max_grad_norm) for flats in optimizer.flats]
+        optimizer.step()
+        return norms[0]
 
     def _scored(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
         scored = super()._scored(minibatch)
@@ -500,14 +481,13 @@ class ExplorerPPO(PPO):
             scored["memory_error"] = (remembered - taught).square().mean(-1)
         return scored
 
-    def _losses(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Metrics, dict[str, Tensor]]:
-        losses, gradients = super()._losses(scored, minibatch)
+    def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
+        loss, metrics = super()._loss(scored, minibatch)
         if "memory_error" in scored:
-            error, weight = scored["memory_error"], self.settings.memory_loss_weight
-            losses["memory_error"] = error.mean()
-            if weight:
-                gradients["memory_error"] = torch.full_like(error, weight / error.numel())
-        return losses, gradients
+            error = scored["memory_error"].mean()
+            metrics["memory_error"] = error.detach()
+            loss = loss + self.settings.memory_loss_weight * error
+        return loss, metrics
 
     def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
         metrics = super()._metrics(losses, first_of_last_epoch, rollout, stopped)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.algorithms.sharded_optimization import part_of
+from deft.algorithms.optimizer_state import load_optimizer_state, shard_like
 from deft.config.f1_settings import PhaseConfig
 from deft.data.episodes import EpisodeBatch, EpisodeBuffer
 from deft.data.robot_episode import RobotEpisode
@@ -152,7 +152,7 @@ class TeacherTrainer(WorldModelTrainer):
         found = fit_sharpness(missing, codes, tokenizer.quantize, tokenizer.sizes, self.processes.sum, motion.tail)
         sharding.reshard(self.policy)
         with torch.no_grad():
-            motion.log_sharpness.copy_(part_of(found, motion.log_sharpness))
+            motion.log_sharpness.copy_(shard_like(found, motion.log_sharpness))
 
     def _drops_head(self) -> bool:
         """At random; alike in all processes where they gather weights for each picture together."""
@@ -348,9 +348,9 @@ class TeacherTrainer(WorldModelTrainer):
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
         if self.motion_optimizer is not None and state["motion_optimizer"] is not None:
-            sharding.load_full_optimizer_state(self.motion_optimizer, state["motion_optimizer"])
+            load_optimizer_state(self.motion_optimizer, state["motion_optimizer"], hyperparameters=True)
         if self.memory_optimizer is not None and state.get("memory_optimizer") is not None:
-            sharding.load_full_optimizer_state(self.memory_optimizer, state["memory_optimizer"])
+            load_optimizer_state(self.memory_optimizer, state["memory_optimizer"], hyperparameters=True)
         if self.training.overlap and self.training.dataset is None:
             log.info("collected in other processes: the run continues with new scenes, not bit for bit")
 

@@ -225,23 +225,24 @@ def test_it_learns_a_reward_that_any_learner_finds(teacher):
     assert means[-1] > means[0] + 0.4
 
 
-def test_two_paces_and_their_state(explorer):
+def test_two_learning_rates_and_their_state(explorer):
     ppo = ExplorerPPO(explorer, ExplorerSettings(learning_rate=1e-3, max_grad_norm=None))
     acting, others = explorer.parts()
     before = [one.detach().clone() for one in (acting[0], others[0])]
-    ppo.optimizer.zero_gradients()
+    ppo.optimizer.zero_grad()
     acting[0].grad.fill_(1.0)
     others[0].grad.fill_(1.0)
     ppo.optimizer.step()
     # Adam's first step is the learning rate itself, by the sign of the gradient
     assert (before[0] - acting[0]).mean().item() == pytest.approx(1e-4, rel=1e-2)
     assert (before[1] - others[0]).mean().item() == pytest.approx(1e-3, rel=1e-2)
-    assert ppo.optimizer.learning_rate == 1e-3
+    assert ppo.learning_rate == 1e-3
     state = ppo.state_dict()
     other = ExplorerPPO(explorer_policy(), ExplorerSettings(learning_rate=1e-3, max_grad_norm=None))
     other.load_state_dict(state)
-    assert torch.equal(other.optimizer._others._first[0], ppo.optimizer._others._first[0])
-    assert torch.equal(other.optimizer._first[0], ppo.optimizer._first[0])
+    for one, another in zip(ppo.optimizer.parameters, other.optimizer.parameters, strict=True):
+        assert torch.equal(ppo.optimizer.state[one]["exp_avg"], other.optimizer.state[another]["exp_avg"])
+    assert [group["lr"] for group in other.optimizer.param_groups] == pytest.approx([1e-4, 1e-3])
 
 
 def test_what_is_averaged_is_every_gradient_before_every_step(explorer):
@@ -262,5 +263,5 @@ def test_what_is_averaged_is_every_gradient_before_every_step(explorer):
     ppo.update(iter([found.rollout]))
     assert seen == [sum(map(len, explorer.parts()))] * 2  # one minibatch of ten, two epochs
     assert all(torch.equal(one, other) for one, other in zip(before, explorer.parameters(), strict=True))
-    assert ppo.optimizer.learning_rate == pytest.approx(2e-4)  # 3e-4 / 1.5: by the largest KL of all processes
+    assert ppo.learning_rate == pytest.approx(2e-4)  # 3e-4 / 1.5: by the largest KL of all processes
     assert REAL.sum() == 2
