@@ -18,9 +18,9 @@ from typing import Any
 from deft.config.loading import read_mapping
 from deft.config.rl_yaml import CONFIG_FILE, PHASES, phase_of_file
 from deft.errors import InputError, RunError
-from deft.evaluation.charts import bar_chart, line_chart
 from deft.evaluation.plots import METRICS_FILE, metric_curve, read_lines
 from deft.evaluation.report_style import STYLE
+from deft.evaluation.svg_charts import bar_chart, line_chart
 from deft.evaluation.world_model import EVALUATION_FILE
 from deft.ownership import record
 from deft.runs import checkpoint

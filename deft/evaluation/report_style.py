@@ -26,23 +26,6 @@ h2 { margin: 0; font-size: 19px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); gap: 14px 22px; }
 .charts + .charts, .media, .media + .charts { margin-top: 16px; }
 .chart { width: 100%; height: auto; display: block; }
-.chart text { font-family: inherit; fill: var(--ink); }
-.chart .title { font-size: 12.5px; font-weight: 600; }
-.chart .tick, .chart .legend { font-size: 10px; fill: var(--soft); }
-.chart .value { font-size: 10.5px; text-anchor: middle; font-weight: 600; }
-.chart .end { text-anchor: end; }
-.chart .mid { text-anchor: middle; }
-.chart .grid { stroke: var(--line); stroke-width: 1; }
-.chart .axis { stroke: var(--soft); stroke-width: 1; }
-.chart .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.chart .raw { fill: none; stroke-width: 0.7; opacity: 0.35; }
-.chart .seed { fill: var(--card); stroke: var(--ink); stroke-width: 1.2; }
-.chart .line.c0, .chart .raw.c0 { stroke: var(--c0); } .chart .bar.c0, .chart .dot.c0 { fill: var(--c0); }
-.chart .line.c1, .chart .raw.c1 { stroke: var(--c1); } .chart .bar.c1, .chart .dot.c1 { fill: var(--c1); }
-.chart .line.c2, .chart .raw.c2 { stroke: var(--c2); } .chart .bar.c2, .chart .dot.c2 { fill: var(--c2); }
-.chart .line.c3, .chart .raw.c3 { stroke: var(--c3); } .chart .bar.c3, .chart .dot.c3 { fill: var(--c3); }
-.chart .line.c4, .chart .raw.c4 { stroke: var(--c4); } .chart .bar.c4, .chart .dot.c4 { fill: var(--c4); }
-.chart .line.c5, .chart .raw.c5 { stroke: var(--c5); } .chart .bar.c5, .chart .dot.c5 { fill: var(--c5); }
 .media { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 16px 22px;
   align-items: start; }
 figure { margin: 0; }
