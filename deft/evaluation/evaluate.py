@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import gymnasium
 
 from deft import trust
-from deft.config.loading import load_config, replace
+from deft.config.loading import load_config
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
 from deft.envs.captions import FrameRecorder
@@ -133,7 +132,7 @@ def world_kwargs(
     given = {"task": task, "split": split, "shuffle_instructions": shuffle_instructions or None}
     for name, value in given.items():
         if value is not None and kwargs.setdefault(name, value) != value:
-            raise InputError(f"--{name}: {value} is given, and --env-kwargs says {kwargs[name]!r}; give one of them")
+            raise InputError(f"--{name} {value}: --env-kwargs says {kwargs[name]!r}; give one of them")
     return kwargs
 
 
@@ -209,24 +208,30 @@ def rebuild_policy(
 
 
 def env_of_run(
-    config: RunConfig | OfflineRunConfig,
+    run: RunConfig | OfflineRunConfig | None,
     env: str | None,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     rename_streams: Mapping[str, str] | None = None,
+    max_episode_steps: int | None = None,
+    **settings: Any,
 ) -> EnvConfig:
-    """Where a run's policy is played: its own environment or the one given, with arguments beside the run's own."""
+    """The environment that a policy acts in: as the flags define it, and otherwise as in the policy's run.
+
+    The run's constructor arguments, stream names, time limit and reward weights apply if it is the run's environment.
+    `settings` are further fields of `EnvConfig`.
+    """
+    own = None if run is None else run.env
+    env_id = env or (None if own is None else own.id)
+    if env_id is None:
+        raise InputError("--env: missing; the policy's run names no environment, give one with --env")
     names = dict(rename_streams or {})
-    own = config.env.id
-    if env is None and own is None:
-        raise InputError("env: the run's dataset names no environment; give one with --env")
-    env_id = env or own
-    assert env_id is not None
-    if own is None or full_id(env_id) == full_id(own):
-        kwargs, names = {**config.env.kwargs, **kwargs}, {**config.env.rename_streams, **names}
-    changes: dict[str, Any] = {"id": env_id, "kwargs": kwargs, "rename_streams": names}
-    if isinstance(config, RunConfig):
-        return dataclasses.replace(replace(config, **{"env.vector": "sync"}).env, **changes)
-    return EnvConfig(max_episode_steps=config.env.max_episode_steps, **changes)
+    if own is not None and (own.id is None or full_id(env_id) == full_id(own.id)):
+        kwargs, names = {**own.kwargs, **kwargs}, {**own.rename_streams, **names}
+        max_episode_steps = own.max_episode_steps if max_episode_steps is None else max_episode_steps
+        settings.setdefault("reward_weights", getattr(own, "reward_weights", {}))
+    return EnvConfig(
+        id=env_id, kwargs=dict(kwargs), rename_streams=names, max_episode_steps=max_episode_steps, **settings
+    )
 
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:

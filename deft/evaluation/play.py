@@ -10,15 +10,14 @@ import gymnasium
 import numpy as np
 
 from deft import trust
-from deft.config.loading import AnyRunConfig
-from deft.config.settings import EnvConfig, PlayConfig
+from deft.config.settings import PlayConfig
 from deft.data.spaces import action_stream
 from deft.envs.captions import Captions
-from deft.envs.make import full_id, make_env, wrap
+from deft.envs.make import make_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
-from deft.evaluation.evaluate import find_run, load_policy
+from deft.evaluation.evaluate import env_of_run, find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.video import write_video
 from deft.models.policy import members_of
@@ -31,7 +30,11 @@ def play(config: PlayConfig) -> dict[str, Any]:
     """Play as configured; returns the episodes' results, one by one and in the mean, and where the video is."""
     trust.name(config.env, config.env_kwargs)
     run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
-    env_config = _env_config(config, run[1] if run else None)
+    env_id = config.env or (None if run else DEFAULT_ENV)
+    kwargs = world_kwargs(config.env_kwargs, config.task, None)
+    env_config = env_of_run(
+        run[1] if run else None, env_id, kwargs, config.rename_streams, max_episode_steps=config.max_episode_steps
+    )
     seed_everything(config.seed)
     filmed = config.video is not None
     env = make_env(env_config, render_mode="rgb_array" if filmed else None)
@@ -65,22 +68,6 @@ def play(config: PlayConfig) -> dict[str, Any]:
         assert frames is not None
         results["video"] = str(write_video(frames, Path(config.video), fps=max(1, round(fps / chunk_length))))
     return results
-
-
-def _env_config(config: PlayConfig, run: AnyRunConfig | None) -> EnvConfig:
-    """Where to play: as the flags say, and for the rest as the policy's run did."""
-    kwargs = dict(config.env_kwargs)
-    if config.task is not None and kwargs.setdefault("task", config.task) != config.task:
-        raise InputError(f"--task {config.task}: --env-kwargs says {kwargs['task']!r}; give one of them")
-    limit, names = config.max_episode_steps, config.rename_streams
-    own_id = None if run is None else run.env.id
-    env_id = config.env or (DEFAULT_ENV if run is None else own_id)
-    if env_id is None:
-        raise InputError(f"--env: missing; the run {config.policy} names no environment")
-    if run is not None and own_id and full_id(env_id) == full_id(own_id):
-        kwargs, names = {**run.env.kwargs, **kwargs}, {**run.env.rename_streams, **names}
-        limit = run.env.max_episode_steps if limit is None else limit
-    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=limit, rename_streams=names)
 
 
 def _expert(vector: VectorEnv, env: gymnasium.Env) -> Callable[[], np.ndarray]:

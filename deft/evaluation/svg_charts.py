@@ -109,7 +109,8 @@ def _svg(title: str, draw: Callable[[Axes], None], description: str) -> str:
     from matplotlib import rc_context
 
     file = io.StringIO()
-    with _style(), rc_context(STYLE):
+    style: Any = STYLE
+    with _style(), rc_context(style):
         figure = _figure(3.6, 2.2)
         draw(figure.subplots())
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})

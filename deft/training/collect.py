@@ -26,7 +26,7 @@ from deft.envs.vector import VectorEnv, VectorStep
 from deft.envs.wrappers import close_env
 from deft.errors import DeftError, InputError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM, PolicyActor
-from deft.evaluation.evaluate import find_run, load_policy, world_kwargs
+from deft.evaluation.evaluate import env_of_run, find_run, load_policy, world_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import members_of
 from deft.runs.logging import show_progress
@@ -109,24 +109,21 @@ def _summary(finished: list[PlayedEpisode]) -> dict[str, Any]:
 
 def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
     """Where to play: as the flags say, and for the rest as the policy's run did."""
-    copies = min(config.num_envs, config.steps or config.episodes or 1)
-    kwargs = world_kwargs(config.env_kwargs, config.task, None)
-    settings: dict[str, Any] = {"num_envs": copies, "vector": config.vector, "kwargs": kwargs}
-    settings["rename_streams"] = config.rename_streams
-    if config.max_episode_steps is not None:
-        settings["max_episode_steps"] = config.max_episode_steps
-    own = None if run is None else run.env.id
-    asked = config.env or own or ""
-    if run is not None and own is not None and full_id(asked) == full_id(own):
-        settings["kwargs"] = {**run.env.kwargs, **kwargs}
-        settings["rename_streams"] = {**run.env.rename_streams, **config.rename_streams}
-        settings.setdefault("max_episode_steps", run.env.max_episode_steps)
-        return EnvConfig(id=own, **settings)
-    if config.env is None:
+    if run is None and config.env is None:
         raise InputError(f"--env: missing; it must be given for --policy {config.policy}")
-    if config.task is not None:
-        settings["kwargs"] = {**TASK_KWARGS.get(full_id(config.env), {}), **kwargs}
-    return EnvConfig(id=config.env, **settings)
+    kwargs = world_kwargs(config.env_kwargs, config.task, None)
+    own = None if run is None else run.env.id
+    if config.task is not None and config.env is not None and (own is None or full_id(config.env) != full_id(own)):
+        kwargs = {**TASK_KWARGS.get(full_id(config.env), {}), **kwargs}
+    return env_of_run(
+        run,
+        config.env,
+        kwargs,
+        config.rename_streams,
+        config.max_episode_steps,
+        num_envs=min(config.num_envs, config.steps or config.episodes or 1),
+        vector=config.vector,
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- acting

@@ -150,7 +150,7 @@ def test_flags_of_the_world_and_its_kwargs_agree():
         "image_size": 32, "task": "pick", "split": "held-out", "shuffle_instructions": True,
     }  # fmt: skip
     assert world_kwargs(None, None, None) == {}
-    with pytest.raises(InputError, match="--split: train is given, and --env-kwargs says 'all'"):
+    with pytest.raises(InputError, match="--split train: --env-kwargs says 'all'"):
         world_kwargs({"split": "all"}, None, "train")
 
 
