@@ -52,7 +52,7 @@ from deft.runs.signals import StopSignal
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import BaseRLTrainer, Metrics
 from deft.training.phases.exploration import Exploration, ProcessExplorer
-from deft.training.phases.explorer_evaluation import compare_world_models, evaluate_student, what_noise_pays
+from deft.training.phases.explorer_evaluation import compare_world_models, evaluate_student, noise_rewards_of_run
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import NUM_ENVS, StudentTrainer, load_teacher
 from deft.training.phases.teacher import TeacherTrainer
@@ -210,7 +210,7 @@ def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Nam
     know(world_models=compare_world_models(policies, config, len(held_out), found=held_out))
     if arguments.comparison_only:
         return found
-    know(noise_after_game=what_noise_pays(root / "adversarial", arguments.episodes, scenes, device))
+    know(noise_after_game=noise_rewards_of_run(root / "adversarial", arguments.episodes, scenes, device))
     know(noise=_finish(_start(seed, root, "noise", arguments.threads), root, "noise"))
     measured = evaluate_student(root / "student", arguments.episodes, seed=scenes, device=device)
     know(student={name: measured[name] for name in ("explorer", "random", "untrained")})
@@ -371,7 +371,7 @@ def play_with_noise(seed: int, config: PhaseConfig, root: Path, arguments: argpa
     noisy.adversarial.iterations = arguments.noise_iterations
     noisy.environment.setdefault("domain_randomization", {})["noise_patch_rate"] = 0.5
     _train(AdversarialTrainer, noisy)
-    return what_noise_pays(root / "noise", arguments.episodes, arguments.evaluation_seed + seed, arguments.device)
+    return noise_rewards_of_run(root / "noise", arguments.episodes, arguments.evaluation_seed + seed, arguments.device)
 
 
 def _weights(path: str) -> str:

@@ -139,7 +139,7 @@ def images(folder: str, steps: int) -> dict[str, Any]:
     from deft.data.rollout import RolloutBuffer
     from deft.training.cluster.blocks import Block
     from deft.training.cluster.collectors import row_of
-    from deft.training.cluster.packing import lay, strands_of
+    from deft.training.cluster.packing import assemble, segments_of
 
     @ray.remote(num_cpus=1)
     class Source:
@@ -162,8 +162,8 @@ def images(folder: str, steps: int) -> dict[str, Any]:
     for _ in range(12):
         started = time.monotonic()
         blocks = ray.get([source.block.remote() for source in sources])
-        strands = [strand for block in blocks for strand in strands_of(block, num_envs // 2, 0)]
-        columns = lay(strands, steps, num_envs)
+        segments = [segment for block in blocks for segment in segments_of(block, num_envs // 2, 0)]
+        columns = assemble(segments, steps, num_envs)
         for step in range(steps):
             buffer.write(row_of(columns, step))
         rollout = buffer.get()

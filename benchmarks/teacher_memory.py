@@ -23,7 +23,7 @@ import torch
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.episodes import batch_episodes
-from deft.evaluation.world_model import foresee
+from deft.evaluation.world_model import predict_frames
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.rollout import encode_frames
@@ -73,7 +73,7 @@ def measure_memory(policy: F1Policy, config: PhaseConfig, num_scenes: int, seed:
     results: dict[str, Any] = {"scenes": num_scenes}
     rows = {}
     for name, reset_every in (("carried", None), ("reset", CHUNK)):
-        found = foresee(policy, batch, reset_every=reset_every)
+        found = predict_frames(policy, batch, reset_every=reset_every)
         steps = torch.cat(found.step).to(policy.device)
         chosen = steps >= AWAY
         correct = torch.cat(found.correct)[chosen].float().mean(1)

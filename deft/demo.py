@@ -30,7 +30,7 @@ def main() -> int:
     minutes = sum(part or 0.0 for part in (whole.teacher_minutes, whole.student_minutes, whole.adversarial_minutes))
     console.print(
         f"Deft trains a robot that explores a table, in three phases of {minutes:g} minutes in all: a world model that "
-        "foresees its camera, an explorer that looks for what it cannot foresee, and the two against each other."
+        "predicts its camera, an explorer that looks for what it cannot predict, and the two against each other."
     )
     started = time.monotonic()
     try:

@@ -15,7 +15,7 @@ from deft.envs.serial import SerialVectorEnv
 from deft.models.f1.explorer import ExplorerPolicy, new_explorer
 from deft.models.f1.policy import F1Policy
 from deft.training.phases.exploration import Exploration
-from deft.training.phases.explorer_rollouts import ExplorerRollouts, make_world
+from deft.training.phases.explorer_rollouts import ExplorerRollouts, make_student_env
 
 REAL = torch.arange(32) < 2  # the dims that the panning camera has
 
@@ -63,7 +63,7 @@ def panning_rollouts(
 ) -> ExplorerRollouts:
     """Rollouts in this process."""
     environment = {"world": WORLD, "max_steps": num_steps + 1, "world_kwargs": world}
-    env = SerialVectorEnv([make_world(environment) for _ in range(num_envs)])
+    env = SerialVectorEnv([make_student_env(environment) for _ in range(num_envs)])
     return ExplorerRollouts(explorer, env, Exploration(environment), num_steps, num_episodes)
 
 

@@ -27,7 +27,7 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
 from deft.errors import InputError, RunError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
-from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, world_kwargs
+from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, merge_env_kwargs
 from deft.evaluation.plots import PALETTE, _figure, _save, _style
 from deft.evaluation.rollouts import EVALUATION_ENVS, action_selection, play_episodes, summarize
 from deft.evaluation.success import (
@@ -163,7 +163,7 @@ def _matches(name: str) -> list[str]:
 def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict[str, list[_Contender]]:
     """The policies of each row; scripted ones play where the first run does."""
     trust.name(config.env, config.env_kwargs)
-    kwargs, names = world_kwargs(config.env_kwargs, config.task, None), config.rename_streams
+    kwargs, names = merge_env_kwargs(config.env_kwargs, config.task, None), config.rename_streams
     found = {name: find_run(Path(name)) for names in groups.values() for name in names if name not in SCRIPTED}
     first = next(iter(found.values()), None)
     if first is None and config.env is None:

@@ -24,10 +24,10 @@ from deft.evaluation.rollouts import (
     EVALUATION_ENVS,
     check_num_episodes,
     evaluate_policy,
-    film_episodes,
     merge_results,
     num_played,
     play_episodes,
+    record_video,
 )
 from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
@@ -42,8 +42,8 @@ from deft.runs.random_state import seed_everything
 
 logger = logging.getLogger(__name__)
 
-FILMED_EPISODES = 5  # at most, of those that are evaluated
-FILMED_OUTCOMES = 3  # successes, and as many failures
+VIDEO_EPISODES = 5  # at most, of those that are evaluated
+VIDEO_OUTCOMES = 3  # successes, and as many failures
 FIRST_HELD_OUT_SEED = 2**30  # of evaluations in worlds with splits
 
 
@@ -78,7 +78,9 @@ def evaluate_run(
     trust.name(env, env_kwargs)
     folder, config = find_run(Path(path))
     seed_everything(seed)
-    env_config = env_of_run(config, env, world_kwargs(env_kwargs, task, split, shuffle_instructions), rename_streams)
+    env_config = env_of_run(
+        config, env, merge_env_kwargs(env_kwargs, task, split, shuffle_instructions), rename_streams
+    )
     seen = config.env.kwargs.get("split", "train")
     if split == "held-out" and seen != "train":
         logger.warning("%s was trained with split %s: these combinations are not new to it", path, seen)
@@ -109,11 +111,11 @@ def evaluate_run(
     results |= {"first_seed": seed, "checkpoint": str(folder), "checkpoint_choice": choice}
     if video is not None:
         filmed = make_env(env_config, render_mode="rgb_array")
-        count = min(episodes, FILMED_EPISODES)
-        results["video"] = str(film_episodes(policies[0], filmed, Path(video), count, seed, deterministic))
+        count = min(episodes, VIDEO_EPISODES)
+        results["video"] = str(record_video(policies[0], filmed, Path(video), count, seed, deterministic))
     if videos is not None:
         chunk_length = config.policy.chunk_length
-        outcomes = film_outcomes(policies[0], env_config, chunk_length, played[0], videos, seed, deterministic)
+        outcomes = record_outcomes(policies[0], env_config, chunk_length, played[0], videos, seed, deterministic)
         results["videos"] = [str(file) for file in outcomes]
     return results
 
@@ -124,7 +126,7 @@ def _is_same_world(env: EnvConfig, own: Any) -> bool:
     return theirs == ours and {"split": "train", **env.kwargs} == {"split": "train", **own.kwargs}
 
 
-def world_kwargs(
+def merge_env_kwargs(
     env_kwargs: dict[str, Any] | None, task: str | None, split: str | None, shuffle_instructions: bool = False
 ) -> dict[str, Any]:
     """Arguments of the environment's constructor out of the flags that name some of them."""
@@ -146,7 +148,7 @@ def first_seed(env: VectorEnv, seed: int) -> int:
     return seed + FIRST_HELD_OUT_SEED if has_splits else seed
 
 
-def film_outcomes(
+def record_outcomes(
     policy: Policy | None,
     env_config: EnvConfig,
     chunk_length: int,
@@ -154,7 +156,7 @@ def film_outcomes(
     folder: str | Path,
     seed: int,
     deterministic: bool = True,
-    count: int = FILMED_OUTCOMES,
+    count: int = VIDEO_OUTCOMES,
 ) -> list[Path]:
     """Videos of single episodes: up to `count` that succeeded and as many that failed, played again from their seeds.
 

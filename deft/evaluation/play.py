@@ -17,7 +17,7 @@ from deft.envs.make import make_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
-from deft.evaluation.evaluate import env_of_run, find_run, load_policy, world_kwargs
+from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.video import write_video
 from deft.models.policy import members_of
@@ -31,7 +31,7 @@ def play(config: PlayConfig) -> dict[str, Any]:
     trust.name(config.env, config.env_kwargs)
     run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
     env_id = config.env or (None if run else DEFAULT_ENV)
-    kwargs = world_kwargs(config.env_kwargs, config.task, None)
+    kwargs = merge_env_kwargs(config.env_kwargs, config.task, None)
     env_config = env_of_run(
         run[1] if run else None, env_id, kwargs, config.rename_streams, max_episode_steps=config.max_episode_steps
     )

@@ -32,20 +32,20 @@ MOST_PICTURES, MOST_VIDEOS = 2, 2  # of a phase: the latest
 LARGEST_FILE = 8 * 2**20  # bytes of a picture or video that goes into the page
 
 TITLES = {
-    "teacher": ("Phase 1 · Teacher", "A world model learns to foresee the wrist camera from random exploration."),
+    "teacher": ("Phase 1 · Teacher", "A world model learns to predict the wrist camera from random exploration."),
     "student": (
         "Phase 2 · Student",
         "An explorer with the wrist camera alone learns by PPO where the frozen world model is unsure.",
     ),
     "adversarial": (
         "Phase 3 · Adversarial",
-        "World model against explorer: one finds what the other cannot foresee yet, the other learns it.",
+        "World model against explorer: one finds what the other cannot predict yet, the other learns it.",
     ),
 }
 # Charts by the names of their metrics, in this order; names that are not there are left out, the others go below.
 PANELS: dict[str, tuple[str, ...]] = {
     "World model: cross-entropy, nats a code": ("train/wm_loss", "train/held_out_loss"),
-    "Codes foreseen": ("train/wm_acc_mean", "train/copy_acc"),
+    "Codes predicted": ("train/wm_acc_mean", "train/copy_acc"),
     "Motion prior: mean pixel error": ("train/motion_loss", "train/copy_loss"),
     "Reward, mean of a step": ("train/reward",),
     "World-model error on the explorer's frames": ("train/wm_error", "train/older_wm_error"),
@@ -150,7 +150,7 @@ def _facts(phase: str, run: Path, evaluation: Mapping[str, Any]) -> dict[str, st
     if evaluation.get("checkpoint"):
         facts["evaluated"] = Path(evaluation["checkpoint"]).name
     for name, label, scale, unit in (
-        ("wm_acc", "codes foreseen", 100.0, " %"),
+        ("wm_acc", "codes predicted", 100.0, " %"),
         ("copy_acc", "by copying", 100.0, " %"),
         ("psnr", "PSNR", 1.0, " dB"),
         ("copy_psnr", "by copying", 1.0, " dB"),
@@ -193,10 +193,10 @@ def _evaluation_charts(evaluation: Mapping[str, Any]) -> list[str]:
     if ablations:
         bars = {"whole": 100 * evaluation["wm_acc"]}
         bars |= {name.replace("_", " "): 100 * found["wm_acc"] for name, found in ablations.items()}
-        charts.append(bar_chart("Codes foreseen without …, %", bars))
+        charts.append(bar_chart("Codes predicted without …, %", bars))
     horizon = evaluation.get("open_loop") or {}
     for title, own, copy in (
-        ("Open loop: codes foreseen", "wm_acc", "copy_acc"),
+        ("Open loop: codes predicted", "wm_acc", "copy_acc"),
         ("Open loop: PSNR, dB", "psnr", "copy_psnr"),
     ):
         if horizon.get(own):

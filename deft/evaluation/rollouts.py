@@ -187,7 +187,7 @@ def action_selection(policy: Policy | None, deterministic: bool) -> str:
     return "random" if policy is None else policy.action_selection(deterministic)
 
 
-def film_episodes(
+def record_video(
     policy: Policy | None,
     env: gymnasium.Env,
     path: Path,

@@ -1,4 +1,4 @@
-"""How well a world model foresees held-out episodes, against "the next frame is this frame", and what it relies on.
+"""How well a world model predicts held-out episodes, against "the next frame is this frame", and what it relies on.
 
 `deft evaluate RUN` calls `evaluate_teacher` for a run of `deft train teacher`; `measure` takes any policy and episodes.
 """
@@ -71,14 +71,14 @@ def measure(
     is_alone = ablations and all("head" in batch.streams for batch in batches)
     num_passes = 1 + len(changes) + (1 + len(kept) if is_alone else 0)
     with show_evaluation(num_passes * sum(len(batch.lengths) for batch in batches)) as watch:
-        whole = [foresee(policy, batch, watch=watch) for batch in batches]
+        whole = [predict_frames(policy, batch, watch=watch) for batch in batches]
         results = _summarize(whole)
         results["copy_cross_entropy"] = copy_cross_entropy(policy.tokenizer, whole)
         if ablations:
             results["ablations"] = _ablate(policy, batches, changes, results, watch)
         if is_alone:
             alone = [batch.without_head() for batch in batches]
-            seen = _summarize([foresee(policy, batch, watch=watch) for batch in alone])
+            seen = _summarize([predict_frames(policy, batch, watch=watch) for batch in alone])
             results["without_head"] = {key: seen[key] for key in ABLATED} | {
                 "ablations": _ablate(policy, alone, kept, seen, watch)
             }
@@ -98,7 +98,7 @@ def _ablate(
     is kept."""
     found = {}
     for name, (change, keeps_memory) in changes.items():
-        changed = _summarize([foresee(policy, batch, change, keeps_memory, watch=watch) for batch in batches])
+        changed = _summarize([predict_frames(policy, batch, change, keeps_memory, watch=watch) for batch in batches])
         found[name] = {key: changed[key] for key in ABLATED} | {
             "accuracy_lost": whole["wm_acc"] - changed["wm_acc"],
             "cross_entropy_gained": changed["cross_entropy"] - whole["cross_entropy"],
@@ -141,8 +141,8 @@ def episode_losses(policy: F1Policy, batches: list[EpisodeBatch], together: int 
 
 
 @dataclass
-class Foresights:
-    """What came of foreseeing every step of some episodes: one row a step."""
+class Predictions:
+    """What came of predicting every step of some episodes: one row a step."""
 
     correct: list[Tensor] = field(default_factory=list)  # [N, L] each
     copied: list[Tensor] = field(default_factory=list)
@@ -163,14 +163,14 @@ class Foresights:
 
 
 @torch.no_grad()
-def foresee(
+def predict_frames(
     policy: F1Policy,
     batch: EpisodeBatch,
     change: Change | None = None,
     keeps_memory: bool = True,
     reset_every: int | None = None,
     watch: Callable[[int], None] | None = None,
-) -> Foresights:
+) -> Predictions:
     """Foresee every step, the memory carried through each episode.
 
     Without `keeps_memory` it is zeros before every step, with `reset_every` at the first of so many. `watch` is called
@@ -178,7 +178,7 @@ def foresee(
     """
     config, tokenizer = policy.config, policy.tokenizer
     size, history = config.tokenizer.image_size, config.n_obs_img_steps
-    found = Foresights(num_codes=config.tokenizer.codebook_size, finest=tokenizer.sizes[-1])
+    found = Predictions(num_codes=config.tokenizer.codebook_size, finest=tokenizer.sizes[-1])
     has_memory = config.memory_enabled
     memory = policy.initial_memory(len(batch.lengths)) if has_memory else None
     length = reset_every or HORIZON
@@ -233,7 +233,7 @@ def foresee(
     return found
 
 
-def _summarize(parts: list[Foresights]) -> dict[str, Any]:
+def _summarize(parts: list[Predictions]) -> dict[str, Any]:
     """The measures over all steps of all parts."""
 
     def joined(name: str) -> Tensor:
@@ -251,7 +251,7 @@ def _summarize(parts: list[Foresights]) -> dict[str, Any]:
     entropy = unigram_entropy(joined("codes"), parts[0].num_codes)
     results: dict[str, Any] = {
         "episodes": len(by_episode),
-        "mean_reward": float(np.mean(by_episode)),  # the teacher's reward is how much it foresees
+        "mean_reward": float(np.mean(by_episode)),  # the teacher's reward is how much it predicts
         "std_reward": float(np.std(by_episode)),
         "frames": len(correct),
         "wm_acc": _mean(correct),
@@ -288,7 +288,7 @@ def psnr(images: Tensor, truth: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_cross_entropy(tokenizer: MultiScaleTokenizer, parts: list[Foresights]) -> float:
+def copy_cross_entropy(tokenizer: MultiScaleTokenizer, parts: list[Predictions]) -> float:
     """That of "the next frame is nearly this frame": the best that the distances ‖z − e‖² alone can do on these frames.
 
     z is what the true coarser codes leave of the last frame; β is fitted for each scale, on some of these very frames,

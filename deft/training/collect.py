@@ -26,7 +26,7 @@ from deft.envs.vector import VectorEnv, VectorStep
 from deft.envs.wrappers import close_env
 from deft.errors import DeftError, InputError
 from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM, PolicyActor
-from deft.evaluation.evaluate import env_of_run, find_run, load_policy, world_kwargs
+from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import members_of
 from deft.runs.logging import show_progress
@@ -111,7 +111,7 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
     """Where to play: as the flags say, and for the rest as the policy's run did."""
     if run is None and config.env is None:
         raise InputError(f"--env: missing; it must be given for --policy {config.policy}")
-    kwargs = world_kwargs(config.env_kwargs, config.task, None)
+    kwargs = merge_env_kwargs(config.env_kwargs, config.task, None)
     own = None if run is None else run.env.id
     if config.task is not None and config.env is not None and (own is None or full_id(config.env) != full_id(own)):
         kwargs = {**TASK_KWARGS.get(full_id(config.env), {}), **kwargs}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.settings import OfflineTrainerConfig
 from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import film_episodes, merge_results, num_played
+from deft.evaluation.rollouts import merge_results, num_played, record_video
 from deft.models.policy import Policy, members_of
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import is_small, threads_for
@@ -263,7 +263,7 @@ class OfflineTrainer(Loop):
             if self.spec.video_env is None:
                 raise InputError("video: there is no environment to record")
             first, deterministic = members_of(self.acting)[0], self.settings.eval_deterministic
-            filmed = film_episodes(first, self.spec.video_env(), video, 1, self.seed, deterministic)
+            filmed = record_video(first, self.spec.video_env(), video, 1, self.seed, deterministic)
             summary["video"] = str(filmed)
         return summary
 

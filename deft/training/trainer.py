@@ -25,7 +25,7 @@ from deft.envs.make import make_another, wrap
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
 from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import evaluate_policy, film_episodes
+from deft.evaluation.rollouts import evaluate_policy, record_video
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy
 from deft.runs import checkpoint, sharding
@@ -356,7 +356,7 @@ class Trainer(Loop):
                 self._evaluated_policy(), self._evaluation_env(), count, seed, deterministic=deterministic, watch=watch
             )
             if video is not None:
-                filmed = film_episodes(self.acting, self._video_env(), video, 1, seed, deterministic, watch)
+                filmed = record_video(self.acting, self._video_env(), video, 1, seed, deterministic, watch)
                 results["video"] = str(filmed)
         return results
 

@@ -14,7 +14,7 @@ from deft.config.settings import CompareRunsConfig, EnvConfig, PlayConfig, RunCo
 from deft.envs.make import make_vector_env, wrap
 from deft.errors import InputError
 from deft.evaluation.compare import compare_runs, comparison_lines
-from deft.evaluation.evaluate import FIRST_HELD_OUT_SEED, env_of_run, evaluate_run, first_seed, world_kwargs
+from deft.evaluation.evaluate import FIRST_HELD_OUT_SEED, env_of_run, evaluate_run, first_seed, merge_env_kwargs
 from deft.evaluation.play import play
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.runs.logging import logged_evaluations
@@ -146,12 +146,12 @@ def test_outcomes_are_filmed_by_their_names(run, tmp_path):
 
 
 def test_flags_of_the_world_and_its_kwargs_agree():
-    assert world_kwargs({"image_size": 32}, "pick", "held-out", True) == {
+    assert merge_env_kwargs({"image_size": 32}, "pick", "held-out", True) == {
         "image_size": 32, "task": "pick", "split": "held-out", "shuffle_instructions": True,
     }  # fmt: skip
-    assert world_kwargs(None, None, None) == {}
+    assert merge_env_kwargs(None, None, None) == {}
     with pytest.raises(InputError, match="--split train: --env-kwargs says 'all'"):
-        world_kwargs({"split": "all"}, None, "train")
+        merge_env_kwargs({"split": "all"}, None, "train")
 
 
 def test_worlds_with_splits_begin_at_seeds_that_training_does_not():

@@ -28,7 +28,7 @@ from deft.models.policy import Policy
 from deft.runs.random_state import get_random_state, set_random_state
 from deft.runs.seeds import training_seed
 from deft.training.cluster.blocks import Block, End, Order, unpack_tensor
-from deft.training.cluster.packing import Strand, lay, like, plain, strands_of, take_steps
+from deft.training.cluster.packing import Segment, assemble, like, plain, segments_of, take_steps
 from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost, parts_of
 from deft.training.collection import UNKNOWN_COLLECTOR, Collector, StepBuffer
 from deft.training.group_collection import GroupBuffer, GroupCollector
@@ -221,10 +221,10 @@ class RayCollector(_Exact):
             assert isinstance(buffer, TransitionRing)
             self._write_apart(buffer, blocks, num_steps)
         else:
-            strands = self.feeder.take_strands(num_steps, stop)
-            if strands is None:
+            segments = self.feeder.take_segments(num_steps, stop)
+            if segments is None:
                 return 0
-            columns = lay(strands, num_steps, self.env.num_envs)
+            columns = assemble(segments, num_steps, self.env.num_envs)
             chunks = columns.get(schema.NEXT_NUM_STEPS)
             for step in range(num_steps):
                 self.step_counts.append(self.env.num_envs if chunks is None else int(chunks[step].sum()))
@@ -275,7 +275,7 @@ class Feeder:
         self.block_steps = block_steps
         self.round = 0
         self._in_training = 0  # steps that were taken since then
-        self._strands: list[Strand] = []
+        self._segments: list[Segment] = []
         self._arrived: list[Block] = []
         self._times: deque[float] = deque(maxlen=4 * len(self.pool.slots))
         self._condition = threading.Condition()
@@ -298,7 +298,7 @@ class Feeder:
             self._condition.notify_all()
         self.publishing += time.monotonic() - started
 
-    def take_strands(self, num_steps: int, stop: Callable[[], bool]) -> list[Strand] | None:
+    def take_segments(self, num_steps: int, stop: Callable[[], bool]) -> list[Segment] | None:
         """The steps of a rollout, the oldest there are; None if `stop` came first."""
         count = num_steps * self.collector.env.num_envs
         whole_rows = self.collector.policy.recurrent
@@ -306,15 +306,15 @@ class Feeder:
             while not self._may_take(count):
                 if not self._wait(stop):
                     return None
-            if whole_rows:  # of strands as long as a rollout; only a run's last one is shorter, and leaves the rest
-                ordered = sorted(self._strands, key=lambda strand: (strand.round, *strand.place))
-                chosen, self._strands = (
+            if whole_rows:  # of segments as long as a rollout; only a run's last one is shorter, and leaves the rest
+                ordered = sorted(self._segments, key=lambda segment: (segment.round, *segment.place))
+                chosen, self._segments = (
                     ordered[: self.collector.env.num_envs],
                     ordered[self.collector.env.num_envs :],
                 )
                 self._in_training += count
                 return [dataclasses.replace(one, stop=one.start + num_steps) for one in chosen]
-            taken, self._strands = take_steps(self._strands, count)
+            taken, self._segments = take_steps(self._segments, count)
             self._in_training += count
             return taken
 
@@ -324,9 +324,9 @@ class Feeder:
             while not self._may_take(num_steps):
                 if not self._wait(stop):
                     return None
-            taken, self._strands = self._strands, []
-            self._in_training += sum(len(strand) for strand in taken)
-            return list({id(strand.block): strand.block for strand in taken}.values())
+            taken, self._segments = self._segments, []
+            self._in_training += sum(len(segment) for segment in taken)
+            return list({id(segment.block): segment.block for segment in taken}.values())
 
     def take_arrived(self) -> list[Block]:
         """The blocks that came since the last call, for what happened in them."""
@@ -356,12 +356,12 @@ class Feeder:
 
     def _may_take(self, count: int) -> bool:
         """Whether there are `count` steps, and none would be left that a later update finds too old."""
-        if sum(len(strand) for strand in self._strands) < count:
+        if sum(len(segment) for segment in self._segments) < count:
             return False
         if count < self.rollout_size:  # the run's last, shorter one: no later update finds what is left
             return True
         outstanding = [(slot.order.round, self._size(slot)) for slot in self.pool.slots if slot.order is not None]
-        held = [(strand.round, len(strand)) for strand in self._strands]
+        held = [(segment.round, len(segment)) for segment in self._segments]
         for round_ in {round_ for round_, _ in (*outstanding, *held)}:
             here = sum(size for other, size in held if other <= round_)
             coming = sum(size for other, size in outstanding if other <= round_)
@@ -400,7 +400,7 @@ class Feeder:
         for slot in self.pool.idle:
             if not slot.is_ready:  # an order that nobody is at would hold the rest back
                 continue
-            held = sum(len(strand) for strand in self._strands)
+            held = sum(len(segment) for segment in self._segments)
             ordered = sum(self._size(busy) for busy in self.pool.busy)
             limit = (self.collector.max_staleness + 1) * self.rollout_size
             if self._in_training + held + ordered + slot.count * self.block_steps > limit:
@@ -435,7 +435,7 @@ class Feeder:
         collector._knows[block.slot] = block.incarnation
         collector._states[block.slot] = None
         slot = self.pool.slots[block.slot]
-        self._strands += strands_of(block, slot.count, block.round)
+        self._segments += segments_of(block, slot.count, block.round)
         self._arrived.append(block)
         self._times.append(block.seconds / block.num_steps * self.block_steps)
 

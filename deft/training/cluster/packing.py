@@ -1,7 +1,7 @@
 """Blocks from many workers to one rollout [T, N]: whose steps they are does not matter, only what follows what.
 
-A strand is one environment's part of a block. Strands are laid end to end, those of one environment after each other,
-and the line is cut into rows of T steps. Where a row goes on with something else than the strand's own next step, the
+A segment is one environment's part of a block. Strands are laid end to end, those of one environment after each other,
+and the line is cut into rows of T steps. Where a row goes on with something else than the segment's own next step, the
 segment ends: the step counts as truncated, with V(next observation) beside it.
 """
 
@@ -18,7 +18,7 @@ from deft.training.cluster.blocks import Block
 
 
 @dataclass(slots=True)
-class Strand:
+class Segment:
     """Steps `start` … `stop` − 1 of one environment of a block; `round` is how fresh the weights were that acted."""
 
     block: Block
@@ -36,7 +36,7 @@ class Strand:
         """Where it stands in the life of the environments: sorted by this, what follows comes next."""
         return self.block.slot, self.env, self.block.incarnation, self.block.sequence, self.start
 
-    def goes_on_with(self, other: Strand) -> bool:
+    def goes_on_with(self, other: Segment) -> bool:
         """Whether `other` begins with the step after this one's last."""
         if self.place[:3] != other.place[:3]:
             return False
@@ -46,40 +46,40 @@ class Strand:
         return follows and other.start == 0 and self.stop == self.block.num_steps
 
 
-def strands_of(block: Block, num_envs: int, round_: int) -> list[Strand]:
+def segments_of(block: Block, num_envs: int, round_: int) -> list[Segment]:
     """A block's environments apart."""
-    return [Strand(block, env, 0, block.num_steps, round_) for env in range(num_envs)]
+    return [Segment(block, env, 0, block.num_steps, round_) for env in range(num_envs)]
 
 
-def take_steps(strands: list[Strand], num_steps: int) -> tuple[list[Strand], list[Strand]]:
-    """The strands with the oldest `num_steps`, the last of them cut to fit, and the rest."""
-    ordered = sorted(strands, key=lambda strand: (strand.round, strand.block.sequence, *strand.place))
-    taken: list[Strand] = []
+def take_steps(segments: list[Segment], num_steps: int) -> tuple[list[Segment], list[Segment]]:
+    """The segments with the oldest `num_steps`, the last of them cut to fit, and the rest."""
+    ordered = sorted(segments, key=lambda segment: (segment.round, segment.block.sequence, *segment.place))
+    taken: list[Segment] = []
     missing = num_steps
-    for position, strand in enumerate(ordered):
-        if len(strand) > missing:
+    for position, segment in enumerate(ordered):
+        if len(segment) > missing:
             if missing:
-                middle = strand.start + missing
-                taken.append(Strand(strand.block, strand.env, strand.start, middle, strand.round))
-                strand = Strand(strand.block, strand.env, middle, strand.stop, strand.round)
-            return taken, [strand, *ordered[position + 1 :]]
-        taken.append(strand)
-        missing -= len(strand)
+                middle = segment.start + missing
+                taken.append(Segment(segment.block, segment.env, segment.start, middle, segment.round))
+                segment = Segment(segment.block, segment.env, middle, segment.stop, segment.round)
+            return taken, [segment, *ordered[position + 1 :]]
+        taken.append(segment)
+        missing -= len(segment)
     return taken, []
 
 
-def lay(strands: list[Strand], num_steps: int, num_envs: int) -> dict[Key, Any]:
-    """The rollout, {key: [T, N, …]}, of strands with T·N steps together; packed as the blocks' columns are."""
-    ordered = sorted(strands, key=lambda strand: strand.place)
+def assemble(segments: list[Segment], num_steps: int, num_envs: int) -> dict[Key, Any]:
+    """The rollout, {key: [T, N, …]}, of segments with T·N steps together; packed as the blocks' columns are."""
+    ordered = sorted(segments, key=lambda segment: segment.place)
     columns: dict[Key, np.ndarray] = {}
     for key, example in ordered[0].block.columns.items():
         rows = np.empty((num_envs * num_steps, *plain(example).shape[2:]), plain(example).dtype)
         position = 0
-        for strand in ordered:
-            rows[position : position + len(strand)] = plain(strand.block.columns[key])[
-                strand.start : strand.stop, strand.env
+        for segment in ordered:
+            rows[position : position + len(segment)] = plain(segment.block.columns[key])[
+                segment.start : segment.stop, segment.env
             ]
-            position += len(strand)
+            position += len(segment)
         columns[key] = rows
     _end_segments(columns, ordered, num_steps)
     rollout: dict[Key, Any] = {
@@ -88,22 +88,22 @@ def lay(strands: list[Strand], num_steps: int, num_envs: int) -> dict[Key, Any]:
     return {key: like(ordered[0].block.columns[key], rows) for key, rows in rollout.items()}
 
 
-def _end_segments(columns: dict[Key, np.ndarray], ordered: list[Strand], num_steps: int) -> None:
+def _end_segments(columns: dict[Key, np.ndarray], ordered: list[Segment], num_steps: int) -> None:
     """Mark where a row goes on with something else, and give what ends inside a block the value of its next step."""
     truncated, terminated = columns[schema.NEXT_TRUNCATED], columns[schema.NEXT_TERMINATED]
     bootstrap, values = columns[schema.NEXT_VALUE], columns[schema.VALUE]
     position = 0
-    for index, strand in enumerate(ordered):
-        first, last = position, position + len(strand) - 1
+    for index, segment in enumerate(ordered):
+        first, last = position, position + len(segment) - 1
         position = last + 1
         row_ends = range(first - first % num_steps + num_steps - 1, last, num_steps)
         inside = [end for end in row_ends if end >= first and not (terminated[end] or truncated[end])]
-        for end in inside:  # the row ends, the strand goes on in the next
+        for end in inside:  # the row ends, the segment goes on in the next
             bootstrap[end] = values[end + 1]
-        if strand.stop < strand.block.num_steps and not (terminated[last] or truncated[last]):
-            bootstrap[last] = plain(strand.block.columns[schema.VALUE])[strand.stop, strand.env]
+        if segment.stop < segment.block.num_steps and not (terminated[last] or truncated[last]):
+            bootstrap[last] = plain(segment.block.columns[schema.VALUE])[segment.stop, segment.env]
         at_row_end = last % num_steps == num_steps - 1
-        goes_on = index + 1 < len(ordered) and strand.goes_on_with(ordered[index + 1])
+        goes_on = index + 1 < len(ordered) and segment.goes_on_with(ordered[index + 1])
         if not at_row_end and not goes_on and not terminated[last]:
             truncated[last] = True
 

@@ -1,4 +1,4 @@
-"""Phase 3, `deft train adversarial`: an explorer looks for what the world model cannot foresee, which then learns it.
+"""Phase 3, `deft train adversarial`: an explorer looks for what the world model cannot predict, which then learns it.
 
 An iteration: the explorer acts for whole episodes and is paid by the world model's error (`game`), PPO trains it once,
 and the world model trains on `wm_updates` batches: what was just found, older episodes, and random ones. The world
@@ -34,7 +34,7 @@ from deft.runs.json_files import write_json
 from deft.runs.precision import set_precision
 from deft.training.phases.base import Metrics, find_start
 from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
-from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_worlds
+from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_envs
 from deft.training.phases.game import Collapse, CollapseGuard, GameReward
 from deft.training.phases.held_out import held_out_episodes
 from deft.training.phases.student import (
@@ -95,7 +95,7 @@ class AdversarialTrainer(WorldModelTrainer):
                 find_start("student_checkpoint", game.student_checkpoint)  # said before the worlds are opened
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)
-        env, num_steps = open_worlds(exploration, training.num_envs or NUM_ENVS)
+        env, num_steps = open_envs(exploration, training.num_envs or NUM_ENVS)
         self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)

@@ -25,7 +25,7 @@ from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
 from deft.envs.watched import WatchedEnv
 from deft.errors import DeftError
-from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
+from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.evaluation.world_model import EVALUATION_FILE, coded_batches
 from deft.evaluation.world_model import measure as measure_world_model
 from deft.machine import available_cores
@@ -39,7 +39,7 @@ from deft.runs.json_files import write_json
 from deft.runs.logging import show_evaluation
 from deft.runs.random_state import separate_random_state
 from deft.training.phases.adversarial import EXPLORER_FOLDER
-from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_worlds
+from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_envs
 from deft.training.phases.game import GameReward
 from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
 from deft.training.phases.student import check_world_model, load_teacher
@@ -69,7 +69,7 @@ def explore(
     """
     exploration = make_exploration(config, world_model, held_out=True)
     exploration.seed = seed
-    env, num_steps = open_worlds(exploration, min(episodes, ENVS_TOGETHER), watched_worlds)
+    env, num_steps = open_envs(exploration, min(episodes, ENVS_TOGETHER), watched_envs)
     rollouts = ExplorerRollouts(explorer, env, exploration, num_steps, episodes)
     try:
         with separate_random_state(seed), show_evaluation(rollouts.num_episodes) as watch:
@@ -101,7 +101,7 @@ def act_randomly(explorer: ExplorerPolicy) -> Act:
     return act
 
 
-def watched_worlds(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
+def watched_envs(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
     """Copies of the world that keep a tally, shared out among the cores."""
     functions = [partial(WatchedEnv, environment) for _ in range(num_envs)]
     if num_envs == 1 or available_cores() == 1:
@@ -168,7 +168,7 @@ def compare_world_models(
     }
 
 
-def what_noise_pays(
+def noise_rewards_of_run(
     path: str | Path, episodes: int = 10, seed: int = 0, device: str = "auto"
 ) -> dict[str, dict[str, float]]:
     """`noise_rewards` of an adversarial run as it is now."""
@@ -260,10 +260,10 @@ def _finish(
 ) -> dict[str, Any]:
     """Draw, film, and write down what was found."""
     plots = folder.parent / "plots"
-    foreseen = foresee_episode(world_model, found.batch(world_model))
-    results["plots"] = [str(draw_sample(foreseen, plots / "held_out.png"))]
+    predicted = predict_episode(world_model, found.batch(world_model))
+    results["plots"] = [str(draw_sample(predicted, plots / "held_out.png"))]
     if video is not None:
-        results["video"] = str(film_foresight(foreseen, Path(video)))
+        results["video"] = str(write_prediction_video(predicted, Path(video)))
     results |= {"checkpoint": str(folder), "checkpoint_choice": checkpoint_choice(path, folder)}
     write_json(results, folder.parent / EVALUATION_FILE)
     return results

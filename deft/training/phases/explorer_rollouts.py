@@ -55,21 +55,21 @@ STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pas
 Observation = dict[str, np.ndarray]
 
 
-def make_world(environment: Mapping[str, Any]) -> F1RLEnv:
+def make_student_env(environment: Mapping[str, Any]) -> F1RLEnv:
     """A copy of the student's world that also shows what the world model needs: the head camera."""
     return StudentEnv({**environment, "need_head_camera": True})
 
 
-def make_worlds(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
+def make_envs(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
     """Copies of the world, shared out among the cores."""
-    functions = [partial(make_world, dict(environment)) for _ in range(num_envs)]
+    functions = [partial(make_student_env, dict(environment)) for _ in range(num_envs)]
     if num_envs == 1 or available_cores() == 1:
         return SerialVectorEnv(functions)
     return ProcessVectorEnv(functions, restart_workers=0)
 
 
-def open_worlds(
-    exploration: Exploration, num_envs: int, make: Callable[[Mapping[str, Any], int], VectorEnv] = make_worlds
+def open_envs(
+    exploration: Exploration, num_envs: int, make: Callable[[Mapping[str, Any], int], VectorEnv] = make_envs
 ) -> tuple[VectorEnv, int]:
     """Copies of the world that is explored, and the steps of an episode in it.
 
@@ -366,7 +366,7 @@ def _with_final(following: Observation, answer: VectorStep) -> Observation:
 
 @torch.no_grad()
 def measure(world_model: F1Policy, found: Collected) -> Measures:
-    """What the world model foresaw of every step, told a_t, and how far the explorer's memory is from its own.
+    """What the world model predicted of every step, told a_t, and how far the explorer's memory is from its own.
 
     It sees head and wrist, and carries its memory through each episode from zeros. What it remembers goes into the
     rollout too (`teacher_memory`), for the explorer's memory to learn from.

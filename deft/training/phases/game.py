@@ -35,7 +35,7 @@ class GameReward:
 
     error: r = e. disagreement: r = the deviation of an ensemble's predictions of img_{t+1}. progress: what it has been
     learning lately, r = min(e_older − e, u_older − u) with an older world model and the mean entropy u of what is
-    foreseen. Of noise it only learns that it cannot be foreseen: e falls because u rises, which does not pay.
+    predicted. Of noise it only learns that it cannot be predicted: e falls because u rises, which does not pay.
 
     Where e is below `reward_floor`, r = 0. r is divided by its running root mean square, and cut at ±10.
     `merge` makes that root mean square common to several processes.
@@ -179,7 +179,7 @@ class CollapseGuard:
             "lower explorer_learning_rate",
             "saturates": f"the explorer has collapsed: {saturated:.0%} of its actions are at their limits; "
             "lower explorer_learning_rate",
-            "unpaid": f"the game is over: {1 - paid:.0%} of the explorer's steps are foreseen below reward_floor; "
+            "unpaid": f"the game is over: {1 - paid:.0%} of the explorer's steps are predicted below reward_floor; "
             "the world model is as good as this explorer can make it, or lower reward_floor",
         }
         for name, shows in now.items():

@@ -50,7 +50,7 @@ class DatasetExplorer:
         self._mine, self._next = mine, 0
         self.num_episodes = len(mine)
         shortest, longest = int(self.dataset.lengths.min()), int(self.dataset.lengths.max())
-        if shortest < 2 * training.frame_skip - 1:  # from any of its first frames there is one more to foresee
+        if shortest < 2 * training.frame_skip - 1:  # from any of its first frames there is one more to predict
             raise InputError(
                 f"frame_skip {training.frame_skip}: the shortest episode of {training.dataset} has {shortest} steps; "
                 f"use at most {(shortest + 1) // 2}"

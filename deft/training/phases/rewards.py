@@ -22,7 +22,7 @@ class Measures:
 
     divergence_before: Tensor  # D_t = ‖h_explorer − h_teacher‖₂ before the step
     divergence: Tensor  # D_{t+1}: after it
-    uncertainty: Tensor  # mean entropy of the codes of img_{t+1}, as the world model foresaw them from a_t, in nats
+    uncertainty: Tensor  # mean entropy of the codes of img_{t+1}, as the world model predicted them from a_t, in nats
     error: Tensor  # their cross-entropy, in nats
     action_size: Tensor  # mean |a_t| over the real dims, as executed
     starts: Tensor  # bool: an episode's first step

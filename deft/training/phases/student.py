@@ -20,8 +20,8 @@ from deft.config.f1_settings import ExplorerSettings, PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file
 from deft.data.episodes import EpisodeBatch
 from deft.errors import InputError, Stopped
-from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
 from deft.evaluation.plots import plot_metrics
+from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.models.f1.explorer import (
     EXPLORER_FILE,
     ExplorerPolicy,
@@ -36,7 +36,7 @@ from deft.models.f1.policy import F1Policy
 from deft.runs.directory import MODEL_FILE
 from deft.runs.precision import autocast, set_precision
 from deft.training.phases.base import BaseRLTrainer, Metrics, find_start, moved_with
-from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_worlds
+from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_envs
 from deft.training.phases.rewards import Measures, StudentReward
 from deft.training.phases.teacher import make_exploration
 
@@ -136,7 +136,7 @@ class StudentTrainer(BaseRLTrainer):
         self.teacher = load_teacher(self.config, self.device) if teacher is None else teacher.to(self.device)
         self.teacher.requires_grad_(False).eval()
         exploration = make_exploration(self.config, self.teacher)
-        env, num_steps = open_worlds(exploration, training.num_envs or NUM_ENVS)
+        env, num_steps = open_envs(exploration, training.num_envs or NUM_ENVS)
         if self.resume_from is None:
             self.explorer = new_explorer(self.teacher, env.action_mask, section.explorer)
         else:
@@ -152,12 +152,12 @@ class StudentTrainer(BaseRLTrainer):
     def write_sample(self, path: Path, row: int) -> None:
         """Truth, prediction and error of some frames of an episode of the last rollout."""
         if self._shown_episodes is not None:
-            draw_sample(foresee_episode(self.teacher, self._shown_episodes, row), path)
+            draw_sample(predict_episode(self.teacher, self._shown_episodes, row), path)
 
     def write_video(self, path: Path, row: int) -> None:
         """Head, true wrist and predicted wrist of that episode."""
         if self._shown_episodes is not None:
-            film_foresight(foresee_episode(self.teacher, self._shown_episodes, row), path)
+            write_prediction_video(predict_episode(self.teacher, self._shown_episodes, row), path)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Phase 1, `deft train teacher`: a world model that foresees the wrist camera's next frame, from random exploration.
+"""Phase 1, `deft train teacher`: a world model that predicts the wrist camera's next frame, from random exploration.
 
 Episodes come from `TeacherEnv` copies beside training (`exploration`), or from a recorded dataset. Their frames are
 coded once, when they arrive. A round trains on `batch_size` episodes: chunk after chunk with the memory carried and

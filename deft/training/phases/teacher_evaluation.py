@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
-from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
+from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.evaluation.world_model import EVALUATION_FILE, coded_batches, measure, plot_horizons
 from deft.models.f1.loading import load_f1_policy
 from deft.runs import checkpoint
@@ -44,10 +44,10 @@ def evaluate_teacher(
     results = measure(policy, batches)
     plots = folder.parent / "plots"
     results["plots"] = [str(plot) for plot in plot_horizons(results["open_loop"], plots)]
-    foreseen = foresee_episode(policy, batches[0])
-    results["plots"].append(str(draw_sample(foreseen, plots / "held_out.png")))
+    predicted = predict_episode(policy, batches[0])
+    results["plots"].append(str(draw_sample(predicted, plots / "held_out.png")))
     if video is not None:
-        results["video"] = str(film_foresight(foreseen, Path(video)))
+        results["video"] = str(write_prediction_video(predicted, Path(video)))
     results |= {"checkpoint": str(folder), "checkpoint_choice": checkpoint_choice(path, folder)}
     write_json(results, folder.parent / EVALUATION_FILE)
     return results

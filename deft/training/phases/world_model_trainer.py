@@ -19,7 +19,7 @@ from deft import schema
 from deft.data.episodes import EpisodeBatch
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError
-from deft.evaluation.foresight import draw_sample, film_foresight, foresee_episode
+from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.models.f1.batch import MemoryStateManager
 from deft.models.f1.rollout import encode_frames
 from deft.runs.precision import autocast
@@ -155,12 +155,12 @@ class WorldModelTrainer(BaseRLTrainer):
     def write_sample(self, path: Path, row: int) -> None:
         """Truth, prediction and error of some frames of an episode of the last round."""
         if self.shown_episodes is not None:
-            draw_sample(foresee_episode(self.policy, self.shown_episodes, row), path)
+            draw_sample(predict_episode(self.policy, self.shown_episodes, row), path)
 
     def write_video(self, path: Path, row: int) -> None:
         """Head, true wrist and predicted wrist of that episode."""
         if self.shown_episodes is not None:
-            film_foresight(foresee_episode(self.policy, self.shown_episodes, row), path)
+            write_prediction_video(predict_episode(self.policy, self.shown_episodes, row), path)
 
 
 def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:

@@ -80,13 +80,13 @@ def test_steps_are_never_too_old_and_none_is_lost(max_staleness, recurrent):
     feeder = Feeder(collector, rollout_steps=8, block_steps=8 if recurrent else 4)
     seen, oldest = [], 0
     for update in range(25):
-        strands = feeder.take_strands(8, lambda: False)
-        assert strands is not None
-        assert sum(len(strand) for strand in strands) == 48
-        for strand in strands:
-            part = slice(strand.start, strand.stop), strand.env
-            seen.append(strand.block.columns[schema.OBSERVATION][part])
-            oldest = max(oldest, update - int(strand.block.columns[schema.POLICY_VERSION].min()))
+        segments = feeder.take_segments(8, lambda: False)
+        assert segments is not None
+        assert sum(len(segment) for segment in segments) == 48
+        for segment in segments:
+            part = slice(segment.start, segment.stop), segment.env
+            seen.append(segment.block.columns[schema.OBSERVATION][part])
+            oldest = max(oldest, update - int(segment.block.columns[schema.POLICY_VERSION].min()))
         collector.version += 1
         feeder.publish()
     feeder.close()
@@ -94,7 +94,9 @@ def test_steps_are_never_too_old_and_none_is_lost(max_staleness, recurrent):
     assert len(np.unique(steps)) == len(steps) == 25 * 48
     assert 1 <= oldest <= max_staleness
     if not recurrent:  # each environment's steps from its first on, without a gap but for what is not taken yet
-        left = {int(strand.block.columns[schema.OBSERVATION][strand.start, strand.env]) for strand in feeder._strands}
+        left = {
+            int(segment.block.columns[schema.OBSERVATION][segment.start, segment.env]) for segment in feeder._segments
+        }
         for env in range(6):
             own = np.sort(steps[steps // 100_000 == env]) % 100_000
             gaps = set(range(own[-1] + 1)) - set(own.tolist())
@@ -105,7 +107,7 @@ def test_a_slow_worker_hands_over_less():
     collector = pretended(1)
     feeder = Feeder(collector, rollout_steps=8, block_steps=8)
     for _ in range(30):
-        feeder.take_strands(8, lambda: False)
+        feeder.take_segments(8, lambda: False)
         collector.version += 1
         feeder.publish()
     feeder.close()
@@ -116,10 +118,10 @@ def test_a_slow_worker_hands_over_less():
 def test_errors_and_stops_surface():
     collector = pretended(1)
     feeder = Feeder(collector, rollout_steps=1000, block_steps=1000)
-    assert feeder.take_strands(10**6, lambda: True) is None
+    assert feeder.take_segments(10**6, lambda: True) is None
     collector.pool.error = RunError("the gripper fell off")
     with pytest.raises(RunError, match="the gripper fell off"):
-        feeder.take_strands(10**6, lambda: False)
+        feeder.take_segments(10**6, lambda: False)
     feeder.close()
 
 
@@ -128,13 +130,13 @@ def test_the_last_shorter_rollout_takes_what_is_there():
     collector = pretended(max_staleness=1)
     feeder = Feeder(collector, rollout_steps=8, block_steps=4)
     for update in range(3):
-        assert feeder.take_strands(8, lambda: False) is not None
+        assert feeder.take_segments(8, lambda: False) is not None
         collector.version = update + 1
         feeder.publish()
-    taken = feeder.take_strands(1, never_after(5.0))
+    taken = feeder.take_segments(1, never_after(5.0))
     feeder.close()
     assert taken is not None
-    assert sum(len(strand) for strand in taken) == 6  # one step of 6 environments
+    assert sum(len(segment) for segment in taken) == 6  # one step of 6 environments
 
 
 def test_transitions_end_where_the_run_does():

@@ -6,7 +6,7 @@ import torch
 from deft import schema
 from deft.algorithms.returns import generalized_advantage
 from deft.training.cluster.blocks import Block
-from deft.training.cluster.packing import lay, strands_of, take_steps
+from deft.training.cluster.packing import assemble, segments_of, take_steps
 
 
 def block(slot, sequence, num_steps, num_envs=2, incarnation=0):
@@ -26,10 +26,10 @@ def block(slot, sequence, num_steps, num_envs=2, incarnation=0):
 
 
 def test_whole_blocks_stay_in_their_columns():
-    strands = [strand for slot in (1, 0) for strand in strands_of(block(slot, 0, 10), 2, 0)]
-    taken, rest = take_steps(strands, 40)
+    segments = [segment for slot in (1, 0) for segment in segments_of(block(slot, 0, 10), 2, 0)]
+    taken, rest = take_steps(segments, 40)
     assert not rest
-    rollout = lay(taken, 10, 4)
+    rollout = assemble(taken, 10, 4)
     assert rollout[schema.OBSERVATION].tolist() == [[step + 1000 * env for env in range(4)] for step in range(10)]
     assert not rollout[schema.NEXT_TRUNCATED].any()
     assert rollout[schema.NEXT_VALUE][-1].tolist() == [10.0 * (10 + 1000 * env) for env in range(4)]
@@ -37,16 +37,16 @@ def test_whole_blocks_stay_in_their_columns():
 
 def test_blocks_that_follow_each_other_are_one_segment():
     # Two blocks of 10 in a row of 20: the first block's end is no segment's end.
-    strands = strands_of(block(0, 0, 10, 1), 1, 0) + strands_of(block(0, 1, 10, 1), 1, 1)
-    rollout = lay(take_steps(strands, 20)[0], 20, 1)
+    segments = segments_of(block(0, 0, 10, 1), 1, 0) + segments_of(block(0, 1, 10, 1), 1, 1)
+    rollout = assemble(take_steps(segments, 20)[0], 20, 1)
     assert rollout[schema.OBSERVATION][:, 0].tolist() == list(range(20))
     assert not rollout[schema.NEXT_TRUNCATED].any()
 
 
 def test_what_does_not_follow_ends_the_segment():
     # A worker that died (incarnation 0, block 0) and its successor's first block.
-    strands = strands_of(block(0, 0, 4, 1), 1, 0) + strands_of(block(0, 0, 4, 1, incarnation=1), 1, 0)
-    rollout = lay(take_steps(strands, 8)[0], 8, 1)
+    segments = segments_of(block(0, 0, 4, 1), 1, 0) + segments_of(block(0, 0, 4, 1, incarnation=1), 1, 0)
+    rollout = assemble(take_steps(segments, 8)[0], 8, 1)
     assert rollout[schema.NEXT_TRUNCATED][:, 0].tolist() == [False] * 3 + [True] + [False] * 4
     assert rollout[schema.NEXT_VALUE][3, 0] == 40.0  # V of the state after its fourth step
 
@@ -55,12 +55,12 @@ def test_short_blocks_fill_rows_and_each_step_is_used_once():
     rng = np.random.default_rng(0)
     held, seen, sequences = [], [], [0, 0, 0]
     for _ in range(20):
-        while sum(len(strand) for strand in held) < 48:
+        while sum(len(segment) for segment in held) < 48:
             slot = int(rng.integers(3))
-            held += strands_of(block(slot, sequences[slot], int(rng.integers(1, 10))), 2, len(seen))
+            held += segments_of(block(slot, sequences[slot], int(rng.integers(1, 10))), 2, len(seen))
             sequences[slot] += 1
         taken, held = take_steps(held, 48)
-        rollout = lay(taken, 8, 6)
+        rollout = assemble(taken, 8, 6)
         life = rollout[schema.OBSERVATION]
         seen.append(life)
         done = rollout[schema.NEXT_TERMINATED] | rollout[schema.NEXT_TRUNCATED]
@@ -76,8 +76,8 @@ def test_short_blocks_fill_rows_and_each_step_is_used_once():
 
 def test_advantages_do_not_cross_a_seam():
     # γ = λ = 1, r = 1: δ = 1 + V(s') − V(s) = 1 + 10 = 11 at every step, and A is 11 times the steps left to the seam.
-    strands = strands_of(block(0, 0, 3, 1), 1, 0) + strands_of(block(1, 0, 5, 1), 1, 0)
-    rollout = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in lay(strands, 8, 1).items()}
+    segments = segments_of(block(0, 0, 3, 1), 1, 0) + segments_of(block(1, 0, 5, 1), 1, 0)
+    rollout = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in assemble(segments, 8, 1).items()}
     done = rollout[schema.NEXT_TERMINATED] | rollout[schema.NEXT_TRUNCATED]
     value, bootstrap = rollout[schema.VALUE], rollout[schema.NEXT_VALUE]
     following = torch.where(done, bootstrap, torch.cat([value[1:], bootstrap[-1:]]))

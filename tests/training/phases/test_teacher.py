@@ -327,7 +327,7 @@ def test_a_video_and_a_picture_of_every_episode(tmp_path, monkeypatch):
     """`video_save_every: 1` with batches of 2: four episodes give four videos, each of its own episode."""
     filmed = []
     monkeypatch.setattr(
-        "deft.training.phases.world_model_trainer.film_foresight",
+        "deft.training.phases.world_model_trainer.write_prediction_video",
         lambda episode, path: filmed.append((path.name, episode.wrist.copy())),
     )
     made = trainer(tmp_path, num_episodes=4, video_save_every=1, sample_save_every=3)

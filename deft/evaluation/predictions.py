@@ -1,4 +1,4 @@
-"""What a world model foresees of an episode, step by step, as pictures and videos beside the truth.
+"""What a world model predicts of an episode, step by step, as pictures and videos beside the truth.
 
 The trainers of the phases write them as they go; `deft evaluate` for `--video`.
 """
@@ -28,7 +28,7 @@ FPS = 10
 
 @dataclass
 class ForeseenEpisode:
-    """T steps: what was there, and what was foreseen one step before. uint8 [T, 3, h, w]."""
+    """T steps: what was there, and what was predicted one step before. uint8 [T, 3, h, w]."""
 
     wrist: np.ndarray
     predicted: np.ndarray
@@ -36,7 +36,7 @@ class ForeseenEpisode:
 
 
 @torch.no_grad()
-def foresee_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> ForeseenEpisode:
+def predict_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> ForeseenEpisode:
     """Foresee frame t + 1 of one episode at every t, the memory carried through it."""
     was_training = policy.training
     policy.eval()
@@ -58,7 +58,7 @@ def foresee_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> Fore
     return ForeseenEpisode(wrist, torch.cat(predicted).numpy(), None if seen is None else seen.cpu().numpy())
 
 
-def film_foresight(episode: ForeseenEpisode, path: Path) -> Path:
+def write_prediction_video(episode: ForeseenEpisode, path: Path) -> Path:
     """A video: head camera (where there is one), wrist camera, predicted wrist."""
     parts = [part for part in (episode.head, episode.wrist, episode.predicted) if part is not None]
     times = max(1, VIDEO_HEIGHT // parts[0].shape[-1])
