@@ -1,4 +1,4 @@
-"""Records an update on a GPU as one CUDA graph and replays it: the device then waits for no Python between kernels."""
+"""Records updates on a GPU as one CUDA graph and replays it, so that the GPU does not wait for Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WARM_UP = 3  # periods run in the ordinary way first, so that libraries allocate
 
 
 class Source(Protocol):
-    """Where batches come from."""
+    """A source of batches."""
 
     generator: torch.Generator
 
@@ -41,7 +41,7 @@ class Sampler(Source, Protocol):
 class CapturedUpdate:
     """`algorithm.period` updates, each on a batch drawn inside the recording, as one graph.
 
-    Whatever a step decides in Python is decided once, while recording: so a recording begins at a multiple of the
+    Python branches of a step are evaluated once, while recording: a recording therefore starts at a multiple of the
     period, and schedules write into tensors (`algorithm.schedule`) between replays.
     """
 

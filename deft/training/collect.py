@@ -100,7 +100,7 @@ def _minari_id(files: MinariFiles | LeRobotFiles) -> dict[str, str]:
 
 
 def _summary(finished: list[PlayedEpisode]) -> dict[str, Any]:
-    """How the episodes went that came to their end."""
+    """Summary of the episodes that ended."""
     if not finished:
         return {"ended_episodes": 0}
     results = summarize(finished)
@@ -108,7 +108,7 @@ def _summary(finished: list[PlayedEpisode]) -> dict[str, Any]:
 
 
 def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
-    """Where to play: as the flags say, and for the rest as the policy's run did."""
+    """The environment of the flags, and otherwise that of the policy's run."""
     if run is None and config.env is None:
         raise InputError(f"--env: missing; it must be given for --policy {config.policy}")
     kwargs = merge_env_kwargs(config.env_kwargs, config.task, None)
@@ -139,7 +139,7 @@ class Actor(Protocol):
         """Actions [N, …], as `VectorEnv.step` takes them."""
 
     def ended(self, done_index: np.ndarray) -> None:
-        """These environments have begun a new episode."""
+        """Start a new episode in these environments."""
 
 
 class _Function:
@@ -203,7 +203,10 @@ def _actor(
         finally:
             built_for.close()
         if policy.needs_reward:
-            raise InputError("--policy: a decision transformer acts by its rewards, which recording does not tell it")
+            raise InputError(
+                "--policy: a decision transformer needs its rewards to act, which recording does not provide; "
+                "use another policy"
+            )
         actor = PolicyActor(policy, env.num_envs, env.action_mask, config.deterministic)
     elif config.policy == RANDOM:
         actor = _Function(lambda: random_actions(env, generator), RANDOM)
@@ -258,10 +261,10 @@ class _Played:
 def _play(
     config: CollectConfig, env: VectorEnv, actor: Actor, recording: Recording, seed: int, stop: Callable[[], bool]
 ) -> _Played:
-    """Step the environments and write each episode as it ends, until enough is recorded or `stop` says so."""
+    """Step the environments and write each episode as it ends, until enough is recorded or `stop()` is true."""
     played = _Played()
     attributes = {"policy": config.policy, "noise": config.noise}
-    # Each copy plays its own share: taking the first episodes to end would prefer short ones.
+    # Every environment records a fixed share: taking the first episodes that end would prefer short ones.
     share = [len(range(index, config.episodes or 0, env.num_envs)) for index in range(env.num_envs)]
     num_taken = 0  # steps in recorded and open episodes
 

@@ -43,14 +43,14 @@ UNKNOWN_COLLECTOR: dict[str, Any] = {"env": None, "memory": None, "started": Tru
 
 
 class StepBuffer(Protocol):
-    """What a collector writes to."""
+    """A buffer that a collector writes to."""
 
     def write(self, row: Row) -> None:
-        """Take one step of all environments."""
+        """Store one step of all environments."""
 
 
 class Collector:
-    """One environment step after another: act, step, record.
+    """Steps a vector environment with a policy and writes transitions into a buffer.
 
     Where a segment of a rollout ends without its next row (truncation, the rollout's last step) the transition carries
     V(true final observation). With `next_observation=True` it carries the next observation instead, for algorithms
@@ -71,19 +71,19 @@ class Collector:
         self.seed = seed
         self.version = 0
         self.episodes: deque[Episode] = deque()
-        """Finished since the trainer last took them."""
+        """Episodes that finished since `take_episodes`."""
         self.num_lost_episodes = 0
-        """Lost with a worker process that failed; no part of `episodes`."""
+        """Episodes lost with a worker process that failed; they are not in `episodes`."""
         self.stepping_since: float | None = None
-        """When the environment step under way began; a watchdog in another thread reads it."""
+        """Start time of the environment step under way; a watchdog in another thread reads it."""
         self.step_counts: deque[int] = deque()
-        """Env steps of each vector step that was written and not yet taken by `take_step_count`."""
+        """Env steps of each vector step that was written and not yet counted by `take_step_count`."""
         self.steps_left: int | None = None
-        """Env steps to the run's end, where it is known; workers may have more than that ready."""
+        """Env steps to the end of the run, if known; workers may have collected more."""
         self.explore: Callable[[], np.ndarray | None] | None = None
-        """Asked before the policy: actions [N, …] to take instead of its own, or None."""
+        """Called before the policy acts: returns actions [N, …] that replace the policy's, or None."""
         self.before_stepping: Callable[[], None] | None = None
-        """Called when the actions are known: a GPU can be given work here that it does while environments step."""
+        """Called when the actions are known: it may start GPU work that runs while the environments step."""
         self.device = next(iter(policy.parameters())).device
         self._next_observation = next_observation
         self._reward_terms = reward_terms and len(env.reward_terms) > 0
@@ -114,7 +114,7 @@ class Collector:
         return made
 
     def collect_steps(self, num_steps: int) -> TensorDict:
-        """A rollout of `num_steps` transitions in total over all environments, [num_steps / N, N]."""
+        """Collect `num_steps` transitions in total over all environments, as a rollout [num_steps / N, N]."""
         rows, rest = divmod(num_steps, self.env.num_envs)
         if rest or not rows:
             raise InputError(
@@ -138,30 +138,30 @@ class Collector:
                 row[schema.STEP_MASK] = ~np.isin(np.arange(self.env.num_envs), step.lost_index)
         else:
             row[schema.NEXT_VALUE] = self._bootstrap(step, next_memory, ends_segment)
-        # Counted before it is written: a trainer in another thread asks for the count of what it finds in the buffer.
+        # Count before writing: a trainer in another thread reads the count of the steps that it finds in the buffer.
         self.episodes.extend(step.episodes)
         self.num_lost_episodes += len(step.lost_index)
         self.step_counts.append(int(step.num_steps.sum()) if self.env.chunk_length > 1 else self.env.num_envs)
         buffer.write(row)
 
     def take_episodes(self) -> list[Episode]:
-        """The episodes that finished since the last call."""
+        """Return the episodes that finished since the last call."""
         return [self.episodes.popleft() for _ in range(len(self.episodes))]
 
     def take_step_count(self, num_vector_steps: int) -> int:
-        """Env steps, over all environments, of the oldest `num_vector_steps` vector steps not yet counted."""
+        """Return the env steps, over all environments, of the oldest `num_vector_steps` that were not yet counted."""
         return sum(self.step_counts.popleft() for _ in range(num_vector_steps))
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Stop collecting; a collector in this process has nothing to stop."""
 
     def set_version(self, version: int) -> None:
-        """Which weights act from here on."""
+        """Set the version of the weights that act from here on."""
         self.version = version
         self._versions = np.full_like(self._versions, version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every environment stands; `env` is None where an environment's state cannot be saved."""
+        """Return the state of all environments; `env` is None if it cannot be saved."""
         started = self._observation is not None
         return {
             "env": self.env.get_state() if started else None,
@@ -171,7 +171,7 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on from there; False where the environments' state is unknown and they start new episodes."""
+        """Restore the state; return False if the environments' state is unknown and they start new episodes."""
         self.step_counts.clear()
         if state["env"] is None:
             self._observation = None
@@ -299,33 +299,33 @@ def _with_final(step: VectorStep) -> Observation:
 
 
 class Collection:
-    """What the trainer sees: steps are gathered, then learned from, then the new weights act."""
+    """The contract with the trainer: gather steps, update the algorithm, act with the new weights."""
 
     max_rounds: int = 1
-    """How often a rollout's steps are gathered at most before an update."""
+    """Largest number of rollouts that are gathered before an update."""
 
     def __init__(self, collector: Collector, buffer: Any) -> None:
         self.collector = collector
         self.buffer = buffer
         self.in_update = 0
-        """Vector steps of an update that was stopped before it was complete; 0 where there is none."""
+        """Vector steps of an update that was stopped before it was complete; 0 if there is none."""
 
     def check_length(self, num_env_steps: int, planned: int) -> None:
         """Raise an error if a run of `planned` env steps makes no update; warn if its first part makes none."""
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
-        """Called once, before the first `gather`. Nothing runs by itself."""
+        """Prepare; called once, before the first `gather`."""
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
-        """Collect until `num_vector_steps` wait to be learned from; False if `stop` came first."""
+        """Collect until the buffer holds `num_vector_steps`; return False if `stop` became true first."""
         raise TypeError(f"{type(self).__name__} does not define gather")
 
     def batches(self, num_vector_steps: int) -> Iterator[Any]:
-        """What the algorithm learns from."""
+        """Yield the batches of an update."""
         return self.buffer.batches(num_vector_steps)
 
     def update(self, algorithm: Algorithm, num_vector_steps: int, stop: Callable[[], bool]) -> Metrics | None:
-        """Let the algorithm learn from them; None if `stop` came first, and the rest of the update is left to do."""
+        """Update the algorithm; return None if `stop` became true first and a part of the update remains."""
         algorithm.should_stop = stop
         metrics = algorithm.update(self.batches(num_vector_steps))
         self.in_update = 0 if algorithm.unfinished is None else num_vector_steps
@@ -337,26 +337,26 @@ class Collection:
 
     @property
     def pending(self) -> int:
-        """Vector steps that wait to be learned from."""
+        """Vector steps that were collected and not trained on yet."""
         return len(self.collector.step_counts)
 
     def steps_under_way(self, most_per_step: int) -> int:
-        """Env steps that wait, at most so many in a vector step; for the progress bar."""
+        """Env steps that were collected and not trained on, `most_per_step` a vector step; for the progress bar."""
         return self.pending * most_per_step
 
     def drop(self) -> int:
-        """Forget the steps that wait; how many they were."""
+        """Discard the steps that were not trained on; return their number."""
         count = self.pending
         self.buffer.clear()
         self.collector.step_counts.clear()
         return count
 
     def publish(self, version: int) -> None:
-        """The collector acts with the learner's weights already; only their number changes."""
+        """Set the version; the collector acts with the learner's weights already."""
         self.collector.set_version(version)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to hold."""
+        """Return a context in which no environment is stepped."""
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -364,13 +364,13 @@ class Collection:
         return self.collector.state_dict()
 
     def unknown_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The states of collector and buffer to save where the environments' is not known."""
+        """States of collector and buffer to save if the environments' state is unknown."""
         return UNKNOWN_COLLECTOR, {}
 
     def load_state_dict(self, state: dict[str, Any], buffer: dict[str, Any], same_rollout: bool) -> bool:
-        """Go on from there; False where the environments' state is not known and they begin new episodes.
+        """Restore the state; return False if the environments' state is unknown and they start new episodes.
 
-        Without `same_rollout` a rollout has another length now, and the steps of a begun one are dropped.
+        Without `same_rollout` the length of a rollout has changed, and the steps of an incomplete one are dropped.
         """
         known = self.collector.load_state_dict(state)
         if known and buffer and not same_rollout:
@@ -381,17 +381,17 @@ class Collection:
         return known
 
     def close(self) -> None:
-        """Stop what collects by itself."""
+        """Stop collecting."""
         self.collector.close()
 
 
 class InlineCollection(Collection):
-    """Standard mode: collect when asked, with the learner's own weights."""
+    """Standard mode: collect between updates, with the learner's own weights."""
 
     buffer: RolloutBuffer
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
-        """Fill the buffer to `num_vector_steps`; False if `stop` came first."""
+        """Fill the buffer to `num_vector_steps`; return False if `stop` became true first."""
         wanted = num_vector_steps - len(self.buffer)
         return self.collector.collect(self.buffer, wanted, stop) == wanted
 
@@ -421,9 +421,9 @@ class BackgroundCollection(Collection):
         self._published = 0  # updates since the start
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
-        """Begin to collect, in rollouts of `rollout_steps`, `total_steps` in all (what the buffer holds counted in)."""
+        """Start the thread: rollouts of `rollout_steps`, `total_steps` in all, including those in the buffer."""
         self._rollout_steps, self._total_steps = rollout_steps, total_steps
-        # An update that was stopped is still to be published: the steps here are those of the next ones.
+        # An update that was stopped is published later: the steps in the buffer belong to the next updates.
         self._position, self._published = len(self.buffer), -1 if self.in_update else 0
         self._stopping, self._error, self.collector.stepping_since = False, None, None
         self.collector.policy.load_state_dict(self.learner.state_dict())
@@ -431,7 +431,7 @@ class BackgroundCollection(Collection):
         self._thread.start()
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
-        """Wait until `num_vector_steps` are there; False if `stop` came first. The collector's errors surface here."""
+        """Wait for `num_vector_steps`; return False if `stop` became true first. Raise the errors of the collector."""
         with self._condition:
             while len(self.buffer) < num_vector_steps:
                 self._check()
@@ -441,14 +441,14 @@ class BackgroundCollection(Collection):
         return True
 
     def batches(self, num_vector_steps: int) -> Iterator[TensorDict]:
-        """What the algorithm learns from; the ring has room again as soon as it is taken out."""
+        """Yield the batches of an update; the ring has room again as soon as one is read."""
         for batch in self.buffer.batches(num_vector_steps):
             with self._condition:
                 self._condition.notify_all()
             yield batch
 
     def publish(self, version: int) -> None:
-        """Give the collector the learner's weights, between two of its steps."""
+        """Copy the learner's weights to the collector, between two of its steps."""
         with self.paused():
             self.collector.policy.load_state_dict(self.learner.state_dict())
             self.collector.set_version(version)
@@ -471,7 +471,7 @@ class BackgroundCollection(Collection):
                 self._condition.notify_all()
 
     def close(self) -> None:
-        """Stop the thread after the step under way; one that hangs is left behind and ends with the process."""
+        """Stop the thread after the step under way; a thread that hangs ends with the process."""
         with self._condition:
             self._stopping = True
             self._condition.notify_all()
@@ -490,7 +490,7 @@ class BackgroundCollection(Collection):
                     self.collector.step(self.buffer, ends_segment)
                     self._position = following
         except BaseException as error:
-            # Raised in the main thread when it next waits; said now, for an update may be long.
+            # The main thread raises it when it next waits; log it now, since an update may take long.
             self._error = error
             log.error("the collector stopped: %s: %s", type(error).__name__, error)
         finally:
@@ -499,7 +499,7 @@ class BackgroundCollection(Collection):
                 self._condition.notify_all()
 
     def _wait_for_turn(self) -> bool:
-        """Between two steps: wait until the next may begin. False when the thread is to end."""
+        """Between two steps: wait until the next may start. Return False when the thread must end."""
         with self._condition:
             self._idle = True
             self._condition.notify_all()

@@ -1,6 +1,6 @@
 """Makes the environments harder while a policy learns: by env steps, or when enough episodes succeed.
 
-The trainer makes one from `env.curriculum`, starts it with the run, and tells it of every finished episode.
+The trainer makes one from `env.curriculum`, starts it with the run, and passes on every finished episode.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ METHOD = "set_difficulty"
 class Curriculum:
     """The level that the environments are at; it only ever rises.
 
-    `paused` is entered while the environments are told of a new level: a collector in another thread must not step
-    them meanwhile.
+    `paused` is entered while a new level is set: a collector in another thread must not step the environments then.
     """
 
     def __init__(
@@ -41,23 +40,23 @@ class Curriculum:
         self._index = 0
         self._resumed = False
         self._successes: deque[bool] = deque(maxlen=config.window)
-        self._num_silent = 0  # episodes in a row that did not say whether they succeeded
-        self._begun_before: set[int] = set()  # environments whose episode began at the level before
+        self._num_silent = 0  # episodes in a row that did not report success or failure
+        self._started_before: set[int] = set()  # environments whose episode started at the previous level
 
     @property
     def level(self) -> Level:
-        """What the environments were last told."""
+        """The present level."""
         return self.config.levels[self._index]
 
     def start(self) -> None:
-        """Set the present level. In a new run every later one is tried first: a wrong one is told now, not then."""
+        """Set the present level. In a new run every later level is set first, so that a wrong one raises now."""
         later = () if self._resumed else range(len(self.config.levels) - 1, self._index, -1)
         for index in (*later, self._index):
             self._set(self.config.levels[index])
         log.info("curriculum: the environments are at level %r", self.level)
 
     def update(self, num_timesteps: int, episodes: list[Episode]) -> Level | None:
-        """Take what was trained so far, and the episodes since the last call; the new level, where one begins."""
+        """Update from the env steps so far and the episodes since the last call; return a new level, or None."""
         index = self._index_by_steps(num_timesteps) if self.config.at_steps else self._index_by_success(episodes)
         if index <= self._index:
             return None
@@ -65,41 +64,41 @@ class Curriculum:
             self._set(self.config.levels[index])
         self._index = index
         self._successes.clear()
-        self._begun_before = set(range(self._env.num_envs))
+        self._started_before = set(range(self._env.num_envs))
         log.info("curriculum: level %r from %d steps on", self.level, num_timesteps)
         return self.level
 
     def state_dict(self) -> dict[str, Any]:
         """Which level, and what was seen at it, for the checkpoint."""
-        return {"level": self._index, "successes": list(self._successes), "begun_before": sorted(self._begun_before)}
+        return {"level": self._index, "successes": list(self._successes), "begun_before": sorted(self._started_before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it back; `start` then sets the level."""
         self._index = min(int(state["level"]), len(self.config.levels) - 1)
         self._successes.clear()
         self._successes.extend(bool(success) for success in state["successes"])
-        self._begun_before = set(state.get("begun_before", ()))
+        self._started_before = set(state.get("begun_before", ()))
         self._resumed = True
 
     def _index_by_steps(self, num_timesteps: int) -> int:
-        """How many of the steps at which a level begins are behind."""
+        """Number of `at_steps` that have passed."""
         return bisect_right(self.config.at_steps or (), num_timesteps)
 
     def _index_by_success(self, episodes: list[Episode]) -> int:
         """One further where the window is full and enough of it succeeded."""
         assert self.config.success_rate is not None
         for episode in episodes:
-            if episode.success is None:  # cut before its end, or never said
+            if episode.success is None:  # cut before its end, or not reported
                 self._num_silent += 1
                 if self._num_silent >= self.config.window:
                     raise InputError(
-                        'env.curriculum.success_rate: the environment reports no success; have its info say "success" '
+                        'env.curriculum.success_rate: the environment reports no success; put "success" into its info '
                         "in an episode's last step, or give at_steps"
                     )
                 continue
             self._num_silent = 0
-            if episode.env_index in self._begun_before:  # at the level before
-                self._begun_before.discard(episode.env_index)
+            if episode.env_index in self._started_before:  # at the level before
+                self._started_before.discard(episode.env_index)
             else:
                 self._successes.append(episode.success)
         is_full = len(self._successes) == self.config.window

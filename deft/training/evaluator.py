@@ -1,6 +1,6 @@
-"""Evaluates a policy in an environment of its own: here and now, or in a process beside the training.
+"""Evaluates policies in an environment of their own, in this process or in a background process.
 
-With a GPU the trainer hands over a copy of the weights and goes on; the CPU cores play the episodes meanwhile.
+With a GPU the trainer sends a copy of the weights and continues training, while CPU cores play the episodes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Evaluator:
     """Plays `episodes` episodes with each of the policies it is given, always from the same seeds."""
 
     def __init__(
-        self, make_env: Callable[[], VectorEnv], seed: int, beside: bool = False, deterministic: bool = True
+        self, make_env: Callable[[], VectorEnv], seed: int, in_background: bool = False, deterministic: bool = True
     ) -> None:
         self._make_env = make_env
         self._seed = seed
         self._deterministic = deterministic
-        self.beside = beside
+        self.in_background = in_background
         self._env: VectorEnv | None = None
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
         self._pending: list[tuple[int, concurrent.futures.Future[list[dict[str, Any]]]]] = []
@@ -60,19 +60,19 @@ class Evaluator:
     def start(
         self, step: int, policies: list[Policy], episodes: int, watch: Callable[[int], None] | None = None
     ) -> list[tuple[int, list[dict[str, Any]]]]:
-        """Evaluate; results come at once, or later from `finished` where this runs beside."""
-        if not self.beside:
+        """Evaluate; return the results, or nothing if they come from `finished` later (in the background)."""
+        if not self.in_background:
             return [(step, self.evaluate(policies, episodes, watch))]
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = concurrent.futures.ProcessPoolExecutor(1, context, _ignore_signals)
         copies = [copy.deepcopy(policy).cpu() for policy in policies]
         task = (trust.snapshot(), self._make_env, copies, episodes, self._seed, self._deterministic)
-        self._pending.append((step, self._pool.submit(_evaluate_beside, cloudpickle.dumps(task))))
+        self._pending.append((step, self._pool.submit(_evaluate_in_background, cloudpickle.dumps(task))))
         return []
 
     def finished(self, wait: bool = False, stop: Callable[[], bool] = never) -> list[tuple[int, list[dict[str, Any]]]]:
-        """What has come back since the last call, in order; all of it with `wait`, unless `stop` comes first."""
+        """Results that arrived since the last call, in order; with `wait` all, unless `stop` becomes true first."""
         results = []
         while self._pending and (wait or self._pending[0][1].done()):
             if not self._pending[0][1].done():
@@ -90,7 +90,7 @@ class Evaluator:
 
     @property
     def pending(self) -> list[int]:
-        """The steps whose results are still to come."""
+        """Steps whose results have not arrived yet."""
         return [step for step, _ in self._pending]
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Evaluator:
             self._env.close()
             self._env = None
         if self._pool is not None:
-            # An evaluation that nobody waits for any more would hold up the end of this process.
+            # An evaluation whose results are not read would delay the end of this process.
             workers = list((self._pool._processes or {}).values()) if self._pending else []
             self._pool.shutdown(wait=not workers, cancel_futures=True)
             for worker in workers:
@@ -132,7 +132,7 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _evaluate_beside(task: bytes) -> list[dict[str, Any]]:
+def _evaluate_in_background(task: bytes) -> list[dict[str, Any]]:
     """In the other process."""
     torch.set_num_threads(1)
     state, make_env, policies, episodes, seed, deterministic = cloudpickle.loads(task)

@@ -1,7 +1,7 @@
 """Plays groups of episodes: every member of a group starts from the same state, all members of all groups step at once.
 
 An iteration is one episode a member. Its starting states follow from the run's seed and the number of the update alone,
-and a checkpoint stands between two iterations: a resumed run plays the same groups as an uninterrupted one.
+and checkpoints are written between two iterations: a resumed run plays the same groups as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupBuffer:
-    """The rounds of one iteration, each [T, N] with its own T; handed out once. Between two iterations it is empty."""
+    """The rounds of one iteration, each [T, N] with its own T; each is read once. Empty between two iterations."""
 
     def __init__(self, max_steps: int) -> None:
         self.columns = Columns(max_steps)
@@ -57,7 +57,7 @@ class GroupBuffer:
         return rollout
 
     def clear(self) -> None:
-        """Forget what is there; the memory stays."""
+        """Discard all rounds; the memory stays allocated."""
         self._size = 0
         self.rounds = []
 
@@ -84,7 +84,7 @@ class GroupCollector(Collector):
     def play(self, buffer: GroupBuffer, seeds: list[int], max_steps: int, stop: Callable[[], bool]) -> bool:
         """One round: a seed for each group. Ends when every episode has, or is cut after `max_steps`.
 
-        Steps after a member's end are written outside `schema.STEP_MASK`. False if `stop` came first.
+        Steps after a member's end are written outside `schema.STEP_MASK`. Return False if `stop` became true first.
         """
         self._begin(seeds)
         num_envs, self.played = self.env.num_envs, 0
@@ -132,7 +132,7 @@ class GroupCollector(Collector):
         return super().take_step_count(len(self.step_counts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is carried from one iteration to the next; the steps of an update under way are counted."""
+        """Return the step counts of an update under way; nothing else is carried from one iteration to the next."""
         return {"env": None, "memory": None, "started": False, "step_counts": list(self.step_counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -213,13 +213,13 @@ class GroupCollection(Collection):
         return len(self.buffer)
 
     def steps_under_way(self, most_per_step: int) -> int:
-        """Those of the episodes that are played: where one has ended, its environment waits for the others."""
+        """Env steps of the episodes so far; an environment whose episode has ended waits for the others."""
         return sum(self.collector.step_counts) + self.collector.played
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
-        """Play an iteration's groups; False if `stop` came first, with nothing changed.
+        """Play the groups of an iteration; return False if `stop` became true first, with nothing changed.
 
-        An iteration is whole episodes, however many steps they take: `num_vector_steps` has no say.
+        An iteration consists of whole episodes: `num_vector_steps` is not used.
         """
         before = get_random_state()
         num_episodes = len(self.collector.episodes)
@@ -255,7 +255,7 @@ class GroupCollection(Collection):
             )
 
     def _undo(self, random_state: dict[str, Any], num_episodes: int) -> None:
-        """As before an iteration that was not finished: a resumed run plays it again from its beginning."""
+        """Restore the state before an incomplete iteration: a resumed run plays it again from the start."""
         set_random_state(random_state)
         self.buffer.clear()
         self.collector.step_counts.clear()
@@ -263,7 +263,7 @@ class GroupCollection(Collection):
             self.collector.episodes.pop()
 
     def batches(self, num_vector_steps: int) -> Iterator[TensorDict]:
-        """The rounds of the iteration, each handed out once."""
+        """Yield the rounds of the iteration, each once."""
         rounds = self.buffer.rounds
         self.buffer.clear()
         yield from rounds

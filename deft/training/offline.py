@@ -159,7 +159,7 @@ class OfflineTrainer(Loop):
         )
         if not self.is_evaluated and self.settings.eval_freq:
             log.warning("not evaluated: there is no environment; give one with --env")
-        if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.beside:
+        if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.in_background:
             self.evaluator.env()
 
     @property

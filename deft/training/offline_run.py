@@ -116,7 +116,7 @@ def build_offline_trainer(
         evaluator = Evaluator(
             make_all,
             config.seed + EVALUATION_SEED,
-            beside=device.type == "cuda",
+            in_background=device.type == "cuda",
             deterministic=config.trainer.eval_deterministic,
         )
         name = env_config.id if env_config else str(eval_env)

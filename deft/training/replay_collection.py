@@ -1,4 +1,4 @@
-"""How collection and learning take turns where an algorithm learns from a replay buffer: a few steps, a few updates."""
+"""Collection for algorithms that learn from a replay buffer: a few steps and a few updates in turn."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class ReplayCollection(Collection):
-    """Every step goes into the replay buffer; then `updates_per_step` batches for each are due.
+    """Writes every step into a replay buffer, and yields `updates_per_step` batches for each.
 
     Updates that are recorded as a CUDA graph are made while the environments take the next step: they are queued when
     its actions are known, and nothing waits for them before the actions after it. What was collected last is learned
-    from with the next step, or by the run that goes on from here.
+    from with the next step, or by the resumed run.
 
-    No batch comes before `learning_starts` env steps. The first `random_steps` of them take uniformly random actions,
-    and where the policy normalises observations without having seen any, they are what it takes the statistics from.
+    There is no batch before `learning_starts` env steps. The first `random_steps` of them take uniformly random
+    actions. A policy that normalises observations and has seen none takes the statistics from them.
     """
 
     buffer: TransitionRing
@@ -69,7 +69,7 @@ class ReplayCollection(Collection):
         self._captured: CapturedUpdate | None = None
         self._captured_warmup: CapturedUpdate | None = None
         if captures:
-            self._record_anew()
+            self._reset_recordings()
         self._metrics: Metrics = {}
         self._is_beside = captures and type(collector) is Collector  # which steps the environments in this process
         if self._is_beside:
@@ -88,31 +88,31 @@ class ReplayCollection(Collection):
             log.warning("the first %d env steps make no update: learning_starts is %d", num_env_steps, starts)
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
-        """Say where the run ends, and take no memory for more transitions than there will be."""
+        """Reserve memory for the transitions of the run, if it is less than the buffer size."""
         left = None if total_steps is None else max(total_steps, 0) * self.collector.env.num_envs
         self.collector.steps_left = left
         moved = left is not None and self.buffer.reserve(left)
         if moved and self._captured is not None:
-            self._record_anew()
+            self._reset_recordings()
 
-    def _record_anew(self) -> None:
-        """Recordings of updates that read the buffer where it is now."""
+    def _reset_recordings(self) -> None:
+        """Record the updates again, after the buffer moved in memory."""
         self._captured = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
         self._captured_warmup = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
-        """Step until so many steps wait to be learned from; False if `stop` came first."""
+        """Collect `num_vector_steps` since the last update; return False if `stop` became true first."""
         wanted = num_vector_steps - self.pending
         return self.collector.collect(self.buffer, wanted, stop) == wanted
 
     def batches(self, num_vector_steps: int) -> Iterator[Batch]:
-        """The batches that are due for the steps that wait."""
+        """Yield the batches that are due."""
         while self._due >= 1.0 and not self.algorithm.should_stop():
             self._due -= 1.0
             yield self.sample(self.experience.batch_size)
 
     def update(self, algorithm: Algorithm, num_vector_steps: int, stop: Callable[[], bool]) -> Metrics | None:
-        """The updates that are due, replayed from a recording where there is one; None if `stop` came first."""
+        """Make the updates that are due, by CUDA graph if there is one; return None if `stop` became true first."""
         if not self.in_update:  # else the steps have been counted
             self._count_due()
         if self._captured is None:
@@ -125,7 +125,7 @@ class ReplayCollection(Collection):
 
     @torch.inference_mode(False)  # in which the collector acts
     def _run_recorded(self) -> None:
-        """Queue the updates that are due; a GPU makes them while this goes on."""
+        """Queue the updates that are due on the GPU, without waiting for them."""
         assert self._captured is not None
         assert self._captured_warmup is not None
         period, warmup = self.algorithm.period, self.experience.captured_warmup
@@ -156,7 +156,7 @@ class ReplayCollection(Collection):
         return _side_by_side(self.buffer.sample(batch_size - size), self._prior.sample(size))
 
     def drop(self) -> int:
-        """Nothing: the steps stay in the buffer, only their updates are not made."""
+        """Skip the updates of the last steps; the steps stay in the buffer."""
         self.collector.step_counts.clear()
         return 0
 
@@ -165,12 +165,12 @@ class ReplayCollection(Collection):
         return {**self.collector.state_dict(), "replay": self._own_state()}
 
     def unknown_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is saved where the environments' state is not known: the buffer is kept all the same."""
+        """States to save if the environments' state is unknown; the buffer is kept."""
         unknown, _ = super().unknown_state()
         return {**unknown, "replay": self._own_state()}, self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], buffer: dict[str, Any], same_rollout: bool) -> bool:
-        """Go on from there; False where the environments begin new episodes."""
+        """Restore the state; return False if the environments start new episodes."""
         if self._planned_steps is not None:
             self.buffer.reserve(self._planned_steps)
         if buffer:
@@ -207,7 +207,7 @@ class ReplayCollection(Collection):
 
 
 def _read_prior(experience: Replay, collector: Collector, generator: torch.Generator) -> TransitionRing:
-    """The dataset that batches are mixed with, in memory."""
+    """Load the dataset that batches are mixed with into memory."""
     assert experience.prior_data is not None
     dataset = load_dataset(experience.prior_data)
     where, advice = (
@@ -228,7 +228,7 @@ def _read_prior(experience: Replay, collector: Collector, generator: torch.Gener
 
 
 def _side_by_side(first: Batch, second: Batch) -> Batch:
-    """Two batches as one; what only one of them has is left out."""
+    """Concatenate two batches; keys that only one of them has are left out."""
     merged: Batch = {}
     for key, value in first.items():
         if key not in second:

@@ -44,7 +44,7 @@ def test_a_process_beside_finds_what_this_one_finds():
     expected = here.start(10, policies, 3)
     assert [result["mean_reward"] for result in expected[0][1]] == [float(first_action(p) > 0) for p in policies]
     assert {result["mean_length"] for result in expected[0][1]} == {2.0}
-    beside = Evaluator(make_env, seed=7, beside=True)
+    beside = Evaluator(make_env, seed=7, in_background=True)
     try:
         assert beside.start(10, policies, 3) == []  # nothing is waited for
         with torch.no_grad():
@@ -72,7 +72,7 @@ def endless_env():
 
 
 def test_a_stop_does_not_wait_for_an_evaluation_beside_and_ends_its_process():
-    beside = Evaluator(endless_env, seed=7, beside=True)
+    beside = Evaluator(endless_env, seed=7, in_background=True)
     beside.start(10, [small_actor(2, 1)], 3)
     (worker,) = beside._pool._processes.values()
     assert beside.finished(wait=True, stop=lambda: True) == []

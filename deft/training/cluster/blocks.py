@@ -21,7 +21,7 @@ from deft.envs.vector import Episode
 
 @dataclass
 class Order:
-    """What a worker is asked for. Its number is given once; a block that answers another than the latest is refused."""
+    """What a worker must do. Numbers are unique; a block that answers another order than the latest is rejected."""
 
     number: int
     version: int
@@ -33,14 +33,14 @@ class Order:
     random: dict[str, Any] | None = None
     """The learner's random state, where the result must be that of collecting in its process."""
     state: dict[str, Any] | None = None
-    """Where the environments stand, for a worker that does not know."""
+    """State of the environments, for a worker that does not have it."""
     seed: int = 0
     actions: list[np.ndarray] = field(default_factory=list)
-    """To be taken first, in place of the policy's."""
+    """Actions of the first steps, in place of the policy's."""
     keeps_state: bool = False
     """Whether the block brings the environments' state at its end."""
     group_seeds: list[int] | None = None
-    """Play one episode in every environment, from a seed for each group, instead of going on."""
+    """Play one episode in every environment, from a seed for each group, instead of continuing episodes."""
     round: int = 0
     """How often weights had been published when it was given."""
 
@@ -57,7 +57,7 @@ class End:
 
 @dataclass
 class Block:
-    """The steps that a worker made: columns {key: [t, n, …]} of its n environments, and what happened meanwhile."""
+    """The steps that a worker made: columns {key: [t, n, …]} of its n environments, and the events in them."""
 
     number: int
     slot: int
@@ -75,7 +75,7 @@ class Block:
     round: int = 0
     """The order's."""
     sequence: int = 0
-    """Blocks of this incarnation before it: the next one in a row goes on where it ends."""
+    """Number of earlier blocks of this incarnation: the next one continues where this one ends."""
 
 
 def pack_tensor(tensor: Tensor) -> Any:

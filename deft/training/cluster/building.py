@@ -1,4 +1,4 @@
-"""From a run's settings to workers on a cluster, and to the collector that has them make its steps.
+"""Builds the workers of a run on a cluster, and the collector that uses them.
 
 Called by `deft.training.run` (the environments) and `deft.training.trainer` (the collectors).
 """
@@ -104,7 +104,7 @@ def open_workers(env: ClusterEnv, policy: Policy, next_observation: bool, reward
         return
     if config.inference_gpus > connection.total("GPU"):
         raise InputError(
-            f"inference_gpus: {config.inference_gpus:g} is asked for, the cluster has {connection.total('GPU'):g}"
+            f"inference_gpus: {config.inference_gpus:g} is requested, the cluster has {connection.total('GPU'):g}"
         )
     device = "cuda" if config.inference_gpus else "cpu"
     pool.open(policy, device, config.inference_gpus)

@@ -1,9 +1,9 @@
-"""Collectors that have their steps made by a pool of workers: the contract of `Collector` and `GroupCollector`.
+"""Collectors whose steps are made by a pool of workers: the contract of `Collector` and `GroupCollector`.
 
-With `max_staleness` 0 every worker makes its part of each rollout while the learner waits, and the result is that of
-collecting in the learner's process, bit for bit on the CPU. Above 0 a thread keeps the workers busy while the learner
-trains: rollouts are laid together from the blocks that come first, a slow worker hands over shorter ones, and a worker
-gets no order whose steps could come to be older than `max_staleness` updates.
+With `max_staleness` 0 every worker makes its part of each rollout while the learner waits, and the result equals
+collecting in the learner's process, bit for bit on the CPU. Above 0 a thread gives orders to the workers while the
+learner trains: rollouts are assembled from the blocks that arrive first, a slow worker sends shorter blocks, and a
+worker gets no order whose steps could become older than `max_staleness` updates.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class _Exact(Collector):
     def _set_up(self) -> None:
         self.pool = self.env.pool
         self._states: dict[int, dict[str, Any] | None] = {}  # by slot, at the end of the latest block
-        self._knows: dict[int, int] = {}  # by slot, the incarnation that stands there
+        self._incarnations: dict[int, int] = {}  # by slot, the incarnation that has the state
 
     def _order(self, slot: Slot, **details: Any) -> Order:
-        """A new order; a worker that does not know where its environments stand is told."""
-        state = self._states.get(slot.index) if self._knows.get(slot.index) != slot.incarnation else None
+        """A new order; a worker without the state of its environments gets it."""
+        state = self._states.get(slot.index) if self._incarnations.get(slot.index) != slot.incarnation else None
         if state is not None and state["env"] is None and state["started"]:
-            state = None  # the environments cannot say where they stand
+            state = None  # the state of the environments cannot be saved
         seed = self.seed + slot.first
-        if state is None and slot.incarnation > 0:  # other episodes than those that its predecessor began with
+        if state is None and slot.incarnation > 0:  # other episodes than those of its predecessor
             seed = training_seed(self.seed, slot.first, slot.incarnation)
         weights = self.pool.weights(self.version)
         return Order(self.pool.number(), self.version, weights, state=state, seed=seed, **details)
@@ -69,13 +69,13 @@ class _Exact(Collector):
         return self._order(slot, **kept)
 
     def _lose(self, slot: Slot) -> None:
-        """What a dead worker's environments had begun is lost, unless their state is known."""
+        """Count the unfinished episodes of a dead worker as lost, unless their state is known."""
         state = self._states.get(slot.index)
         if state is None or state["env"] is None:
             self.num_lost_episodes += slot.count
 
     def _answers(self, stop: Callable[[], bool]) -> list[Block] | None:
-        """The blocks of all orders, by slot; None if `stop` came first, with the orders forgotten."""
+        """Return the blocks of all orders, by slot; None if `stop` became true first, with the orders cancelled."""
         blocks: dict[int, Block] = {}
         while self.pool.busy:
             if stop():
@@ -84,52 +84,49 @@ class _Exact(Collector):
             for block in self.pool.wait(WATCH_INTERVAL, self._renewed):
                 blocks[block.slot] = block
         for block in blocks.values():
-            self._knows[block.slot] = block.incarnation
+            self._incarnations[block.slot] = block.incarnation
             self._states[block.slot] = block.state
         return [blocks[slot.index] for slot in self.pool.slots]
 
     def _take_events(self, blocks: list[Block]) -> None:
-        """Episodes in the order in which one process would have seen them."""
+        """Take the episodes in the order in which one process would have finished them."""
         ended = sorted((event for block in blocks for event in block.episodes), key=lambda e: (e[0], e[1].env_index))
         self.episodes.extend(episode for _, episode in ended)
         self.num_lost_episodes += sum(block.num_lost for block in blocks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all environments stand, as one process would say it: it may go on from here, or other workers."""
-        if not self._knows:
-            told = [self._states.get(slot.index) for slot in self.pool.slots]
-            if not any(told):
-                return {"env": None, "memory": None, "started": False, "step_counts": []}
-        else:
-            told = [self._states.get(slot.index) for slot in self.pool.slots]
-        if any(state is None for state in told):
+        """Return the state of all environments in the format of one process, which others can load."""
+        states: list[Any] = [self._states.get(slot.index) for slot in self.pool.slots]
+        if not self._incarnations and not any(states):
+            return {"env": None, "memory": None, "started": False, "step_counts": []}
+        if any(state is None for state in states):
             try:
-                told = self.pool.ask("get_state")
+                states = self.pool.ask("get_state")
             except WorkerLost:
                 return dict(UNKNOWN_COLLECTOR)
-        if len(told) < len(self.pool.slots) or any(state is None or state["env"] is None for state in told):
+        if len(states) < len(self.pool.slots) or any(state is None or state["env"] is None for state in states):
             return dict(UNKNOWN_COLLECTOR)
-        memories = [state["memory"] for state in told if state is not None]
+        memories = [state["memory"] for state in states]
         return {
-            "env": [one for state in told if state is not None for one in state["env"]],
+            "env": [one for state in states for one in state["env"]],
             "memory": None if memories[0] is None else torch.cat(memories),
             "started": True,
             "step_counts": list(self.step_counts),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on from there; False where the environments' state is unknown and they start new episodes."""
+        """Restore the state; return False if the environments' state is unknown and they start new episodes."""
         self.step_counts.clear()
         if state["env"] is None:
             return not state["started"]
         self.step_counts.extend(state["step_counts"])
         self._states = dict(enumerate(parts_of(state, self.pool.slots)))
-        self._knows = {}
+        self._incarnations = {}
         return True
 
 
 class RayCollector(_Exact):
-    """Steps by workers; at staleness 0 in turns with the learner, above it beside."""
+    """Steps by workers: in turns with the learner at staleness 0, in the background above it."""
 
     def __init__(
         self,
@@ -152,7 +149,7 @@ class RayCollector(_Exact):
         if num_vector_steps <= 0:
             return 0
         if self.max_staleness > 0:
-            return self._collect_beside(buffer, num_vector_steps, stop)
+            return self._collect_in_background(buffer, num_vector_steps, stop)
         before = get_random_state()
         given = [self._explored() for _ in range(num_vector_steps)]
         actions = [action for action in given if action is not None]
@@ -187,7 +184,7 @@ class RayCollector(_Exact):
             buffer.write(row_of(columns, step))
 
     def _fill_values(self, column: np.ndarray, blocks: list[Block]) -> None:
-        """V where a segment ends, in the batches in which one process would have asked for it."""
+        """Compute V where a segment ends, in the same batches as one process."""
         wanted: dict[int, list[End]] = {}
         for block in blocks:
             for end in block.ends:
@@ -200,7 +197,7 @@ class RayCollector(_Exact):
             observation = _joined([end.observation for end in ends])
             column[step, rows] = self._values(rows, observation, memory)
 
-    # -- beside the learner --------------------------------------------------------------------------------------------
+    # -- in the background ---------------------------------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
         """Which weights act from here on; the workers get them with their next order."""
@@ -208,7 +205,7 @@ class RayCollector(_Exact):
         if self.feeder is not None:
             self.feeder.publish()
 
-    def _collect_beside(self, buffer: StepBuffer, num_steps: int, stop: Callable[[], bool]) -> int:
+    def _collect_in_background(self, buffer: StepBuffer, num_steps: int, stop: Callable[[], bool]) -> int:
         if self.feeder is None:
             block_steps = self.block_steps or num_steps
             if self.policy.recurrent or self._next_observation:
@@ -251,7 +248,7 @@ class RayCollector(_Exact):
         self.step_counts.extend([count // num_steps] * (num_steps - 1) + [count - count // num_steps * (num_steps - 1)])
 
     def state_dict(self) -> dict[str, Any]:
-        """As in turns; beside the learner the workers are in the midst of it, and their state is not known."""
+        """Return the state; in the background the workers are stepping, and their state is unknown."""
         return dict(UNKNOWN_COLLECTOR) if self.feeder is not None else super().state_dict()
 
     def close(self) -> None:
@@ -262,10 +259,10 @@ class RayCollector(_Exact):
 
 
 class Feeder:
-    """A thread that keeps the workers busy, and what they have handed over.
+    """A thread that gives orders to the workers, and the blocks that they returned.
 
     With T·N steps an update, at most (max_staleness + 1)·T·N are ordered, unread or in training, and an update waits
-    for steps that a later one would find too old: none is ever thrown away, nor used later than `max_staleness`
+    for steps that would be too old for a later one: no step is discarded, and none is used later than `max_staleness`
     updates after the weights that made it.
     """
 
@@ -289,7 +286,7 @@ class Feeder:
         self._thread.start()
 
     def publish(self) -> None:
-        """The learner has new weights: they go into the object store now, while it does not change them."""
+        """Put the learner's new weights into the object store, before the next update changes them."""
         started = time.monotonic()
         with self._condition:
             self.pool.weights(self.collector.version)
@@ -299,7 +296,7 @@ class Feeder:
         self.publishing += time.monotonic() - started
 
     def take_segments(self, num_steps: int, stop: Callable[[], bool]) -> list[Segment] | None:
-        """The steps of a rollout, the oldest there are; None if `stop` came first."""
+        """Return the oldest steps, enough for a rollout; None if `stop` became true first."""
         count = num_steps * self.collector.env.num_envs
         whole_rows = self.collector.policy.recurrent
         with self._waiting():
@@ -307,7 +304,7 @@ class Feeder:
                 if not self._wait(stop):
                     return None
             if whole_rows:  # of segments as long as a rollout; only a run's last one is shorter, and leaves the rest
-                ordered = sorted(self._segments, key=lambda segment: (segment.round, *segment.place))
+                ordered = sorted(self._segments, key=lambda segment: (segment.round, *segment.order))
                 chosen, self._segments = (
                     ordered[: self.collector.env.num_envs],
                     ordered[self.collector.env.num_envs :],
@@ -319,7 +316,7 @@ class Feeder:
             return taken
 
     def take_blocks(self, num_steps: int, stop: Callable[[], bool]) -> list[Block] | None:
-        """The blocks that have come, once they hold `num_steps`; None if `stop` came first."""
+        """Return the blocks that arrived, once they hold `num_steps`; None if `stop` became true first."""
         with self._waiting():
             while not self._may_take(num_steps):
                 if not self._wait(stop):
@@ -329,7 +326,7 @@ class Feeder:
             return list({id(segment.block): segment.block for segment in taken}.values())
 
     def take_arrived(self) -> list[Block]:
-        """The blocks that came since the last call, for what happened in them."""
+        """Return the blocks that arrived since the last call, for the events in them."""
         with self._condition:
             arrived, self._arrived = self._arrived, []
         return arrived
@@ -346,7 +343,7 @@ class Feeder:
         return _Timed(self)
 
     def _wait(self, stop: Callable[[], bool]) -> bool:
-        """A moment, in which the lock is free; False where the run is to stop. The thread's errors surface here."""
+        """Release the lock for a short time; return False if the run must stop. Raise the errors of the thread."""
         if self._error is not None:
             raise self._error
         if stop():
@@ -355,7 +352,7 @@ class Feeder:
         return True
 
     def _may_take(self, count: int) -> bool:
-        """Whether there are `count` steps, and none would be left that a later update finds too old."""
+        """Whether there are `count` steps, and none that remains would be too old for a later update."""
         if sum(len(segment) for segment in self._segments) < count:
             return False
         if count < self.rollout_size:  # the run's last, shorter one: no later update finds what is left
@@ -398,7 +395,7 @@ class Feeder:
 
     def _give_orders(self) -> None:
         for slot in self.pool.idle:
-            if not slot.is_ready:  # an order that nobody is at would hold the rest back
+            if not slot.is_ready:  # an order without a worker would delay the others
                 continue
             held = sum(len(segment) for segment in self._segments)
             ordered = sum(self._size(busy) for busy in self.pool.busy)
@@ -415,7 +412,7 @@ class Feeder:
         return collector._order(slot, num_steps=self.block_steps, seconds=seconds, actions=actions, round=self.round)
 
     def _given_action(self, slot: Slot) -> np.ndarray | None:
-        """What this worker's environments do next in place of the policy; drawn for all environments at once."""
+        """Next actions of this worker's environments in place of the policy's; drawn for all environments at once."""
         if not self._drawn[slot.index]:
             drawn = self.collector._explored()
             if drawn is None:
@@ -425,14 +422,14 @@ class Feeder:
         return self._drawn[slot.index].popleft()
 
     def _renewed(self, slot: Slot, order: Order) -> None:
-        """A worker died: its successor gets an order, with the weights of then, when it is there."""
+        """A worker died: its successor gets an order with the weights of that time, once it is ready."""
         with self._condition:
             self.collector._lose(slot)
             self.collector._states.pop(slot.index, None)  # of an earlier block: its steps were counted already
 
     def _take(self, block: Block) -> None:
         collector = self.collector
-        collector._knows[block.slot] = block.incarnation
+        collector._incarnations[block.slot] = block.incarnation
         collector._states[block.slot] = None
         slot = self.pool.slots[block.slot]
         self._segments += segments_of(block, slot.count, block.round)
@@ -441,7 +438,7 @@ class Feeder:
 
 
 class _Timed:
-    """Holds the feeder's lock, and counts how long the learner does."""
+    """Holds the feeder's lock and measures for how long."""
 
     def __init__(self, feeder: Feeder) -> None:
         self.feeder = feeder
@@ -464,7 +461,7 @@ class RayGroupCollector(_Exact, GroupCollector):
 
     @torch.inference_mode()
     def play(self, buffer: GroupBuffer, seeds: list[int], max_steps: int, stop: Callable[[], bool]) -> bool:
-        """One round: a seed for each group. False if `stop` came first."""
+        """Play one round, with a seed for each group; return False if `stop` became true first."""
         before = get_random_state()
         for slot in self.pool.slots:
             first, count = slot.first // self.group_size, slot.count // self.group_size
@@ -485,7 +482,7 @@ class RayGroupCollector(_Exact, GroupCollector):
         return True
 
     def _lose(self, slot: Slot) -> None:
-        """Nothing: its round is played again from the same seeds."""
+        """Lose nothing: the round is played again from the same seeds."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is carried from one iteration to the next."""
@@ -497,7 +494,7 @@ class RayGroupCollector(_Exact, GroupCollector):
 
 
 def side_by_side(blocks: list[Block]) -> dict[Key, Any]:
-    """Blocks of equal length as one, in the order of their environments."""
+    """Concatenate blocks of equal length, in the order of their environments."""
     first = blocks[0].columns
     return {
         key: like(example, np.concatenate([plain(block.columns[key]) for block in blocks], axis=1))

@@ -27,7 +27,7 @@ from deft.errors import InputError, RunError
 from deft.machine import available_cores
 
 log = logging.getLogger(__name__)
-# Read by Ray when it is imported: how soon it notices a node that is gone, and what it must not print.
+# Read by Ray when it is imported: how soon it notices a lost node, and what it must not print.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "1"}
 
 

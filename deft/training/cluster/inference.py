@@ -1,6 +1,6 @@
 """A policy that acts for many workers: one Ray actor answers their observations in batches, on a GPU if it has one.
 
-For models too large for every worker to hold. `RemotePolicy` stands in the workers for the policy that is there.
+For models too large for every worker to hold. Workers use `RemotePolicy` in place of the policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deft.runs.random_state import get_random_state, set_random_state
 from deft.training.cluster.blocks import load_packed, pack_tensor, unpack_tensor
 
 LARGE_POLICY = 20_000_000  # parameters from which on `inference: auto` takes an actor of its own
-GATHERING = 0.002  # seconds that a request waits for others to come with
+GATHERING = 0.002  # seconds that a request waits for others, to be answered in one batch
 
 
 def pack(td: TensorDictBase) -> dict[Any, Any]:
@@ -35,10 +35,10 @@ def unpack(packed: dict[Any, Any], num_rows: int) -> TensorDict:
 
 
 class InferenceActor:
-    """Holds the policy; `act` and `value` wait a moment for further requests and answer them in one batch.
+    """Holds the policy; `act` and `value` wait shortly for further requests and answer them in one batch.
 
     Requests carry the reference to the weights: an actor that was restarted finds its way by itself. Of several
-    versions asked for, the newest acts for all.
+    versions requested, the newest acts for all.
     """
 
     def __init__(self, policy: Policy, device: str) -> None:
@@ -59,7 +59,7 @@ class InferenceActor:
         """What `method` of the policy adds to these rows, the version that answered, and the random state after it."""
         if version > self.version:
             loaded = await weights[0]
-            if version > self.version:  # others may have come while these were on their way
+            if version > self.version:  # newer weights may have arrived since
                 load_packed(self.policy, loaded)
                 self.version = version
         if random is not None:  # alone, as in the process that the random state is from
@@ -110,7 +110,7 @@ class RemotePolicy(Policy):
         self._exact = False
 
     def use_weights(self, version: int, weights: list[Any], exact: bool) -> None:
-        """Which weights the next requests ask for; `exact`: each is answered alone, with the random state of here."""
+        """Set the weights of the next requests; `exact`: each is answered alone, with this process's random state."""
         self._version, self._weights, self._exact = version, weights, exact
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:

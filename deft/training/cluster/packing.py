@@ -1,8 +1,8 @@
 """Blocks from many workers to one rollout [T, N]: whose steps they are does not matter, only what follows what.
 
-A segment is one environment's part of a block. Strands are laid end to end, those of one environment after each other,
-and the line is cut into rows of T steps. Where a row goes on with something else than the segment's own next step, the
-segment ends: the step counts as truncated, with V(next observation) beside it.
+A segment is one environment's part of a block. Segments are concatenated, those of one environment after each other,
+and cut into rows of T steps. If a row continues with another step than the segment's own next one, the segment ends:
+the step counts as truncated, with V(next observation).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Segment:
         return self.stop - self.start
 
     @property
-    def place(self) -> tuple[int, int, int, int, int]:
-        """Where it stands in the life of the environments: sorted by this, what follows comes next."""
+    def order(self) -> tuple[int, int, int, int, int]:
+        """Sort key: consecutive segments of an environment follow each other."""
         return self.block.slot, self.env, self.block.incarnation, self.block.sequence, self.start
 
     def goes_on_with(self, other: Segment) -> bool:
-        """Whether `other` begins with the step after this one's last."""
-        if self.place[:3] != other.place[:3]:
+        """Whether `other` starts with the step after this one's last."""
+        if self.order[:3] != other.order[:3]:
             return False
         if self.block.sequence == other.block.sequence:
             return other.start == self.stop
@@ -53,7 +53,7 @@ def segments_of(block: Block, num_envs: int, round_: int) -> list[Segment]:
 
 def take_steps(segments: list[Segment], num_steps: int) -> tuple[list[Segment], list[Segment]]:
     """The segments with the oldest `num_steps`, the last of them cut to fit, and the rest."""
-    ordered = sorted(segments, key=lambda segment: (segment.round, segment.block.sequence, *segment.place))
+    ordered = sorted(segments, key=lambda segment: (segment.round, segment.block.sequence, *segment.order))
     taken: list[Segment] = []
     missing = num_steps
     for position, segment in enumerate(ordered):
@@ -70,7 +70,7 @@ def take_steps(segments: list[Segment], num_steps: int) -> tuple[list[Segment], 
 
 def assemble(segments: list[Segment], num_steps: int, num_envs: int) -> dict[Key, Any]:
     """The rollout, {key: [T, N, …]}, of segments with T·N steps together; packed as the blocks' columns are."""
-    ordered = sorted(segments, key=lambda segment: segment.place)
+    ordered = sorted(segments, key=lambda segment: segment.order)
     columns: dict[Key, np.ndarray] = {}
     for key, example in ordered[0].block.columns.items():
         rows = np.empty((num_envs * num_steps, *plain(example).shape[2:]), plain(example).dtype)
@@ -89,7 +89,7 @@ def assemble(segments: list[Segment], num_steps: int, num_envs: int) -> dict[Key
 
 
 def _end_segments(columns: dict[Key, np.ndarray], ordered: list[Segment], num_steps: int) -> None:
-    """Mark where a row goes on with something else, and give what ends inside a block the value of its next step."""
+    """Mark where a row does not continue its segment, and set the value of the next step where a block is cut."""
     truncated, terminated = columns[schema.NEXT_TRUNCATED], columns[schema.NEXT_TERMINATED]
     bootstrap, values = columns[schema.NEXT_VALUE], columns[schema.VALUE]
     position = 0
@@ -98,7 +98,7 @@ def _end_segments(columns: dict[Key, np.ndarray], ordered: list[Segment], num_st
         position = last + 1
         row_ends = range(first - first % num_steps + num_steps - 1, last, num_steps)
         inside = [end for end in row_ends if end >= first and not (terminated[end] or truncated[end])]
-        for end in inside:  # the row ends, the segment goes on in the next
+        for end in inside:  # the row ends, the segment continues in the next
             bootstrap[end] = values[end + 1]
         if segment.stop < segment.block.num_steps and not (terminated[last] or truncated[last]):
             bootstrap[last] = plain(segment.block.columns[schema.VALUE])[segment.stop, segment.env]

@@ -1,7 +1,7 @@
 """The workers of a run: made, given orders, and replaced when they die.
 
-Every order is answered once. Where a worker dies, or its block is lost with a node, another takes its place and the
-order is given again; whatever the dead one may still send is refused by its number.
+Every order is answered once. If a worker dies, or its block is lost with a node, another one replaces it and gets the
+order again; a late answer of the dead worker is rejected by its number.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from deft.training.cluster.inference import InferenceActor, RemotePolicy
 from deft.training.cluster.worker import CollectWorker
 
 log = logging.getLogger(__name__)
-SPARE_ANSWERS = 10.0  # seconds in which a spare worker says that it is there; a busy machine needs a few of them
+SPARE_ANSWERS = 10.0  # seconds in which a spare worker must answer
 SPARES_INTERVAL = 2.0  # seconds between two looks whether there is room for one
 
 
 @dataclass
 class Slot:
-    """A place for a worker: the environments that it has, the worker that is in it now, and what that one does."""
+    """A group of environments, the worker that has it now, and the worker's order."""
 
     index: int
     first: int
@@ -62,7 +62,7 @@ class PoolSettings:
     next_observation: bool = False
     reward_terms: bool = False
     spares: int = 0
-    """Workers that have imported all they need and wait for a place: to import takes longer than all else."""
+    """Spare workers that have imported all they need: importing takes most of a worker's start."""
 
 
 class WorkerPool:
@@ -80,7 +80,7 @@ class WorkerPool:
         self._workers_policy: Any = None
         self._twin: Any = None
         self._calls: dict[str, tuple[Any, ...]] = {}
-        self._spares: list[tuple[Any, Any]] = []  # a worker without a place, and its word that it is ready
+        self._spares: list[tuple[Any, Any]] = []  # a worker without a slot, and its answer that it is ready
         self._spares_after = 0.0
         unit = settings.group_size or 1
         counts = [len(part) * unit for part in np.array_split(range(settings.num_envs // unit), settings.num_workers)]
@@ -100,12 +100,12 @@ class WorkerPool:
         return self.description
 
     def open(self, policy: Policy, device: str | None = None, gpus: float = 0.0) -> None:
-        """Give the workers a copy of the policy; with `device`, one actor there acts for all of them."""
+        """Send the policy to the workers; with `device`, to one actor on it that acts for all of them."""
         self.policy = policy
         twin = copy.deepcopy(policy).cpu().requires_grad_(False)
         if device is not None:
             actor_class: Any = self._ray.remote(InferenceActor)
-            # Ray restarts it where it dies, and asks it again: a request brings all that it needs.
+            # Ray restarts the actor if it dies and repeats the request, which contains all that it needs.
             options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
             self._twin = self._ray.put(twin)  # kept: a restart makes the actor of it again
             self.inference = actor_class.options(num_cpus=1, num_gpus=gpus, **options).remote(self._twin, device)
@@ -129,7 +129,7 @@ class WorkerPool:
         return actor_class.options(num_cpus=self.settings.worker_cpus, **options).remote(self.settings.timeout)
 
     def _take_spare(self) -> Any:
-        """A worker that waits for a place, else one that is on its way, or None; the dead are forgotten."""
+        """Return a spare worker that is ready, else one that is starting, or None; remove dead ones."""
         for spare in list(self._spares):
             handle, ready = spare
             if self._ray.wait([ready], timeout=0)[0]:
@@ -149,11 +149,11 @@ class WorkerPool:
 
     @property
     def num_spares(self) -> int:
-        """Workers that wait for a place."""
+        """Number of spare workers."""
         return sum(bool(self._ray.wait([ready], timeout=0)[0]) for _, ready in list(self._spares))
 
     def _keep_spares(self) -> None:
-        """As many as are wanted and have room, once every place is taken: they are not to be in anyone's way."""
+        """Start as many spare workers as are configured and fit, once every slot has a worker."""
         missing = self.settings.spares - len(self._spares)
         if missing <= 0 or time.monotonic() < self._spares_after or not all(slot.is_ready for slot in self.slots):
             return
@@ -166,7 +166,7 @@ class WorkerPool:
     def _adopt(self, slot: Slot) -> None:
         settings = self.settings
         slot.reference = slot.handle.adopt.remote(
-            slot.reference,  # what went wrong there is told here
+            slot.reference,  # an error there is raised here
             self._workers_policy,
             settings.next_observation,
             settings.reward_terms,
@@ -212,13 +212,13 @@ class WorkerPool:
         return [slot for slot in self.slots if slot.order is not None]
 
     def wait(self, seconds: float, renew: Callable[[Slot, Order], Order | None]) -> list[Block]:
-        """The blocks that came within `seconds`; `renew` makes the order anew that a dead worker leaves, or None."""
+        """Return the blocks that arrive within `seconds`; `renew` makes the order anew if a worker died, or None."""
         awaited = {slot.reference: slot for slot in self.slots if slot.reference is not None}
         if not awaited:
             time.sleep(min(seconds, 0.01))
             return []
         done, _ = self._ray.wait(list(awaited), num_returns=1, timeout=seconds)
-        if done and len(awaited) > 1:  # whatever else is there
+        if done and len(awaited) > 1:  # all that have arrived
             done, _ = self._ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
         blocks = []
         for reference in done:
@@ -245,7 +245,7 @@ class WorkerPool:
     def _accept(self, slot: Slot, block: Block) -> Block | None:
         assert slot.order is not None
         if block.number != slot.order.number or block.number in self._answered:
-            log.warning("a block that nobody awaits was refused (number %d)", block.number)
+            log.warning("rejected a block without an order (number %d)", block.number)
             return None
         self._answered.add(block.number)
         slot.failures, slot.order = 0, None
@@ -259,7 +259,7 @@ class WorkerPool:
                 f"worker {slot.index} failed {slot.failures} times in a row without a block: {reason}; look at its "
                 "environment, or raise env.restart_workers"
             )
-        log.warning("worker %d is gone (%s): another takes its place and collects its block again", slot.index, reason)
+        log.warning("worker %d died (%s): another one replaces it and collects its block again", slot.index, reason)
         self._kill(slot)
         self._hire(slot)
         if slot.order is not None:
@@ -281,7 +281,7 @@ class WorkerPool:
             raise WorkerLost(type(error).__name__) from error
 
     def cancel(self) -> None:
-        """Forget all orders: workers that are at one are ended, for they cannot be told to stop."""
+        """Cancel all orders: workers that execute one are ended, since they cannot be interrupted."""
         for slot in self.busy:
             slot.order = None
             if slot.is_ready:
@@ -291,7 +291,7 @@ class WorkerPool:
     # -- all workers at once -------------------------------------------------------------------------------------------
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker, each after the order that it is at. `WorkerLost` where one is gone."""
+        """Call a method of every worker, each after its present order. Raise `WorkerLost` if one died."""
         if method == "call":
             self._calls[args[0]] = args[1:]
         references = [getattr(slot.handle, method).remote(*args) for slot in self.slots if slot.handle is not None]
@@ -300,7 +300,7 @@ class WorkerPool:
             try:
                 answers.append(self._get(reference))
             except WorkerLost:
-                if method != "call":  # its successor is told when it comes
+                if method != "call":  # its successor gets the call when it is ready
                     raise
         return answers
 
@@ -322,7 +322,7 @@ class WorkerPool:
 
 
 class WorkerLost(Exception):
-    """An answer that will not come."""
+    """A worker died before it answered."""
 
 
 class ClusterEnv(VectorEnv):
@@ -370,7 +370,7 @@ class ClusterEnv(VectorEnv):
         return [answer for answers in self.pool.ask("call", name, *args) for answer in answers]
 
     def render(self, index: int = 0) -> np.ndarray | None:
-        """None: pictures are made in an environment of their own."""
+        """None: images are rendered in a separate environment."""
         return None
 
     def close(self) -> None:

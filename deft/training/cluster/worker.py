@@ -40,7 +40,7 @@ class Rows:
         self.first, self.count, self.total = first, count, total
 
     def padded(self, rows: Any) -> Any:
-        """These rows at their place among those of all environments, the others zero."""
+        """These rows among those of all environments, the others zero."""
         if isinstance(rows, dict):
             return {name: self.padded(stream) for name, stream in rows.items()}
         shape = (self.total, *rows.shape[1:])
@@ -105,7 +105,7 @@ class _InWorker(Collector):
 
 
 class StepCollector(_InWorker):
-    """Steps on and on."""
+    """Makes a number of steps, across episodes."""
 
 
 class EpisodeCollector(_InWorker, GroupCollector):
@@ -121,7 +121,7 @@ class _BlockBuffer:
         self._transitions = transitions
 
     def write(self, row: Row) -> None:
-        if self._transitions:  # what a replay buffer keeps, whoever chose the action
+        if self._transitions:  # what a replay buffer stores
             row = {key: value for key, value in row.items() if key not in _OF_THE_POLICY and key[0] != schema.SAMPLE}
             row.setdefault(schema.STEP_MASK, np.ones(len(row[schema.NEXT_REWARD]), bool))
         self.columns.write(self.size, row)
@@ -141,12 +141,12 @@ class CollectWorker:
         self._buffer: _BlockBuffer | None = None
 
     def warm_up(self, make_env: Callable[[int], VectorEnv] | None, policy: Policy | None) -> None:
-        """Nothing: that these came here has imported what they are made of."""
+        """Do nothing: receiving the arguments has imported their modules."""
 
     def prepare(
         self, slot: int, incarnation: int, rows: tuple[int, int, int], make_env: Callable[[int], VectorEnv]
     ) -> dict[str, Any]:
-        """Take a place and make its environments; what they are like."""
+        """Make the environments of a slot; return their description."""
         self.slot, self.incarnation = slot, incarnation
         self.rows = Rows(*rows)
         self.env = make_env(self.rows.count)
@@ -169,8 +169,8 @@ class CollectWorker:
         group_size: int | None,
         calls: dict[str, tuple[Any, ...]],
     ) -> dict[str, Any]:
-        """Take the policy that acts; `calls` are what the environments were told before this worker came."""
-        self.policy = copy.deepcopy(policy).requires_grad_(False)  # what comes out of the object store is read-only
+        """Receive the policy that acts; `calls` are the latest method calls on the environments."""
+        self.policy = copy.deepcopy(policy).requires_grad_(False)  # objects of the object store are read-only
         policy = self.policy
         if group_size is None:
             self.collector: _InWorker = StepCollector(self.env, policy, 0, next_observation, reward_terms)
@@ -183,7 +183,7 @@ class CollectWorker:
         return description
 
     def collect(self, order: Order) -> Block:
-        """Make the steps that are ordered."""
+        """Execute an order."""
         started = time.monotonic()
         collector = self.collector
         self._take_weights(order)
@@ -221,7 +221,7 @@ class CollectWorker:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Where the environments stand."""
+        """Return the state of the environments."""
         return self.collector.state_dict()
 
     def call(self, name: str, *args: Any) -> list[Any]:
@@ -276,7 +276,7 @@ class CollectWorker:
         self.collector.set_version(order.version)
 
     def _watch(self) -> None:
-        """End the process when a step takes too long: the pool then replaces it."""
+        """End the process if a step takes too long: the pool then replaces it."""
         while True:
             time.sleep(WATCH_INTERVAL)
             since = self.collector.stepping_since

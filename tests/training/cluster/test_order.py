@@ -17,7 +17,7 @@ def test_the_order_of_a_dead_worker_for_its_successor(state, lost):
     collector = object.__new__(_Exact)
     collector.seed, collector.version, collector.num_lost_episodes = 7, 3, 0
     collector.pool = SimpleNamespace(number=iter(range(5, 9)).__next__, weights=lambda version: [version])
-    collector._states, collector._knows = {1: state}, {1: 0}
+    collector._states, collector._incarnations = {1: state}, {1: 0}
     slot = Slot(1, first=2, count=2, incarnation=0)
     given = collector._order(slot, num_steps=4, random={"torch": 1}, keeps_state=True)
     assert given.state is None  # it stands there itself
