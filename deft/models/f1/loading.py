@@ -18,13 +18,14 @@ from deft.config.loading import read_mapping, to_dict
 from deft.errors import InputError
 from deft.models.f1.conditioning import ActionConditioning
 from deft.models.f1.config import PRESETS, F1Config, read_f1_config
-from deft.models.f1.lora import ADAPTER_FOLDER, LoraSettings, add_lora, base_state_dict, load_adapter
+from deft.models.f1.lora import ADAPTER_FOLDER, add_lora, base_state_dict, load_adapter
 from deft.models.f1.memory import Memory
 from deft.models.f1.motion import MotionPrior
 from deft.models.f1.naming import OWN_PREFIXES, REPEATED, from_paligemma, is_published, published_name
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.teacher import TeacherPolicy
 from deft.models.f1.vq import MultiScaleTokenizer
+from deft.models.lora import LoraSettings
 from deft.models.vla.loading import check_fit, read_weights
 
 logger = logging.getLogger(__name__)

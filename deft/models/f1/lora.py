@@ -11,25 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from deft.config.validation import Count, Fraction, checked, settings
+from deft.config.validation import checked
 from deft.errors import InputError
 from deft.models.f1.optimization import ADDED_PARTS
 from deft.models.f1.policy import F1Policy
+from deft.models.lora import LoraSettings
 from deft.models.vla.loading import check_fit, read_weights
 from deft.ownership import verify
 
 ADAPTER_FOLDER = "peft_adapter"
 ADAPTER = "default"
-
-
-@settings
-class LoraSettings:
-    """The `model.lora` section of a config."""
-
-    r: Count = 8
-    lora_alpha: Count = 32
-    target_modules: tuple[str, ...] = ("q_proj", "v_proj")
-    lora_dropout: Fraction = 0.0
 
 
 def has_lora(policy: F1Policy) -> bool:

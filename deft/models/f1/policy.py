@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from deft.models.f1 import flow, frames
 from deft.models.f1.config import F1Config
 from deft.models.f1.language import LanguageTokenizer, instruction_texts, make_language_tokenizer
 from deft.models.f1.model import Condition, Context, F1Model, Foresight, Prefix
+from deft.models.f1.teacher import TeacherPolicy
 from deft.models.f1.vq import MultiScaleTokenizer
-
-if TYPE_CHECKING:
-    from deft.models.f1.teacher import TeacherPolicy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -91,8 +89,6 @@ class F1Policy(nn.Module):
 
     def as_teacher(self, phase: str = "teacher") -> TeacherPolicy:
         """This world model as the reward of one F1 environment, with a memory of its own."""
-        from deft.models.f1.teacher import TeacherPolicy
-
         return TeacherPolicy(self, phase)
 
     def initial_memory(self, batch_size: int) -> Tensor:

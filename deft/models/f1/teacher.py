@@ -14,7 +14,6 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.f1 import frames
 from deft.models.f1.batch import BatchBuilder, MemoryStateManager
-from deft.models.f1.policy import F1Policy
 
 TERMS = {"teacher": "accuracy", "student": "error"}
 
@@ -27,7 +26,8 @@ class TeacherPolicy:
     nats. The student's memory divergence is not part of it: the environment does not know the student's memory.
     """
 
-    def __init__(self, policy: F1Policy, phase: str = "teacher") -> None:
+    def __init__(self, policy: Any, phase: str = "teacher") -> None:
+        """Read the rewards of `policy`, an `F1Policy`."""
         if phase not in TERMS:
             raise InputError(f"phase is {phase!r}; choose {' or '.join(TERMS)}")
         self.policy, self.phase = policy, phase

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from deft import schema, trust
 from deft.config.validation import checked
 from deft.errors import InputError
-from deft.models.f1.lora import LoraSettings
+from deft.models.lora import LoraSettings
 from deft.models.vla.interface import BaseVLAModel
 
 logger = logging.getLogger(__name__)
