@@ -1,7 +1,7 @@
 """The names and shapes that every part of Deft shares; the only place where a key is spelled.
 
-A transition is a TensorDict with batch [N] (one row an environment); a rollout is time-major, [T, N]. Per-step scalars
-have no trailing dimension. `terminated` and `truncated` stay apart; truncation bootstraps from the final observation.
+A transition is a TensorDict with batch [N] (one row per environment); a rollout is time-major, [T, N]. Per-step scalars
+have no trailing dimension. `terminated` and `truncated` are separate; truncation bootstraps from the final observation.
 Importing this module does not import torch: environment workers use it too.
 """
 
@@ -23,24 +23,24 @@ ACTION = "action"  # [B] (Discrete), [B, A], or [B, K, A] for a chunk of K steps
 ACTION_MASK = "action_mask"  # bool [B, A]: which of the padded action dims are real
 LOG_PROB = "sample_log_prob"  # [B]: log-prob of `action` under the policy that acted
 VALUE = "value"  # [B]: V(observation) by the policy that acted
-POLICY_VERSION = "policy_version"  # int64 [B]: which weights acted
-SAMPLE = "sample"  # nested, optional: what was random while acting and is needed to score the action again
-NOISE = "noise"  # [B, K, A], in `sample` of a flow policy: what it starts from, given to `act` or stored by it
+POLICY_VERSION = "policy_version"  # int64 [B]: version of the weights that acted
+SAMPLE = "sample"  # nested, optional: random values of `act` that are needed to score the action again
+NOISE = "noise"  # [B, K, A], in `sample` of a flow policy: its initial noise, given to `act` or stored by it
 CHAIN = "chain"  # [B, S + 1, K, A], in `sample` of a flow policy: its denoising chain from noise to the action
-TOKENS = "tokens"  # int64 [B, K · A], in `sample` of a policy that writes its actions as words: which were drawn
+TOKENS = "tokens"  # int64 [B, K · A], in `sample` of a policy with action tokens: the sampled tokens
 NEXT = "next"
 REWARD = "reward"
 TERMINATED = "terminated"
 TRUNCATED = "truncated"
 NUM_STEPS = "num_steps"  # int64 [B]: env steps that this transition took; only with action chunks
-REWARD_TERMS = "reward_terms"  # [B, K]: the named parts of the reward, in the order of `VectorEnv.reward_terms`
+REWARD_TERMS = "reward_terms"  # [B, K]: the named terms of the reward, in the order of `VectorEnv.reward_terms`
 ADVANTAGE = "advantage"
 VALUE_TARGET = "value_target"
-PREVIOUS_REWARD = "previous_reward"  # [B]: what the last action earned, 0 at an episode's first step
-DISCOUNT = "discount"  # [B]: what the value of the next observation counts, γ (γ^n after n rewards), 0 at a terminal
+PREVIOUS_REWARD = "previous_reward"  # [B]: reward of the last action, 0 at an episode's first step
+DISCOUNT = "discount"  # [B]: discount of the value of the next observation, γ (γ^n after n rewards), 0 at a terminal
 RETURN_TO_GO = "return_to_go"  # [B, K]: undiscounted, from this step to the end of its episode
-TIMESTEP = "timestep"  # int64 [B, K]: place in the episode, from 0
-STEP_MASK = "step_mask"  # bool [B, K]: which steps of a window are real; padding stands at its end. In F1's [T, B]
+TIMESTEP = "timestep"  # int64 [B, K]: index in the episode, from 0
+STEP_MASK = "step_mask"  # bool [B, K]: which steps of a window are real; padding is at its end. [T, B] in F1
 
 # The streams of a robot's observation.
 STATE = "state"  # [B, 32]: joints (or the hand) and gripper in the padded layout of the actions, each about -1 to 1
@@ -49,21 +49,21 @@ HEAD_RGB = "head_rgb"  # likewise
 ACTION_HISTORY = "action_history"  # [B, H, 32]: the actions before this observation, oldest first
 INSTRUCTION = "instruction"  # uint8 [B, L]: see `encode_text`
 
-# The batches of the F1 model, [B, …] or a sequence [T, B, …]; pictures are uint8, the model scales them.
-IMAGE0 = "image0"  # [B, 3, h, w]: what the understanding expert looks at; the teacher's is the head camera's
-IMAGE1 = "image1"  # likewise; the teacher's is the wrist camera's
-IMAGE0_HISTORY = "image0_history"  # [B, H + n, 3, h, w]: the wrist's img_{t-3} … img_t, then the n frames to predict
-FRAME_TOKENS = "frame_tokens"  # int64 [B, H + n, L], optional: the codes of these frames, where they are known already
-MASK_SUFFIX = "_mask"  # bool [B] under a picture's name with it: whether there is one
+# The batches of the F1 model, [B, …] or a sequence [T, B, …]; images are uint8, the model scales them.
+IMAGE0 = "image0"  # [B, 3, h, w]: input of the understanding expert; the head camera for the teacher
+IMAGE1 = "image1"  # likewise; the wrist camera for the teacher
+IMAGE0_HISTORY = "image0_history"  # [B, H + n, 3, h, w]: img_{t-3} of the wrist … img_t, then the n frames to predict
+FRAME_TOKENS = "frame_tokens"  # int64 [B, H + n, L], optional: the codes of these frames, if they are known
+MASK_SUFFIX = "_mask"  # bool [B], under the name of an image with this suffix: whether there is one
 ACTION_IS_PAD = "action_is_pad"  # bool [B, K]: which steps of an action chunk lie after the episode's end
 MEMORY_STATE = "memory_state"  # [layers, B, hidden] before the batch's first step
-TEACHER_MEMORY = "teacher_memory"  # [B, hidden], in an explorer's rollout: what the teacher remembers after this step
+TEACHER_MEMORY = "teacher_memory"  # [B, hidden], in an explorer's rollout: memory of the teacher after this step
 
-# The streams of a driver's observation, and what a waypoint policy keeps of it in `sample`.
+# The streams of a driving observation, and what a waypoint policy stores in `sample`.
 CAMERA = "camera"  # uint8 [B, 3, h, w]
-MOTION = "motion"  # [B, M]: the vehicle's own movement, and how far the one ahead is
+MOTION = "motion"  # [B, M]: motion of the vehicle, and the gap to the one ahead
 SFT_OFFSET = "sft_offset"  # [B, K, 2]: metres by which the supervised policy's waypoints are wrong in this episode
-LATENT = "latent"  # [B, Z]: what the frozen encoder made of the observation
+LATENT = "latent"  # [B, Z]: features of the frozen encoder
 SFT_WAYPOINTS = "sft_waypoints"  # [B, K, 2]: the supervised policy's waypoints, with the episode's error
 
 NEXT_OBSERVATION = (NEXT, OBSERVATION)  # the true final one at an episode's end, never the one after a reset
@@ -74,7 +74,7 @@ NEXT_TRUNCATED = (NEXT, TRUNCATED)
 NEXT_NUM_STEPS = (NEXT, NUM_STEPS)
 NEXT_REWARD_TERMS = (NEXT, REWARD_TERMS)
 # V(next observation) where a segment of a rollout ends without the next row following it: at a truncation and at the
-# rollout's last step. Elsewhere 0. Rollouts of images then need not hold every observation twice.
+# rollout's last step. Elsewhere 0. So rollouts of images do not store every observation twice.
 NEXT_VALUE = (NEXT, VALUE)
 
 CHANNELS = (1, 3, 4)  # of an image
@@ -83,7 +83,7 @@ PER_STEP_SCALARS = (LOG_PROB, VALUE, POLICY_VERSION, NEXT_REWARD, NEXT_TERMINATE
 
 
 def check_scalars(transition: TensorDictBase) -> None:
-    """Refuse per-step scalars with a trailing dimension: [B] against [B, 1] would broadcast into [B, B]."""
+    """Raise an error for per-step scalars with a trailing dimension: [B] and [B, 1] would broadcast to [B, B]."""
     batch_size = tuple(transition.batch_size)
     for key in PER_STEP_SCALARS:
         value: Any = transition.get(key, None)
@@ -92,7 +92,7 @@ def check_scalars(transition: TensorDictBase) -> None:
 
 
 def renamed_streams(names: Iterable[str], rename: Mapping[str, str], where: str) -> dict[str, str]:
-    """What each stream of `where` is called from now on, by its own name; `rename` is {new name: own name}."""
+    """Map the names of the streams of `where` to their new names; `rename` is {new name: own name}."""
     known, new = list(names), {own: name for name, own in rename.items()}
     if len(new) < len(rename):
         raise InputError(f"rename_streams: {dict(rename)} gives one stream two names; give each one")
@@ -112,13 +112,13 @@ def renamed_streams(names: Iterable[str], rename: Mapping[str, str], where: str)
 def has_channels_last(shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether uint8 arrays of a shape are images [h, w, C], or histories [H, h, w, C], of 1, 3 or 4 channels.
 
-    Deft has all images with their channels first, [C, h, w] and [H, C, h, w]; environments and datasets turn theirs.
+    Deft stores images with channels first, [C, h, w] and [H, C, h, w]; environments and datasets transpose theirs.
     """
     return len(shape) in (3, 4) and dtype == np.uint8 and shape[-1] in CHANNELS and shape[-3] not in CHANNELS
 
 
 def channels_first(images: np.ndarray) -> np.ndarray:
-    """Images […, h, w, C] as […, C, h, w], without a copy."""
+    """Return images […, h, w, C] as […, C, h, w], without a copy."""
     return np.moveaxis(images, -1, -3)
 
 
@@ -128,7 +128,7 @@ def channels_last(images: np.ndarray) -> np.ndarray:
 
 
 def encode_text(text: str, length: int) -> np.ndarray:
-    """Text as UTF-8 bytes in a uint8 row, padded with zeros, so that instructions travel as tensors."""
+    """Return text as UTF-8 bytes in a uint8 row, padded with zeros, so that instructions are tensors."""
     data = text.encode("utf-8")
     if len(data) > length:
         raise InputError(f"instruction of {len(data)} bytes does not fit its space of {length}: {text[:40]!r}…")
