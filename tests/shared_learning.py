@@ -221,7 +221,8 @@ def main() -> None:
         halves = {name: one_update(name, processes) for name in ("ppo", "grpo", "iql", "sac")}
         torch.randn = draw
         runs = {name: run(name, folder) for name in ("ppo", "grpo", "sac", "iql")}
-        torch.save({"halves": halves, "runs": runs}, folder / f"rank{processes.rank}.pt")
+        sharded = shard_f1(processes, None)
+        torch.save({"halves": halves, "runs": runs, "sharded": sharded}, folder / f"rank{processes.rank}.pt")
     elif what == "shard":
         start = Path(sys.argv[3]) if len(sys.argv) > 3 else None
         found = shard_f1(processes, start)

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def launch(count, *arguments):
-    """What `accelerate launch` sets for each process."""
+    """Start processes with the environment variables of `torchrun`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,6 +74,17 @@ def test_each_process_has_its_own_experience(trained):
     drawn = [set(torch.cat(run_["iql"]["seen"]).flatten().tolist()) for run_ in (first, second)]
     assert not drawn[0] & drawn[1]
     assert first["iql"]["steps"] == 14  # 2 epochs of ⌈200 / (2 · 16)⌉ updates
+
+
+def test_sharded_parameters_take_the_steps_of_full_ones(trained):
+    """FSDP in its smallest form; the slow tests below train whole runs with it, and resume them with other numbers."""
+    first, second = (part["sharded"] for part in trained[1])
+    assert first["share"] + second["share"] == pytest.approx(1.0)
+    assert not second["weights"]  # rank 0 has them all
+    alone = shard_f1(Processes(), None)["weights"]
+    assert alone.keys() == first["weights"].keys()
+    for name, value in alone.items():
+        assert torch.allclose(first["weights"][name].double(), value.double(), atol=1e-5), name
 
 
 def test_a_checkpoint_of_two_goes_on_in_one(trained, tmp_path):
