@@ -55,7 +55,20 @@ SFT += ["--weight_decay", 1e-2, "--eval_freq", 0, "--save_freq", 5]
 # and goes by what an episode came to. The eyes learn from the labels of every row.
 IQL = ["--batch_size", 128, "--learning_rate", 3e-4, "--policy_learning_rate", 3e-5, "--auxiliary_learning_rate", 1e-3]
 IQL += ["--weight_decay", 1e-2, "--reward_scaling", "none", "--expectile", 0.8, "--advantage", "return"]
-IQL += ["--temperature", 3, "--max_weight", 20, "--gamma", 0.99, "--sight", "start", "--eval_freq", 0, "--save_freq", 5]
+IQL += [
+    "--temperature",
+    3,
+    "--max_weight",
+    20,
+    "--gamma",
+    0.99,
+    "--position_source",
+    "start",
+    "--eval_freq",
+    0,
+    "--save_freq",
+    5,
+]
 ONLINE = ["--env", "tabletop", "--env-kwargs", "observation=labelled", "--vector", "process", "--keep_checkpoints", 1]
 ONLINE += ["--model", "vla-tiny", "--vla-model-config", "freeze_vision=true"]
 ONLINE += ["--auxiliary_learning_rate", 1e-3, "--auxiliary_epochs", 2, "--max_grad_norm", 1.0]

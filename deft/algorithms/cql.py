@@ -1,4 +1,4 @@
-"""Conservative Q-learning, CQL(H) (Kumar et al., 2020): SAC whose critics are pushed down where the data is not."""
+"""Conservative Q-learning, CQL(H) (Kumar et al., 2020): SAC with a penalty on values of actions outside the data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CQL(SoftPolicy):
             sampler.add_returns(self.settings.gamma)
 
     def schedule(self) -> None:
-        """The policy's step size, and whether it clones the data or follows the critics."""
+        """Update the learning rate, and whether the policy clones the data or maximises Q."""
         super().schedule()
         self._is_cloning.fill_(self.version < self.settings.policy_warmup)
 
@@ -54,7 +54,7 @@ class CQL(SoftPolicy):
         settings, policy, critics = self.settings, self.policy, self.critics
         state, action, next_state, reward, discount = self._read(batch)
         still = state._replace(features=state.features.detach())
-        # One of the policy's actions here improves it; the others, without gradient, are for the penalty.
+        # The first sampled action is for the policy loss; the others, without gradient, are for the penalty.
         samples, sample_log_probs = policy.sample(still, settings.cql_samples + 1)
         chosen, log_prob = samples[0], sample_log_probs[0]
         with torch.no_grad():
@@ -67,7 +67,7 @@ class CQL(SoftPolicy):
             samples[1:], sample_log_probs[1:], next_samples[1:], next_log_probs[1:]
         )
         q, others = self._values(state.features, action, actions)
-        if settings.cal_ql:  # the policy's actions are worth at least what the data shows: Q ← max(Q, G)
+        if settings.cal_ql:  # values of the policy's actions are at least the return in the data: Q ← max(Q, G)
             returns = batch[schema.VALUE_TARGET].reshape(reward.shape)[:, None, None]
             count = settings.cql_samples
             others = torch.cat([others[:, :, :count], torch.maximum(others[:, :, count:], returns)], 2)
@@ -127,7 +127,7 @@ class CQL(SoftPolicy):
         return values[:, :, 0], values[:, :, 1:]
 
     def _weighted(self, gap: Tensor) -> tuple[Tensor, Tensor]:
-        """The penalty on the critics, and the loss of its learned factor, which grows while the gap is above target."""
+        """The penalty on the critics, and the loss of its factor, which grows while the gap is above its target."""
         weight = self.settings.cql_alpha
         if not self.settings.cql_lagrange:
             return weight * gap.sum(1), torch.zeros_like(gap[:, 0])

@@ -1,6 +1,6 @@
 """Implicit Q-learning (Kostrikov et al., 2021): V by expectile regression, Q on V(s'), the policy by weighted cloning.
 
-Never asks a critic about an action that is not in the data.
+Critics are evaluated at actions of the dataset only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class IQL(OffPolicy):
 
     L_V = E |τ − 1(u < 0)| u²,   L_Q = E (r + γ V(s') − Q(s, a))²,   L_π = −E min(exp(β u), 100) log π(a | s).
 
-    The policy's weights may have the dataset's return from there on in place of Q̄ (`advantage`). With `sight: start` a
-    copy of the policy stays as it was, and says what was seen when the data were played.
+    `advantage: return` uses the discounted return of the episode in place of Q̄. With `position_source: start` a frozen
+    copy of the initial policy predicts the object positions that the policy learns to act on.
     """
 
     name = "iql"
@@ -42,22 +42,22 @@ class IQL(OffPolicy):
 
     def __init__(self, policy: Policy, settings: IQLSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or IQLSettings(), seed)
-        if self.settings.sight == "start" and are_sharded(policy.parameters()):
-            raise InputError("sight: 'start' is not for fsdp; train without one of the two")
-        self.start = frozen_copy(policy) if self.settings.sight == "start" else None
+        if self.settings.position_source == "start" and are_sharded(policy.parameters()):
+            raise InputError("position_source: 'start' does not support fsdp; disable one of the two")
+        self.start = frozen_copy(policy) if self.settings.position_source == "start" else None
         own = self.settings.auxiliary_learning_rate
-        self.auxiliary_optimizer = self._optimizer(iter(self._taught()), own) if own else None
+        self.auxiliary_optimizer = self._optimizer(iter(self._label_parameters()), own) if own else None
 
-    def _taught(self) -> list[nn.Parameter]:
-        """What has a step size of its own: the parameters that labels teach."""
+    def _label_parameters(self) -> list[nn.Parameter]:
+        """Parameters that labels train, with a learning rate of their own."""
         return list(self.policy.auxiliary_parameters()) if self.settings.auxiliary_learning_rate else []
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:
-        taught = {id(parameter) for parameter in self._taught()}
-        yield from (parameter for parameter in super()._actor_trains() if id(parameter) not in taught)
+        excluded = {id(parameter) for parameter in self._label_parameters()}
+        yield from (parameter for parameter in super()._actor_trains() if id(parameter) not in excluded)
 
     def _policy_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
-        """The policy's, and that of what labels teach: one schedule for both."""
+        """The policy's optimizer and that of the labels, with one schedule."""
         own = self.auxiliary_optimizer
         return super()._policy_optimizers() + ([] if own is None else [(own, self.settings.auxiliary_learning_rate)])
 
@@ -66,23 +66,23 @@ class IQL(OffPolicy):
         return {**super()._parts(), **{name: part for name, part in own.items() if part is not None}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; refuses what does not fit."""
+        """Load the state; raise an error where it does not fit."""
         check_resumed(self.auxiliary_optimizer, state)
         was = "start" if "start" in state else "labels"
-        if was != self.settings.sight:
+        if was != self.settings.position_source:
             raise InputError(
-                f"sight was '{was}' in this run and is '{self.settings.sight}' now: leave it as it was, or start a new "
-                "run with --model_path"
+                f"position_source was '{was}' in this run and is '{self.settings.position_source}' now: keep it, or "
+                "start a new run with --model_path"
             )
         super().load_state_dict(state)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Refuse those of a run whose rewards were scaled otherwise: its critics go on too."""
+        """Raise an error where the run's rewards were scaled by another factor, which its critics depend on."""
         was, now = float(weights["reward_scale"]), float(self.policy.reward_scale)  # which `prepare` has set
         if not math.isclose(was, now, rel_tol=1e-4):
             raise InputError(
-                f"reward_scaling: this run's rewards were multiplied by {was:g}, and would be by {now:g} now: leave it "
-                "as it was, or start a new run with --model_path"
+                f"reward_scaling: this run's rewards were multiplied by {was:g}, and would be by {now:g} now: keep "
+                "reward_scaling and the dataset, or start a new run with --model_path"
             )
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
@@ -126,9 +126,9 @@ class IQL(OffPolicy):
         }
 
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
-        """Fit the normalisation, and scale the rewards by the range of the dataset's returns."""
+        """Fit the normalisation and scale the rewards by the range of the dataset's returns."""
         if fresh and self.start is not None:
-            raise InputError("sight: 'start' is how the model that a run starts from sees: give one with model_path")
+            raise InputError("position_source: 'start' needs a trained model to start from; give one with model_path")
         returns = dataset.episode_returns()
         if not self.settings.allow_constant_reward and (reward := _constant_reward(dataset, returns)) is not None:
             raise InputError(
@@ -144,15 +144,13 @@ class IQL(OffPolicy):
                 self.policy.reward_scale.fill_(1000.0 / spread)
                 sampler.scale_rewards(1000.0 / spread)
             else:
-                log.warning(
-                    "reward_scaling: every episode has the return %.4g, so rewards stay as they are", returns[0]
-                )
+                log.warning("reward_scaling: every episode has the return %.4g, so rewards are not scaled", returns[0])
 
 
 def _constant_reward(dataset: Dataset, returns: np.ndarray) -> float | None:
-    """The reward of every transition, if there is one and it says nothing; None if rewards or ends tell actions apart.
+    """The reward of every transition if all are equal and carry no information; None otherwise.
 
-    A reward c > 0 at each step still says how long an episode lasts, if it can terminate.
+    A constant reward c > 0 still rewards long episodes, if they can terminate.
     """
     reward = float(returns[0] / dataset.lengths[0])
     if not np.allclose(returns, reward * dataset.lengths, rtol=1e-5, atol=1e-6):

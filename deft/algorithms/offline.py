@@ -1,4 +1,4 @@
-"""What an algorithm that learns from a dataset is to the offline trainer, beside what every algorithm is."""
+"""The interface of an algorithm that learns from a dataset, for the offline trainer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat
 
 
 class OfflineAlgorithm(Algorithm):
-    """Says which policy it trains and how it draws from a dataset; then it takes one step a batch."""
+    """An algorithm that builds its policy, samples a dataset, and takes one gradient step per batch."""
 
     settings: OfflineSettings
     capturable: bool = True
-    """Whether `step` may be recorded as a CUDA graph: it never waits for the device, nor decides by its values."""
+    """Whether `step` may be captured as a CUDA graph: it never synchronises with the device."""
     period: int = 1
-    """After how many steps the same operations come again; a recording holds as many."""
+    """Number of steps after which the operations repeat; a capture holds as many."""
 
     @property
     def held_out_fraction(self) -> float:
@@ -57,27 +57,27 @@ class OfflineAlgorithm(Algorithm):
         num_members: int = 1,
         weights_follow: bool = False,
     ) -> Policy:
-        """The policy that this algorithm trains.
+        """Build the policy that this algorithm trains.
 
-        `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
+        `weights_follow`: weights of a checkpoint are loaded next, so the pretrained file of the config is not read.
         """
         raise TypeError(f"{cls.__name__} does not define make_policy")
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
-        """Where its batches come from."""
+        """Return the sampler of its batches."""
         raise TypeError(f"{type(self).__name__} does not define make_sampler")
 
     def prepare(self, dataset: Dataset, sampler: Any, fresh: bool) -> None:
         """Set up the sampler, and, where training is `fresh`, fit the policy's normalisation to the dataset."""
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Refuse the weights of a run that cannot go on with these settings; before anything of it is loaded."""
+        """Raise an error if a run with these weights cannot be resumed with these settings; called before loading."""
 
     def resumed(self) -> None:
-        """Put settings that may change at a resume over what a checkpoint has brought; called after it is loaded."""
+        """Apply settings that may change at a resume; called after a checkpoint is loaded."""
 
     def schedule(self) -> None:
-        """Set what depends on `progress`; called before each step, never recorded."""
+        """Update values that depend on `progress`; called before each step, outside a captured graph."""
 
     def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
         """One gradient step on one batch."""

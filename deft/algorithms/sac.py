@@ -22,18 +22,18 @@ from deft.models.policy import Encoded, Policy
 from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
-SMALLEST_VALUE = 1e-3  # what mean |Q| counts as at least, where losses are divided by it
-LEARNED_ALPHA = 0.05  # temperature at first, for a policy that comes from an algorithm without one
+SMALLEST_VALUE = 1e-3  # lower bound of mean |Q|, by which losses are divided
+LEARNED_ALPHA = 0.05  # initial temperature for a policy of an algorithm without one
 
 
 class SAC(SoftPolicy):
     """With a' ~ π(s') and the target critics Q̄:
 
     L_Q = E (r + γ (min Q̄(s', a') − α log π(a' | s')) − Q(s, a))²,   L_π = E [α log π(a | s) − min Q(s, a)],
-    and α so that the entropy is `target_entropy`. A state that ends an episode other than by a time limit is worth 0.
+    and α so that the entropy is `target_entropy`. The value of a terminal state is 0; truncated episodes bootstrap.
 
-    A policy that can do something already is held near it by an anchor, a copy π₀ of it, until the critics know its
-    neighbourhood:  L_π = E [(α log π(a | s) − min Q(s, a)) / E|min Q|] + c · E KL(π ‖ π₀).
+    A trained policy is kept near an anchor, a frozen copy π₀ of it, until the critics are accurate around it:
+    L_π = E [(α log π(a | s) − min Q(s, a)) / E|min Q|] + c · E KL(π ‖ π₀).
     """
 
     name = "sac"
@@ -45,11 +45,11 @@ class SAC(SoftPolicy):
         self._start_alpha(1.0)
         self.period = self.settings.policy_delay
         self._policy_metrics: Metrics = {}
-        self._former_scale = float(policy.reward_scale)  # of the rewards that the policy's critics learned from
+        self._former_scale = float(policy.reward_scale)  # of the rewards that its critics were trained on
         self.anchor = frozen_copy(policy) if self.settings.anchor_coef else None
         self._held = self._held_in_warmup() if self.settings.critic_warmup else []
         self.anchor_weight = torch.full((), self.settings.anchor_coef, device=policy.center.device)
-        if self.settings.compile:  # draws as in eager mode, so that both learn the same
+        if self.settings.compile:  # samples as in eager mode, so that both give the same results
             options: dict[str, Any] = {"fallback_random": True}
             self._critic_loss = torch.compile(self._critic_loss, options=options)  # type: ignore[method-assign]
             self._policy_losses = torch.compile(self._policy_losses, options=options)  # type: ignore[method-assign]
@@ -78,13 +78,13 @@ class SAC(SoftPolicy):
         """Raise an error if there is an anchor but no trained policy to anchor to."""
         if self.settings.anchor_coef and fresh:
             raise InputError(
-                "anchor_coef: holds a policy near what it was given as; give one with model_path, or use 0"
+                "anchor_coef: keeps a trained policy near its initial weights; give one with model_path, or use 0"
             )
 
     def start_from_a_policy(self) -> None:
-        """Begin with a low temperature: a new policy's would pay a learned one for forgetting what it knows.
+        """Start with a low temperature: that of a new policy would make a trained one forget.
 
-        New critics learn from rewards as they are; those that are adopted, from rewards as they were.
+        New critics learn from unscaled rewards; loaded ones from rewards of their former scale.
         """
         self._start_alpha(LEARNED_ALPHA)
         self.policy.reward_scale.fill_(1.0)
@@ -101,7 +101,7 @@ class SAC(SoftPolicy):
             self.log_alpha.data.fill_(math.log(default if start is None else start))
 
     def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
-        """One step on each batch that the replay buffer gives; none before learning starts."""
+        """One step on each batch of the replay buffer; none before `learning_starts`."""
         metrics: Metrics = {}
         for batch in batches:
             self.schedule()
@@ -109,11 +109,11 @@ class SAC(SoftPolicy):
         return metrics
 
     def schedule(self) -> None:
-        """The policy's step size and the anchor's weight; into tensors, which a recorded update reads."""
+        """Update the learning rate and the anchor's weight, in tensors that a captured update reads."""
         super().schedule()
         half_life = self.settings.anchor_half_life
         if self.anchor is not None and half_life is not None:
-            # c_t = c · 2^(−t / half-life): how far the policy may stray goes with 1/c, so it grows by equal factors.
+            # c_t = c · 2^(−t / half-life): the distance that the policy may move is proportional to 1/c.
             halvings = max(0, self.version - self.settings.critic_warmup) / half_life
             self.anchor_weight.fill_(max(self.settings.anchor_coef * 0.5**halvings, self.settings.anchor_floor))
 
@@ -131,7 +131,7 @@ class SAC(SoftPolicy):
             self.descend(q_loss.sum(), self.critic_optimizer)
         else:
             policy_loss, alpha_loss, log_prob, divergence = self._policy_losses(still, self._anchored(batch))
-            # One pass back for all: the critics that judge the policy's action take no gradient from it.
+            # One backward pass for all: the critics get no gradient from the policy loss.
             self.descend((q_loss + policy_loss + alpha_loss).sum(), self.critic_optimizer, self.actor_optimizer)
             self._policy_metrics = {
                 "policy_loss": policy_loss.detach().mean(),
@@ -144,22 +144,22 @@ class SAC(SoftPolicy):
         return {"q_loss": q_loss.detach().mean(), "mean_q": mean_q, **self._policy_metrics}
 
     def _held_in_warmup(self) -> list[nn.Parameter]:
-        """What the critics share with the policy: the encoder of images and words, unless it is theirs alone."""
+        """Parameters that critics share with the policy: the encoder, unless it is the critics' own."""
         free = {id(parameter) for parameter in self.policy.value_only_parameters()}
         return [parameter for parameter in self.policy.encoder_parameters() if id(parameter) not in free]
 
     def _descend_critics_alone(self, loss: Tensor) -> None:
-        """One step of the critics that leaves the policy bit for bit as it is, its encoder too."""
+        """One step of the critics that leaves policy and encoder unchanged, bit for bit."""
         before = [parameter.detach().clone() for parameter in self._held]
         self.descend(loss, self.critic_optimizer)
         with torch.no_grad():
             for parameter, value in zip(self._held, before, strict=True):
-                parameter.copy_(value)  # weight decay moves what has no gradient
+                parameter.copy_(value)  # weight decay also changes parameters without a gradient
 
     def _critic_loss(
         self, features: Tensor, action: Tensor, next_state: Encoded, reward: Tensor, discount: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The squared error of all critics, a value for each member, and the mean Q."""
+        """Squared TD error of all critics per member, and the mean Q."""
         with torch.no_grad():
             samples, log_probs = self.policy.sample(next_state)
             values = self.critics.target_values(next_state.features, samples[0])
@@ -173,13 +173,13 @@ class SAC(SoftPolicy):
 
     @torch.no_grad()
     def _anchored(self, batch: Mapping[Any, Any]) -> Encoded | None:
-        """The state as the anchor sees it; None without one."""
+        """The state encoded by the anchor; None without an anchor."""
         return None if self.anchor is None else self.anchor.encode(batch[schema.OBSERVATION])
 
     def _policy_losses(
         self, state: Encoded, anchored: Encoded | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The losses of the policy and of its temperature, a value for each member, log π of its actions, and KL."""
+        """Losses of policy and temperature per member, log π of the sampled actions, and the KL to the anchor."""
         if self.anchor is not None:
             state = self.policy.with_output(state)
         samples, log_probs = self.policy.sample(state)
@@ -211,12 +211,12 @@ class SAC(SoftPolicy):
         return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics), "anchor": anchor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Load the state."""
         super().load_state_dict(state)
         self._policy_metrics = dict(state["policy_metrics"])
         if self.anchor is None:
             return
         if state.get("anchor") is None:
-            log.warning("anchor_coef was 0 until now: the anchor is the policy of this checkpoint")
+            log.warning("anchor_coef was 0 before: the policy of this checkpoint becomes the anchor")
         self.anchor.load_state_dict(state.get("anchor") or self.policy.state_dict())
         self._complete_copies()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, or behaviour cloning: the policy learns to do what the dataset did."""
+"""Supervised fine-tuning, or behaviour cloning: the policy imitates the actions of a dataset."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class SFT(ActorAlgorithm):
             losses = self.policy.imitation(observation, action, mask, self.settings.loss)
             self.descend(losses["bc_loss"].sum(), self.actor_optimizer)
             return {name: value.detach().mean() for name, value in losses.items()}
-        # In parts, one after the other: the loss is a mean over the rows, ∇L = Σ (n_i / n) ∇L_i
-        axis = 1 if self.policy.num_members > 1 else 0  # rows come after members, where there are several
+        # Micro-batches: the loss is a mean over the rows, ∇L = Σ (n_i / n) ∇L_i
+        axis = 1 if self.policy.num_members > 1 else 0  # the batch dimension follows the members, if there are several
         metrics: Metrics = {}
         for number in range(count):
             rows = slice(*(action.shape[1] * place // count for place in (number, number + 1)))
@@ -66,8 +66,8 @@ class SFT(ActorAlgorithm):
         """Fit the observation normalisation to the dataset."""
         if self.settings.augment and not has_images(dataset.observation_space):
             raise InputError(
-                f"augment: {dataset.name} has no images to change (its observations are {dataset.observation_space}); "
-                "leave --augment out"
+                f"augment: {dataset.name} has no images to augment (its observations are {dataset.observation_space}); "
+                "remove --augment"
             )
         super().prepare(dataset, sampler, fresh)
 
@@ -83,7 +83,7 @@ class SFT(ActorAlgorithm):
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Mapping[Any, Any]]) -> Metrics:
-        """The means of the losses over all rows of the batches, without augmentation."""
+        """Mean losses over all rows of the batches, without augmentation."""
         was_training = self.policy.training
         self.policy.eval()
         totals: Metrics = {}

@@ -1,4 +1,4 @@
-"""TD3+BC (Fujimoto & Gu, 2021): TD3 whose policy is also held to the data's actions."""
+"""TD3+BC (Fujimoto & Gu, 2021): TD3 with a behaviour cloning term in the policy loss."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TD3BC(OffPolicy):
         return {"q_loss": q_loss.detach().mean(), "mean_q": q.detach().mean(), **self._policy_metrics}
 
     def _improve(self, state: Encoded, action: Tensor) -> Metrics:
-        """One step of the policy."""
+        """One policy step."""
         chosen = self.policy.mean(state)
         q = self.critics.first_values(state.features, chosen)
         scale = self.settings.alpha / q.detach().abs().mean(-1).clamp(min=1e-8)
@@ -63,10 +63,10 @@ class TD3BC(OffPolicy):
         return {**super()._parts(), "target_policy": self.target_policy}
 
     def state_dict(self) -> dict[str, Any]:
-        """Critics, targets, optimizers, counters, and the policy's latest metrics, which the next update reports."""
+        """Critics, targets, optimizers, counters, and the latest policy metrics, which the next update reports."""
         return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Load the state."""
         super().load_state_dict(state)
         self._policy_metrics = dict(state["policy_metrics"])

@@ -206,9 +206,9 @@ class IQLSettings(OffPolicySettings):
     """Where those weights are clipped."""
     advantage: Literal["critic", "return"] = "critic"
     """What those weights compare with V: the critics' value, or what the episode went on to earn, discounted."""
-    sight: Literal["labels", "start"] = "labels"
-    """What `vla-tiny` acts on in the data, where labels say where things are: those, or what the model that the run
-    starts from sees: what it did in its own episodes it did about that."""
+    position_source: Literal["labels", "start"] = "labels"
+    """Object positions that `vla-tiny` learns to act on: labels, or those predicted by the model that the run starts
+    from, which its own episodes depend on."""
     reward_scaling: Literal["none", "return_range"] = "return_range"
     """`return_range`: rewards times 1000 / (best − worst return of the dataset), as in the paper for locomotion."""
     policy_learning_rate: Positive | None = None

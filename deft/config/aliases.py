@@ -36,6 +36,7 @@ ALIASES: dict[str, str] = {
     "ppo_entropy_coef": "entropy_coef",
     "utd_ratio": "updates_per_step",
     "teacher_path": "teacher_checkpoint",
+    "sight": "position_source",
 }
 """Other name → the name of the setting, in every class that has it and not the other."""
 

@@ -1,4 +1,4 @@
-"""Q(s, a) as an ensemble of critics with their slowly moving targets; trained by the off-policy algorithms."""
+"""Q(s, a): an ensemble of critics with target networks, trained by the off-policy algorithms."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deft.models.targets import frozen_copy, soft_update
 
 
 class Critics(nn.Module):
-    """`num_critics` networks on features and unit actions for each of `num_members` learners, and a copy as target.
+    """`num_critics` networks on features and unit actions for each of `num_members` members, and target copies.
 
-    Features are [members, B, F], actions [members, B, A]; values come as [members, critics, B].
+    Features are [members, B, F], actions [members, B, A], values [members, critics, B].
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Critics(nn.Module):
         self.target = frozen_copy(self.online)
 
     def forward(self, features: Tensor, action: Tensor, frozen: bool = False) -> Tensor:
-        """Values; `frozen` keeps the gradient from the critics, not from the action."""
+        """Values; with `frozen` the gradient reaches the action but not the critics."""
         return self._values(self.online(torch.cat([features, action], -1), frozen))
 
     def first_values(self, features: Tensor, action: Tensor) -> Tensor:
-        """Values by the first critic of each member, [members, B]; the gradient reaches the action alone."""
+        """Values of each member's first critic, [members, B]; the gradient reaches the action but not the critics."""
         inputs = torch.cat([features, action], -1)
         return self.online(inputs, frozen=True, stride=self.num_critics).squeeze(-1)
 
     def target_values(self, features: Tensor, action: Tensor) -> Tensor:
-        """Values by the target networks."""
+        """Values of the target networks."""
         return self._values(self.target(torch.cat([features, action], -1)))
 
     def move_target(self, tau: float) -> None:

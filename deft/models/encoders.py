@@ -72,8 +72,8 @@ class OneHotEncoder(nn.Module):
 class ImageEncoder(nn.Module):
     """uint8 images, [C, h, w], [h, w], or a history [H, C, h, w], through strided convolutions to `dim` features.
 
-    For a space of images with channels last both layouts are read: environments and datasets turn theirs, see
-    `schema.has_channels_last`.
+    For a space of images with channels last both layouts are accepted: environments and datasets convert to channels
+    first, see `schema.has_channels_last`.
     """
 
     def __init__(self, space: spaces.Box, dim: int) -> None:
@@ -113,7 +113,7 @@ class ImageEncoder(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Instruction bytes (`schema.encode_text`) as the mean of learned byte-trigram features; padding does not count."""
+    """Instruction bytes (`schema.encode_text`) as the mean of learned byte-trigram features, without padding."""
 
     def __init__(self, dim: int = 64) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def _encoder(name: str, space: gymnasium.Space, image_dim: int, normalize: bool)
 
 
 class ObservationEncoder(nn.Module):
-    """Any supported observation space → features […, dim]: each stream encoded, the results side by side."""
+    """Any supported observation space → features […, dim]: the concatenated features of its streams."""
 
     def __init__(self, space: gymnasium.Space, image_dim: int = 256, normalize: bool = True) -> None:
         super().__init__()

@@ -5,8 +5,8 @@ and have no density; with a little noise each step is a Gaussian, and the chain'
 
     x_{k+1} = x_k − v(x_k, t_k) / S + σ_k ε_k,      t_k = 1 − k / S,      log p = Σ_k log N(x_{k+1}; x_k − v / S, σ_k)
 
-The first x is drawn from N(0, 1) whatever the weights: it cancels in every ratio and is left out. Whoever acts stores
-the chain under `schema.SAMPLE` (it is what was random) and scores it again: `pi0`, `vla-tiny` and the F1 explorer do.
+The first x is drawn from N(0, 1) whatever the weights: it cancels in every ratio and is left out. A policy
+stores the chain under `schema.SAMPLE` when it acts, and scores it again: `pi0`, `vla-tiny` and the F1 explorer do.
 
 Dims outside a `mask` are not executed, yet the velocity of the executed dims may depend on them. They get no noise:
 given the weights they are a function of x_0 and of the executed dims before them, and scoring computes them again,
@@ -93,9 +93,9 @@ def chain_entropy(deviation: Tensor, shape: torch.Size | tuple[int, ...], mask: 
 
 
 def hold_last(actions: Tensor, step_mask: Tensor) -> Tensor:
-    """Chunks [B, K, A] that go on with their last real step where `step_mask` [B, K] is False, which is at the end.
+    """Chunks [B, K, A] whose last real step is repeated where `step_mask` [B, K] is False, at the end.
 
-    The velocity of the real steps reads the other ones too, so what stands in the padding must not be left to chance.
+    The velocity of the real steps reads the other ones too, so the padding must be defined.
     """
     last = (step_mask.sum(1, keepdim=True) - 1).clamp(min=0)
     index = torch.minimum(torch.arange(actions.shape[1], device=actions.device), last)

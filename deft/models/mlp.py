@@ -1,6 +1,6 @@
-"""Several networks of one shape as one: the critics of an ensemble, and the networks of several seeds.
+"""Several MLPs of one shape, batched: the critics of an ensemble, and the networks of several seeds.
 
-Each layer of all of them is one batched product. `deft.models.actor` and `deft.models.critics` are made of it.
+Each layer of all networks is one batched matmul. `deft.models.actor_critic` and `deft.models.critics` use it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-FEW_ROWS = 1024  # up to which autograd's own nodes are quicker than `_ReluNetwork`
+FEW_ROWS = 1024  # up to this many rows autograd is faster than `_ReluNetwork`
 
 
 class BatchedMLP(nn.Module):
     """`num` independent MLPs, ReLU between the layers, optionally with LayerNorm before each ReLU.
 
-    Weights are [num, in, out]; y_n = relu(relu(x_n W_n1 + b_n1) W_n2 + b_n2) … Initialised as torch.nn.Linear is:
-    uniform in ±1/√in. `dtype` is what the products compute in; parameters, inputs and outputs stay float32, and so does
-    the last layer: bf16 has 8 bits, steps of 2 for values of 300.
+    Weights are [num, in, out]; y_n = relu(relu(x_n W_n1 + b_n1) W_n2 + b_n2) … Initialised like torch.nn.Linear,
+    uniform in ±1/√in. `dtype` is the type of the matmuls; parameters, inputs, outputs and the last layer are float32:
+    bf16 has 8 bits, steps of 2 for values of 300.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BatchedMLP(nn.Module):
         if x.shape[0] != self.num and stride == 1:
             x = x.repeat_interleave(self.num // x.shape[0], 0) if x.shape[0] > 1 else x.expand(self.num, -1, -1)
         groups = (self.weights, self.biases, self.scales, self.shifts)
-        # Not by iterating over the lists, which looks each parameter up by its name.
+        # Iterating over a ParameterList looks each parameter up by its name, which is slow.
         parameters: list[Any] = [parameter for group in groups for parameter in group._parameters.values()]
         if frozen:
             parameters = [parameter.detach()[::stride] for parameter in parameters]
@@ -81,7 +81,7 @@ class BatchedMLP(nn.Module):
 
 
 class _ReluNetwork(torch.autograd.Function):
-    """All layers as one node of the graph, for many rows and for bf16: it passes over the activations fewer times."""
+    """All layers as one autograd node, for many rows and for bf16: fewer passes over the activations."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class _ReluNetwork(torch.autograd.Function):
         for layer in reversed(range(depth)):
             if ctx.needs_input_grad[2 + layer]:
                 weight_gradients[layer] = torch.bmm(inputs[layer].transpose(1, 2), delta).float()
-                # As a product: torch's own sum over many rows takes six times as long.
+                # As a matmul: torch.sum over many rows takes six times as long.
                 bias_gradients[layer] = torch.bmm(ones, delta).float()
             if layer > 0:
                 weight = weights[layer].transpose(1, 2)

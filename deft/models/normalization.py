@@ -1,6 +1,6 @@
-"""Running statistics that are part of a policy: saved with it, applied wherever it acts or is evaluated.
+"""Running statistics as a part of the policy: saved with it, applied wherever it acts or is evaluated.
 
-They change only between updates (`Policy.observe`), so that acting and scoring see the same normalisation.
+They change only between updates (`Policy.observe`), so that acting and scoring use the same normalisation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 
 class RunningNormalizer(nn.Module):
-    """x ↦ clip((x − mean) / √(var + ε)), with mean and variance over all that was observed.
+    """x ↦ clip((x − mean) / √(var + ε)), with the mean and variance of all observed data.
 
-    While `frozen`, `observe` changes nothing.
+    While `frozen`, `observe` has no effect.
     """
 
     mean: Tensor
@@ -29,16 +29,16 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        # The affine map in use, kept apart so that a forward pass is one multiply-add.
+        # The affine map as buffers of its own, so that a forward pass is one multiply-add.
         self.register_buffer("scale", torch.ones(shape))
         self.register_buffer("shift", torch.zeros(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise; the identity until something was observed."""
+        """Normalise; the identity before the first observation."""
         return torch.addcmul(self.shift, x, self.scale).clamp(-self.clip, self.clip)
 
     def inverse(self, x: Tensor) -> Tensor:
-        """What `forward` makes x of, where it is not clipped."""
+        """Invert `forward`, except for clipping."""
         return (x - self.shift) / self.scale
 
     @torch.no_grad()
@@ -57,7 +57,7 @@ class RunningNormalizer(nn.Module):
 
     @torch.no_grad()
     def set_statistics(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Take these for all that was observed."""
+        """Replace the statistics."""
         self.mean.copy_(mean)
         self.variance.copy_(variance)
         self.count.copy_(count)
@@ -67,7 +67,7 @@ class RunningNormalizer(nn.Module):
 
 
 class RewardNormalizer(nn.Module):
-    """r ↦ clip(r / √(var of the discounted return + ε)): rewards of unit scale, their sign kept."""
+    """r ↦ clip(r / √(var of the discounted return + ε)): rewards of unit scale with unchanged sign."""
 
     def __init__(self, clip: float = 10.0, epsilon: float = 1e-8) -> None:
         super().__init__()
@@ -75,30 +75,30 @@ class RewardNormalizer(nn.Module):
         self.statistics = RunningNormalizer((), epsilon=epsilon)
 
     def forward(self, reward: Tensor) -> Tensor:
-        """Scale; the identity until something was observed."""
+        """Scale; the identity before the first observation."""
         return (reward * self.statistics.scale).clamp(-self.clip, self.clip)
 
     def observe(self, discounted_return: Tensor) -> None:
-        """Take discounted returns-so-far, as `returns_so_far` in `deft.algorithms.returns` gives them."""
+        """Update with discounted returns, as computed by `returns_so_far` in `deft.algorithms.returns`."""
         self.statistics.observe(discounted_return)
 
 
 def normalizers(module: nn.Module) -> Iterator[tuple[str, RunningNormalizer]]:
-    """The running statistics in a module, by name."""
+    """Yield the running statistics in a module, by name."""
     for name, part in module.named_modules():
         if isinstance(part, RunningNormalizer):
             yield name, part
 
 
 def has_seen_data(module: nn.Module) -> bool:
-    """Whether a policy comes with the normalisation that it was trained with."""
+    """Whether a policy has normalisation statistics of data."""
     return any(bool(part.count > 0) for _, part in normalizers(module))
 
 
 def freeze_statistics(policy: nn.Module) -> None:
-    """Freeze the observation statistics of a policy that has any: it was trained with them.
+    """Freeze the observation statistics of a trained policy, if it has any.
 
-    Those of rewards keep following: no action depends on them.
+    Reward statistics continue to be updated: no action depends on them.
     """
     rewards = {id(part.statistics) for part in policy.modules() if isinstance(part, RewardNormalizer)}
     for _, part in normalizers(policy):
@@ -106,7 +106,7 @@ def freeze_statistics(policy: nn.Module) -> None:
 
 
 def frozen_statistics(policy: nn.Module) -> list[str]:
-    """Names of the normalisers that are frozen, for a checkpoint."""
+    """Names of the frozen normalisers, for a checkpoint."""
     return [name for name, part in normalizers(policy) if part.frozen]
 
 

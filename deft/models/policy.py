@@ -166,7 +166,7 @@ class Policy(nn.Module):
     def object_positions(self, observation: Any) -> Tensor:
         """Predict object positions from images, as `encode` of a later policy takes them."""
         raise InputError(
-            "sight: 'start' is for vla-tiny with a bottleneck, on a dataset with labels of object positions; "
+            "position_source: 'start' is for vla-tiny with a bottleneck, on a dataset with labels of object positions; "
             f"{type(self).__name__} predicts no object positions"
         )
 

@@ -1,7 +1,7 @@
-"""Acting with a small actor-critic in numpy: the same arithmetic as `ActorCritic.act`, without torch's cost of a call.
+"""Acting with a small actor-critic in numpy: the arithmetic of `ActorCritic.act` without the overhead of torch calls.
 
-One observation through a 64-64 network is some ten microseconds of arithmetic and several hundred of dispatch. The
-collector asks `ActorCritic.act_arrays`, which answers through this class where it can and is worth it.
+One observation through a 64-64 network costs about ten microseconds of arithmetic and several hundred of dispatch.
+`ActorCritic.act_arrays` uses this class for small networks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deft import schema
 from deft.models.distributions import HALF_LOG_2PI, ActionHead, CategoricalHead, GaussianHead
 from deft.models.encoders import ObservationEncoder, VectorEncoder
 
-MOST_ROWS = 16  # more environments at once: torch is as quick
+MOST_ROWS = 16  # with more environments torch is as fast
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0.0),
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class SmallActor:
-    """Reads the policy's parameters in place: it acts with the weights of the moment. Draws from `np.random`."""
+    """Reads the policy's parameters in place, so it acts with the current weights. Samples from `np.random`."""
 
     def __init__(
         self, encoder: VectorEncoder, towers: nn.Module, depth: int, head: ActionHead, activation: str
@@ -57,7 +57,7 @@ class SmallActor:
 
     @staticmethod
     def fits(encoder: ObservationEncoder, head: ActionHead, activation: str, parameter: Tensor) -> bool:
-        """Whether a policy of these parts can act this way: one vector in, tanh or relu, on the CPU."""
+        """Whether a policy of these parts is supported: one input vector, tanh or relu, on the CPU."""
         only = next(iter(encoder.streams.values()))
         simple_head = isinstance(head, GaussianHead) or (isinstance(head, CategoricalHead) and head.scalar)
         return (

@@ -1,6 +1,6 @@
-"""Copies of networks that are not trained: references, and targets that follow the trained ones slowly.
+"""Copies of networks that are not trained: references and target networks.
 
-`frozen_copy` makes one, `soft_update` moves it. Both copy buffers, such as normalisation statistics, as they are.
+`frozen_copy` makes one, `soft_update` updates it. Both copy buffers, such as normalisation statistics, exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def frozen_copy(network: Network) -> Network:
     copied = copy.deepcopy(network).requires_grad_(False)
     for module in copied.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # on a GPU it wants its weights in one piece, which copying takes apart
+            module.flatten_parameters()  # cuDNN needs contiguous weights, which copying splits
     return copied
 
 

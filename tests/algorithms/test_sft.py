@@ -82,7 +82,7 @@ def test_augmented_images_are_trained_on_and_validated_as_they_are():
 def test_a_dataset_without_images_cannot_be_augmented():
     algorithm = SFT(small_actor(2), SFTSettings(augment=("color",)))
     dataset = two_step_dataset(4)
-    with pytest.raises(InputError, match="augment: two-step has no images to change"):
+    with pytest.raises(InputError, match="augment: two-step has no images to augment"):
         algorithm.prepare(dataset, algorithm.make_sampler(dataset, 0, torch.device("cpu"), 0), fresh=True)
     with pytest.raises(ValueError, match="augment"):
         SFTSettings(augment="shift,blur")

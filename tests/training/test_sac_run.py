@@ -520,7 +520,10 @@ def test_what_sac_cannot_do_is_said_in_one_line(tmp_path, capsys):
         (["--env", "CartPole-v1"], "off-policy algorithms act in a bounded Box; the actions here are Discrete(2)"),
         (["--buffer-type", "vla"], "--buffer-type: unknown flag"),
         (["--alpha", "loud"], "alpha"),
-        (["--env", "Pendulum-v1", "--anchor-coef", "0.1"], "anchor_coef: holds a policy near what it was given as"),
+        (
+            ["--env", "Pendulum-v1", "--anchor-coef", "0.1"],
+            "anchor_coef: keeps a trained policy near its initial weights",
+        ),
     ):
         assert cli.main(["train", "sac", *arguments, *common]) == 2
         error = capsys.readouterr().err

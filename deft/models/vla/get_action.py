@@ -1,6 +1,6 @@
 """A plain object with `get_action(obs, deterministic=False)` as a policy that PPO, GRPO and SAC can train.
 
-`build_trainer` calls `wrap_policy` for whatever a user gives as `policy` that is no `Policy` yet.
+`build_trainer` calls `wrap_policy` for a `policy` argument that is not a `Policy`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from deft.models.policy import Policy
 from deft.models.vla.interface import BaseVLAModel, missing_methods, takes_keyword
 from deft.models.vla.policy import VLAPolicy
 
-MOST_LEVELS = 4  # of objects and containers in which a user's modules are looked for
-SAME_ACTION = 1e-3  # two calls with one observation may differ by so much, in half ranges of the action
+MOST_LEVELS = 4  # of nested objects and containers that are searched for a user's modules
+SAME_ACTION = 1e-3  # tolerance between two calls with one observation, in half ranges of the action
 
 
 def wrap_policy(
@@ -78,7 +78,7 @@ class GetActionModel(BaseVLAModel):
                 f"{self.name}.get_action gives the mean of a Gaussian, which needs actions in a Box; the environment's "
                 f"are {action_space}: leave `policy` out, or write a deft.Policy"
             )
-        self.policy = policy  # registered by this where it is a module itself
+        self.policy = policy  # registered here if it is a module
         self.parts = nn.ModuleDict()
         self.weights = nn.ParameterDict()
         if not isinstance(policy, nn.Module):
@@ -121,7 +121,7 @@ class GetActionModel(BaseVLAModel):
     # -- VLAModelInterface ---------------------------------------------------------------------------------------------
 
     def forward(self, observations: Any, deterministic: bool = False, action_mask: Tensor | None = None) -> Tensor:
-        """Draw actions; the object's own when deterministic."""
+        """Sample actions; the object's own when deterministic."""
         return self.head.sample(self._mean(observations), action_mask, deterministic)[0]
 
     def act(
@@ -148,7 +148,7 @@ class GetActionModel(BaseVLAModel):
         return self._mean(observations), self.head.log_std
 
     def get_value(self, observations: Any) -> Tensor:
-        """V by its own encoder, [B, 1]; 0 for off-policy algorithms, which have a V of theirs beside the model."""
+        """V by its own encoder, [B, 1]; 0 with `separate_value`, where the policy has V."""
         if self.encoder is None:
             return torch.zeros(len(observations), 1, device=self.center.device)
         return self.value(self.encoder(observations).unsqueeze(0))[0]
@@ -162,13 +162,13 @@ class GetActionModel(BaseVLAModel):
     # -- the border to the object --------------------------------------------------------------------------------------
 
     def _mean(self, observations: Any) -> Tensor:
-        """What the object would do, in half ranges of the Box: [B, dims of the action]."""
+        """The object's action in half ranges of the Box: [B, dims of the action]."""
         streams = self._streams(observations)
         if not self._is_checked:
             self._check(streams)
         mean = self._ask(streams)
         if torch.is_grad_enabled() and not mean.requires_grad:
-            self._refuse_without_gradient()
+            self._raise_without_gradient()
         return mean
 
     def _ask(self, streams: dict[str, Any]) -> Tensor:
@@ -200,23 +200,23 @@ class GetActionModel(BaseVLAModel):
         return (action.float().flatten(1) - self.center) / self.width
 
     def _check(self, streams: dict[str, Any]) -> None:
-        """Before the first action: whether gradients flow, and whether one observation gives one action."""
+        """Check once that gradients flow, and that equal observations give equal actions."""
         with torch.inference_mode(False), torch.enable_grad():
             copies = {name: part.clone() if isinstance(part, Tensor) else part for name, part in streams.items()}
             first, second = self._ask(copies), self._ask(copies)
         if not first.requires_grad:
-            self._refuse_without_gradient()
+            self._raise_without_gradient()
         if not bool(first.isfinite().all()):
             raise InputError(f"{self.name}.get_action returned actions that are not finite")
         if not torch.allclose(first, second, rtol=SAME_ACTION, atol=SAME_ACTION):
             raise InputError(
-                f"{self.name}.get_action(obs, deterministic=True) gives other actions when it is asked again; it must "
-                "give the mean, and Deft draws around it"
+                f"{self.name}.get_action(obs, deterministic=True) returns other actions when it is called again; "
+                "it must return the mean, and Deft samples around it"
             )
         self._is_checked = True
 
-    def _refuse_without_gradient(self) -> None:
-        if any(parameter.requires_grad for parameter in self.parameters()):  # a frozen copy is a reference, not trained
+    def _raise_without_gradient(self) -> None:
+        if any(parameter.requires_grad for parameter in self.parameters()):  # a frozen copy is not trained
             raise InputError(
                 f"{self.name}.get_action gives actions without a gradient (torch.no_grad, detach or numpy inside it?): "
                 "nothing in it could be trained"
@@ -256,7 +256,7 @@ def find_modules(owner: Any) -> list[tuple[str, nn.Module | nn.Parameter]]:
     found: list[tuple[str, nn.Module | nn.Parameter]] = []
     seen: set[int] = set()
 
-    def look(value: Any, place: str, level: int) -> None:
+    def search(value: Any, place: str, level: int) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))
@@ -264,9 +264,9 @@ def find_modules(owner: Any) -> list[tuple[str, nn.Module | nn.Parameter]]:
             found.append((place, value))
         elif level < MOST_LEVELS:
             for key, inner in _attributes(value):
-                look(inner, f"{place}/{key}" if place else key, level + 1)
+                search(inner, f"{place}/{key}" if place else key, level + 1)
 
-    look(owner, "", 0)
+    search(owner, "", 0)
     inside: set[int] = set()
     for _, part in found:
         if isinstance(part, nn.Module):
@@ -285,7 +285,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _stream_names(space: gymnasium.Space) -> tuple[str, str | None]:
-    """What a single stream is called, and which stream holds instructions: `instruction`, or the only row of bytes."""
+    """Name of a single stream, and of the stream with instructions: `instruction`, or the only row of bytes."""
     if not isinstance(space, spaces.Dict):
         return ("image" if is_image(space) else schema.STATE), None
     rows = [

@@ -1,6 +1,6 @@
-"""What `vla-tiny` draws chunks of actions [B, K, A] from, given features [B, F]: heads, each with its log-prob.
+"""Action heads of `vla-tiny`: distributions over chunks of actions [B, K, A], given features [B, F].
 
-`gaussian`, `token` and `flow`, and beside any of them the dims that open or close (`SwitchedChunks`).
+`gaussian`, `token` and `flow`; each can be combined with dims that only open or close (`SwitchedChunks`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, fl
 
 TIME_FREQUENCIES = 8
 LOG_STD_RANGE = (-4.0, 1.0)
-ROUNDING = 0.1  # an absolute error below this is a squared one, e² / 0.2: its gradient then goes to 0 with it
-SWITCH_WEIGHT = 0.1  # of −log p of what a switch does in imitation, beside the error of the other dims
+ROUNDING = 0.1  # below this the absolute error becomes a squared one, e² / 0.2, whose gradient vanishes at 0
+SWITCH_WEIGHT = 0.1  # weight of −log p of the switches in the imitation loss, relative to the error of the other dims
 
 
 class Chunks(nn.Module):
@@ -33,7 +33,7 @@ class Chunks(nn.Module):
     def draw(
         self, features: Tensor, deterministic: bool, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Actions [B, K, A], their log-prob [B], and what else was random."""
+        """Actions [B, K, A], their log-prob [B], and further random values that `score` needs."""
         raise TypeError(type(self).__name__)
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
@@ -41,17 +41,17 @@ class Chunks(nn.Module):
         raise TypeError(type(self).__name__)
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """−log π over the steps that are real, as a mean over all of the chunk's numbers: [B]."""
+        """−log π of the real steps, as a mean over all numbers of the chunk: [B]."""
         mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
         return -self.score(features, actions, mask, None)[0].sum(1) / math.prod(self.shape)
 
 
 class GaussianChunks(Chunks):
-    """a_k = μ_k + σ_k n_k + c n, with noise n_k of each step and noise n that the steps of a chunk have in common.
+    """a_k = μ_k + σ_k n_k + c n, with independent noise n_k per step and noise n that is shared by the chunk.
 
-    What a decision is worth shows in where the hand ends up. Noise of the steps' own averages out on the way there;
-    common noise adds up, and is what reinforcement learning finds better decisions by. The log-prob is taken step by
-    step: from the steps before, n is known with mean m and variance v (c² at first), so that
+    The return depends on where the hand ends up. Independent noise averages out over the steps; shared noise adds up
+    and makes exploration effective. The log-prob is computed step by step: given the previous steps, n has mean m and
+    variance v (initially c²), so that
     log p(a_k | a_<k) = log N(a_k − μ_k; m, σ_k² + v); then g = v / (σ_k² + v), m += g (a_k − μ_k − m), v ← (1 − g) v.
     """
 
@@ -71,14 +71,14 @@ class GaussianChunks(Chunks):
         self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Weights from before chunks had noise in common go on with next to none."""
+        """Weights of a version without shared noise continue with almost none."""
         if prefix + "log_std_free" in state and prefix + "log_common_free" not in state:
             state[prefix + "log_common_free"] = torch.full_like(self.log_common_free, LOG_STD_RANGE[0])
         super()._load_from_state_dict(state, prefix, *rest)
 
     @property
     def deviations(self) -> tuple[Tensor, Tensor]:
-        """σ [K, A] and c [A]; a single step has no common noise."""
+        """σ [K, A] and c [A]; a single step has no shared noise."""
         common = self.log_common_free.clamp(*LOG_STD_RANGE).exp()
         return self.log_std_free.clamp(*LOG_STD_RANGE).exp(), common if self.shape[0] > 1 else torch.zeros_like(common)
 
@@ -132,14 +132,14 @@ class GaussianChunks(Chunks):
         return _real(torch.stack(parts, 1), mask)
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """|a − μ|, or ½ (a − μ)², over the steps that are real, as a mean over all of the chunk's numbers: [B].
+        """|a − μ|, or ½ (a − μ)², of the real steps, as a mean over all numbers of the chunk: [B].
 
-        The absolute error makes μ the median of what was demonstrated, the squared one the mean. A gripper opens or
-        closes, and its mean does neither; noise that is clipped at the bounds of an action moves the mean inwards, and
-        the median not at all.
+        The absolute error makes μ the median of the demonstrated actions, the squared error the mean. A gripper opens
+        or closes, and its mean is neither; noise that is clipped at the bounds of an action moves the mean inwards but
+        not the median.
 
-        The deviation is not learned: how far the demonstrations scatter says nothing about how far to explore, and a
-        chunk of such steps, none of which sees the one before, goes astray.
+        The deviation is not learned: the spread of the demonstrations is no measure of how far to explore, and with it
+        the steps of a chunk, which do not depend on each other, would drift.
         """
         mean = self.mean(features)
         if self.imitation == "squared":
@@ -171,7 +171,7 @@ class TokenChunks(Chunks):
     def draw(
         self, features: Tensor, deterministic: bool, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Draw bins; deterministic: the likeliest of each dim. The mean of two modes is an action nobody showed."""
+        """Sample bins; deterministic: the most likely bin of each dim, since the mean of two modes is neither."""
         logs = self._log_probs(features)
         bins = logs.argmax(-1) if deterministic else _draw(logs)
         chosen = logs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
@@ -217,9 +217,9 @@ class FlowChunks(Chunks):
     def draw(
         self, features: Tensor, deterministic: bool, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The end of a chain from drawn noise; deterministic: without more noise in its steps.
+        """The end of a chain from sampled noise; deterministic: without further noise in its steps.
 
-        The chain from noise 0 ends between the modes of the actions, at an action that nobody showed.
+        A chain from noise 0 ends between the modes of the demonstrated actions.
         """
         start = torch.randn(len(features), *self.shape, dtype=features.dtype, device=features.device)
         velocity, deviation = self._velocity(features), self.deviation
@@ -242,11 +242,10 @@ class FlowChunks(Chunks):
 
 
 class SwitchedChunks(Chunks):
-    """Some dims of an action are switches, such as a gripper that is open (1) or closed (−1); a head has the others.
+    """Some dims of an action are switches, such as a gripper that is open (1) or closed (−1); a head has the rest.
 
-    In a chunk a switch stays, or changes once: 2K ways to go, and a categorical over them. Imitation learns how likely
-    each is, doubt included, where a mean would be neither open nor closed and a median never in doubt; reinforcement
-    learning then tries what is in doubt. A Gaussian around "closed" never opens.
+    Within a chunk a switch stays or changes once: 2K sequences, and a categorical over them. Imitation learns their
+    probabilities, and reinforcement learning then explores the uncertain ones. A Gaussian around "closed" never opens.
     """
 
     ways: Tensor
@@ -263,7 +262,7 @@ class SwitchedChunks(Chunks):
     def draw(
         self, features: Tensor, deterministic: bool, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The others' draw, and a way for each switch; deterministic: the likeliest."""
+        """The sample of the other dims, and a sequence for each switch; deterministic: the most likely one."""
         drawn, log_prob, sample = self.others.draw(features, deterministic, self._of_the_rest(mask))
         logs = self._log_probs(features)
         way = logs.argmax(-1) if deterministic else _draw(logs)
@@ -273,7 +272,7 @@ class SwitchedChunks(Chunks):
         return action, log_prob + self._chosen(logs, way, mask).sum(1), sample
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """As the others do; a switch's way is decided with the first step."""
+        """As the head of the other dims; the sequence of a switch counts to the first step."""
         tokens, entropy = self.others.score(features, actions[..., self.rest], self._of_the_rest(mask), sample)
         logs = self._log_probs(features)
         chosen = self._chosen(logs, self.way(actions), mask).sum(1)
@@ -283,7 +282,7 @@ class SwitchedChunks(Chunks):
         return torch.cat([tokens[:, :1] + chosen.unsqueeze(1), tokens[:, 1:]], 1), entropy + doubt.sum(1)
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """The others' loss, and −log p of the ways that chunks went which were played to their end."""
+        """The loss of the other dims, and −log p of the switches in chunks that end within the episode."""
         missed = self.others.imitation_loss(features, actions[..., self.rest], step_mask)
         chosen = self._chosen(self._log_probs(features), self.way(actions), None).mean(1)
         if step_mask is not None:
@@ -292,7 +291,7 @@ class SwitchedChunks(Chunks):
         return share * missed - SWITCH_WEIGHT * chosen
 
     def way(self, actions: Tensor) -> Tensor:
-        """Which way each switch went, [B, switches]: the one that agrees with the sign of the most steps."""
+        """The sequence of each switch, [B, switches]: the one that agrees with the sign of the most steps."""
         signs = torch.where(actions[..., self.dims] > 0, 1.0, -1.0).to(self.ways)  # [B, K, S]
         return torch.einsum("bks,wk->bsw", signs, self.ways).argmax(-1)
 
@@ -300,7 +299,7 @@ class SwitchedChunks(Chunks):
         return self.out(features).view(-1, len(self.dims), len(self.ways)).log_softmax(-1)
 
     def _chosen(self, logs: Tensor, way: Tensor, mask: Tensor | None) -> Tensor:
-        """log p of the ways, [B, switches]; 0 for dims that are padding."""
+        """log p of the sequences, [B, switches]; 0 for padded dims."""
         chosen = logs.gather(-1, way.unsqueeze(-1)).squeeze(-1)
         return chosen if mask is None else chosen.masked_fill(~mask[:, 0, self.dims], 0.0)
 
@@ -309,7 +308,7 @@ class SwitchedChunks(Chunks):
 
 
 def _small_output(width: int, size: int) -> nn.Linear:
-    """A last layer that says next to nothing at first."""
+    """A last layer with outputs near 0 at initialisation."""
     out = nn.Linear(width, size)
     nn.init.normal_(out.weight, std=0.01)
     nn.init.zeros_(out.bias)
@@ -317,7 +316,7 @@ def _small_output(width: int, size: int) -> nn.Linear:
 
 
 def _draw(logs: Tensor) -> Tensor:
-    """An index of the last dim, drawn by the log-probs in it: the argmax of log p + Gumbel noise."""
+    """Sample an index of the last dim by its log-probs: the argmax of log p + Gumbel noise."""
     return (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
 
 

@@ -198,7 +198,7 @@ class BaseVLAModel(nn.Module, ABC):
     def object_positions(self, observations: TensorDictBase) -> Tensor:
         """Object positions that the model predicts from images, [B, P]."""
         raise InputError(
-            "sight: 'start' is for vla-tiny with a bottleneck, on a dataset with labels of object positions; "
+            "position_source: 'start' is for vla-tiny with a bottleneck, on a dataset with labels of object positions; "
             f"{type(self).__name__} predicts no object positions"
         )
 

@@ -1,7 +1,7 @@
-"""Build a vision-language-action model and fill it with weights; write those weights.
+"""Build a vision-language-action model, load its weights, and save them.
 
-Called for policies with `name: vla`, and by users: `load_vla_model(model_path, model_class, model_config)`. Nothing is
-guessed: a file that is absent, damaged or of another model is refused in one line.
+Called for policies with `name: vla`, and by users: `load_vla_model(model_path, model_class, model_config)`. A
+file that is missing, damaged or of another model is an error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load_vla_model(
 
     `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
-    the model's; None keeps the freshly initialised weights and says so in the log. Adapters of pretrained models
+    the model's; None keeps new weights and logs a warning. Adapters of pretrained models
     (`pi0`, `vlm`, `openvla`, `lerobot`) take a local folder in its place, with config, weights and tokenizer;
     `trust_remote_code` allows code in that folder to run.
     """
@@ -73,7 +73,7 @@ def load_vla_model(
     if path is not None and path.is_dir() and getattr(found_class, "reads_folder", False):
         return _to_device(build_vla_model(found_class, {**(model_config or {}), "folder": str(path)}), device)
     if path is not None:
-        _check_weights_path(path)  # before the model is built, which may take long
+        _check_weights_path(path)  # before the model is built, which may be slow
     model = build_vla_model(found_class, {} if model_config is None else model_config)
     if path is None:
         logger.warning("%s starts from new weights: no model_path was given", found_class.__name__)
@@ -97,9 +97,9 @@ def load_vla_model_for(
     chunk_length: int = 1,
     weights_follow: bool = False,
 ) -> nn.Module:
-    """The model that a config names, with what the config leaves out filled in from the spaces of `where`.
+    """Build the model of a config; keywords that the config does not set come from the spaces of `where`.
 
-    `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
+    `weights_follow`: weights of a checkpoint are loaded next, so the pretrained file is neither read nor needed.
     """
     if not isinstance(action_space, spaces.Box) or len(action_space.shape) != (1 if chunk_length == 1 else 2):
         raise InputError(f"policy.name: a VLA policy acts in a Box with one dimension; {where} has {action_space}")
@@ -150,7 +150,7 @@ def find_vla_class(model_class: str | type[nn.Module]) -> type[nn.Module]:
 
 def _import_class(name: str) -> Any:
     registered = OWN_MODELS | {e.name: e.value.replace(":", ".") for e in entry_points(group=ENTRY_POINT_GROUP)}
-    # A path whose module is there is meant as a path.
+    # If the module exists, the name is a path.
     if name in registered and ("." not in name or not trust.exists(name)):
         name = registered[name]
     module_name, _, class_name = name.rpartition(".")
@@ -169,7 +169,7 @@ def _import_class(name: str) -> Any:
         raise InputError(f"model_class {name!r}: importing {module_name!r} failed: {_first_line(error)}") from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's module raises while it is imported, and sys.exit()
+    except BaseException as error:  # any error of a user's module, and sys.exit()
         raise InputError(
             f"model_class {name!r}: importing {module_name!r} failed: {type(error).__name__}: {_first_line(error)}"
         ) from error
@@ -191,7 +191,7 @@ def _registered_hint(name: str, class_name: str, registered: dict[str, str]) -> 
 
 
 def build_vla_model(model_class: type[nn.Module], model_config: Mapping[str, Any]) -> nn.Module:
-    """`model_class(**model_config)` with new weights; a keyword that the class does not have is refused."""
+    """`model_class(**model_config)` with new weights; an unknown keyword is an error."""
     name = model_class.__name__
     if not isinstance(model_config, Mapping):
         raise InputError(f"model_config must hold the keywords of {name}; it is {model_config!r}")
@@ -234,7 +234,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 
 def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path, what: str) -> None:
-    """Refuse tensors of a file whose keys or shapes are not the model's own."""
+    """Raise an error where keys or shapes of a file differ from the model's."""
     shapes = [
         f"{name} is {list(weights[name].shape)} in the file and {list(own[name].shape)} in the model"
         for name in own

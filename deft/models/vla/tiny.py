@@ -426,12 +426,13 @@ class TinyVLAModel(ScoredInParts):
         """Where it finds things, [B, FOUND_DIM]: all that the trunk behind a bottleneck knows of the pictures."""
         if self.places_key is None:
             raise InputError(
-                "sight: 'start' is in place of labels, and the dataset has none: record it with "
-                "--env-kwargs observation=labelled, or leave sight as it is"
+                "position_source: 'start' replaces labels, and the dataset has none: record it with "
+                "--env-kwargs observation=labelled, or use position_source labels"
             )
         if not self.bottleneck:
             raise InputError(
-                "sight: 'start' is for a model with a bottleneck: train it with --vla-model-config bottleneck=8"
+                "position_source: 'start' is for a model with a bottleneck: train it with --vla-model-config "
+                "bottleneck=8"
             )
         return self.found(self.see(observations))
 

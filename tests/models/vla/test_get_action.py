@@ -273,7 +273,7 @@ def test_what_is_lacking_is_said_in_one_line() -> None:
         "asks for obs['image']; the environment's streams are camera, command": object_with(lambda obs: obs["image"]),
         "returned actions [1, 2] for 2 observations; it must be [2, 1]": object_with(lambda obs: reads(obs).T),
         "returned actions that are not finite": object_with(lambda obs: reads(obs) * float("nan")),
-        "gives other actions when it is asked again": object_with(lambda obs: reads(obs) + torch.rand(2, 1)),
+        "returns other actions when it is called again": object_with(lambda obs: reads(obs) + torch.rand(2, 1)),
         "is no deft.Policy, has no get_action(obs, deterministic=False), and lacks forward": SimpleNamespace(),
     }
     for message, policy in cases.items():

@@ -518,7 +518,7 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
     actor, batch = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
         batch[key] = {**batch[key], "places": torch.rand(5, 2)}
-    algorithm = IQL(actor, IQLSettings(temperature=0.0, sight="start"))  # every weight is 1
+    algorithm = IQL(actor, IQLSettings(temperature=0.0, position_source="start"))  # every weight is 1
     observations = TensorDict(batch[schema.OBSERVATION], [5])
     chunks = batch[schema.ACTION], batch[schema.STEP_MASK]
     with torch.no_grad():
@@ -536,7 +536,7 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
     assert all(map(torch.equal, actor.parameters(), twin.policy.parameters()))
     plain = IQL(actor, IQLSettings())
     for one, other, was, now in ((twin, plain, "labels", "start"), (plain, twin, "start", "labels")):
-        with pytest.raises(InputError, match=f"sight was '{was}' in this run and is '{now}' now"):
+        with pytest.raises(InputError, match=f"position_source was '{was}' in this run and is '{now}' now"):
             one.load_state_dict(other.state_dict())
 
 
@@ -544,16 +544,16 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
     ("model", "reason"),
     [
         (tiny(places_key="places", places_dim=2), "is for a model with a bottleneck"),
-        (tiny(bottleneck=8), "in place of labels, and the dataset has none"),
+        (tiny(bottleneck=8), "replaces labels, and the dataset has none"),
         (Known(), "is for vla-tiny .* Known predicts no object positions"),
     ],
 )
-def test_who_has_no_sight_of_its_own_is_told_so(model, reason):
+def test_a_model_without_object_positions_is_an_error(model, reason):
     actor, batch = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     with pytest.raises(InputError, match=reason):
-        IQL(actor, IQLSettings(sight="start")).step(batch)
+        IQL(actor, IQLSettings(position_source="start")).step(batch)
     with pytest.raises(InputError, match="give one with model_path"):
-        IQL(actor, IQLSettings(sight="start")).prepare(None, None, fresh=True)
+        IQL(actor, IQLSettings(position_source="start")).prepare(None, None, fresh=True)
 
 
 def test_sft_on_chunks_is_the_models_own_loss():
