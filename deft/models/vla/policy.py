@@ -168,33 +168,22 @@ class VLAPolicy(ActionScale, Policy):
             if td.get(schema.SAMPLE, None) is None:
                 raise InputError(f"{self.model_name} needs what an action was sampled with; no `sample` is stored")
             keywords["sample"] = td[schema.SAMPLE]
-        if self.reports_tokens and overrides(self.model, "evaluate_tokens"):
-            return self._evaluate_tokens(observations, action, keywords, batch)
-        method = self._score_method
-        scored = check_outputs(self.model, method, 3, self.model.evaluate(observations, action, **keywords))
-        return {
-            "log_prob": self._scalar(method, "log_prob", scored[0], batch),
-            "entropy": self._scalar(method, "entropy", scored[1], batch),
-            "value": self._value("evaluate" if method == "evaluate" else "get_value", scored[2], batch),
+        by_token = self.reports_tokens and overrides(self.model, "evaluate_tokens")
+        method = "evaluate_tokens" if by_token else self._score_method
+        evaluate = self.model.evaluate_tokens if by_token else self.model.evaluate
+        log_prob, entropy, value = check_outputs(self.model, method, 3, evaluate(observations, action, **keywords))
+        scored = {
+            "entropy": self._scalar(method, "entropy", entropy, batch),
+            "value": self._value("get_value" if method == "evaluate_actions" else method, value, batch),
         }
-
-    def _evaluate_tokens(
-        self, observations: TensorDictBase, action: Tensor, keywords: dict[str, Any], batch: int
-    ) -> dict[str, Tensor]:
-        """By the model's `evaluate_tokens`, which returns a log-prob for each token, [B, tokens]."""
-        scored = self.model.evaluate_tokens(observations, action, **keywords)
-        tokens, entropy, value = check_outputs(self.model, "evaluate_tokens", 3, scored)
-        if tokens.ndim != 2 or len(tokens) != batch:
+        if not by_token:
+            return {"log_prob": self._scalar(method, "log_prob", log_prob, batch), **scored}
+        if log_prob.ndim != 2 or len(log_prob) != batch:
+            shape = list(log_prob.shape)
             raise InputError(
-                f"log_prob of {self.model_name}.evaluate_tokens has shape {list(tokens.shape)}; it must have "
-                f"[{batch}, tokens]"
+                f"log_prob of {self.model_name}.{method} has shape {shape}; it must have [{batch}, tokens]"
             )
-        return {
-            "log_prob": tokens.sum(1),
-            "token_log_prob": tokens,
-            "entropy": self._scalar("evaluate_tokens", "entropy", entropy, batch),
-            "value": self._value("evaluate_tokens", value, batch),
-        }
+        return {"log_prob": log_prob.sum(1), "token_log_prob": log_prob, **scored}
 
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation), [B]."""
