@@ -151,7 +151,7 @@ def test_too_few_episodes_are_all_trained_on_and_it_is_said(tmp_path, caplog):
 def test_the_updates_of_an_epoch_are_said_at_the_start(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         make_trainer(tmp_path).train()
-    assert "76 transitions, 16 in a batch: 5 updates per epoch, 3 epochs, 15 updates in all" in caplog.text
+    assert "76 transitions, batch size 16: 5 updates per epoch, 3 epochs, 15 updates in all" in caplog.text
 
 
 def validation_of(losses: list[float], patience: int) -> Validation:
