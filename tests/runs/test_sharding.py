@@ -14,7 +14,7 @@ from deft.runs import sharding
 from deft.runs.processes import Processes
 
 CPU = torch.device("cpu")
-WHO_CAN = "`deft train ppo`, `sft` and `teacher` have it"
+WHO_CAN = "`deft train ppo`, `sft` and `teacher` support it"
 
 
 def small_policy() -> ActorCritic:
