@@ -79,7 +79,7 @@ def handed_out(benchmark, game, count):
     class Handed(benchmark.PacedExplorer):
         def __init__(self) -> None:
             self._count, self._every_batches, self._batches = count, game.config.adversarial.wm_updates, 0
-            self._source = InlineExplorer(game._wanders)
+            self._source = InlineExplorer(game._random_exploration)
 
         def take(self, number):
             return self._source.take(number)

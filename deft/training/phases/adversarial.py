@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 EXPLORER_FOLDER = "explorer"  # in a checkpoint: `model.pt` and `explorer.pt`, as a student's
 BUFFERS_FILE = "buffers.pt"
 RECENT_ROLLOUTS = 2  # rollouts that count as new
-HELD_OUT = 8  # episodes on which forgetting would show
+HELD_OUT = 8  # episodes that measure forgetting
 AT_LIMIT = 0.99
 GOLDEN = (5**0.5 - 1) / 2  # its multiples fill the unit evenly
 RANDOM_SEED = 7919  # added to the seed for the random episodes: their scenes are not the explorer's
@@ -74,15 +74,17 @@ class AdversarialTrainer(WorldModelTrainer):
         self, config: PhaseConfig, policy: F1Policy | None = None, explorer: ExplorerPolicy | None = None
     ) -> None:
         if config.training.dataset is not None:
-            raise InputError("dataset: phase 3 explores a world; recorded video is for `deft train teacher`")
+            raise InputError("dataset: phase 3 explores an environment; datasets are for `deft train teacher`")
         if config.model.tokenizer_weights is not None:
-            raise InputError("tokenizer_weights: phase 3 goes on with the teacher's tokenizer; leave it out")
+            raise InputError("tokenizer_weights: phase 3 uses the teacher's tokenizer; leave it out")
         config = copy.deepcopy(config)
         if config.model.lora is not None:
-            log.warning("model.lora: not for phase 3, in which the world model learns in full")
+            log.warning("model.lora: ignored; phase 3 trains all weights of the world model")
             config.model.lora = None
         if config.adversarial.replay_share + config.adversarial.random_share > 1.0:
-            raise InputError("replay_share, random_share: together at most 1; what they leave of a batch is new")
+            raise InputError(
+                "replay_share, random_share: their sum must be at most 1; the rest of a batch is new episodes"
+            )
         warn_of_idle_settings(config)
         config.training.learning_rate = config.adversarial.wm_learning_rate
         super().__init__(config, policy)
@@ -92,14 +94,14 @@ class AdversarialTrainer(WorldModelTrainer):
         if explorer is None:
             game.student_checkpoint = self.fixed_start("adversarial", "student_checkpoint", always=True)
             if self.resume_from is None and game.student_checkpoint is not None:
-                find_start("student_checkpoint", game.student_checkpoint)  # said before the worlds are opened
+                find_start("student_checkpoint", game.student_checkpoint)  # checked before the environments are opened
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)
         env, num_steps = open_envs(exploration, training.num_envs or NUM_ENVS)
         self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)
-        check_eyes(self.policy, self.explorer.f1, where)
+        check_tokenizer(self.policy, self.explorer.f1, where)
         set_noise(self.explorer, config, where, resumes=self.resume_from is not None)
         set_scale(self.explorer, game.explorer_scale, where, resumes=self.resume_from is not None)
         episodes = config.student.explorer.episodes_per_update
@@ -110,29 +112,29 @@ class AdversarialTrainer(WorldModelTrainer):
         self.generator = np.random.default_rng([training.seed, rank, 3])
         self.recent = EpisodeStore(RECENT_ROLLOUTS * self.rollouts.num_episodes)
         self.replay = EpisodeStore(game.replay_capacity)
-        self.wandered = EpisodeStore(game.replay_capacity)
-        self._wanders = copy.deepcopy(exploration)
-        self._wanders.seed, self._wanders.scenes_kept = training.seed + RANDOM_SEED, 1
-        self._wanderer: Explorer | None = None  # opened when it is first asked
+        self.random_episodes = EpisodeStore(game.replay_capacity)
+        self._random_exploration = copy.deepcopy(exploration)
+        self._random_exploration.seed, self._random_exploration.scenes_kept = training.seed + RANDOM_SEED, 1
+        self._random_explorer: Explorer | None = None  # opened when it is first used
         self.num_random = 0  # random episodes taken so far
         self._held_out: list[EpisodeBatch] | None = None
 
     @property
     def total(self) -> int:
-        """Iterations that the run is long."""
+        """Iterations of the whole run."""
         return self.config.adversarial.iterations
 
     # -- an iteration --------------------------------------------------------------------------------------------------
 
     def train_round(self) -> tuple[int, Metrics]:
-        """The explorer acts and learns, then the world model learns what came of it."""
+        """Let the explorer act and learn, then train the world model on its episodes."""
         game = self.config.adversarial
         self.policy.eval()
         rollouts = []
         if self.partial is None:
             with self.stoppable():
                 found = self.rollouts.collect(version=self.ppo.version)
-                wandered = self._wander(game.random_episodes)
+                random = self._collect_random(game.random_episodes)
                 metrics: Metrics = dict(self.reward.pay(self.policy, found))
             spread, saturated = action_spread(found, game.explorer_scale)
             metrics |= {
@@ -140,7 +142,7 @@ class AdversarialTrainer(WorldModelTrainer):
                 "game/action_spread": spread,
                 "game/actions_at_limit": saturated,
             }
-            self._keep(found.episodes, wandered)
+            self._keep(found.episodes, random)
             self.partial = metrics, []
             rollouts.append(found.rollout)
         metrics, trained = self.partial
@@ -154,28 +156,32 @@ class AdversarialTrainer(WorldModelTrainer):
         metrics |= {name: sum(float(one[name]) for one in trained) / len(trained) for name in trained[0]}
         self.partial = None
         self.reward.end_iteration(self.policy, self.episode + 1)
-        metrics |= {"game/warm_up": self.warms_up, "game/replay": len(self.replay), "game/random": len(self.wandered)}
+        metrics |= {
+            "game/warm_up": self.warms_up,
+            "game/replay": len(self.replay),
+            "game/random": len(self.random_episodes),
+        }
         return 1, metrics
 
     def evaluate_round(self, metrics: Metrics) -> Metrics:
-        """The held-out loss; with it and the round's metrics the guard looks for a collapse."""
+        """Return the held-out loss; the guard checks it and the round's metrics for a collapse."""
         held_out = self.held_out_loss()
         names = ("game/action_spread", "game/actions_at_limit", "reward/paid_steps")
         spread, saturated, paid = (float(metrics[name]) for name in names)
-        self._look_for_a_collapse(held_out, spread, saturated, paid)
+        self._check_collapse(held_out, spread, saturated, paid)
         return {"train/held_out_loss": held_out}
 
     def collection_state(self) -> tuple[dict[str, Any], int]:
-        """Which scenes come next, the explorer's and the random ones."""
+        """Return which scenes come next, the explorer's and the random ones."""
         return self.rollouts.state_dict(), self.num_random
 
     def restore_collection(self, state: tuple[dict[str, Any], int]) -> None:
-        """The inverse of `collection_state`."""
+        """Restore a `collection_state`."""
         self.rollouts.load_state_dict(state[0])
         self.num_random = state[1]
 
-    def _look_for_a_collapse(self, held_out: float, spread: float, saturated: float, paid: float) -> None:
-        """Of all processes alike: of each measure the one that is furthest from a collapse."""
+    def _check_collapse(self, held_out: float, spread: float, saturated: float, paid: float) -> None:
+        """Check for a collapse, alike in all processes: of each measure the value furthest from a collapse counts."""
         spread, paid = (self.processes.maximum(value, self.device) for value in (spread, paid))
         try:
             self.guard.check(held_out, spread, -self.processes.maximum(-saturated, self.device), paid)
@@ -184,35 +190,35 @@ class AdversarialTrainer(WorldModelTrainer):
 
     @property
     def warms_up(self) -> float:
-        """1 while the world model alone learns, else 0."""
+        """1 while only the world model is trained, else 0."""
         return float(self.episode < self.config.adversarial.wm_warmup)
 
-    def _keep(self, episodes: list[RobotEpisode], wandered: list[RobotEpisode]) -> None:
-        """The explorer's new episodes; those they displace become older data. And some random ones."""
+    def _keep(self, episodes: list[RobotEpisode], random: list[RobotEpisode]) -> None:
+        """Add the explorer's new episodes, move those that they displace to the replay, and add random ones."""
         strength = self.training.colour_augmentation
         displaced = max(0, len(self.recent) + len(episodes) - (self.recent.episodes.maxlen or 0))
         self.replay.add(list(self.recent.episodes)[:displaced])
         self.recent.add(self._coded(recolor_episode(episode, self.generator, strength)) for episode in episodes)
-        self.wandered.add(self._coded(episode) for episode in wandered)
+        self.random_episodes.add(self._coded(episode) for episode in random)
 
-    def _wander(self, count: int) -> list[RobotEpisode]:
-        """The next random episodes; with `overlap`, those of the next iteration are collected meanwhile.
+    def _collect_random(self, count: int) -> list[RobotEpisode]:
+        """Return the next random episodes; with `overlap`, those of the next iteration are collected meanwhile.
 
-        One process collects them, so that they come in order and a run that is resumed goes on bit for bit.
+        One process collects them in order, so that a resumed run continues bit for bit.
         """
         if not count:
             return []
-        if self._wanderer is None:
+        if self._random_explorer is None:
             every = self.processes.count
             first = self.num_random * every + self.processes.rank
             overlaps = self.training.overlap
-            self._wanderer = (
-                ProcessExplorer(self._wanders, 1, first, every)
+            self._random_explorer = (
+                ProcessExplorer(self._random_exploration, 1, first, every)
                 if overlaps
-                else InlineExplorer(self._wanders, first, every)
+                else InlineExplorer(self._random_exploration, first, every)
             )
-        found = self._wanderer.take(count)
-        self._wanderer.allow(count)
+        found = self._random_explorer.take(count)
+        self._random_explorer.allow(count)
         self.num_random += count
         return found
 
@@ -222,7 +228,7 @@ class AdversarialTrainer(WorldModelTrainer):
         return episode
 
     def _train_world_model(self, trained: list[Metrics]) -> None:
-        """`wm_updates` batches, new, older and random episodes side by side; adds what is logged of each to `trained`.
+        """Train on `wm_updates` batches of new, older and random episodes; add the metrics of each to `trained`.
 
         Those that are in it already are not trained on again. A stop request raises `Stopped` between two of them.
         """
@@ -234,28 +240,28 @@ class AdversarialTrainer(WorldModelTrainer):
             if self.stop_requested():
                 raise Stopped
             num_random, num_older = split_batch(number, size, game.random_share, game.replay_share)
-            wandered = self.wandered.draw_unseen_first(num_random, self.generator)
-            # While there are few random episodes the batch is smaller: the explorer's would not stand for them.
-            room = size - num_random if len(self.wandered) else size
+            random = self.random_episodes.draw_unseen_first(num_random, self.generator)
+            # While there are few random episodes the batch is smaller: the explorer's do not replace them.
+            room = size - num_random if len(self.random_episodes) else size
             older = self.replay.draw(num_older, self.generator)
             newer = self.recent.draw(room - len(older), self.generator)
-            episodes = [*newer, *older, *wandered]
+            episodes = [*newer, *older, *random]
             batch = batch_episodes(episodes, model.n_obs_img_steps, model.obs_img_stride, self.device)
             trained.append({**self.train_chunks(batch), **self.reward.learn(batch)})
             self.shown_episodes = batch
         self.policy.eval()
 
     def held_out_loss(self) -> float:
-        """The world model's cross-entropy on episodes of another explorer, in scenes that are never trained on."""
+        """Return the world model's cross-entropy on episodes of another explorer, in held-out scenes."""
         if self._held_out is None:
             episodes = held_out_episodes(self.config, self.policy, HELD_OUT, self.training.seed)
             self._held_out = coded_batches(self.policy, episodes)
         return mean_loss(self.policy, self._held_out)
 
-    # -- what it is made of --------------------------------------------------------------------------------------------
+    # -- models --------------------------------------------------------------------------------------------------------
 
     def _load_policy(self) -> F1Policy:
-        """The world model: of the run that goes on, or of the teacher."""
+        """Load the world model: of the resumed run, or of the teacher."""
         game = self.config.adversarial
         game.teacher_checkpoint = self.fixed_start("adversarial", "teacher_checkpoint", always=True)
         if self.resume_from is not None:
@@ -263,7 +269,7 @@ class AdversarialTrainer(WorldModelTrainer):
         return load_teacher(self.config, self.device, "adversarial")
 
     def _load_explorer(self, action_mask: Any) -> ExplorerPolicy:
-        """Of the run that goes on, of the student, or a new one."""
+        """Load the explorer of the resumed run or of the student, or build a new one."""
         given = self.config.adversarial.student_checkpoint
         if self.resume_from is not None:
             run = self.resume_from.parent
@@ -286,9 +292,9 @@ class AdversarialTrainer(WorldModelTrainer):
         weights = {name: value.detach().cpu().clone() for name, value in self.explorer.f1.state_dict().items()}
         torch.save(weights, place / checkpoint.MODEL)
         torch.save(explorer_extras(self.explorer), place / EXPLORER_FILE)
-        stores = {"recent": self.recent, "replay": self.replay, "random": self.wandered}
+        stores = {"recent": self.recent, "replay": self.replay, "random": self.random_episodes}
         buffers = {name: store.state_dict() for name, store in stores.items()}
-        torch.save({**buffers, "unseen": self.wandered.num_unseen}, folder / BUFFERS_FILE)
+        torch.save({**buffers, "unseen": self.random_episodes.num_unseen}, folder / BUFFERS_FILE)
         write_json(to_dict(self.explorer.config), self.run_dir / EXPLORER_FOLDER / MODEL_FILE)
 
     def phase_state(self) -> dict[str, Any]:
@@ -315,14 +321,14 @@ class AdversarialTrainer(WorldModelTrainer):
         buffers = checkpoint.load_part(folder, BUFFERS_FILE)
         self.recent.load_state_dict(buffers["recent"])
         self.replay.load_state_dict(buffers["replay"])
-        self.wandered.load_state_dict(buffers["random"])
-        self.wandered.num_unseen = buffers["unseen"]
+        self.random_episodes.load_state_dict(buffers["random"])
+        self.random_episodes.num_unseen = buffers["unseen"]
 
     def close(self) -> None:
-        """Free the worlds."""
+        """Free the environments."""
         self.rollouts.close()
-        if self._wanderer is not None:
-            self._wanderer.close()
+        if self._random_explorer is not None:
+            self._random_explorer.close()
         super().close()
 
     def check_finite(self, state: dict[str, Any]) -> None:
@@ -336,7 +342,7 @@ class AdversarialTrainer(WorldModelTrainer):
 
 
 def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
-    """The student's settings of PPO, with the game's learning rate and noise."""
+    """Return the student's settings of PPO, with the learning rate and noise of phase 3."""
     settings = copy.deepcopy(config.student.explorer)
     settings.learning_rate = config.adversarial.explorer_learning_rate
     noise = settings.action_noise * config.adversarial.explorer_noise
@@ -353,12 +359,12 @@ def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
 
 
 def warn_of_idle_settings(config: PhaseConfig) -> None:
-    """Say which settings will do nothing in this game."""
+    """Warn about settings that have no effect."""
     game = config.adversarial
     if config.model.checkpoint_path is not None:
-        log.warning("model.checkpoint_path: not for phase 3, whose world model is that of teacher_checkpoint")
+        log.warning("model.checkpoint_path: ignored; the world model of phase 3 is that of teacher_checkpoint")
     if game.random_share and not game.random_episodes:
-        log.warning("random_share: without random_episodes there are none; batches are the explorer's episodes alone")
+        log.warning("random_share: ignored without random_episodes; batches are the explorer's episodes alone")
     if game.wm_warmup >= game.iterations:
         log.warning(
             "wm_warmup: %d of %d iterations, so the explorer is not trained at all",
@@ -368,7 +374,7 @@ def warn_of_idle_settings(config: PhaseConfig) -> None:
 
 
 def split_batch(number: int, size: int, random_share: float, replay_share: float) -> tuple[int, int]:
-    """How many random and how many older episodes batch `number` has.
+    """Return how many random and how many older episodes batch `number` has.
 
     Where that is no whole number, what is left of a batch goes to one kind or another in turn, by the golden ratio.
     """
@@ -382,12 +388,12 @@ def split_batch(number: int, size: int, random_share: float, replay_share: float
     return counts[0], counts[1]
 
 
-def check_eyes(world_model: F1Policy, explorer: F1Policy, where: Path) -> None:
-    """Refuse an explorer that codes frames by another tokenizer, or has a memory of another size."""
+def check_tokenizer(world_model: F1Policy, explorer: F1Policy, where: Path) -> None:
+    """Raise an error if an explorer has another tokenizer, or a memory of another size."""
     name = first_difference(explorer.tokenizer.state_dict(), world_model.tokenizer.state_dict())
     if name is not None:
         raise InputError(
-            f"student_checkpoint: {where} sees by another tokenizer than the teacher's (tokenizer.{name}); "
+            f"student_checkpoint: {where} has another tokenizer than the teacher (tokenizer.{name}); "
             "give a student of this teacher"
         )
     for setting in ("memory_enabled", "memory_hidden"):
@@ -399,7 +405,7 @@ def check_eyes(world_model: F1Policy, explorer: F1Policy, where: Path) -> None:
 
 
 def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path, resumes: bool = False) -> None:
-    """Let an explorer that has the student's noise act with the game's; one that has it already is left so."""
+    """Give an explorer with the student's noise that of phase 3; one that has it already is not changed."""
     wanted, scale = explorer_settings(config), config.adversarial.explorer_noise
     if resumes:
         check_same("explorer_noise", float(explorer.deviation[0]) / config.student.explorer.action_noise, scale, where)
@@ -413,19 +419,19 @@ def set_noise(explorer: ExplorerPolicy, config: PhaseConfig, where: Path, resume
 
 
 def set_scale(explorer: ExplorerPolicy, scale: float, where: Path, resumes: bool = False) -> None:
-    """Bound how far it goes a step; a game that goes on keeps the bound that it was played with."""
+    """Set the bound of the explorer's actions; a resumed run must keep its own."""
     before = float(explorer.action_scale)
     if resumes:
         check_same("explorer_scale", before, scale, where)
     elif before != 1.0 and not math.isclose(before, scale, rel_tol=1e-6):
-        log.warning("explorer_scale: %s was played with %g; this game is with %g", where, before, scale)
+        log.warning("explorer_scale: %s was trained with %g; this run uses %g", where, before, scale)
     explorer.action_scale.fill_(scale)
 
 
 def action_spread(found: Collected, scale: float = 1.0) -> tuple[float, float]:
-    """The deviation of what was done, mean over the real dims, and the share of it that is at the limits.
+    """Return the deviation of the actions, mean over the real dims, and the fraction of them at the limits.
 
-    Both of the largest action that the explorer may do, `scale`.
+    Both are relative to the largest action of the explorer, `scale`.
     """
     actions = np.concatenate([episode.action for episode in found.episodes]) / scale
     real = found.rollout[schema.ACTION_MASK][0, 0].cpu().numpy().astype(bool)

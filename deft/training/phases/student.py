@@ -78,7 +78,7 @@ class StudentTrainer(BaseRLTrainer):
         self._shown_episodes: EpisodeBatch | None = None
 
     def train(self) -> dict[str, Any]:
-        """Train, and draw the curves: `plots/rewards.png`."""
+        """Train, and plot the curves: `plots/rewards.png`."""
         results = super().train()
         drawn = plot_metrics(self.run_dir, PANELS, "rewards.png", "Episodes") if self.processes.is_first else None
         return results if drawn is None else {**results, "plots": [str(drawn)]}
@@ -86,7 +86,7 @@ class StudentTrainer(BaseRLTrainer):
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def train_round(self) -> tuple[int, Metrics]:
-        """One PPO iteration on new episodes."""
+        """Run one PPO iteration on new episodes."""
         self.ppo.progress, self.ppo.should_stop = self.progress, self.stop_requested
         rollouts = []
         if self.partial is None:
@@ -107,11 +107,11 @@ class StudentTrainer(BaseRLTrainer):
         return self.rollouts.num_episodes * self.processes.count, metrics
 
     def collection_state(self) -> dict[str, Any]:
-        """Which scenes come next."""
+        """Return which scenes come next."""
         return self.rollouts.state_dict()
 
     def restore_collection(self, state: dict[str, Any]) -> None:
-        """The inverse of `collection_state`."""
+        """Restore a `collection_state`."""
         self.rollouts.load_state_dict(state)
 
     def choose_trained_weights(self) -> None:
@@ -120,16 +120,16 @@ class StudentTrainer(BaseRLTrainer):
     def make_optimizer(self) -> None:
         """PPO has its own."""
 
-    # -- what it is made of --------------------------------------------------------------------------------------------
+    # -- models and environments ---------------------------------------------------------------------------------------
 
     def _load_policy(self) -> F1Policy:
-        """The teacher, the worlds, and the explorer: new around the teacher's world model, or that of a checkpoint."""
+        """Load the teacher, open the environments, and build the explorer, or load it from a checkpoint."""
         section, training = self.config.student, self.training
         for name in ("lora", "checkpoint_path"):
             if getattr(self.config.model, name) is not None:
-                log.warning("model.%s: not for the student, whose weights are new and learn in full", name)
+                log.warning("model.%s: ignored; the student has new weights, which are all trained", name)
         if self.config.model.tokenizer_weights is not None:
-            raise InputError("tokenizer_weights: the student sees by its teacher's tokenizer; leave it out")
+            raise InputError("tokenizer_weights: the student uses its teacher's tokenizer; leave it out")
         teacher = self._given_teacher
         if teacher is None:
             section.teacher_checkpoint = self.fixed_start("student", "teacher_checkpoint")
@@ -150,12 +150,12 @@ class StudentTrainer(BaseRLTrainer):
         return self.explorer.f1
 
     def write_sample(self, path: Path, row: int) -> None:
-        """Truth, prediction and error of some frames of an episode of the last rollout."""
+        """Draw true frames, predictions and errors of an episode of the last rollout."""
         if self._shown_episodes is not None:
             draw_sample(predict_episode(self.teacher, self._shown_episodes, row), path)
 
     def write_video(self, path: Path, row: int) -> None:
-        """Head, true wrist and predicted wrist of that episode."""
+        """Write a video of that episode: head, true wrist and predicted wrist."""
         if self._shown_episodes is not None:
             write_prediction_video(predict_episode(self.teacher, self._shown_episodes, row), path)
 
@@ -186,13 +186,13 @@ class StudentTrainer(BaseRLTrainer):
             self.explorer.load_state_dict(found.state_dict())
 
     def close(self) -> None:
-        """Free the worlds."""
+        """Free the environments."""
         self.rollouts.close()
         super().close()
 
 
 def exploration_metrics(found: Collected, measures: Measures) -> Metrics:
-    """What is logged of a rollout: the reward, its terms by name, and what they are made of."""
+    """Return the metrics of a rollout: the reward, its terms by name, and their inputs."""
     rollout = found.rollout
     return {
         "train/reward": rollout["next", "reward"].mean(),
@@ -210,7 +210,7 @@ def load_teacher(
     phase: Literal["student", "adversarial"] = "student",
     run: Path | None = None,
 ) -> F1Policy:
-    """The teacher of phase 2's or 3's setting: a run, a checkpoint of one, a file of weights; else the shipped one.
+    """Load the teacher of phase 2 or 3: from a run, a checkpoint, or a file of weights; by default the one that ships.
 
     `run` is the run that started from it, where there is one: both may have been moved since.
     """
@@ -239,7 +239,7 @@ def load_teacher(
 
 
 def check_world_model(teacher: F1Policy, student: F1Policy, where: Path) -> None:
-    """Refuse a teacher whose world model is not the one that the student was made with."""
+    """Raise an error if the teacher's world model is not the one that the student was built with."""
     name = first_difference(world_model_weights(student), world_model_weights(teacher))
     if name is not None:
         raise InputError(
@@ -248,7 +248,7 @@ def check_world_model(teacher: F1Policy, student: F1Policy, where: Path) -> None
 
 
 def first_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
-    """The name of a tensor that only one side has, or that is not the same in `own`'s number format; None: all are."""
+    """Return the name of a tensor that only one side has, or that differs in `own`'s dtype; None if all are equal."""
     for name in sorted(own.keys() | theirs.keys()):
         if name not in own or name not in theirs or not torch.equal(theirs[name].to(own[name].dtype), own[name]):
             return name
@@ -256,18 +256,18 @@ def first_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> str |
 
 
 def check_mask(explorer: ExplorerPolicy, action_mask: Any, where: Path) -> None:
-    """Refuse a world in which other dims of an action are the robot's than those that the explorer learned with."""
+    """Raise an error if the environment uses other dims of an action than the explorer was trained with."""
     own = explorer.action_mask.cpu().numpy().reshape(-1).astype(bool)
-    world = np.asarray(action_mask).reshape(-1).astype(bool)
-    if not np.array_equal(own, world):
+    given = np.asarray(action_mask).reshape(-1).astype(bool)
+    if not np.array_equal(own, given):
         raise InputError(
-            f"{where}: its actions have the dims {np.flatnonzero(own).tolist()}, this world's "
-            f"{np.flatnonzero(world).tolist()}; use the control_mode that it was trained with"
+            f"{where}: its actions have the dims {np.flatnonzero(own).tolist()}, this environment's "
+            f"{np.flatnonzero(given).tolist()}; use the control_mode that it was trained with"
         )
 
 
 def check_chain(explorer: ExplorerPolicy, settings: ExplorerSettings, where: Path) -> None:
-    """Refuse to go on with another way of acting than the one that was learned."""
+    """Raise an error if the settings of acting differ from those that the explorer was trained with."""
     found = {
         "denoising_steps": len(explorer.deviation),
         "action_noise": float(explorer.deviation[0]),
@@ -279,9 +279,9 @@ def check_chain(explorer: ExplorerPolicy, settings: ExplorerSettings, where: Pat
 
 
 def check_same(name: str, old: float, new: float, where: Path) -> None:
-    """Refuse a setting that an explorer learned with another value of."""
+    """Raise an error if a setting differs from the one that an explorer was trained with."""
     if not math.isclose(old, new, rel_tol=1e-6):
-        raise InputError(f"{name}: {where} learned with {old:g}, not {new:g}; resume with the same")
+        raise InputError(f"{name}: {where} was trained with {old:g}, not {new:g}; resume with the same")
 
 
 def train_student(config: PhaseConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Phase 1, `deft train teacher`: a world model that predicts the wrist camera's next frame, from random exploration.
 
-Episodes come from `TeacherEnv` copies beside training (`exploration`), or from a recorded dataset. Their frames are
+Episodes come from `TeacherEnv` in other processes (`exploration`), or from a recorded dataset. Their frames are
 coded once, when they arrive. A round trains on `batch_size` episodes: chunk after chunk with the memory carried and
 detached between them, or on random steps; at first the motion prior alone, then what the memory adds to it.
 """
@@ -37,11 +37,11 @@ from deft.training.phases.recorded import DatasetExplorer, warn_of_seen_episodes
 from deft.training.phases.world_model_trainer import Means, WorldModelTrainer, copy_accuracy, scalars
 
 log = logging.getLogger(__name__)
-MOTION_WARMUP, MEMORY_WARMUP = 0.15, 0.05  # shares of a run that starts from new weights
+MOTION_WARMUP, MEMORY_WARMUP = 0.15, 0.05  # fractions of a run that starts from new weights
 MOST_WORKERS = 64
 FITTED_STEPS = 512
 OF_RECORDINGS = {"frame_skip": 1, "shift_augmentation": 0, "wrist_camera": None, "head_camera": None}
-MOST_COPIES = 64  # that are kept of a few recorded episodes, each in other colours and places
+MOST_COPIES = 64  # augmented episodes in the buffer, where only few are recorded
 
 
 class TeacherTrainer(WorldModelTrainer):
@@ -59,11 +59,11 @@ class TeacherTrainer(WorldModelTrainer):
         super().__init__(config, policy)
         training = self.training
         self.generator = np.random.default_rng([training.seed, self.processes.rank])
-        self.num_taken = 0  # episodes that this process has got from its explorer
+        self.num_taken = 0  # episodes that the explorer of this process has returned
         self.explorer: Explorer | None = explorer
         if explorer is None and training.dataset is None:
-            self.exploration()  # what is wrong with the environment's settings is said before anything is written
-        self.buffer = EpisodeBuffer(0, 0)  # made with the explorer
+            self.exploration()  # checks the environment's settings before anything is written
+        self.buffer = EpisodeBuffer(0, 0)  # created with the explorer
         self._buffer_state: dict[str, Any] | None = None
         self.motion_optimizer: torch.optim.Optimizer | None = None
         self.memory_optimizer: torch.optim.Optimizer | None = None
@@ -78,7 +78,7 @@ class TeacherTrainer(WorldModelTrainer):
 
     @property
     def warms_up(self) -> str | None:
-        """What is trained alone yet: "motion", then "memory"; None: everything is."""
+        """The part that is trained alone: "motion", then "memory"; None: the whole model is trained."""
         motion, memory = self._warmup_shares
         if self.progress < motion:
             return "motion"
@@ -86,15 +86,15 @@ class TeacherTrainer(WorldModelTrainer):
 
     @property
     def schedule_progress(self) -> float:
-        """Of the part after the warm-ups: the learning rate starts with it."""
+        """The fraction of the learning rate schedule, which starts after the warm-ups."""
         share = sum(self._warmup_shares)
         return max(0.0, self.progress - share) / max(1e-9, 1.0 - share)
 
     @property
     def _warmup_shares(self) -> tuple[float, float]:
-        """Shares of the run that the motion prior and the memory have to themselves; at most all of it."""
+        """Fractions of the run in which the motion prior, then the memory, is trained alone."""
         training, model = self.training, self.policy.model
-        # Weights that were trained are not to be shaken by a new optimizer at a high rate.
+        # A new optimizer at a high learning rate would damage trained weights.
         usual = (MOTION_WARMUP, MEMORY_WARMUP) if self.config.model.checkpoint_path is None else (0.0, 0.0)
         asked = (training.motion_warmup, training.memory_warmup)
         motion, memory = (own if share is None else share for own, share in zip(usual, asked, strict=True))
@@ -103,7 +103,7 @@ class TeacherTrainer(WorldModelTrainer):
         return motion, min(memory, 1.0 - motion) if draws else 0.0
 
     def train_round(self) -> tuple[int, Metrics]:
-        """Train on `batch_size` episodes, new ones before those that were trained on already."""
+        """Train on `batch_size` episodes, new ones first."""
         with self.stoppable():
             self._gather()
         config, num_new = self.policy.config, self.buffer.num_unseen
@@ -138,7 +138,7 @@ class TeacherTrainer(WorldModelTrainer):
         return self.config.model.checkpoint_path is None and not self.optimizer.state
 
     def _fit_sharpness(self, batch: EpisodeBatch) -> None:
-        """Set how far the motion prior is trusted at first, on steps of the first episodes of all processes."""
+        """Initialise the sharpness of the motion prior on steps of the first episodes of all processes."""
         motion, tokenizer = self.policy.model.motion, self.policy.tokenizer
         if motion is None:
             return
@@ -155,14 +155,14 @@ class TeacherTrainer(WorldModelTrainer):
             motion.log_sharpness.copy_(shard_like(found, motion.log_sharpness))
 
     def _drops_head(self) -> bool:
-        """At random; alike in all processes where they gather weights for each picture together."""
+        """Whether to drop the head camera, at random; alike in all processes if parameters are sharded."""
         drops = bool(self.generator.random() < self.training.head_dropout)
         return bool(self.processes.broadcast(drops)) if self.is_sharded else drops
 
     # -- four ways to train on episodes --------------------------------------------------------------------------------
 
     def _train_random(self, batch: EpisodeBatch, hides_head: bool) -> Metrics:
-        """On random steps of all that is in the buffer; the memory before each comes from the steps before it."""
+        """Train on random steps of the buffer; the memory before each is computed from the steps before it."""
         config = self.policy.config
         everything = self.buffer.batch(np.arange(len(self.buffer)), config.n_obs_img_steps, config.obs_img_stride)
         if hides_head:
@@ -180,7 +180,7 @@ class TeacherTrainer(WorldModelTrainer):
 
     @torch.no_grad()
     def memory_before(self, batch: EpisodeBatch, rows: Tensor, times: Tensor) -> Tensor:
-        """The memory (layers, N, hidden) that the policy has now before step `times` of the episodes `rows`."""
+        """Return the memory (layers, N, hidden) of the current policy before step `times` of the episodes `rows`."""
         memory = self.policy.initial_memory(len(rows))
         for time in range(int(times.max()) if len(times) else 0):
             going = torch.nonzero(times > time).flatten()
@@ -190,16 +190,16 @@ class TeacherTrainer(WorldModelTrainer):
         return memory
 
     def _train_motion(self, batch: EpisodeBatch) -> Metrics:
-        """The motion prior alone, on the steps of the episodes in a random order; more where recordings move."""
+        """Train the motion prior alone on the steps of the episodes, in recordings more on those with motion."""
         assert self.motion_optimizer is not None
-        # It falls in the second half: a constant step leaves jitter, which costs what stands still its codes.
+        # The learning rate falls in the second half: a constant one leaves jitter in what does not move.
         left = 1.0 - self.progress / self._warmup_shares[0]
         for group in self.motion_optimizer.param_groups:
             group["lr"] = self.training.motion_learning_rate * min(1.0, max(2.0 * left, 0.02))
         rows, times = batch.all_steps()
         if self.training.dataset is None:
             order = torch.as_tensor(self.generator.permutation(len(rows)))
-        else:  # half of them by how much moves: most steps of a recording hardly teach anything of motion
+        else:  # half of them in proportion to the change: most steps of a recording have little motion
             change = step_changes(batch)[rows, times]
             shares = (change + change.mean()).clamp(min=1e-9).double().cpu().numpy()
             order = torch.as_tensor(self.generator.choice(len(rows), len(rows), p=shares / shares.sum()))
@@ -221,7 +221,7 @@ class TeacherTrainer(WorldModelTrainer):
     def _update_memory(
         self, chunk: dict[str, Tensor], memory: Tensor | None, weight: float
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """One step of the memory alone, on what it adds to the picture that the motion prior expects."""
+        """Update the memory alone, on what it adds to the image that the motion prior predicts."""
 
         def losses(part: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
             before = None if memory is None else memory[:, rows]
@@ -235,7 +235,7 @@ class TeacherTrainer(WorldModelTrainer):
     # -- episodes ------------------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Take in new episodes: as many as a round trains on, or what was collected beside it."""
+        """Add new episodes to the buffer: as many as a round trains on, or those collected meanwhile."""
         explorer, batch_size = self._open_explorer(), self.training.batch_size
         if isinstance(explorer, ProcessExplorer):
             if not len(self.buffer):
@@ -268,21 +268,21 @@ class TeacherTrainer(WorldModelTrainer):
 
     @property
     def num_workers(self) -> int:
-        """Processes that collect beside this one."""
+        """Processes that collect episodes."""
         if self.training.num_envs is not None:
             return self.training.num_envs
         cores = available_cores() // self.processes.count
         return max(1, min(MOST_WORKERS, cores - 1 if self.device.type == "cuda" else cores // 2))
 
     def _open_explorer(self) -> Explorer:
-        """Begin to explore, or go on where a checkpoint was written; the buffer is then filled with what it held."""
+        """Return the explorer, after a resume at the episode of the checkpoint; the buffer is then filled again."""
         if self.explorer is not None:
             if not self.buffer.capacity:
                 self.buffer = self._make_buffer(self.explorer)
             return self.explorer
         rank, count = self.processes.rank, self.processes.count
         if self.training.dataset is None and self.training.overlap:
-            # Which scenes were under way when it was saved is not known: new ones follow, and the buffer fills up anew.
+            # The scenes in progress at the checkpoint are not known: new ones follow, and the buffer is filled again.
             first = -(-self.num_taken // self.exploration().scenes_kept)
             self.explorer = ProcessExplorer(self.exploration(), self.num_workers, first * count + rank, count)
             self.buffer, self._buffer_state = self._make_buffer(self.explorer), None
@@ -303,7 +303,7 @@ class TeacherTrainer(WorldModelTrainer):
         return explorer
 
     def model_config(self) -> F1Config:
-        """As large as a dataset's states and actions need it; a new one expects most of a recording to stand still."""
+        """Return the model's config, with sizes for a dataset's states and actions, and a prior for recordings."""
         config = super().model_config()
         if self.training.dataset is not None:
             if config.motion_prior and self.resume_from is None and self.config.model.checkpoint_path is None:
@@ -314,7 +314,7 @@ class TeacherTrainer(WorldModelTrainer):
                 warn_of_seen_episodes(tokenizer, self._dataset.dataset, self._dataset.held_out_episodes)
             needed = max(self._dataset.state_dim, self._dataset.action_dim)
             if needed > min(config.max_state_dim, config.max_action_dim):
-                log.info("states and actions of %d dims: the model is made for as many", needed)
+                log.info("states and actions of %d dims: the model is built for as many", needed)
                 config.max_state_dim = max(config.max_state_dim, self._dataset.state_dim)
                 config.max_action_dim = max(config.max_action_dim, self._dataset.action_dim)
         return config
@@ -323,10 +323,10 @@ class TeacherTrainer(WorldModelTrainer):
         return DatasetExplorer(self.training, config.tokenizer.image_size, self.processes.rank, self.processes.count)
 
     def exploration(self, held_out: bool = False) -> Exploration:
-        """What is explored."""
+        """Return the settings of exploration."""
         return make_exploration(self.config, self.policy, held_out)
 
-    # -- pictures, checkpoints -----------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def phase_state(self) -> dict[str, Any]:
         """Return which episodes come next; those in the buffer are not saved: `_open_explorer` gets them again."""
@@ -338,7 +338,7 @@ class TeacherTrainer(WorldModelTrainer):
             "motion_optimizer": motion,
             "memory_optimizer": self.optimizer_state(self.memory_optimizer),
             "normalization": normalization,
-            # A run that stopped before it had filled the buffer again passes on what it has loaded.
+            # A run that stopped before the buffer was filled again saves the state that it loaded.
             "buffer": self.buffer.state_dict() if self._buffer_state is None else self._buffer_state,
         }
 
@@ -362,7 +362,7 @@ class TeacherTrainer(WorldModelTrainer):
 
 
 def make_exploration(config: PhaseConfig, policy: F1Policy, held_out: bool = False) -> Exploration:
-    """The world of a run, with frames as its model takes them; held-out scenes have their own colours."""
+    """Return the exploration of a run, with frames in the model's size; held-out scenes have colours of their own."""
     model, training = policy.config, config.training
     environment = {
         "image_size": model.tokenizer.image_size,
@@ -371,20 +371,20 @@ def make_exploration(config: PhaseConfig, policy: F1Policy, held_out: bool = Fal
         "max_steps": training.steps_per_episode,
         **config.environment,
     }
-    task = read_task_config(environment, {})  # says what is wrong before anything is started
+    task = read_task_config(environment, {})  # checks the settings before anything is started
     kept = 1 if held_out else task.scene_reset_interval
     augmentation = 0.0 if held_out else training.colour_augmentation
     return Exploration(environment, training.seed, augmentation, held_out, kept)
 
 
 def step_changes(batch: EpisodeBatch) -> Tensor:
-    """Mean difference of frame t + 1 from frame t, in grey levels, for every step of every episode: [B, T]."""
+    """Return the mean difference of frame t + 1 from frame t, in grey levels, of every step: [B, T]."""
     frames = batch.streams["wrist"]
     return torch.stack([one.float().diff(dim=0).abs().flatten(1).mean(1) for one in frames])
 
 
 def copy_loss(batch: dict[str, Tensor]) -> Tensor:
-    """Mean difference of the next frame from the last, in the units of the motion loss."""
+    """Return the mean difference of the next frame from the last, in the units of the motion loss."""
     frames = batch[schema.IMAGE0_HISTORY]
     return (frames[..., -1, :, :, :].float() - frames[..., -2, :, :, :].float()).abs().mean() / 127.5
 

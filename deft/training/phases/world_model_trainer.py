@@ -1,6 +1,6 @@
-"""What the phases that train a world model share: chunks of episodes in order, codes, pictures. Phases 1 and 3.
+"""What phases 1 and 3 share, which train a world model: chunks of episodes in order, codes, samples.
 
-A round's episodes stand side by side (`EpisodeBatch`); each phase gets them from where it likes.
+The episodes of a round are an `EpisodeBatch`; each phase has its own source of episodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WorldModelTrainer(BaseRLTrainer):
     shown_episodes: EpisodeBatch | None = None  # of the last round
 
     def train_chunks(self, batch: EpisodeBatch, update: Update | None = None) -> Metrics:
-        """In order: memory of zeros at the first frame, carried from chunk to chunk without its gradient.
+        """Train in order: the memory is zeros at the first frame, and is carried, detached, from chunk to chunk.
 
         `update` takes a step on a chunk: `update_on`, by default.
         """
@@ -48,7 +48,7 @@ class WorldModelTrainer(BaseRLTrainer):
         sums = Means()
         for start in range(0, int(self.processes.maximum(batch.longest, self.device)), self.training.bptt_length):
             found = batch.chunk(start, self.training.bptt_length)
-            is_spare = found is None  # other processes have longer episodes: their gradients are waited for
+            is_spare = found is None  # other processes have longer episodes: they wait for this one's gradients
             chunk, rows = found if found is not None else batch.chunk(0, 1)  # type: ignore[misc]
             current = memory.get_current()
             if has_memory and current is None:
@@ -71,7 +71,7 @@ class WorldModelTrainer(BaseRLTrainer):
     def update_on(
         self, batch: dict[str, Tensor], memory: Tensor | None, weight: float = 1.0
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """One step down the policy's loss, times `weight`; its results without their gradients, and the norm."""
+        """Update on the policy's loss, times `weight`; return the detached results and the gradient norm."""
 
         def losses(part: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
             return self.loss_of(part, None if memory is None else memory[:, rows])
@@ -85,7 +85,7 @@ class WorldModelTrainer(BaseRLTrainer):
         optimizer: torch.optim.Optimizer | None = None,
         weight: float = 1.0,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """One step on a batch whose rows go through the model in `gradient_accumulation` parts, one after the other.
+        """Update on a batch whose rows are split into `gradient_accumulation` micro-batches.
 
         The loss is a mean over the real steps: ∇L = Σ (n_i / n) ∇L_i.
         """
@@ -109,7 +109,7 @@ class WorldModelTrainer(BaseRLTrainer):
         return merged, self.apply_gradients(optimizer)
 
     def _parts(self, num_rows: int) -> list[slice]:
-        """The rows in as many parts as are asked for, and as all processes have rows for."""
+        """Return the rows of each micro-batch: as many as configured, and as all processes have rows for."""
         count = min(self.training.gradient_accumulation, num_rows)
         if self.training.gradient_accumulation > 1:
             count = -int(self.processes.maximum(-count, self.device))
@@ -117,12 +117,12 @@ class WorldModelTrainer(BaseRLTrainer):
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
     def loss_of(self, batch: dict[str, Tensor], memory: Tensor | None) -> dict[str, Tensor]:
-        """The policy's losses, in the run's precision."""
+        """Return the policy's losses, in the run's precision."""
         with autocast(self.device, self.autocast_dtype):
             return self.policy(batch, memory_state=memory, memory_backprop=self.training.memory_backprop)
 
     def coded(self, episodes: list[RobotEpisode]) -> list[RobotEpisode]:
-        """The episodes with their frames' codes."""
+        """Add the codes of their frames to episodes."""
         if not episodes:
             return []
         codes = encode_frames(self.policy, np.concatenate([episode.wrist for episode in episodes]))
@@ -133,7 +133,7 @@ class WorldModelTrainer(BaseRLTrainer):
         return episodes
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """How far the motion prior is trusted learns quicker than the rest, which would else drown it at first."""
+        """Return the optimizer; the trust in the motion prior has a higher learning rate than the rest."""
         optimizer = super().make_optimizer()
         assert optimizer is not None
         motion = self.policy.model.motion
@@ -153,18 +153,18 @@ class WorldModelTrainer(BaseRLTrainer):
         return optimizer
 
     def write_sample(self, path: Path, row: int) -> None:
-        """Truth, prediction and error of some frames of an episode of the last round."""
+        """Draw true frames, predictions and errors of an episode of the last round."""
         if self.shown_episodes is not None:
             draw_sample(predict_episode(self.policy, self.shown_episodes, row), path)
 
     def write_video(self, path: Path, row: int) -> None:
-        """Head, true wrist and predicted wrist of that episode."""
+        """Write a video of that episode: head, true wrist and predicted wrist."""
         if self.shown_episodes is not None:
             write_prediction_video(predict_episode(self.policy, self.shown_episodes, row), path)
 
 
 def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:
-    """Share of the next frame's codes that are the last frame's."""
+    """Return the fraction of the next frame's codes that equal the last frame's."""
     codes = batch[schema.FRAME_TOKENS]
     same = (codes[..., -1, :] == codes[..., -2, :]).float().mean(-1)
     real = batch.get(schema.STEP_MASK)
@@ -172,18 +172,18 @@ def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:
 
 
 def _num_real(batch: dict[str, Tensor]) -> float:
-    """Steps that count in a batch's loss."""
+    """Return the number of steps in a batch's loss."""
     real = batch.get(schema.STEP_MASK)
     return float(batch[schema.STATE].shape[:-1].numel() if real is None else real.sum())
 
 
 def step_count(chunk: dict[str, Tensor]) -> int:
-    """Steps of a chunk, padding included."""
+    """Return the number of steps of a chunk, with padding."""
     return chunk[schema.STATE].shape[:-1].numel()
 
 
 def scalars(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The losses and accuracies among a pass's results, without their gradients."""
+    """Return the losses and accuracies among the results of a pass, detached."""
     return {name: value.detach() for name, value in results.items() if value.ndim == 0}
 
 
@@ -195,11 +195,11 @@ class Means:
         self._weight = 0.0
 
     def add(self, values: dict[str, Tensor], weight: float) -> None:
-        """Take in those of an update."""
+        """Add the metrics of an update."""
         self._weight += weight
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value * weight
 
     def means(self) -> Metrics:
-        """The means, under the names that are logged."""
+        """Return the means, under the names that are logged."""
         return {f"train/{name}": value / self._weight for name, value in self._sums.items()}

@@ -124,7 +124,7 @@ def test_older_and_newer_episodes_are_kept_apart(played):
     # Of 3 rollouts of 2 episodes, the last 2 are new (4 episodes); the first is older. One random episode a time.
     assert len(made.recent) == 4
     assert len(made.replay) == 2
-    assert len(made.wandered) == made.num_random == 3
+    assert len(made.random_episodes) == made.num_random == 3
 
 
 def with_watched_batches(played, random_share: float, batch_size: int) -> tuple[AdversarialTrainer, list]:
@@ -140,7 +140,7 @@ def with_watched_batches(played, random_share: float, batch_size: int) -> tuple[
 
 def test_a_batch_has_its_shares_of_older_and_random_episodes(played):
     made, taken = with_watched_batches(played, random_share=0.5, batch_size=4)
-    stores = {"new": made.recent, "older": made.replay, "random": made.wandered}
+    stores = {"new": made.recent, "older": made.replay, "random": made.random_episodes}
     of = {e.wrist.tobytes(): name for name, store in stores.items() for e in store.episodes}
     made._train_world_model([])
     assert len(taken) == 2
@@ -155,9 +155,9 @@ def test_random_episodes_are_the_same_where_they_are_collected_beside(played, tm
     config.training.overlap = True
     other = AdversarialTrainer(config, made.policy)
     other.num_random = 1  # as a run that is resumed after one
-    found = [*other._wander(1), *other._wander(1)]
+    found = [*other._collect_random(1), *other._collect_random(1)]
     other.close()
-    for one, wanted in zip(found, list(made.wandered.episodes)[1:], strict=True):
+    for one, wanted in zip(found, list(made.random_episodes.episodes)[1:], strict=True):
         assert np.array_equal(one.wrist, wanted.wrist)
         assert np.array_equal(one.action, wanted.action)
 
@@ -182,7 +182,7 @@ def test_the_explorers_noise_may_stay_longer_than_the_students(played, tmp_path)
     assert float(explorer.noise_correlation) == before
     set_noise(explorer, config, folder)
     assert float(explorer.noise_correlation) == pytest.approx(0.96)
-    with pytest.raises(InputError, match=r"noise_correlation: .* learned with 0.96"):
+    with pytest.raises(InputError, match=r"noise_correlation: .* was trained with 0.96"):
         set_noise(explorer, game_config(tmp_path), folder)
 
 
@@ -191,7 +191,7 @@ def test_few_random_episodes_are_not_replaced_by_the_explorers(played):
     made._train_world_model([])
     # Of 8, 6 should be random and there are 3; 2 older ones are as many as are wanted, and leave no room for new ones.
     assert [len(batch.lengths) for batch in taken] == [5, 5]
-    made.wandered = EpisodeStore(1)  # a game without random episodes: all are the explorer's
+    made.random_episodes = EpisodeStore(1)  # a game without random episodes: all are the explorer's
     made._train_world_model([])
     assert [len(batch.lengths) for batch in taken[2:]] == [6, 6]  # 2 older and all 4 new ones
 
@@ -258,7 +258,7 @@ def test_a_slow_explorer_goes_on_as_slowly_and_is_measured_so(tmp_path):
     assert not changed(weights(made.policy), resumed.policy)
     assert not changed(weights(made.explorer), resumed.explorer)
     with pytest.raises(
-        InputError, match=r"explorer_scale: .*checkpoint-1 learned with 0.25, not 1; resume with the same"
+        InputError, match=r"explorer_scale: .*checkpoint-1 was trained with 0.25, not 1; resume with the same"
     ):
         AdversarialTrainer(game_config(tmp_path / "faster", resume=str(tmp_path / "whole" / "checkpoint-1")))
     config = game_config(tmp_path)
@@ -303,7 +303,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(played, tmp_path):
     assert not changed(weights(made.explorer), resumed.explorer)
     assert resumed.num_updates == made.num_updates
     assert resumed.ppo.version == made.ppo.version
-    for one, other in ((resumed.replay, made.replay), (resumed.wandered, made.wandered)):
+    for one, other in ((resumed.replay, made.replay), (resumed.random_episodes, made.random_episodes)):
         assert [e.number for e in one.episodes] == [e.number for e in other.episodes]
     one, other = (trainer.optimizer.state_dict()["state"] for trainer in (made, resumed))
     assert all(torch.equal(one[key]["exp_avg"], other[key]["exp_avg"]) for key in one)

@@ -18,7 +18,7 @@ from deft.errors import InputError
 from deft.models.f1.explorer import new_explorer
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
-from deft.training.phases.adversarial import AdversarialTrainer, check_eyes, set_noise, set_scale, split_batch
+from deft.training.phases.adversarial import AdversarialTrainer, check_tokenizer, set_noise, set_scale, split_batch
 from deft.training.phases.base import moved_with
 from deft.training.phases.student import StudentTrainer, load_teacher, train_student
 from deft.training.phases.teacher import TeacherTrainer
@@ -162,7 +162,7 @@ def test_with_the_teachers_seed_an_explorer_still_has_weights_of_its_own():
 def test_an_explorer_that_codes_frames_otherwise_is_refused(tmp_path):
     teacher = teacher_policy()
     explorer = explorer_policy(teacher)
-    check_eyes(teacher, explorer.f1, tmp_path)
+    check_tokenizer(teacher, explorer.f1, tmp_path)
     other = copy.deepcopy(teacher)
     with torch.no_grad():
         other.tokenizer.quantize.embedding.weight[3] += 0.01
@@ -171,7 +171,7 @@ def test_an_explorer_that_codes_frames_otherwise_is_refused(tmp_path):
     larger = teacher_policy(memory_hidden=8)
     larger.tokenizer.load_state_dict(teacher.tokenizer.state_dict())
     with pytest.raises(InputError, match="has memory_hidden 6, the teacher 8"):
-        check_eyes(larger, explorer.f1, tmp_path)
+        check_tokenizer(larger, explorer.f1, tmp_path)
 
 
 # -- which folder ----------------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ def test_nor_does_a_run_go_on_into_a_folder_of_another_phase(tmp_path, teacher_r
 def test_a_game_that_goes_on_keeps_its_noise(tmp_path):
     explorer = explorer_policy()
     set_noise(explorer, game_config(tmp_path), tmp_path, resumes=True)
-    with pytest.raises(InputError, match=r"explorer_noise: .* learned with 1, not 0.5"):
+    with pytest.raises(InputError, match=r"explorer_noise: .* was trained with 1, not 0.5"):
         set_noise(explorer, game_config(tmp_path, explorer_noise=0.5), tmp_path, resumes=True)
     set_noise(explorer, game_config(tmp_path, explorer_noise=0.5), tmp_path)  # of a student's explorer, half
-    with pytest.raises(InputError, match=r"explorer_noise: .* learned with 0.5, not 0.25"):
+    with pytest.raises(InputError, match=r"explorer_noise: .* was trained with 0.5, not 0.25"):
         set_noise(explorer, game_config(tmp_path, explorer_noise=0.25), tmp_path, resumes=True)
 
 
@@ -221,7 +221,7 @@ def test_another_bound_than_an_explorer_had_is_said(tmp_path, caplog):
     set_scale(explorer, 0.15, tmp_path)  # a student's, which had none
     assert not caplog.records
     set_scale(explorer, 1.0, tmp_path)
-    assert "was played with 0.15; this game is with 1" in caplog.text
+    assert "was trained with 0.15; this run uses 1" in caplog.text
     assert float(explorer.action_scale) == 1.0
 
 

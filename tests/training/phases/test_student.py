@@ -125,7 +125,7 @@ def test_a_learning_rate_that_is_given_anew_holds_and_a_damaged_checkpoint_is_pa
 def test_another_tokenizer_is_refused(tmp_path, teacher):
     config = student_config(tmp_path, num_episodes=2)
     config.model.tokenizer_weights = "another"
-    with pytest.raises(InputError, match="sees by its teacher's tokenizer"):
+    with pytest.raises(InputError, match="uses its teacher's tokenizer"):
         StudentTrainer(config, teacher)
 
 
@@ -146,7 +146,7 @@ def test_another_way_of_acting_is_refused_and_weights_can_be_loaded(tmp_path, te
     config.student.teacher_checkpoint = str(tmp_path / "one" / "checkpoint-2" / "model.pt")
     with pytest.raises(InputError, match="is of phase student; give weights of"):
         load_teacher(config, torch.device("cpu"))
-    with pytest.raises(InputError, match=r"denoising_steps: .*checkpoint-2 learned with 2, not 3"):
+    with pytest.raises(InputError, match=r"denoising_steps: .*checkpoint-2 was trained with 2, not 3"):
         StudentTrainer(student_config(tmp_path / "one", auto_resume=True, explorer={"denoising_steps": 3}), teacher)
     other = StudentTrainer(student_config(tmp_path / "two", num_episodes=2, seed=5), teacher)
     other.load(tmp_path / "one")
