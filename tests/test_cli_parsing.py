@@ -15,10 +15,12 @@ import pytest
 from deft import cli
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.loading import replace, resolve, write_config
+from deft.config.rl_yaml import PHASE_TRAINING
 from deft.config.settings import OfflineRunConfig, RunConfig
+from deft.config.training import FLAT_TRAINING
 from deft.errors import CommandExit, InputError, RunError
 
-ALGORITHM_NAMES = ", ".join([*ALGORITHM_SETTINGS, *cli.WAYPOINT_TRAINING, "tokenizer", *cli.PHASE_TRAINING])
+ALGORITHM_NAMES = ", ".join([*ALGORITHM_SETTINGS, *FLAT_TRAINING, *PHASE_TRAINING])
 
 
 @pytest.fixture
@@ -354,11 +356,11 @@ def test_help_is_grouped_and_shows_the_values_of_the_file(tmp_path: Path, capsys
     assert "--episodes INT" in capsys.readouterr().out
 
 
-def test_version_and_help_load_neither_torch_nor_tyro() -> None:
+def test_version_and_help_load_neither_torch_nor_pydantic() -> None:
     """`benchmarks/start_time.py` measures how long they take."""
     program = (
         "import sys; from deft.cli import main; status = main([sys.argv[1]]);"
-        "print(status, 'torch' in sys.modules, 'tyro' in sys.modules)"
+        "print(status, 'torch' in sys.modules, 'pydantic' in sys.modules)"
     )
     for flag, start in (("--help", "usage: deft COMMAND"), ("--version", "deft 0.1.0")):
         ran = subprocess.run([sys.executable, "-c", program, flag], capture_output=True, text=True, check=True)

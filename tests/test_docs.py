@@ -42,8 +42,10 @@ import pytest
 import deft
 import deft.config
 from deft import PPO, ActorCritic, Trainer, schema
-from deft.cli import PHASE_TRAINING, WAYPOINT_TRAINING, main
+from deft.cli import main
 from deft.config import algorithm_settings, aliases, settings
+from deft.config.rl_yaml import PHASE_TRAINING
+from deft.config.training import FLAT_TRAINING
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -111,7 +113,7 @@ def scaled_down(arguments: list[str]) -> list[str]:
         return with_flag(arguments, "episodes", "2")
     if arguments[:2] == ["collect", "waypoints"]:
         return with_flag(arguments, "episodes", "2")
-    if arguments[0] == "train" and arguments[1] in WAYPOINT_TRAINING:
+    if arguments[0] == "train" and arguments[1].startswith("waypoint-"):
         return scaled_down_waypoints(arguments)
     if arguments[:2] == ["train", "tokenizer"]:
         few = {"num-updates": "2", "num-frames": "64", "held-out-frames": "8", "num-workers": "0", "threads": "1"}
@@ -380,7 +382,7 @@ def test_what_the_map_names_exists() -> None:
         for name in re.findall(r"`deft\.([A-Z]\w+|(?:load|make|get|set|setup)_\w+)", text):
             assert name in deft.__all__, name
         for name in re.findall(r"`deft train ([a-z]\S*?)[ `]", text):
-            assert name in {*algorithm_settings.ALGORITHM_SETTINGS, *WAYPOINT_TRAINING, *PHASE_TRAINING, "tokenizer"}
+            assert name in {*algorithm_settings.ALGORITHM_SETTINGS, *FLAT_TRAINING, *PHASE_TRAINING}
         for name in re.findall(r"`scripts/(\S+?\.sh)", text):
             assert (ROOT / "scripts" / name).is_file(), name
 

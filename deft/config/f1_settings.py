@@ -45,7 +45,75 @@ class ModelSection:
 
 
 @settings
-class TrainingConfig(ComputeSettings, CheckpointSettings):
+class RecordedVideo:
+    """Train a world model on recorded video instead of random exploration."""
+
+    dataset: str | None = None
+    """Train on this dataset with images: a name or a path."""
+    dataset_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the dataset's loader, such as `skip_missing`."""
+    wrist_camera: str | None = None
+    """Image stream of the dataset to predict; by default found by its name."""
+    head_camera: str | None = None
+    """Image stream of the dataset that shows the scene; by default found by its name; `off`: none."""
+    frame_skip: Count = 1
+    """Keep every Nth frame of a recording, with the mean of the actions in between."""
+    holdout: Fraction = 0.1
+    """Fraction of the dataset's episodes that is held out for `deft evaluate`; at least one episode."""
+    shift_augmentation: NonNegativeInt = 0
+    """Largest random shift of a recorded episode's images, in pixels."""
+
+
+@settings
+class WorldModelTraining(RecordedVideo):
+    """How a world model is trained."""
+
+    batch_size: Count = 8
+    """Episodes per batch and process."""
+    gradient_accumulation: Count = 1
+    """Micro-batches per batch: the same update with less memory."""
+    compile: Switch = False
+    """Compile the world model's layers with torch.compile."""
+    learning_rate: Positive = 2e-3
+    """Peak learning rate of AdamW."""
+    weight_decay: NonNegative = 0.01
+    """Weight decay of AdamW, on matrices only."""
+    scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay of the learning rate to `min_learning_rate` over the run."""
+    min_learning_rate: NonNegative = 1e-5
+    """Learning rate at the end."""
+    max_grad_norm: Positive | None = 1.0
+    """Clip the gradient norm to this; none: no clipping."""
+    sequential_training: Switch = True
+    """Train on episodes in order, in chunks with the memory carried over; else on random steps."""
+    bptt_length: Count = 8
+    """Steps of a chunk, through which gradients are backpropagated."""
+    memory_backprop: Switch = True
+    """Backpropagate through the memory within a chunk."""
+    motion_warmup: Fraction | None = None
+    """Fraction of the run, at its start, that trains only the motion prior; none: 0.15, or 0 from a checkpoint."""
+    memory_warmup: Fraction | None = None
+    """Fraction after that which trains only the memory; none: 0.05, or 0 from a checkpoint."""
+    motion_learning_rate: Positive = 2e-3
+    """Learning rate of both warm-ups."""
+    train_understanding: Switch = True
+    """Train the understanding expert as well as the world model, the memory and the motion prior."""
+    freeze_vision_encoder: Switch = False
+    """Freeze the vision encoder; for pretrained ones."""
+    colour_augmentation: Fraction = 0.2
+    """Strength of the random colour change of an episode, the same in all of its frames."""
+    head_dropout: Fraction = 0.25
+    """Fraction of the batches without the head camera, as a student observes."""
+    overlap: Switch = True
+    """Collect in processes during training; else alternate with it, reproducible bit for bit."""
+    buffer_capacity: Count = 512
+    """Episodes that are kept for repeated training."""
+    learning_starts: Count | None = None
+    """Episodes to collect before training starts, with `overlap`; by default `batch_size`."""
+
+
+@settings
+class TrainingConfig(WorldModelTraining, ComputeSettings, CheckpointSettings):
     """How a phase trains."""
 
     UNIT: ClassVar[str] = "episodes"
@@ -53,82 +121,26 @@ class TrainingConfig(ComputeSettings, CheckpointSettings):
     num_episodes: Count = 10_000
     """Episodes to collect and train on (with `dataset`, to draw from it), in whole batches; repeats do not count."""
     steps_per_episode: Count = 50
-    """Steps of an episode."""
-    batch_size: Count = 8
-    """Episodes that are trained on side by side, in each process."""
-    gradient_accumulation: Count = 1
-    """Parts of a batch that go through the model one after the other: the same step in less memory."""
+    """Steps per episode."""
     fsdp: Switch = False
-    """Share out weights, gradients and moments among the processes (FSDP), for a model larger than a GPU; phase 1."""
-    compile: Switch = False
-    """Compile the world model's layers (`torch.compile`): a minute at the start, then quicker steps on a GPU."""
-    learning_rate: Positive = 2e-3
-    """AdamW's step size at its highest."""
-    weight_decay: NonNegative = 0.01
-    """AdamW's weight decay, of matrices alone."""
-    scheduler: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate goes to `min_learning_rate` by the end of the run."""
-    min_learning_rate: NonNegative = 1e-5
-    """The learning rate at the end."""
-    max_grad_norm: Positive | None = 1.0
-    """Gradient clipping."""
+    """Shard weights, gradients and optimizer state over the processes (FSDP), for large models; phase 1."""
     action_dim: Literal[32] = 32
-    """Size of an action, with its padding."""
+    """Size of an action, with padding."""
     state_dim: Literal[32] = 32
-    """Size of a state, with its padding."""
+    """Size of a state, with padding."""
     n_pred_img_steps: Literal[1] = 1
-    """Frames that are predicted at a time."""
+    """Frames to predict."""
     save_freq: NonNegativeInt = 200
     log_freq: Count = 10
-    """Episodes from line to line of `episode_metrics.jsonl`."""
+    """Log metrics every this many {unit}."""
     video_freq: NonNegativeInt = 200
-    """Write a video of every so many-th episode (`videos/episode_n.mp4`: head, wrist, predicted wrist); 0: none."""
+    """Write a video every this many {unit} (`videos/episode_n.mp4`: head, wrist, predicted wrist); 0: never."""
     sample_freq: NonNegativeInt = 200
-    """Draw every so many-th episode (`samples/episode_n.png`: truth, prediction, error); 0: none."""
-    sequential_training: Switch = True
-    """Train on episodes in order, chunk after chunk, with the memory carried; else on random steps."""
-    bptt_length: Count = 8
-    """Steps of a chunk: gradients go back through the memory this far."""
-    memory_backprop: Switch = True
-    """Let gradients pass through the memory within a chunk."""
-    motion_warmup: Fraction | None = None
-    """Share of the run, at its start, that teaches the motion prior alone, cheaply; none: 0.15, 0 from a checkpoint."""
-    memory_warmup: Fraction | None = None
-    """Share after that which teaches the memory alone, cheaply too; none: 0.05, or 0 from a checkpoint."""
-    motion_learning_rate: Positive = 2e-3
-    """AdamW's step size in both warm-ups."""
-    train_understanding: Switch = True
-    """Train the understanding expert too; else the world model, the memory and the motion alone."""
-    freeze_vision_encoder: Switch = False
-    """Leave the vision tower as it is; for pretrained ones."""
-    colour_augmentation: Fraction = 0.2
-    """How much the colours of an episode are changed, alike in all of its frames; 0: not at all."""
-    shift_augmentation: NonNegativeInt = 0
-    """Pixels by which the pictures of a recorded episode are moved at most, alike in all of its frames."""
-    head_dropout: Fraction = 0.25
-    """Share of the rounds without the head camera, as a student sees: what is out of view has to be remembered."""
+    """Write sample images every this many {unit} (`samples/episode_n.png`: truth, prediction, error); 0: never."""
     num_envs: Count | None = None
-    """Copies of the environment; by default one for each core that training leaves free."""
-    overlap: Switch = True
-    """Collect in processes beside training; else in turns with it, repeatable bit for bit."""
-    buffer_capacity: Count = 512
-    """Episodes that are kept to train on again while new ones are under way."""
-    learning_starts: Count | None = None
-    """Episodes to collect before training begins, with `overlap`; by default `batch_size`."""
-    dataset: str | None = None
-    """Train on recorded video instead: a name or path of a dataset with pictures."""
-    dataset_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the dataset's format, such as `skip_missing`."""
-    wrist_camera: str | None = None
-    """The dataset's stream of pictures to predict; found by its name where it is not given."""
-    head_camera: str | None = None
-    """The dataset's stream of pictures from outside; found by its name where it is not given; `off`: do without."""
-    frame_skip: Count = 1
-    """Take every so many-th frame of a recording, and the mean of the actions between two."""
-    holdout: Fraction = 0.1
-    """Share of the dataset's episodes, at least one, that is kept for `deft evaluate`."""
+    """Parallel environments; by default one per core that training leaves free."""
     max_minutes: Positive | None = None
-    """End the run after this long and the round under way, saved; the learning rate goes by the clock then."""
+    """Stop and save after this many minutes; the learning rate then decays with time."""
     precision: AutoPrecision = "auto"
     """Number format of matrix products; `auto`: bf16 where it is faster on this machine."""
 

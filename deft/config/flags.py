@@ -1,28 +1,38 @@
-"""Every setting as a flat flag, made from the settings classes: names, help, and parsing by tyro.
+"""The one parser: every command's flags are made from its settings classes, and `parse` turns them into settings.
 
-`deft.cli` parses with it; `deft.config.rl_config` uses the flat names.
+Names and types come from the classes, other names from `deft.config.aliases`; argparse splits the command line;
+pydantic checks the values. `deft.cli` calls `parse` for every command.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
-import io
 import json
 import re
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from decimal import Decimal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from deft import trust
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.aliases import MOVED, aliases_of
-from deft.config.fields import annotation_of, description_of, nested_class, sections_of, setting_names
-from deft.config.loading import parse_yaml
+from deft.config.fields import (
+    alternatives,
+    annotation_of,
+    default_of,
+    description_of,
+    nested_class,
+    sections_of,
+    setting_names,
+)
+from deft.config.loading import parse_yaml, set_path, value_at
 from deft.config.settings import run_class
-from deft.config.validation import shown, suggestion
+from deft.config.validation import checked, shown, suggestion
 from deft.errors import CommandExit, InputError
 
 # Flags whose name is not the last part of their path.
@@ -41,16 +51,17 @@ _NAMES = {
     "policy.vla_config.model_path": "vla_model_path",
     "policy.vla_config.model_config": "vla_model_config",
 }
-
-
 MODEL_CLASS = "policy.vla_config.model_class"
 OPPOSITES = {"deterministic": "stochastic", "eval_deterministic": "eval_stochastic"}
-"""Switches that can also be turned off by a name of its own, beside `--no-…`."""
+"""Switches that have another name for off, besides `--no-…`."""
+CODE_NAMES = ("env.id", "env.kwargs", MODEL_CLASS, "cluster.ray_address", "ray_address", "environment")
+"""Flags that may name code; a name on the command line is the user's own (`deft.trust`)."""
+_GROUP_ORDER = ("dataset", "env", "curriculum", "", "policy", "vla_config", "trainer", "cluster", "logging", "run")
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting as a flag: where its value goes, what it is called, which type it has."""
+    """One setting as a flag: the path of its value, its names, its type and its help."""
 
     path: str
     name: str
@@ -66,7 +77,15 @@ class Flag:
     @property
     def takes_several(self) -> bool:
         """Whether several values may follow it: `--hidden-sizes 64 64`."""
-        return get_origin(_alternatives(self.annotation)[0][0]) in (tuple, dict)
+        return get_origin(alternatives(self.annotation)[0][0]) in (tuple, dict)
+
+    @property
+    def spellings(self) -> list[str]:
+        """Every way to write it, with dashes."""
+        names = [self.name, *self.aliases]
+        if self.is_switch:
+            names += [f"no_{name}" for name in names] + [OPPOSITES[name] for name in names if name in OPPOSITES]
+        return [dashed(name) for name in names]
 
 
 @dataclass(frozen=True)
@@ -78,42 +97,110 @@ class FlagGroup:
     flags: tuple[Flag, ...]
 
 
-CONFIG_FLAG = Flag("config", "config", (), str | None, "A JSON or YAML file, or the name of a preset.")
+@dataclass(frozen=True)
+class Parsed:
+    """A command line: the settings, whether to print JSON, and which flags were given (by path)."""
+
+    config: Any
+    as_json: bool
+    given: dict[str, Any]
+
+
+CONFIG_FLAG = Flag("config", "config", (), str | None, "JSON or YAML file with settings, or the name of a preset.")
 OUTPUT_FLAGS = (
-    Flag("json", "json", (), bool, "End the output with one line that is a JSON object."),
+    Flag("json", "json", (), bool, "Print the results as one JSON object on the last line."),
     Flag("debug", "debug", (), bool, "Show the traceback of an error."),
-    Flag("trust_remote_code", "trust_remote_code", (), bool, "Run code that files name; see docs/security.md."),
+    Flag("trust_remote_code", "trust_remote_code", (), bool, "Allow code that files name; see docs/security.md."),
 )
-OUTPUT_DEFAULTS = {flag.path: False for flag in OUTPUT_FLAGS}
+
+
+def parse(
+    command: str,
+    cls: type,
+    arguments: Sequence[str],
+    *,
+    groups: Sequence[FlagGroup] | None = None,
+    base: Mapping[str, Any] | None = None,
+    make: Callable[..., Any] | None = None,
+    word: str | None = None,
+    prepare: Callable[[dict[str, Any], dict[str, Any]], None] | None = None,
+) -> Parsed:
+    """Return the settings of a command: those of `base` (a file; else the defaults), overridden by flags.
+
+    `groups` are its flags (by default the settings of `cls`), `make` checks the mapping (by default as `cls`), `word`
+    is the setting that is given without a flag, and `prepare` may change the mapping, given what the flags set.
+    """
+    title, doc = command.split()[-1], " ".join((cls.__doc__ or "").split())
+    groups = groups or [FlagGroup(title, "", tuple(flag for flag in class_flags(cls) if flag.path != word))]
+    defaults = base if base is not None else {name: default_of(cls, name) for name in setting_names(cls)}
+    usage = f"deft {command}" + (f" {_word_name(cls, word)}" if word else "") + " [flags]"
+    given, written, words = read_flags(groups, defaults, arguments, usage=usage, description=doc)
+    as_json = given.pop("json", False)
+    for name in ("config", "debug", "trust_remote_code"):
+        given.pop(name, None)
+    trust.name([given.get(path) for path in CODE_NAMES])
+    mapping = dict(base or {})
+    for path, value in given.items():
+        merged = path == "environment" and mapping.get(path)
+        set_path(mapping, path, {**mapping[path], **value} if merged else value)
+    if word is not None:
+        mapping[word] = _words_of(cls, word, words, command.split()[0])
+    elif words:
+        first = ", and the algorithm comes first" if command.startswith("train") else ""
+        raise InputError(f"{command.split()[0]}: unexpected '{words[0]}'; a value follows its flag{first}")
+    if prepare is not None:
+        prepare(mapping, given)
+    spelled = {flag.path: dashed(flag.name) for group in groups for flag in group.flags} if base is None else {}
+    make = make or (lambda values, written: checked(cls, values, written=written))
+    return Parsed(make(mapping, written=spelled | written), as_json, given)
+
+
+def _word_name(cls: type, word: str) -> str:
+    return "RUN RUN …" if _takes_several(cls, word) else {"path": "RUN|CHECKPOINT"}.get(word, word.upper())
+
+
+def _takes_several(cls: type, word: str) -> bool:
+    return get_origin(alternatives(annotation_of(cls, word))[0][0]) is tuple
+
+
+def _words_of(cls: type, word: str, words: list[str], command: str) -> Any:
+    """Return the value of the setting that is given without a flag."""
+    several = _takes_several(cls, word)
+    if not words or (len(words) > 1 and not several):
+        wanted = {
+            "path": "one run folder or checkpoint",
+            "run": "one run folder",
+            "name": "one dataset's name",
+            "runs": "the runs to compare (or --sft-checkpoint and --rl-checkpoint, for waypoint policies)",
+        }[word]
+        raise InputError(f"{command}: give {wanted}; got {' '.join(words) or 'none'}")
+    return tuple(words) if several else words[0]
 
 
 def run_flags(algorithm: str) -> list[FlagGroup]:
-    """Every setting of a run of this algorithm. Where two have one name, the algorithm's own gets it."""
+    """Return every setting of a run of this algorithm. Where two have one name, the algorithm's own has it."""
     algorithm_class = ALGORITHM_SETTINGS[algorithm]
     aliases: dict[str, list[str]] = {MODEL_CLASS: ["model"]}
     for place, target in MOVED.items():
         aliases.setdefault(target, []).append(place.rpartition(".")[2])
     concrete: dict[type, type] = {AlgorithmSettings: algorithm_class}
-    sections = sorted(
-        sections_of(run_class(algorithm_class), concrete), key=lambda section: section[0] != "algorithm.cfg"
-    )
+    sections = sections_of(run_class(algorithm_class), concrete)
     taken: set[str] = set()
-    groups = []
-    for prefix, cls in sections:
+    groups: dict[str, FlagGroup] = {}
+    for prefix, cls in sorted(sections, key=lambda section: section[0] != "algorithm.cfg"):
         flags = []
         for flag in class_flags(cls, prefix):
             if flag.path == "algorithm.name":  # the command's first word
                 continue
             name = flag.name if flag.name not in taken else f"{prefix}_{flag.name}".replace(".", "_")
-            known = [*flag.aliases, *aliases.get(flag.path, [])]
-            others = tuple(dict.fromkeys(alias for alias in known if alias not in {name, *taken}))
+            known = dict.fromkeys([*flag.aliases, *aliases.get(flag.path, [])])
+            others = tuple(alias for alias in known if alias not in {name, *taken})
             taken |= {name, *others}
             flags.append(dataclasses.replace(flag, name=name, aliases=others))
-        title = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}.get(prefix, prefix.rpartition(".")[2])
-        groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
-    own = algorithm.replace("-", "_")
-    order = ("dataset", "env", "curriculum", own, "policy", "vla_config", "trainer", "cluster", "logging", "run")
-    return sorted((group for group in groups if group.flags), key=lambda group: order.index(group.title))
+        place = {"": "run", "algorithm.cfg": ""}.get(prefix, prefix.rpartition(".")[2])
+        if flags:
+            groups[place] = FlagGroup(place or algorithm.replace("-", "_"), cls.__doc__ or "", tuple(flags))
+    return [groups[place] for place in sorted(groups, key=_GROUP_ORDER.index)]
 
 
 def class_flags(cls: type, prefix: str = "") -> Iterator[Flag]:
@@ -125,138 +212,154 @@ def class_flags(cls: type, prefix: str = "") -> Iterator[Flag]:
             yield Flag(path, _NAMES.get(path, name), aliases, annotation_of(cls, name), description_of(cls, name))
 
 
-@dataclass(frozen=True)
-class ParsedFlags:
-    """What the command line said: values by path, how each flag was written, and words that belong to no flag."""
+def peek(arguments: Sequence[str], name: str) -> str | None:
+    """Return the value of a flag that decides which flags there are; None where it is not given or has no value."""
+    for flag, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        spelled, equals, value = flag.partition("=")
+        if spelled.replace("_", "-") == dashed(name):
+            return value if equals else None if following.startswith("--") else following
+    return None
 
-    values: dict[str, Any]
-    written: dict[str, str]
-    words: list[str]
+
+# -------------------------------------------------------------------------------------------------- the command line
 
 
-def parse_flags(
+def read_flags(
     groups: Sequence[FlagGroup], defaults: Mapping[str, Any], arguments: Sequence[str], *, usage: str, description: str
-) -> ParsedFlags:
-    """The flags that were given. `--help` prints them all, with `defaults`, and raises SystemExit."""
-    flags = [flag for group in groups for flag in group.flags]
-    help_wanted = bool({"-h", "--help"} & set(arguments))
-    written = {} if help_wanted else _scan(flags, arguments)
-    negated = {opposite: _dashed(f"no_{name}") for name, opposite in OPPOSITES.items()}
-    arguments = [negated.get(word.removeprefix("--").replace("-", "_"), word) for word in arguments]
-    parsed, words = _parse_with_tyro(groups, defaults, ["--help"] if help_wanted else arguments, usage, description)
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Return the values of the given flags by path, how each was written, and the words that belong to no flag.
+
+    `--help` prints all flags, with `defaults`, and raises `CommandExit`.
+    """
+    parser = argparse.ArgumentParser(
+        usage=usage,
+        description=description,
+        allow_abbrev=False,
+        exit_on_error=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=120),
+    )
+    for group in [*groups, FlagGroup("output", "", OUTPUT_FLAGS)]:
+        section = parser.add_argument_group(f"{group.title} options", " ".join(group.help.split()))
+        for flag in group.flags:
+            default = _shown_default(value_at(defaults, flag.path), flag)
+            section.add_argument(
+                *flag.spellings,
+                dest=flag.path,
+                action=_Given,
+                default=argparse.SUPPRESS,
+                nargs=_count(flag, defaults),
+                metavar=metavar(flag.annotation).replace(" ...", ""),
+                help=f"{flag.help}{default}".replace("%", "%%"),
+            )
+    if {"-h", "--help"} & set(arguments):
+        print(parser.format_help(), end="")
+        raise CommandExit(0)
+    flags = [flag for group in groups for flag in group.flags] + list(OUTPUT_FLAGS)
+    written: dict[str, str] = {}
+    try:
+        namespace, rest = parser.parse_known_args(_normalized(arguments), argparse.Namespace(_written=written))
+    except argparse.ArgumentError as error:
+        raise InputError(_explain(error, flags, arguments)) from None
+    known = {spelling[2:].replace("-", "_"): flag for flag in flags for spelling in flag.spellings}
+    words = []
+    for extra in rest:
+        spelled = extra.partition("=")[0]
+        if re.match(r"--?[A-Za-z]", spelled):
+            raise InputError(f"{spelled}: unknown flag; {_advice(spelled, known)}")
+        words.append(extra)
+    given = vars(namespace)
     values = {
-        flag.path: parsed[flag.name] if flag.is_switch else _value(flag, parsed[flag.name], written[flag.path])
+        flag.path: given[flag.path] if flag.is_switch else _value(flag, given[flag.path], written[flag.path])
         for flag in flags
         if flag.path in written
     }
-    return ParsedFlags(values, written, words)
+    return values, written, words
 
 
-def _advice(spelled: str, name: str, known: Mapping[str, Flag]) -> str:
-    """What to do about an unknown flag: in training whose it is, else the nearest one here."""
+class _Given(argparse.Action):
+    """Keep the words of a flag and how it was written; a setting has one spelling on one command line."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store the words, or for a switch whether it is on."""
+        assert option_string is not None
+        written, spelled = namespace._written, option_string
+        previous = written.setdefault(self.dest, spelled)
+        if previous != spelled:
+            raise InputError(f"{spelled}: the same setting as {previous}; give one of them")
+        if self.nargs == "+" and hasattr(namespace, self.dest):
+            raise InputError(f"{spelled}: given twice; write all of its values after one")
+        if self.nargs == 0:
+            opposites = {dashed(name) for name in OPPOSITES.values()}
+            values = not spelled.startswith("--no-") and spelled not in opposites
+        setattr(namespace, self.dest, values)
+
+
+def _count(flag: Flag, defaults: Mapping[str, Any]) -> Any:
+    """Return how many words follow a flag, as argparse writes it."""
+    if flag.is_switch:
+        return 0
+    return "+" if flag.takes_several else "?" if _is_bare_resume(flag, defaults) else None
+
+
+def _is_bare_resume(flag: Flag, defaults: Mapping[str, Any]) -> bool:
+    """Whether `--resume` may stand alone, as the documents write it: it then means the run in `output_dir`."""
+    return flag.path == "resume" and defaults.get("output_dir") is not None and "algorithm" not in defaults
+
+
+def _normalized(arguments: Sequence[str]) -> list[str]:
+    """Return the words with dashes in flags, and negative numbers as argparse recognizes them (-1e-3 as -0.001)."""
+    normalized = []
+    for word in arguments:
+        if re.fullmatch(r"-\d*\.?\d+[eE][-+]?\d+", word):
+            word = f"{Decimal(word):f}"
+        elif word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = name.replace("_", "-") + equals + value
+        normalized.append(word)
+    return normalized
+
+
+def _explain(error: argparse.ArgumentError, flags: Sequence[Flag], arguments: Sequence[str]) -> str:
+    """Return what argparse rejects as one line of ours: a missing value, or a value after a switch."""
+    flag = next(flag for flag in flags if "/".join(flag.spellings) == error.argument_name)
+    names = [word.partition("=")[0].replace("_", "-") for word in arguments]
+    spelled = next(name for name in reversed(names) if name in flag.spellings)
+    if flag.is_switch:
+        return f"{spelled}: takes no value; write {dashed(flag.name)} or {dashed(f'no_{flag.name}')}"
+    return f"{spelled}: needs a value ({metavar(flag.annotation)})"
+
+
+def _advice(spelled: str, known: Mapping[str, Flag]) -> str:
+    """Return what to do about an unknown flag: in training whose it is, else the nearest one here."""
+    name = spelled.lstrip("-").replace("-", "_")
     owners = [algorithm for algorithm, owner in ALGORITHM_SETTINGS.items() if name in setting_names(owner)]
     if owners and any(flag.path.startswith("algorithm.") for flag in known.values()):
         return f"it is a setting of {', '.join(owners)}"
-    near = suggestion(spelled, (_dashed(other) for other in known))
+    near = suggestion(spelled, (dashed(other) for other in known))
     return near if near.startswith("did you") else "see --help"
 
 
-def _scan(flags: Sequence[Flag], arguments: Sequence[str]) -> dict[str, str]:
-    """How each given flag was written, by path; refuses unknown ones, missing values and what is said twice."""
-    known = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
-    known |= {f"no_{flag.name}": flag for flag in flags if flag.is_switch}
-    known |= {OPPOSITES[flag.name]: flag for flag in flags if flag.name in OPPOSITES}
-    written: dict[str, str] = {}
-    for index, argument in enumerate(arguments):
-        if not re.match(r"--?[A-Za-z]", argument):
-            continue
-        spelled, equals, _ = argument.partition("=")
-        name = spelled[2:].replace("-", "_") if spelled.startswith("--") else spelled
-        if name not in known:
-            raise InputError(f"{spelled}: unknown flag; {_advice(spelled, name, known)}")
-        flag = known[name]
-        following = arguments[index + 1] if index + 1 < len(arguments) else "--"
-        if flag.is_switch and equals:
-            raise InputError(f"{spelled}: takes no value; write {_dashed(flag.name)} or {_dashed(f'no_{flag.name}')}")
-        if not flag.is_switch and not equals and following.startswith("--"):
-            raise InputError(f"{spelled}: needs a value ({_metavar(flag.annotation)})")
-        if flag.takes_several and written.get(flag.path) == _dashed(name):  # the last of them would count alone
-            raise InputError(f"{spelled}: given twice; write all of its values after one")
-        previous = written.setdefault(flag.path, _dashed(name))
-        if previous != _dashed(name):
-            raise InputError(f"{spelled}: the same setting as {previous}; give one of them")
-    return written
-
-
-def _parse_with_tyro(
-    groups: Sequence[FlagGroup], defaults: Mapping[str, Any], arguments: Sequence[str], usage: str, description: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Values by flag name (words as they were written; switches as bool), and the words that belong to no flag."""
-    import tyro  # only where a command line is parsed
-
-    def field(flag: Flag) -> tuple[str, Any, Any]:
-        argument = tyro.conf.arg(name=flag.name, aliases=[_dashed(alias) for alias in flag.aliases], help=flag.help)
-        if flag.is_switch:
-            return flag.name, Annotated[bool, argument], dataclasses.field(default=defaults[flag.path])
-        words = tyro.constructors.PrimitiveConstructorSpec(
-            nargs="*" if flag.takes_several else 1,
-            metavar=_metavar(flag.annotation),
-            instance_from_str=list,
-            is_instance=lambda value: True,
-            str_from_instance=lambda value: _words(defaults[flag.path]),
-        )
-        return flag.name, Annotated[Any, words, argument], dataclasses.field(default=None)
-
-    fields: list[tuple[str, Any, Any]] = []
-    for group in groups:
-        section: Any = dataclasses.make_dataclass(group.title, [field(flag) for flag in group.flags])
-        section.__doc__ = group.help
-        fields.append((group.title, section, dataclasses.field(default_factory=section)))
-    root: Any = dataclasses.make_dataclass("Flags", fields)
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            parsed, words = tyro.cli(
-                root,
-                prog=usage,
-                description=description,
-                args=arguments,
-                config=(tyro.conf.OmitArgPrefixes,),
-                return_unknown_args=True,
-            )
-    except SystemExit as stop:
-        if stop.code in (None, 0):
-            raise CommandExit(0) from None  # after --help
-        raise InputError(" ".join(re.sub("[─│╭╮╰╯]", " ", complaint.getvalue()).split())) from None
-    sections = (getattr(parsed, group.title) for group in groups)
-    return {name: value for section in sections for name, value in vars(section).items()}, words
-
-
-def _dashed(name: str) -> str:
+def dashed(name: str) -> str:
+    """Return the flag of a name: `--num-envs`."""
     return "--" + name.replace("_", "-")
 
 
-def _words(value: Any) -> list[str]:
-    """A default as the words that would give it."""
-    if isinstance(value, list | tuple):
-        return [str(element) for element in value]
-    return [json.dumps(value) if isinstance(value, dict) else "none" if value is None else str(value)]
+def _shown_default(value: Any, flag: Flag) -> str:
+    if flag in OUTPUT_FLAGS or value in (None, {}, ()):
+        return ""
+    words = [str(element) for element in value] if isinstance(value, list | tuple) else [str(value)]
+    return f" (default: {json.dumps(value) if isinstance(value, dict) else ' '.join(words)})"
 
 
-def _alternatives(annotation: Any) -> tuple[list[Any], bool]:
-    """The types that a setting may have, without None, and whether it may be None."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        inner = [member for member in get_args(annotation) if member is not type(None)]
-        return [_bare(member) for member in inner], len(inner) < len(get_args(annotation))
-    return [_bare(annotation)], False
-
-
-def _bare(annotation: Any) -> Any:
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-def _metavar(annotation: Any) -> str:
-    kinds, may_be_none = _alternatives(annotation)
+def metavar(annotation: Any) -> str:
+    """Return what stands for a value in help: `INT`, `FLOAT|none`, `{a,b}`."""
+    kinds, may_be_none = alternatives(annotation)
     return "|".join([*map(_kind_name, kinds), *(["none"] if may_be_none else [])])
 
 
@@ -264,26 +367,28 @@ def _kind_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
     if get_origin(kind) is tuple:
-        return f"{_metavar(get_args(kind)[0])} ..."
+        return f"{metavar(get_args(kind)[0])} ..."
     if get_origin(kind) is dict:
         return "JSON|KEY=VALUE ..."
     return {int: "INT", float: "FLOAT"}.get(kind, "TEXT")
 
 
-def _value(flag: Flag, words: list[str], written: str) -> Any:
-    """The words after a flag as a value. What cannot be read as its type stays text, for the validation to refuse."""
-    kinds, may_be_none = _alternatives(flag.annotation)
+def _value(flag: Flag, words: Any, written: str) -> Any:
+    """Return the words after a flag as a value. What is not of its type stays text, which validation rejects."""
+    if words is None:  # --resume alone
+        return True
+    kinds, may_be_none = alternatives(flag.annotation)
     if get_origin(kinds[0]) is dict:
         return _mapping(words, written, of_texts=get_args(kinds[0])[1] is str)
     if get_origin(kinds[0]) is tuple:
         if may_be_none and [word.lower() for word in words] in (["none"], ["null"]):
             return None
         return [_scalar(word, get_args(kinds[0])[0]) for word in words]
-    return _scalar(words[0], flag.annotation)
+    return _scalar(words, flag.annotation)
 
 
 def _scalar(word: str, annotation: Any) -> Any:
-    kinds, may_be_none = _alternatives(annotation)
+    kinds, may_be_none = alternatives(annotation)
     if may_be_none and word.lower() in ("none", "null"):
         return None
     for kind in kinds:
@@ -294,7 +399,7 @@ def _scalar(word: str, annotation: Any) -> Any:
 
 
 def _mapping(words: list[str], written: str, of_texts: bool) -> dict[str, Any]:
-    """A mapping written as one JSON object, or as KEY=VALUE words with values as in YAML.
+    """Return a mapping written as one JSON object, or as KEY=VALUE words with values as in YAML.
 
     In a mapping of texts values stay text, spaces around keys and values are removed, and commas may separate entries
     too: `top=z_top, wrist=a_wrist`.

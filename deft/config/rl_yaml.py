@@ -15,12 +15,11 @@ from typing import Any
 
 import yaml
 
-from deft import trust
 from deft.config.aliases import ALIASES
-from deft.config.f1_settings import PhaseConfig, TrainingConfig
-from deft.config.fields import nested_class, setting_names
-from deft.config.flags import CONFIG_FLAG, OUTPUT_DEFAULTS, OUTPUT_FLAGS, Flag, FlagGroup, class_flags, parse_flags
-from deft.config.loading import find_config, read_mapping, reject_overwrite, set_path, to_dict, value_at
+from deft.config.f1_settings import PhaseConfig, RecordedVideo, TrainingConfig, WorldModelTraining
+from deft.config.fields import nested_class, sections_of, setting_names
+from deft.config.flags import CONFIG_FLAG, Flag, FlagGroup, class_flags, parse
+from deft.config.loading import find_config, read_mapping, reject_overwrite, to_dict
 from deft.config.output_base import below_output_base
 from deft.config.validation import checked
 from deft.errors import InputError, RunError
@@ -115,132 +114,78 @@ def phase_of_file(path: Path) -> str | None:
     return phase if phase in (*PHASES, ALL_PHASES) else None
 
 
-# Settings of `training` that only the training of a world model reads; the student's flags leave them out.
-WORLD_MODEL_TRAINING = (
-    "batch_size",
-    "gradient_accumulation",
-    "compile",
-    "learning_rate",
-    "weight_decay",
-    "scheduler",
-    "min_learning_rate",
-    "max_grad_norm",
-    "sequential_training",
-    "bptt_length",
-    "memory_backprop",
-    "motion_warmup",
-    "memory_warmup",
-    "motion_learning_rate",
-    "train_understanding",
-    "freeze_vision_encoder",
-    "colour_augmentation",
-    "shift_augmentation",
-    "head_dropout",
-    "overlap",
-    "buffer_capacity",
-    "learning_starts",
-    "dataset",
-    "dataset_options",
-    "wrist_camera",
-    "head_camera",
-    "frame_skip",
-    "holdout",
-)
-# Of phase 3: its own settings say how long, how fast and on what it trains.
-GAME_SETTINGS = (
-    "training.num_episodes",
-    "training.learning_rate",
-    "training.sequential_training",
-    "training.motion_warmup",
-    "training.memory_warmup",
-    "training.motion_learning_rate",
-    "training.overlap",
-    "training.buffer_capacity",
-    "training.learning_starts",
-    "training.dataset",
-    "training.dataset_options",
-    "training.wrist_camera",
-    "training.head_camera",
-    "training.shift_augmentation",
-    "training.frame_skip",
-    "training.holdout",
-    "student.explorer.learning_rate",
-)
+# Settings of each phase that do not apply to it; their flags are left out.
 UNUSED = {
-    "student": tuple(f"training.{name}" for name in WORLD_MODEL_TRAINING),
-    "adversarial": GAME_SETTINGS,
-    ALL_PHASES: (
+    "student": {f"training.{name}" for name in setting_names(WorldModelTraining)},
+    "adversarial": {
+        *(f"training.{name}" for name in setting_names(RecordedVideo)),
+        *(f"training.{name}" for name in ("num_episodes", "learning_rate", "sequential_training", "motion_warmup")),
+        *(f"training.{name}" for name in ("memory_warmup", "motion_learning_rate", "overlap", "buffer_capacity")),
+        "training.learning_starts",
+        "student.explorer.learning_rate",
+    },
+    ALL_PHASES: {
         "training.num_episodes",
         "training.max_minutes",
         "adversarial.output_dir",
         "adversarial.teacher_checkpoint",
         "adversarial.student_checkpoint",
-    ),
+    },
 }
 MORE_SECTIONS = {
     "adversarial": ("student.explorer",),
     ALL_PHASES: ("student.rewards", "student.explorer", "adversarial"),
 }
+PHASE_TRAINING = {
+    "teacher": "Train an F1 world model on random exploration, or on recorded video.",
+    "student": "Train an explorer with PPO to find what a teacher's world model cannot predict.",
+    "adversarial": "Train world model and explorer against each other.",
+    "all": "Train the three phases in order, and write a report.",
+}
 
 
 def phase_flags(phase: str) -> list[FlagGroup]:
-    """Every setting of a phase as a flag; the environment's as one mapping. Where two have one name, the later is led
-    by its section's.
+    """Return every setting of a phase as a flag, and the environment's as one mapping.
+
+    Where two settings have one name, the name of the later one starts with its section's.
     """
-    environment = Flag(
-        "environment", "environment", (), dict[str, Any], "Settings of the world, over those of --config."
-    )
-    groups = [FlagGroup("command", "The command itself.", (CONFIG_FLAG, *OUTPUT_FLAGS, environment))]
+    about = "Settings of the environment, added to those of the file."
+    environment = Flag("environment", "environment", (), dict[str, Any], about)
+    groups = [FlagGroup("file", "", (CONFIG_FLAG, environment))]
     nested = [f"{phase}.{name}" for name in setting_names(_section(phase)) if nested_class(_section(phase), name)]
-    nested += MORE_SECTIONS.get(phase, ())
     taken: set[str] = set()
-    for section in ("training", "model", phase, *nested, "run", "logging"):
+    for section in ("training", "model", phase, *nested, *MORE_SECTIONS.get(phase, ()), "run", "logging"):
         cls, title = _section(section), section.rpartition(".")[2]
         flags = []
         for flag in class_flags(cls, section):
             if flag.path in UNUSED.get(phase, ()):
                 continue
             name = f"{title}_{flag.name}" if flag.name in taken else flag.name
-            taken.add(name)
             others = tuple(alias for alias in flag.aliases if alias not in taken)
-            taken.update(others)
+            taken |= {name, *others}
             flags.append(dataclasses.replace(flag, name=name, aliases=others))
         groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
     return groups
 
 
 def _section(path: str) -> type:
-    """The settings class of a section, by its place in `PhaseConfig`."""
-    found: type | None = PhaseConfig
-    for name in path.split("."):
-        found = nested_class(found, name) if found is not None else None
-    assert found is not None, path
-    return found
+    """Return the settings class of a section of `PhaseConfig`."""
+    return dict(sections_of(PhaseConfig, {}))[path]
 
 
 def parse_phase(phase: str, arguments: Sequence[str], base_file: Path | str | None) -> tuple[PhaseConfig, bool]:
-    """The phase's settings (defaults, then the file, then the flags), and whether to print JSON."""
+    """Return the phase's settings (defaults, then the file, then the flags), and whether to print JSON."""
     mapping = read_mapping(find_config(base_file)) if base_file is not None else {}
     if mapping.get("phase") not in (None, phase):
         raise InputError(f"train {phase}: {base_file} is of phase {mapping['phase']!r}; give one of them")
     in_file = phase_config(mapping)
     reject_overwrite(in_file.run.overwrite, base_file)
-    settings = _based(to_dict(in_file))
-    groups = phase_flags(phase)
-    defaults = {flag.path: value_at(settings, flag.path) for group in groups for flag in group.flags}
-    given = parse_flags(
-        groups,
-        {**defaults, "config": base_file, **OUTPUT_DEFAULTS},
+    parsed = parse(
+        f"train {phase}",
+        _section(phase),
         arguments,
-        usage=f"deft train {phase}",
-        description=f"Train phase {phase}. Settings: defaults, then --config, then flags (- and _ alike).",
+        groups=phase_flags(phase),
+        base=_based(to_dict(in_file)),
+        make=lambda values, written: phase_config({**values, "phase": phase}, written),
     )
-    if given.words:
-        raise InputError(f"train {phase}: unexpected '{given.words[0]}'; a value follows its flag")
-    for path, value in given.values.items():
-        if path == "environment":
-            settings["environment"] |= value
-            trust.name(value)
-        elif path not in ("config", *OUTPUT_DEFAULTS):
-            set_path(settings, path, value)
-    return phase_config({**settings, "phase": phase}, given.written), given.values.get("json", False)
+    return parsed.config, parsed.as_json
