@@ -135,8 +135,12 @@ def scaled_down(arguments: list[str]) -> list[str]:
         arguments = with_flag(arguments, "eval-episodes", "2")
         return with_flag(arguments, "threads", "1")
     total = arguments[given.index("--total-timesteps") + 1] if "--total-timesteps" in given else "100000"
+    num_envs = int(arguments[given.index("--num-envs") + 1]) if "--num-envs" in given else 1
     arguments = with_flag(arguments, "total-timesteps", fewer_steps(total), "num-iterations")
+    if num_envs > 8:
+        arguments = with_flag(arguments, "num-envs", "8")  # every group size of the pages divides it
     if arguments[1] == "sac":
+        arguments = with_flag(arguments, "total-timesteps", str(min(200, int(fewer_steps(total)))))
         arguments = with_flag(arguments, "learning-starts", "60")
         arguments = with_flag(arguments, "eval-episodes", "1")
         return with_flag(arguments, "threads", "1")
