@@ -242,7 +242,8 @@ class LeRobotFiles:
             number, rows, episodes = number + 1, (), ()
         row |= {**_file_columns("data", number), **_file_columns("meta/episodes", number)}
         row |= {f"stats/{key}/{name}": value.tolist() for key in statistics for name, value in statistics[key].items()}
-        rows, episodes = (*rows, table), (*episodes, self._episode_table(row))
+        episode_table = _import_pyarrow().table({name: [value] for name, value in row.items()})
+        rows, episodes = (*rows, table), (*episodes, episode_table)
         files[_numbered(DATA_PATH, number)] = _parquet(rows)
         if tasks != state.tasks:
             files[TASKS_PATH] = _tasks_parquet(tasks)
@@ -305,21 +306,6 @@ class LeRobotFiles:
             arrays.append(array)
             fields.append(pa.field(key, array.type))
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
-
-    def _episode_table(self, row: Mapping[str, Any]) -> pa.Table:
-        pa = _import_pyarrow()
-        kinds = {"tasks": pa.list_(pa.string()), ATTRIBUTES: pa.string()}
-
-        def kind(name: str) -> Any:
-            if not name.startswith("stats/"):
-                return kinds.get(name, pa.float64() if name.endswith("_timestamp") else pa.int64())
-            if name.endswith("/count"):
-                return pa.list_(pa.int64())
-            _, key, _ = name.split("/")
-            is_camera = self.features[key]["dtype"] in ("video", "image")
-            return pa.list_(pa.list_(pa.list_(pa.float64()))) if is_camera else pa.list_(pa.float64())
-
-        return pa.table({name: pa.array([value], kind(name)) for name, value in row.items()})
 
     def _video(self, video: _Video, frames: np.ndarray) -> tuple[int, _Video]:
         """Append an episode to a camera's video; return the number of frames before it, and the video."""

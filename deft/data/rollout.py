@@ -115,7 +115,7 @@ class RolloutBuffer:
 
     def write(self, row: Row) -> None:
         """Append one step of all environments, {key: [N, …]}."""
-        if self.is_full():
+        if self._written == self.columns.capacity:
             raise InputError(f"the rollout buffer is full ({len(self)} steps); call get() first")
         self.columns.write(self._written, row)
         self._written += 1

@@ -263,11 +263,6 @@ class StreamingBuffer(EpisodePool):
         self.next_observation = next_observation
         self._reward_scale = 1.0
 
-    @property
-    def num_transitions(self) -> int:
-        """The number of transitions of the whole dataset."""
-        return len(self.dataset)
-
     def scale_rewards(self, scale: float) -> None:
         """Multiply the rewards of every batch by `scale`."""
         self._reward_scale = scale
