@@ -100,7 +100,7 @@ def test_uniform_over_transitions_when_all_fits() -> None:
     dataset = Counted([1, 4, 10])
     buffer = StreamingBuffer(dataset, seed=0)
     assert buffer.fits
-    assert len(buffer) == buffer.num_transitions == 15
+    assert len(buffer) == 15
     counts = np.zeros((3, 10))
     for _ in range(30):
         state = buffer.sample(1000)[schema.OBSERVATION]["state"].long().numpy()
