@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-fast coverage docs docs-build demo reach waypoints lint slow-test clean
+.PHONY: setup test test-fast durations coverage docs docs-build demo reach waypoints lint slow-test clean
 
 setup: $(VENV)/.installed
 	@bash scripts/system_packages.sh
@@ -19,10 +19,14 @@ $(VENV)/.installed: pyproject.toml
 test: setup lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-# The unit tests of each room, without whole training runs and without the documentation: the inner loop, two minutes.
+# The inner loop, two minutes: the tests of each room without those that tests/durations.json lists as slow, without the
+# training runs and without the commands of the documentation. `make durations` measures the tests again.
 test-fast: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal \
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --fast \
 		--ignore tests/test_docs.py --ignore tests/training --ignore tests/benchmarks
+
+durations: setup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --store-durations
 
 # The whole suite with line coverage of deft/, reported by file.
 coverage: setup

@@ -1,9 +1,19 @@
-"""What every test shares: one thread, so that results do not depend on the machine's cores."""
+"""What every test shares: one thread, so that results do not depend on the cores; the selection of fast tests.
 
+`--fast` (`make test-fast`) skips the tests that `durations.json` lists, those of at least half a second; a new test is
+fast until it is measured. `--store-durations` measures them again while it runs the suite, and updates the entries of
+the files that were run.
+"""
+
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
+
+DURATIONS = Path(__file__).parent / "durations.json"
+SLOW_SECONDS = 0.5
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a fixed count: training measures none, and the processes it starts inherit it
 
@@ -15,3 +25,39 @@ def _one_thread():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="Skip the tests that durations.json lists.")
+    parser.addoption("--store-durations", action="store_true", help="Update durations.json.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(StoreDurations())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--fast"):
+        return
+    slow = json.loads(DURATIONS.read_text())
+    deselected = [item for item in items if item.nodeid in slow]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item.nodeid not in slow]
+
+
+class StoreDurations:
+    """Adds up the phases of each test, and writes those that take long."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        files = {name.partition("::")[0] for name in self.seconds}
+        known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        kept = {name: value for name, value in known.items() if name.partition("::")[0] not in files}
+        slow = {name: round(value, 1) for name, value in self.seconds.items() if value >= SLOW_SECONDS}
+        DURATIONS.write_text(json.dumps(dict(sorted((kept | slow).items())), indent=1) + "\n")
