@@ -17,10 +17,11 @@ from deft import schema
 from deft.config.validation import checked, shown
 from deft.envs.checks import check_choice, check_render_mode
 from deft.envs.history import History, executed_action, prediction_pair
+from deft.envs.padded import PADDED_SIZE
 from deft.envs.robot_env import EXPLORATION, RobotEnv, TaskConfig
 from deft.envs.spaces import action_space, image_space, vector_space
 from deft.envs.state import StateObstacle, restore_state, save_state
-from deft.envs.tabletop.control import PADDED_SIZE, pad_action
+from deft.envs.tabletop.control import pad_action
 from deft.envs.wrappers import env_reward_terms
 from deft.errors import InputError, RunError
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from deft.envs.padded import ARM_STARTS, GRIPPERS, PADDED_SIZE
 from deft.envs.tabletop import control, panda
 from deft.errors import InputError
 
-LEFT_ARM, RIGHT_ARM = 0, 9  # the first of the eight dims of each arm
-GRIPPERS = (8, 17)
 REACH = 0.95  # metres from the shoulder to the point between the finger tips of the extended arm
 SHOULDER_HEIGHT = 0.333
 _ANY_JOINT = np.pi  # radians in both directions, for arms with unknown limits
@@ -26,8 +25,8 @@ class RangeNormalizer:
 
     def __init__(self, mask: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> None:
         """`lower` and `upper` have 32 entries; those of the mask are used."""
-        if mask.shape != (control.PADDED_SIZE,) or mask.dtype != np.bool_:
-            raise InputError(f"the mask is {mask.dtype} {mask.shape}; it must be bool ({control.PADDED_SIZE},)")
+        if mask.shape != (PADDED_SIZE,) or mask.dtype != np.bool_:
+            raise InputError(f"the mask is {mask.dtype} {mask.shape}; it must be bool ({PADDED_SIZE},)")
         self.mask = mask.copy()
         self.lower = np.asarray(lower, np.float64)[mask]
         self.upper = np.asarray(upper, np.float64)[mask]
@@ -39,13 +38,13 @@ class RangeNormalizer:
     def normalize(self, raw: np.ndarray) -> np.ndarray:
         """Convert [..., D] in the robot's units to float32 [..., 32]."""
         raw = self._with_last_dim(raw, self.size)
-        padded = np.zeros((*raw.shape[:-1], control.PADDED_SIZE), np.float32)
+        padded = np.zeros((*raw.shape[:-1], PADDED_SIZE), np.float32)
         padded[..., self.mask] = 2 * (raw - self.lower) / (self.upper - self.lower) - 1
         return padded
 
     def denormalize(self, padded: np.ndarray) -> np.ndarray:
         """Convert [..., 32] to float64 [..., D]."""
-        padded = self._with_last_dim(padded, control.PADDED_SIZE)
+        padded = self._with_last_dim(padded, PADDED_SIZE)
         return self.lower + (padded[..., self.mask] + 1) / 2 * (self.upper - self.lower)
 
     @staticmethod
@@ -97,8 +96,8 @@ def _mask(control_mode: str, mask: np.ndarray | None) -> np.ndarray:
 
 def _both_arms(lower: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the eight ranges of an arm in the dims of both arms; grippers from 0 to 1."""
-    ranges = np.zeros((2, control.PADDED_SIZE))
-    for start in (LEFT_ARM, RIGHT_ARM):
+    ranges = np.zeros((2, PADDED_SIZE))
+    for start in ARM_STARTS.values():
         ranges[:, start : start + 8] = lower, upper
-    ranges[1, list(GRIPPERS)] = 1.0
+    ranges[1, list(GRIPPERS.values())] = 1.0
     return ranges[0], ranges[1]

@@ -19,9 +19,10 @@ from deft import schema
 from deft.config.settings import EnvConfig
 from deft.config.validation import Count, Fraction, Switch, settings
 from deft.envs.make import SHORT_NAMES, make_env
-from deft.envs.normalizers import GRIPPERS, ActionNormalizer, StateNormalizer
+from deft.envs.normalizers import ActionNormalizer, StateNormalizer
+from deft.envs.padded import GRIPPERS, PADDED_SIZE
 from deft.envs.tabletop import panda
-from deft.envs.tabletop.control import PADDED_SIZE, action_mask, hand_down, rotation_vector, unpad_action
+from deft.envs.tabletop.control import action_mask, hand_down, rotation_vector, unpad_action
 from deft.envs.wrappers import layers, wrapper_attribute
 from deft.errors import InputError
 
@@ -88,7 +89,7 @@ class RobotEnv:
         self.state_normalizer = StateNormalizer(config.control_mode, self.action_mask, str(config.embodiment[0]))
         # The tabletop and RoboTwin scale the arm's deltas themselves.
         self._scale = np.full(PADDED_SIZE, 1.0 if "action_scale" in kwargs else config.action_scale, np.float32)
-        self._scale[list(GRIPPERS)] = 1.0
+        self._scale[list(GRIPPERS.values())] = 1.0
 
     def native(self, action: np.ndarray) -> np.ndarray:
         """Convert a padded action to the environment's own."""

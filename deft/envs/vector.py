@@ -126,6 +126,12 @@ class VectorEnv(ABC):
         """Names of the reward terms; from the environment's attribute of that name, () if it has none."""
 
     @property
+    def description(self) -> dict[str, Any]:
+        """The keyword arguments of `VectorEnv`, for another one of this kind."""
+        names = ("observation_space", "action_space", "env_action_space", "action_mask", "chunk_length", "reward_terms")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def observation(self) -> Observation:
         """The latest observation: of the last reset or step, or of the state that was set."""
         raise InputError(f"{type(self).__name__} holds no observations in this process")

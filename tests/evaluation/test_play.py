@@ -5,11 +5,10 @@ import json
 import imageio.v3 as iio
 import numpy as np
 import pytest
-from worlds import Counting
 
 from deft.cli import main
 from deft.config.settings import PlayConfig
-from deft.envs.captions import CAPTION_HEIGHT, Captions
+from deft.envs.captions import CAPTION_HEIGHT
 from deft.errors import InputError
 from deft.evaluation.play import play
 
@@ -45,22 +44,6 @@ def test_a_trained_policy_plays_where_it_was_trained(tmp_path):
     assert results["env"] == "deft/Reach-v0"
     assert max(results["lengths"]) <= 7
     assert len(iio.imread(results["video"])) == sum(results["lengths"])
-
-
-def test_captions_are_for_environments_with_words():
-    class Pictured(Counting):
-        render_mode = "rgb_array"
-        instruction = ""
-
-        def render(self):
-            return np.zeros((32, 48, 3), np.uint8)
-
-    env = Captions(Pictured())
-    assert env.render().shape == (32, 48, 3)
-    env.unwrapped.instruction = "pick up the red cube and put it on the blue one"  # shrinks to fit 48 pixels
-    assert env.render().shape == (32 + CAPTION_HEIGHT, 48, 3)
-    env.unwrapped.instruction = None
-    assert env.render().shape == (32, 48, 3)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if self._shared.active is not self:
             self._num_interrupted = 0 if self._has_stepped else self._num_interrupted + 1
             if self._num_interrupted > MAX_INTERRUPTED:
-                raise RunError("env carla: several environments are stepped on one server; give each a port of its own")
+                raise RunError("env carla: several environments use one server; use a separate port for each")
             nothing = dict.fromkeys(self.reward_terms, 0.0)
             return dict(self._last), 0.0, False, True, {"interrupted": True, "reward_terms": nothing}
         acceleration, steering = np.clip(np.asarray(action, np.float64), -1.0, 1.0).tolist()

@@ -95,7 +95,7 @@ class CarlaClient(WaypointSimulator):
         if settings.synchronous_mode and not take_server:
             raise InputError(
                 f"env carla: another client drives the server at {host}:{port} (it is synchronous); use another one, "
-                "or give --env-kwargs '{\"take_server\": true}' where that client was killed"
+                "or give --env-kwargs '{\"take_server\": true}' if that client was killed"
             )
         atexit.register(self.close)
         try:

@@ -69,7 +69,7 @@ class EnvPoolVectorEnv(BatchedVectorEnv):
     def _begin(self, seeds: list[int] | None) -> None:
         """Reset the pool; a seed needs a new pool, since envpool takes it in the constructor."""
         if seeds is not None and seeds != list(range(seeds[0], seeds[0] + self.num_envs)):
-            raise InputError("envpool cannot reset each environment with a seed of its own; use env.vector: sync")
+            raise InputError("envpool cannot use a separate seed for each environment; use env.vector: sync")
         if self._pool is None or seeds is not None:
             self.close()
             first = int(np.random.SeedSequence().generate_state(1)[0]) if seeds is None else seeds[0]

@@ -325,13 +325,13 @@ def _no_questions(task: str) -> Iterator[None]:
     """Raise InputError instead of asking on stdin whether to download missing files of a task."""
     original = builtins.input
 
-    def refuse(prompt: object = "") -> str:
+    def reject(prompt: object = "") -> str:
         raise InputError(
             f"ManiSkill's {task} needs files that are missing: python -m mani_skill.utils.download_asset {task}; "
             f"without a download: {_known_tasks()}"
         )
 
-    builtins.input = refuse
+    builtins.input = reject
     try:
         yield
     except SystemExit as stop:

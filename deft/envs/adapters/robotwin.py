@@ -25,17 +25,13 @@ from PIL import Image
 from deft import trust
 from deft.envs.adapters.sapien_gpu import setup_sapien_gpu
 from deft.envs.checks import check_choice, check_render_mode
+from deft.envs.padded import ARM_SIZE, ARM_STARTS, GRIPPERS, PADDED_SIZE
 from deft.envs.spaces import action_space, image_space, text_space, vector_space
 from deft.envs.suppress_logs import suppress_logs
 from deft.errors import InputError, RunError, one_line
 
 ROOT_VARIABLE = "ROBOTWIN_ROOT"
 CONFIG_FOLDERS = ("env_cfg/task_config", "task_config")  # of the repository since August 2026, and before
-# The 32 dims of actions and states: 8 per arm (a Panda uses 7), then its gripper; the rest is padding.
-SIZE = 32
-ARM_STARTS = {"left": 0, "right": 9}
-GRIPPERS = {"left": 8, "right": 17}
-ARM_SLOTS = 8
 MAX_JOINT_STEP = 0.1  # radians in one step, at action 1 and action_scale 1
 MAX_LAG = 0.3  # radians from a joint to its target at most
 MAX_SCENE_TRIES = 100
@@ -54,7 +50,7 @@ RANDOMIZATION_KEYS = (
 class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
     """One RoboTwin task.
 
-    **Action**: Box(-1, 1, (32,)) in the layout above; joints move by ±0.1 rad × action_scale, a gripper dim is its
+    **Action**: Box(-1, 1, (32,)) in the 32-dim layout; joints move by ±0.1 rad × action_scale, a gripper dim is its
     target opening (1 open, -1 closed). RoboTwin takes absolute joint positions: the delta is added to the last target.
     `action_mask` marks the real dims; with `single_arm` the right arm does not move.
 
@@ -107,8 +103,8 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         self._num_episodes = 0
         self._is_set_up = False
         self._raw: dict[str, Any] = {}
-        self._target = np.zeros(SIZE)
-        self.action_space = action_space(SIZE)
+        self._target = np.zeros(PADDED_SIZE)
+        self.action_space = action_space(PADDED_SIZE)
         self._draw_scene(0, np.random.default_rng(0))  # its observation gives the sizes of arms and images
         self._joints = _joint_mask(self._raw["joint_action"])
         self.action_mask = self._joints.copy()
@@ -181,7 +177,7 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
             yield
 
     def _make_observation_space(self) -> spaces.Space:
-        state = vector_space(SIZE)
+        state = vector_space(PADDED_SIZE)
         if not self._has_images:
             return state
         images = {name: image_space(*image.shape) for name, image in self._images().items()}
@@ -216,7 +212,7 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
 
 def padded_joints(joint_action: Mapping[str, Any]) -> np.ndarray:
     """Return RoboTwin's joint positions in the 32-dim layout; zeros in the padding."""
-    padded = np.zeros(SIZE)
+    padded = np.zeros(PADDED_SIZE)
     for side, start in ARM_STARTS.items():
         arm = np.asarray(joint_action[f"{side}_arm"], np.float64)
         padded[start : start + len(arm)] = arm
@@ -226,11 +222,11 @@ def padded_joints(joint_action: Mapping[str, Any]) -> np.ndarray:
 
 def _joint_mask(joint_action: Mapping[str, Any]) -> np.ndarray:
     """Return which of the 32 dims the robot has; in their order they are RoboTwin's own action vector."""
-    mask = np.zeros(SIZE, bool)
+    mask = np.zeros(PADDED_SIZE, bool)
     for side, start in ARM_STARTS.items():
         size = len(joint_action[f"{side}_arm"])
-        if size > ARM_SLOTS:
-            raise InputError(f"RoboTwin's {side} arm has {size} joints; the layout has {ARM_SLOTS} per arm")
+        if size > ARM_SIZE:
+            raise InputError(f"RoboTwin's {side} arm has {size} joints; the layout has {ARM_SIZE} per arm")
         mask[start : start + size] = mask[GRIPPERS[side]] = True
     return mask
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from deft.envs.checks import check_choice
+from deft.envs.padded import GRIPPERS, PADDED_SIZE
 from deft.envs.tabletop import panda
 from deft.errors import InputError, RunError
 
@@ -28,10 +29,6 @@ MAX_FINGER_STEP = panda.FINGER_SPEED * PHYSICS_STEPS / 250  # metres
 MAX_LAG = 0.18
 # Distance of targets from the joint limits, so that the joints never pass them.
 LIMIT_MARGIN = 0.04
-
-PADDED_SIZE = 32
-"""The F1 layout: left arm 0 to 7 (the Panda uses 0 to 6), left gripper 8, right arm 9 to 16, right gripper 17."""
-LEFT_GRIPPER = 8
 
 _DAMPING = 0.03  # of the least-squares solution: joints stay slow near a singular posture
 _POSTURE_GAIN = 0.05  # fraction of the motion to the home posture in the null space of the hand
@@ -51,7 +48,7 @@ def action_size(control_mode: str) -> int:
 
 def padded_index(control_mode: str) -> np.ndarray:
     """Return the index of each dim of the native action in the padded one."""
-    return np.array([*range(CONTROL_MODES[check_mode(control_mode)]), LEFT_GRIPPER])
+    return np.array([*range(CONTROL_MODES[check_mode(control_mode)]), GRIPPERS["left"]])
 
 
 def action_mask(control_mode: str) -> np.ndarray:
@@ -78,7 +75,7 @@ def unpad_action(action: np.ndarray, control_mode: str) -> np.ndarray:
 
 
 class Kinematics:
-    """Forward and inverse kinematics of the arm, on a model of the robot alone."""
+    """Forward and inverse kinematics of the arm, on a model of only the robot."""
 
     def __init__(self) -> None:
         import mujoco

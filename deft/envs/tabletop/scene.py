@@ -7,15 +7,16 @@ checkpoint and compiles to the same model and images again.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
+from deft.config.validation import Fraction, NonNegative, Switch, checked, settings
 from deft.envs.tabletop import textures
-from deft.errors import InputError
 
 # The table in metres: x away from the robot, whose base is the origin; its top is at z = -table_drop.
 TABLE_X = (0.20, 0.80)
@@ -50,54 +51,34 @@ CLUTTER_SHAPES = ("box", "cylinder", "sphere", "capsule")
 Vector = tuple[float, ...]
 
 
-@dataclass
+@settings
 class DomainRandomization:
     """What varies between scenes; all off by default. The names are those of the F1 and RoboTwin settings."""
 
-    random_appearance: bool = False
+    random_appearance: Switch = False
     """Shades, sizes and gloss of the objects, and the robot's shell."""
-    random_background: bool = False
+    random_background: Switch = False
     """Textures and tints of table, walls and floor."""
-    random_light: bool = False
+    random_light: Switch = False
     """Position, colour and number of the lights."""
-    cluttered_table: bool = False
+    cluttered_table: Switch = False
     """0 to 12 further objects: boxes, cylinders, spheres, capsules."""
-    clean_background_rate: float = 0.02
+    clean_background_rate: Fraction = 0.02
     """Fraction of the scenes with the plain background."""
-    random_head_camera_dis: float = 0.0
+    random_head_camera_dis: Annotated[NonNegative, Field(le=0.3)] = 0.0
     """Largest displacement of the head camera, in metres."""
-    random_table_height: float = 0.0
+    random_table_height: Annotated[NonNegative, Field(le=0.05)] = 0.0
     """Largest lowering of the table, in metres."""
-    crazy_random_light_rate: float = 0.02
+    crazy_random_light_rate: Fraction = 0.02
     """Fraction of the scenes with random light in which the light has another colour in every step."""
-    noise_patch_rate: float = 0.0
+    noise_patch_rate: Fraction = 0.0
     """Fraction of the scenes with a patch on the table whose tiles have random colours in every step."""
 
     @classmethod
-    def from_settings(cls, settings: dict[str, Any] | None) -> DomainRandomization:
+    def from_settings(cls, values: Mapping[str, Any] | None) -> DomainRandomization:
         """Check names and values; the rest has its defaults."""
-        known = {item.name: item for item in dataclasses.fields(cls)}
-        for name, value in (settings or {}).items():
-            if name not in known:
-                nearest = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
-                raise InputError(f"domain_randomization has no {name!r}; {hint}")
-            is_switch = isinstance(known[name].default, bool)
-            if is_switch and not isinstance(value, bool):
-                raise InputError(f"domain_randomization.{name} is {value!r}; choose true or false")
-            if not is_switch and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
-                raise InputError(f"domain_randomization.{name} is {value!r}; choose a number, at least 0")
-        found = cls(**(settings or {}))
-        for name, largest in {
-            "clean_background_rate": 1.0,
-            "crazy_random_light_rate": 1.0,
-            "noise_patch_rate": 1.0,
-            "random_table_height": 0.05,
-            "random_head_camera_dis": 0.3,
-        }.items():
-            if getattr(found, name) > largest:
-                raise InputError(f"domain_randomization.{name} is {getattr(found, name)}; choose at most {largest}")
-        return found
+        values = values or {}
+        return checked(cls, values, written={name: f"domain_randomization.{name}" for name in values})
 
 
 @dataclass

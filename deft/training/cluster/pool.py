@@ -331,17 +331,10 @@ class ClusterEnv(VectorEnv):
     notices_hangs = True
 
     def __init__(self, pool: WorkerPool, config: ClusterConfig, opened_connection: bool) -> None:
-        described = pool.describe()
+        super().__init__(pool.settings.num_envs, **pool.describe()["spaces"])
         self.pool, self.config = pool, config
         self._opened = opened_connection
-        self.num_envs = pool.settings.num_envs
         self.num_workers = len(pool.slots) if config.ray_address == "local" else 0  # on this machine's cores
-        self.observation_space = described["observation_space"]
-        self.action_space = described["action_space"]
-        self.env_action_space = described["env_action_space"]
-        self.action_mask = described["action_mask"]
-        self.chunk_length = described["chunk_length"]
-        self.reward_terms = described["reward_terms"]
         self._closed = False
 
     def reset(self, seed: Any = None) -> Observation:
@@ -368,10 +361,6 @@ class ClusterEnv(VectorEnv):
     def call(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every environment."""
         return [answer for answers in self.pool.ask("call", name, *args) for answer in answers]
-
-    def render(self, index: int = 0) -> np.ndarray | None:
-        """None: images are rendered in a separate environment."""
-        return None
 
     def close(self) -> None:
         """End the workers, and the connection where it was opened for this run."""

@@ -150,15 +150,7 @@ class CollectWorker:
         self.slot, self.incarnation = slot, incarnation
         self.rows = Rows(*rows)
         self.env = make_env(self.rows.count)
-        return {
-            "observation_space": self.env.observation_space,
-            "action_space": self.env.action_space,
-            "env_action_space": self.env.env_action_space,
-            "action_mask": self.env.action_mask,
-            "chunk_length": self.env.chunk_length,
-            "reward_terms": self.env.reward_terms,
-            "state_obstacle": self.env.state_obstacle(),
-        }
+        return {"spaces": self.env.description, "state_obstacle": self.env.state_obstacle()}
 
     def adopt(
         self,

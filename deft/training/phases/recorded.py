@@ -22,7 +22,7 @@ from deft.data.augmentation import recolor_episode, shift_episode
 from deft.data.datasets import Dataset, find_dataset, open_dataset
 from deft.data.datasets.lerobot import matches as is_lerobot
 from deft.data.robot_episode import RobotEpisode
-from deft.envs.tabletop.control import PADDED_SIZE
+from deft.envs.padded import PADDED_SIZE
 from deft.errors import InputError
 from deft.runs.signals import raise_if_stopped
 

@@ -159,7 +159,7 @@ def test_a_vector_of_environments_on_one_server_is_an_error(server):
     actions = np.zeros((2, 2), np.float32)
     env.step(actions)
     env.step(actions)
-    with pytest.raises(RunError, match="give each a port of its own"):
+    with pytest.raises(RunError, match="use a separate port for each"):
         env.step(actions)
     env.close()
 

@@ -120,11 +120,11 @@ def test_plain_data_bring_a_scene_back() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"random_lights": True}, "no 'random_lights'; did you mean random_light"),
-        ({"random_light": 1}, "random_light is 1; choose true or false"),
-        ({"clean_background_rate": 2.0}, "at most 1.0"),
-        ({"random_table_height": -0.1}, "at least 0"),
-        ({"random_head_camera_dis": "far"}, "choose a number"),
+        ({"random_lights": True}, "domain_randomization.random_lights: unknown setting; did you mean"),
+        ({"random_light": 1}, "domain_randomization.random_light: 1 is not"),
+        ({"clean_background_rate": 2.0}, "clean_background_rate: 2.0 is out of range"),
+        ({"random_table_height": -0.1}, "random_table_height: -0.1 is out of range"),
+        ({"random_head_camera_dis": "far"}, "random_head_camera_dis: 'far'"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
