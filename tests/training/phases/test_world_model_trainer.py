@@ -19,7 +19,9 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole(tmp_path):
     batch[schema.STEP_MASK] = torch.arange(3)[:, None] < torch.tensor([3, 1, 2, 3, 1])  # parts of 4 and 6 real steps
     found = []
     for parts in (1, 2):
-        config = panning_config(tmp_path / str(parts), gradient_accumulation=parts, scheduler="constant")
+        config = panning_config(
+            tmp_path / str(parts), gradient_accumulation=parts, scheduler="constant", precision="fp32"
+        )
         trainer = TeacherTrainer(config, wake(micro_policy(motion_prior=True)))
         trainer.policy.eval()  # nothing is hidden at random
         memory = trainer.policy.initial_memory(5)

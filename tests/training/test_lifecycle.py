@@ -1,0 +1,191 @@
+"""The life of a run, driven with a loop that only counts and draws random numbers."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from deft.config.settings import LoggingConfig
+from deft.errors import InputError, RunError, Stopped
+from deft.runs import checkpoint
+from deft.runs.compute import Threads
+from deft.runs.directory import place_directory
+from deft.training.lifecycle import Run, RunSpec
+from deft.training.loop import Intervals, Loop
+
+QUIET = LoggingConfig(console_level="CRITICAL", enable_file_logging=False, tensorboard=False)
+
+
+class Counting(Loop):
+    """Adds a random number to its weight in every step; evaluations return the given rewards in order."""
+
+    def __init__(self, folder: Path, rewards: list[float] | None = None, **intervals: int) -> None:
+        self.device, self.num_updates, self.weight = torch.device("cpu"), 0, torch.zeros(1)
+        self.rewards, self.at_step = rewards, {}
+        self._intervals = Intervals(**{"log": 1, "evaluate": 0, "save": 0, "keep": 10, **intervals})
+        self.run = Run(self, RunSpec(logging_config=QUIET, seed=3), folder, Threads((1,)))
+
+    @property
+    def global_step(self) -> int:
+        return self.num_updates
+
+    @property
+    def intervals(self) -> Intervals:
+        return self._intervals
+
+    @property
+    def is_evaluated(self) -> bool:
+        return self.rewards is not None
+
+    def step(self):
+        if self.num_updates + 1 in self.at_step:
+            self.at_step[self.num_updates + 1]()
+        self.weight = self.weight + torch.rand(1)
+        self.num_updates += 1
+        return {"weight": self.weight.sum()}
+
+    def start_evaluation(self, video):
+        assert self.rewards is not None
+        reward = self.rewards.pop(0)
+        if reward is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise Stopped
+        return [(self.num_updates, {"mean_reward": reward, "std_reward": 0.0, "action_selection": "mode"})]
+
+    def check_finite(self, state):
+        if not torch.isfinite(self.weight).all():
+            raise RunError("not finite")
+
+    def weights(self):
+        return {"weight": self.weight}
+
+    def state_dict(self, after_failure=False):
+        return {"num_updates": self.num_updates, "after_failure": after_failure}
+
+    def load_state_dict(self, state, folder):
+        self.num_updates = state["num_updates"]
+        self.weight = checkpoint.load_part(folder, checkpoint.MODEL)["weight"]
+
+    def summary(self):
+        return {"updates": self.num_updates}
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoint.list_checkpoints(folder)]
+
+
+def lines(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "time"} for line in found]
+
+
+def test_a_signal_stops_after_the_step_and_the_resumed_run_is_the_same(tmp_path):
+    whole = Counting(tmp_path / "whole")
+    assert whole.run.execute(6) == {"updates": 6}
+    stopped = Counting(tmp_path / "half")
+    stopped.at_step[3] = terminate
+    with pytest.raises(SystemExit) as ended:
+        stopped.run.execute(6)
+    assert ended.value.code == 143
+    assert names(tmp_path / "half") == ["checkpoint-3"]
+    resumed = Counting(tmp_path / "half")
+    resumed.load(tmp_path / "half")
+    resumed.run.execute(6)
+    assert torch.equal(resumed.weight, whole.weight)
+    assert lines(tmp_path / "half") == lines(tmp_path / "whole")
+
+
+def test_a_failure_is_raised_and_what_was_learned_is_saved(tmp_path):
+    loop = Counting(tmp_path)
+    loop.at_step[4] = fail
+    with pytest.raises(ZeroDivisionError):
+        loop.run.execute(6)
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert checkpoint.load_training_state(tmp_path / "checkpoint-3")["after_failure"]
+
+
+def test_a_failure_right_after_a_checkpoint_does_not_replace_it(tmp_path):
+    loop = Counting(tmp_path, save=3)
+    loop.at_step[4] = fail
+    with pytest.raises(ZeroDivisionError):
+        loop.run.execute(6)
+    assert not checkpoint.load_training_state(tmp_path / "checkpoint-3")["after_failure"]
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    loop = Counting(tmp_path, save=2)
+    loop.at_step[3] = lambda: setattr(loop, "weight", torch.full((1,), torch.nan))
+    with pytest.raises(RunError, match="not finite"):
+        loop.run.execute(4)
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_the_best_is_marked_and_kept_and_a_tie_goes_to_the_later_one(tmp_path):
+    loop = Counting(tmp_path, [1.0, 5.0, 5.0, 2.0], evaluate=1, keep=1)
+    loop.run.execute(4)
+    assert (tmp_path / "best").resolve().name == "checkpoint-3"
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    assert loop.best_reward == 5.0
+    resumed = Counting(tmp_path, [4.0], evaluate=1, keep=1)
+    resumed.load(tmp_path)
+    assert (resumed.best_reward, resumed.last_evaluation["mean_reward"]) == (5.0, 2.0)
+    resumed.run.execute(5)
+    assert (tmp_path / "best").resolve().name == "checkpoint-3"
+
+
+def test_an_evaluation_that_was_stopped_is_made_when_the_run_is_resumed(tmp_path):
+    loop = Counting(tmp_path, [None], evaluate=2)
+    with pytest.raises(SystemExit):
+        loop.run.execute(4)
+    assert names(tmp_path) == ["checkpoint-2"]
+    resumed = Counting(tmp_path, [7.0, 8.0], evaluate=2)
+    resumed.load(tmp_path)
+    assert resumed.run.owes_evaluation
+    resumed.run.execute(4)
+    assert [line["step"] for line in lines(tmp_path) if line["type"] == "evaluation"] == [2, 4]
+
+
+def test_the_last_evaluation_is_made_once(tmp_path):
+    Counting(tmp_path, [1.0, 2.0], evaluate=2).run.execute(3, evaluates_last=True)
+    assert [line["step"] for line in lines(tmp_path) if line["type"] == "evaluation"] == [2, 3]
+    resumed = Counting(tmp_path, [], evaluate=2)
+    resumed.load(tmp_path)
+    resumed.run.execute(3, evaluates_last=True)  # it would fail without a reward
+    assert resumed.last_evaluation["mean_reward"] == 2.0
+
+
+def test_a_run_is_not_started_over_another_one(tmp_path):
+    Counting(tmp_path).run.execute(2)
+    with pytest.raises(InputError, match="already holds a run"):
+        Counting(tmp_path).run.execute(2)
+
+
+@pytest.mark.parametrize(
+    ("resume", "auto_resume", "overwrite", "found"),
+    [
+        ("run", False, False, ("checkpoint-2", False)),
+        ("other", False, True, ("checkpoint-2", True)),
+        (None, True, False, ("checkpoint-2", False)),
+        (None, False, True, (None, True)),
+    ],
+)
+def test_runs_are_placed_by_one_function(tmp_path, resume, auto_resume, overwrite, found):
+    for name in ("run", "other"):
+        Counting(tmp_path / name).run.execute(2)
+    chosen = None if resume is None else str(tmp_path / resume)
+    resume_from, replaces = place_directory(tmp_path / "run", chosen, auto_resume, overwrite)
+    assert (None if resume_from is None else resume_from.name, replaces) == found
+    with pytest.raises(InputError, match="--auto-resume continues it"):
+        place_directory(tmp_path / "run", None, False, False)
+    assert place_directory(tmp_path / "new", None, True, False) == (None, False)
