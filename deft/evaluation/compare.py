@@ -1,4 +1,4 @@
-"""`deft compare RUN_A RUN_B …`: policies on the same episodes, as a table with intervals and as a picture.
+"""`deft compare RUN_A RUN_B …`: policies on the same episodes, as a table with intervals and as an image.
 
 A row of the table is a run, or a method with several training seeds (`ppo=RUN,RUN,RUN`): its interval is over seeds.
 Every policy plays the same seeds; environments whose episodes then differ (another task, other scenes) are rejected.
@@ -52,7 +52,7 @@ SCENES = "domain_randomization"  # of an environment: what differs from scene to
 
 
 def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
-    """Play, measure and draw; `columns` holds, by column and by policy, what `deft evaluate` says of it.
+    """Play, measure and draw; `columns` holds, by column and by policy, the results of `deft evaluate`.
 
     From the second policy on, `difference` is that of its success rate to the first one's, on the same episodes, and
     `reward_difference` that of its mean return. `runs` names the checkpoints of each row.
@@ -100,7 +100,7 @@ class _Contender:
         self.scenes = {name: value for name, value in dict(scenes).items() if value}  # what is off differs in nothing
 
     def has_splits(self) -> bool:
-        """Whether its world knows combinations that training never sees."""
+        """Whether its environment has combinations that are not in training."""
         env = make_env(self._env_config)
         try:
             return env.has_wrapper_attr("split")
@@ -143,8 +143,8 @@ def _groups(words: Sequence[str]) -> dict[str, list[str]]:
             raise InputError(f"{word}: give a label of its own and its runs, as in ppo=RUN,RUN,RUN")
         groups.setdefault(label, []).extend(names)
     for label, names in groups.items():
-        places = [Path(name).resolve() for name in names]
-        twice = [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]
+        paths = [Path(name).resolve() for name in names]
+        twice = [name for name, path in zip(names, paths, strict=True) if paths.count(path) > 1]
         if twice:
             raise InputError(f"{label}: {twice[0]} is named twice; give each run once")
     return groups
@@ -204,7 +204,7 @@ def _warn_of_equal_seeds(contenders: dict[str, list[_Contender]]) -> None:
 
 
 def _labels(names: list[str]) -> dict[str, str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """The last parts of the paths, as many as distinguish them."""
     parts = {name: Path(name).resolve().parts for name in names}
     for count in range(1, max((len(part) for part in parts.values()), default=0) + 1):
         labels = {name: "/".join(part[-count:]) for name, part in parts.items()}
@@ -214,7 +214,7 @@ def _labels(names: list[str]) -> dict[str, str]:
 
 
 def _columns(config: CompareRunsConfig, contenders: dict[str, list[_Contender]]) -> dict[str, dict[str, Any]]:
-    """The columns of the table, with what the environment is told for each."""
+    """The columns of the table, with the environment's arguments for each."""
     splits: tuple[str, ...] = config.split or ()
     if config.split is None and all(member.has_splits() for members in contenders.values() for member in members):
         splits = ("train", "held-out")
@@ -310,7 +310,7 @@ def _successes(runs: list[list[Episode]]) -> list[list[bool]]:
 
 
 def _judged(results: dict[str, Any]) -> bool:
-    """Whether the world says what a success is."""
+    """Whether the environment reports success."""
     return all("success_rate" in measures for column in results["columns"].values() for measures in column.values())
 
 
@@ -392,9 +392,9 @@ def plot_successes(results: dict[str, Any], path: Path) -> Path:
                 bounds = np.array([value["success_interval"] for value in values])
                 errors = np.stack([rates - bounds[:, 0], bounds[:, 1] - rates]).clip(min=0.0)
                 bar = 0.8 / len(policies)
-                places = np.arange(len(groups)) + (index - (len(policies) - 1) / 2) * bar
+                positions = np.arange(len(groups)) + (index - (len(policies) - 1) / 2) * bar
                 style: dict[str, Any] = {"color": PALETTE[index % len(PALETTE)], "capsize": 2, "label": label}
-                axes.bar(places, rates, 0.92 * bar, yerr=errors, error_kw={"elinewidth": 1.0}, **style)
+                axes.bar(positions, rates, 0.92 * bar, yerr=errors, error_kw={"elinewidth": 1.0}, **style)
             axes.set_xticks(np.arange(len(groups)), groups)
             axes.set_ylim(0.0, 1.02)
             axes.grid(axis="x", visible=False)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 VIDEO_EPISODES = 5  # at most, of those that are evaluated
 VIDEO_OUTCOMES = 3  # successes, and as many failures
-FIRST_HELD_OUT_SEED = 2**30  # of evaluations in worlds with splits
+FIRST_HELD_OUT_SEED = 2**30  # of evaluations in environments with splits
 
 
 @trust.takes_remote_code
@@ -68,10 +68,10 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Episodes of a run's best checkpoint (or of the checkpoint given), each from its own seed; optionally videos.
 
-    `deterministic` plays the most likely actions, else sampled ones; `action_selection` in the results says what was
-    played (`Policy.action_selection`). With `random_policy` uniformly random actions play instead: the baseline, on
-    the same seeds. Where the world names its tasks and instructions, the results have a table of each; success rates
-    come with their Wilson interval. `rename_streams` is {name in the policy: name in the environment}.
+    `deterministic` plays the most likely actions, else sampled ones; `action_selection` in the results names which
+    (`Policy.action_selection`). With `random_policy` uniformly random actions play instead: the baseline, on
+    the same seeds. If the environment names its tasks and instructions, the results have a table of each; success rates
+    have their Wilson interval. `rename_streams` is {name in the policy: name in the environment}.
     `trust_remote_code` allows the modules that the run's files name to be imported.
     """
     check_num_episodes(episodes)
@@ -110,9 +110,9 @@ def evaluate_run(
     choice = "none: the actions are random" if random_policy else checkpoint_choice(path, folder)
     results |= {"first_seed": seed, "checkpoint": str(folder), "checkpoint_choice": choice}
     if video is not None:
-        filmed = make_env(env_config, render_mode="rgb_array")
+        rendered = make_env(env_config, render_mode="rgb_array")
         count = min(episodes, VIDEO_EPISODES)
-        results["video"] = str(record_video(policies[0], filmed, Path(video), count, seed, deterministic))
+        results["video"] = str(record_video(policies[0], rendered, Path(video), count, seed, deterministic))
     if videos is not None:
         chunk_length = config.policy.chunk_length
         outcomes = record_outcomes(policies[0], env_config, chunk_length, played[0], videos, seed, deterministic)
@@ -160,8 +160,8 @@ def record_outcomes(
 ) -> list[Path]:
     """Videos of single episodes: up to `count` that succeeded and as many that failed, played again from their seeds.
 
-    A file's name says how the filmed episode ended: one alone may end otherwise than the same one among many, since a
-    batch rounds differently, and noise is drawn for a batch.
+    A file's name contains the outcome of the recorded episode. It may differ from that of the evaluation, since a batch
+    of another size rounds differently and draws other noise.
     """
     chosen = [
         index
@@ -169,17 +169,17 @@ def record_outcomes(
         for index in [i for i, episode in enumerate(episodes) if episode.success is outcome][:count]
     ]
     if not chosen:
-        raise InputError("--videos: this environment does not say whether an episode succeeded; use --video")
-    film = FrameRecorder(make_env(env_config, render_mode="rgb_array"))
-    fps = film.metadata.get("render_fps", 30)
-    vector = wrap(film, chunk_length=chunk_length)
+        raise InputError("--videos: this environment does not report success; use --video")
+    recorder = FrameRecorder(make_env(env_config, render_mode="rgb_array"))
+    fps = recorder.metadata.get("render_fps", 30)
+    vector = wrap(recorder, chunk_length=chunk_length)
     written = []
     try:
         for index in chosen:
             episode = play_episodes(policy, vector, 1, seed + index, deterministic)[0]
             words = "-".join(re.findall(r"[\w-]+", episode.labels.get("instruction", "episode")))  # no slashes
             name = f"{'success' if episode.success else 'failure'}_{index}_{words}.mp4"
-            written.append(write_video(film.last_episode, Path(folder) / name, fps=fps))
+            written.append(write_video(recorder.last_episode, Path(folder) / name, fps=fps))
     finally:
         vector.close()
     return written
@@ -243,7 +243,7 @@ def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     if config_file.is_file():
         return folder, load_config(config_file)
     if (folder.parent / "config.json").is_file():
-        raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against the policy it stands on")
+        raise InputError(f"{path}: a run of waypoint-ppo; `deft compare` measures it against its supervised policy")
     config = saved_config(folder)
     if config is None:
         raise InputError(f"{path}: {config_file} is missing, so the policy cannot be rebuilt; evaluate it from Python")

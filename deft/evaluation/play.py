@@ -36,12 +36,12 @@ def play(config: PlayConfig) -> dict[str, Any]:
         run[1] if run else None, env_id, kwargs, config.rename_streams, max_episode_steps=config.max_episode_steps
     )
     seed_everything(config.seed)
-    filmed = config.video is not None
-    env = make_env(env_config, render_mode="rgb_array" if filmed else None)
-    if filmed:
+    records_video = config.video is not None
+    env = make_env(env_config, render_mode="rgb_array" if records_video else None)
+    if records_video:
         env = Captions(env)
     chunk_length = run[1].policy.chunk_length if run else 1
-    frames: list[np.ndarray] | None = [] if filmed else None
+    frames: list[np.ndarray] | None = [] if records_video else None
     fps = env.metadata.get("render_fps", 30)
     vector = wrap(env, chunk_length=chunk_length)
     try:

@@ -1,4 +1,4 @@
-"""Pictures of a run and of several runs side by side, from `episode_metrics.jsonl`.
+"""Images of a run and of several runs side by side, from `episode_metrics.jsonl`.
 
 `deft train` draws a run's plots at its end; the benchmarks compare runs with `plot_comparison`.
 """
@@ -81,7 +81,7 @@ def plot_run(run_dir: Path) -> list[Path]:
 
 
 def plot_metrics(run_dir: Path, panels: Mapping[str, str], file: str, x_label: str) -> Path | None:
-    """Draw metrics of the updates, name → title, into `<run>/plots/<file>`; None where there were none."""
+    """Draw metrics of the updates, name → title, into `<run>/plots/<file>`; None if there are none."""
     updates = read_lines(Path(run_dir))["update"]
     curves = {title: metric_curve(updates, name) for name, title in panels.items()}
     curves = {title: curve for title, curve in curves.items() if len(curve[0])}
@@ -137,8 +137,8 @@ def plot_bars(
         figure = _figure(7.2, 4.4)
         axes = figure.subplots()
         for index, (name, values) in enumerate(groups.items()):
-            places = np.arange(len(labels)) + (index - (len(groups) - 1) / 2) * width
-            axes.bar(places, values, width, yerr=errors[name], capsize=3, color=PALETTE[index], label=name)
+            positions = np.arange(len(labels)) + (index - (len(groups) - 1) / 2) * width
+            axes.bar(positions, values, width, yerr=errors[name], capsize=3, color=PALETTE[index], label=name)
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set_title(title)
         axes.set_ylabel(y_label)
@@ -148,7 +148,7 @@ def plot_bars(
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the last `window` values at each place; of all of them before there are as many."""
+    """Mean of the last `window` values at each index, or of all values so far if there are fewer."""
     total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - window, 0)

@@ -1,4 +1,4 @@
-"""What a world model predicts of an episode, step by step, as pictures and videos beside the truth.
+"""What a world model predicts of an episode, step by step, as images and videos next to the truth.
 
 The trainers of the phases write them as they go; `deft evaluate` for `--video`.
 """
@@ -27,7 +27,7 @@ FPS = 10
 
 
 @dataclass
-class ForeseenEpisode:
+class PredictedEpisode:
     """T steps: what was there, and what was predicted one step before. uint8 [T, 3, h, w]."""
 
     wrist: np.ndarray
@@ -36,7 +36,7 @@ class ForeseenEpisode:
 
 
 @torch.no_grad()
-def predict_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> ForeseenEpisode:
+def predict_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> PredictedEpisode:
     """Foresee frame t + 1 of one episode at every t, the memory carried through it."""
     was_training = policy.training
     policy.eval()
@@ -55,19 +55,19 @@ def predict_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> Fore
     wrist = to_pictures(to_model(batch.streams["wrist"][row, 1 : length + 1], size, schema.WRIST_RGB)).cpu().numpy()
     head = batch.streams.get("head")
     seen = None if head is None else to_pictures(to_model(head[row, 1 : length + 1], size, schema.HEAD_RGB))
-    return ForeseenEpisode(wrist, torch.cat(predicted).numpy(), None if seen is None else seen.cpu().numpy())
+    return PredictedEpisode(wrist, torch.cat(predicted).numpy(), None if seen is None else seen.cpu().numpy())
 
 
-def write_prediction_video(episode: ForeseenEpisode, path: Path) -> Path:
-    """A video: head camera (where there is one), wrist camera, predicted wrist."""
+def write_prediction_video(episode: PredictedEpisode, path: Path) -> Path:
+    """A video: head camera (if there is one), wrist camera, predicted wrist."""
     parts = [part for part in (episode.head, episode.wrist, episode.predicted) if part is not None]
     times = max(1, VIDEO_HEIGHT // parts[0].shape[-1])
     frames = np.concatenate([_channels_last(part) for part in parts], 2)
     return write_video([frame.repeat(times, 0).repeat(times, 1) for frame in frames], path, FPS)
 
 
-def draw_sample(episode: ForeseenEpisode, path: Path) -> Path:
-    """A picture with a row each for the truth, the prediction and the error of some frames."""
+def draw_sample(episode: PredictedEpisode, path: Path) -> Path:
+    """A image with a row each for the truth, the prediction and the error of some frames."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -77,9 +77,9 @@ def draw_sample(episode: ForeseenEpisode, path: Path) -> Path:
     figure = Figure(figsize=(1.3 * len(chosen) + 0.9, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(3, len(chosen), squeeze=False)
-    for line, (label, pictures) in enumerate((("Truth", truth), ("Prediction", predicted), ("Error", error))):
-        for axes, picture, step in zip(grid[line], pictures, chosen, strict=True):
-            axes.imshow(picture, interpolation="nearest")
+    for line, (label, images) in enumerate((("Truth", truth), ("Prediction", predicted), ("Error", error))):
+        for axes, image, step in zip(grid[line], images, chosen, strict=True):
+            axes.imshow(image, interpolation="nearest")
             axes.set_xticks([])
             axes.set_yticks([])
             if line == 0:
@@ -90,9 +90,9 @@ def draw_sample(episode: ForeseenEpisode, path: Path) -> Path:
         figure.savefig(path, dpi=100, format="png")
         record(path)
     except OSError as failure:
-        raise RunError(f"cannot write the picture {path}: {failure.strerror or failure}") from failure
+        raise RunError(f"cannot write the image {path}: {failure.strerror or failure}") from failure
     return path
 
 
-def _channels_last(pictures: np.ndarray) -> np.ndarray:
-    return np.moveaxis(pictures, -3, -1)
+def _channels_last(images: np.ndarray) -> np.ndarray:
+    return np.moveaxis(images, -3, -1)

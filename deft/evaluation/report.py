@@ -1,6 +1,6 @@
 """`report.html`: one page about a run of F1 training, or about all three phases of one, with everything in it.
 
-`deft train all` writes it, and `deft report RUN` anew. The page holds its charts, pictures and videos itself: it can be
+`deft train all` and `deft report RUN` write it. The page contains its charts, images and videos: it can be
 sent by mail and opened without a network. It shows what is in the run folder and computes nothing.
 """
 
@@ -28,8 +28,8 @@ from deft.runs.directory import ELAPSED
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.json"  # of all phases: world models on another explorer's episodes
-MOST_PICTURES, MOST_VIDEOS = 2, 2  # of a phase: the latest
-LARGEST_FILE = 8 * 2**20  # bytes of a picture or video that goes into the page
+MOST_IMAGES, MOST_VIDEOS = 2, 2  # of a phase: the latest
+LARGEST_FILE = 8 * 2**20  # bytes of an image or video in the page
 
 TITLES = {
     "teacher": ("Phase 1 · Teacher", "A world model learns to predict the wrist camera from random exploration."),
@@ -209,10 +209,10 @@ def _evaluation_charts(evaluation: Mapping[str, Any]) -> list[str]:
 
 
 def _media(run: Path) -> str:
-    """The latest pictures and videos, inside the page."""
+    """The latest images and videos, inside the page."""
     parts = []
-    pictures = [*_latest(run / "plots", "held_out*.png", 1), *_latest(run / "samples", "*.png", MOST_PICTURES)]
-    for path in pictures:
+    images = [*_latest(run / "plots", "held_out*.png", 1), *_latest(run / "samples", "*.png", MOST_IMAGES)]
+    for path in images:
         name = escape(f"{path.parent.name}/{path.name}")
         parts.append(
             f'<figure><img alt="{name}" src="{_data_uri(path, "image/png")}" /><figcaption>{name}</figcaption></figure>'
@@ -238,7 +238,7 @@ def _data_uri(path: Path, kind: str) -> str:
 
 
 def _comparison(found: Mapping[str, Any]) -> str:
-    """The headline: world models on the held-out episodes of another explorer, and what goes with it."""
+    """The comparison of world models on the held-out episodes of another explorer."""
     if not found:
         return ""
     rows = found["rows"]
@@ -280,7 +280,7 @@ def _grid(charts: Sequence[str]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where there is none."""
+    """Content of a JSON file; empty if it does not exist."""
     if not path.is_file():
         return {}
     try:

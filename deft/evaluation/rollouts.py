@@ -1,4 +1,4 @@
-"""Plays whole episodes with a policy and says how well it did; called by the trainer and by `deft evaluate`."""
+"""Plays whole episodes with a policy and summarises the results; called by the trainer and by `deft evaluate`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def play_episodes(
     act: Callable[[], np.ndarray] | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> list[Episode]:
-    """Play `num_episodes` episodes, episode i from seed + i, whatever the policy and the number of environments.
+    """Play `num_episodes` episodes, episode i from seed + i, for any policy and number of environments.
 
-    `policy` None acts at random, or as `act` decides (actions [N, …], from whatever it knows of the environments).
+    `policy` None acts at random, or as `act` decides, which returns actions [N, …].
     Images of the first environment are appended to `frames`. `watch` is called before every step with the number of
     episodes that ended since its last call; an exception that it raises ends the evaluation.
     """
@@ -82,14 +82,14 @@ def _play_round(
         return len(finished) >= wanted
 
     observation = env.reset(seed)
-    players.begin()
+    players.reset()
     rollout(env, act, sink, observation)
     report()
     return [finished[index] for index in range(wanted)]
 
 
 class _Players:
-    """What acts in every environment of an evaluation: a policy with its memory, or `act` where there is none."""
+    """The actor of an evaluation: a policy with its memory, or `act` if there is no policy."""
 
     def __init__(
         self, policy: Policy | None, env: VectorEnv, deterministic: bool, act: Callable[[], np.ndarray]
@@ -105,7 +105,7 @@ class _Players:
         if env.action_mask is not None:
             self._mask = torch.as_tensor(env.action_mask, device=self._device).expand(env.num_envs, -1)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Start new episodes in all environments."""
         policy = self._policy
         self._memory = None if policy is None else policy.initial_memory(self._num_envs)

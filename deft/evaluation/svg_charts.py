@@ -84,8 +84,8 @@ def bar_chart(title: str, bars: Mapping[str, float | Sequence[float]]) -> str:
             (bar,) = axes.bar([index], [mean], 0.56, color=PALETTE[index % len(VARIABLES)])
             bar.set_gid(f"bar-{index}")
             if len(values) > 1:
-                places = index + np.linspace(-0.1, 0.1, len(values))
-                axes.plot(places, values, "o", color=CARD, markeredgecolor=INK, markersize=4, gid=f"seeds-{index}")
+                positions = index + np.linspace(-0.1, 0.1, len(values))
+                axes.plot(positions, values, "o", color=CARD, markeredgecolor=INK, markersize=4, gid=f"seeds-{index}")
             top = max(mean, values.max())
             axes.annotate(f"{mean:.3g}", (index, top), (0, 4), textcoords="offset points", ha="center", fontsize=8)
         axes.set_title(title)

@@ -19,7 +19,7 @@ def write_video(frames: Sequence[np.ndarray], path: Path, fps: int = 30) -> Path
     """Write RGB frames (uint8 [height, width, 3], all of one size) as `path`, whole or not at all.
 
     H.264 needs even sizes: an odd one is padded by repeating the last row or column. Frames without any content are
-    refused, since they mean that rendering does not work.
+    rejected, since they mean that rendering does not work.
     """
     path = Path(path)
     _check_frames(frames, path)
@@ -54,7 +54,7 @@ def _encode(frames: Sequence[np.ndarray], path: Path, fps: int) -> None:
         ffmpeg = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=errors, stderr=errors)
         assert ffmpeg.stdin is not None
         try:
-            with suppress(BrokenPipeError), ffmpeg.stdin as pipe:  # a broken pipe: ffmpeg gave up and says why
+            with suppress(BrokenPipeError), ffmpeg.stdin as pipe:  # a broken pipe: ffmpeg failed and reports why
                 for frame in frames:
                     pipe.write(np.pad(frame, padding, mode="edge").tobytes())
         finally:

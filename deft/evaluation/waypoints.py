@@ -1,4 +1,4 @@
-"""How well waypoints drive: episodes from fixed seeds measured, two policies compared on them, and pictures of both.
+"""Evaluation of waypoint policies: measures on episodes from fixed seeds, comparisons, and images.
 
 The waypoint trainer, its safety check and `deft compare` call it.
 """
@@ -24,20 +24,20 @@ from deft.models.waypoint import PPOPolicy
 from deft.runs.random_state import separate_random_state
 from deft.runs.rollout import rollout
 
-CYAN = "#00d5ff"  # to be seen on grass, asphalt and white lines
+CYAN = "#00d5ff"  # visible on grass, asphalt and white lines
 MEASURES = ("success_rate", "collision_rate", "off_road_rate", "ade", "fde", "mean_reward")
 MOST_COPIES = 64  # stepped together in an evaluation
 
 
-# Of the number of episodes: a context that yields what is called at every step (see `play_episodes`).
+# Takes the number of episodes; returns a context that yields the `watch` of `play_episodes`.
 Watching = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class HeldOut:
-    """Episodes that no training sees: `episodes` of each environment, episode i from seed + i, always the same.
+    """Episodes that are not trained on: `episodes` of each environment, episode i from seed + i, always the same.
 
-    `shared` are environments to play in instead of new ones; `disturbed` then says that one was played in, and that
-    whoever else uses it must begin new episodes.
+    `shared` are environments to play in instead of new ones; `disturbed` is then True after one was
+    played in: other users of it must start new episodes.
     """
 
     def __init__(
@@ -141,19 +141,19 @@ def plot_waypoints(
 def plot_safety(
     train_metrics: Sequence[Mapping[str, Any]], baseline: Mapping[str, Any], measures: Sequence[str], path: Path
 ) -> Path:
-    """The deployed policy's measures on the held-out set over a run, the supervised policy's, and what was refused."""
+    """Plot measures on the held-out set over a run: of the deployed, the supervised and the rejected policies."""
     train_metrics = [entry for entry in train_metrics if "rolled_back" in entry and f"safety/{measures[0]}" in entry]
     with _style():
         figure = _figure(5.2 * len(measures), 3.2)
         for axes, measure in zip(np.atleast_1d(figure.subplots(1, len(measures))), measures, strict=True):
             steps = [entry["iteration"] for entry in train_metrics]
             deployed = [entry[f"safety/{measure}"] for entry in train_metrics]
-            refused = [entry for entry in train_metrics if entry["rolled_back"]]
+            rejected = [entry for entry in train_metrics if entry["rolled_back"]]
             axes.axhline(baseline[measure], color=GRAY, linestyle="--", label="supervised")
             axes.plot(steps, deployed, color=BLUE, label="deployed")
             axes.plot(
-                [entry["iteration"] for entry in refused],
-                [entry[f"safety/candidate_{measure}"] for entry in refused],
+                [entry["iteration"] for entry in rejected],
+                [entry[f"safety/candidate_{measure}"] for entry in rejected],
                 "x",
                 color=ORANGE,
                 label="taken back",

@@ -1,4 +1,4 @@
-"""How well a world model predicts held-out episodes, against "the next frame is this frame", and what it relies on.
+"""Measures of a world model on held-out episodes: against "the next frame is this frame", and with ablations.
 
 `deft evaluate RUN` calls `evaluate_teacher` for a run of `deft train teacher`; `measure` takes any policy and episodes.
 """
@@ -31,7 +31,7 @@ from deft.runs.signals import raise_if_stopped
 EVALUATION_FILE = "evaluation.json"  # in the run folder, for its report
 HORIZON = 10  # frames that are rolled out open loop
 EPISODES_TOGETHER = 16
-MOVING = 2.0  # mean absolute difference of two frames, in grey levels of 255, from which the picture moves
+MOVING = 2.0  # mean absolute difference of two frames, in grey levels of 255, from which a frame counts as moving
 LONGEST = 500  # steps of a recorded episode that are measured
 GREY = 127
 FITTED = 256  # frames on which the copy's sharpness is fitted
@@ -58,7 +58,7 @@ def measure(
     """All measures over the steps of some episodes.
 
     `wm_acc` is of the codes as they are predicted, each scale from the model's own coarser ones, and `copy_acc` of the
-    last frame's codes. With `_forced` each scale is told the true codes of the coarser ones, as in training; the copy
+    last frame's codes. With `_forced` each scale is given the true codes of the coarser ones, as in training; the copy
     then codes what these leave of the last frame's features. PSNRs are of the frames that move. What the model relies
     on is also measured `without_head`, by the wrist camera alone, where the episodes have both.
     """
@@ -142,7 +142,7 @@ def episode_losses(policy: F1Policy, batches: list[EpisodeBatch], together: int 
 
 @dataclass
 class Predictions:
-    """What came of predicting every step of some episodes: one row a step."""
+    """Predictions for every step of some episodes: one row a step."""
 
     correct: list[Tensor] = field(default_factory=list)  # [N, L] each
     copied: list[Tensor] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Predictions:
     moves: list[Tensor] = field(default_factory=list)
     episode: list[Tensor] = field(default_factory=list)
     step: list[Tensor] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)  # cross-entropy, told the true codes of the coarser scales
+    losses: list[Tensor] = field(default_factory=list)  # cross-entropy, given the true codes of the coarser scales
     forced: list[Tensor] = field(default_factory=list)  # accuracy, likewise
     forced_tail: list[tuple[int, float]] = field(default_factory=list)  # steps, accuracy at the finest scale
     num_codes: int = 1
@@ -191,16 +191,16 @@ def predict_frames(
         if memory is not None and reset_every is not None:
             memory = torch.zeros_like(memory)
         steps, rows = cut
-        places = rows.to(policy.device)
+        columns = rows.to(policy.device)
         given = steps if change is None else change(dict(steps))
-        before = None if memory is None else memory[:, places]
+        before = None if memory is None else memory[:, columns]
         if has_memory and not keeps_memory:
             given = {name: value.flatten(0, 1) for name, value in given.items()}
             before = policy.initial_memory(len(given[schema.STATE]))
         forced = policy.forward_with_world_model(given, memory_state=before, by_step=True)
         free = policy.predict_images_only(given, before)
         if memory is not None and keeps_memory:
-            memory[:, places] = forced[schema.MEMORY_STATE]
+            memory[:, columns] = forced[schema.MEMORY_STATE]
         mask = steps.get(schema.STEP_MASK)
         real = torch.ones_like(steps[schema.STATE][..., 0], dtype=torch.bool) if mask is None else mask
         real = real.flatten()
@@ -282,7 +282,7 @@ def _mean(values: Tensor) -> float | None:
 
 
 def psnr(images: Tensor, truth: Tensor) -> Tensor:
-    """10 log10(255² / mean squared error) of each picture [N, 3, h, w] in 0 … 255, dB; at most 100."""
+    """10 log10(255² / mean squared error) of each image [N, 3, h, w] in 0 … 255, dB; at most 100."""
     error = (images - truth).square().flatten(1).mean(1)
     return 10.0 * torch.log10(255.0**2 / error.clamp(min=255.0**2 * 1e-10))
 
@@ -328,7 +328,7 @@ def shuffled_actions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def masked_images(policy: F1Policy) -> Change:
-    """All pictures that the model sees become grey; what it is to predict stays."""
+    """Replace all input images by grey; the target stays."""
     size, observed = policy.config.tokenizer.image_size, policy.config.n_obs_img_steps
     grey = encode_frames(policy, np.full((1, 3, size, size), GREY, np.uint8))[0]
 
@@ -352,7 +352,7 @@ def masked_images(policy: F1Policy) -> Change:
 def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORIZON) -> dict[str, list[float]]:
     """Accuracy and PSNR by how many frames ahead, from the model's own predictions; the copy is the last frame seen.
 
-    The actions are given, the states are not: that of the start stands for all.
+    The actions are given, the states are not: the first state is used for all frames.
     """
     measured: dict[str, list[Tensor]] = {name: [] for name in ("wm_acc", "copy_acc", "psnr", "copy_psnr")}
     size = policy.config.tokenizer.image_size
@@ -362,16 +362,16 @@ def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORI
             rows = torch.nonzero(batch.lengths >= start + horizon).flatten()
             if not len(rows):
                 break
-            places = rows.to(policy.device)
+            columns = rows.to(policy.device)
             first = batch.steps(rows, torch.full_like(rows, start))
             history = first[schema.ACTION_HISTORY]
             first[schema.ACTION_HISTORY] = torch.cat([torch.zeros_like(history[:, :1]), history[:, :-1]], 1)
-            actions = batch.streams["action"][places, start : start + horizon]
-            before = None if memory is None else memory[:, places]
+            actions = batch.streams["action"][columns, start : start + horizon]
+            before = None if memory is None else memory[:, columns]
             found = roll_out(policy, first, actions, before)
-            codes = batch.streams["codes"][places].long()
+            codes = batch.streams["codes"][columns].long()
             target, last = codes[:, start + 1 : start + horizon + 1], codes[:, start : start + 1]
-            wrist = batch.streams["wrist"][places, start : start + horizon + 1]
+            wrist = batch.streams["wrist"][columns, start : start + horizon + 1]
             pixels = to_pictures(to_model(wrist, size, schema.WRIST_RGB)).float()
             truth, still = pixels[:, 1:], pixels[:, :1].expand(-1, horizon, -1, -1, -1)
             shape = truth.shape[:2]

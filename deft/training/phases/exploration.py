@@ -1,6 +1,6 @@
-"""Random exploration: whole episodes of random actions in `TeacherEnv` copies, in this process or beside it.
+"""Random exploration: whole episodes of random actions in `TeacherEnv`, in this process or in worker processes.
 
-Episode n of a seed is the same whoever collects it, when and beside how many others: its scene and its actions come
+Episode n of a seed does not depend on the process that collects it or on timing: its scene and its actions follow
 from (seed, n) alone. The trainers of the phases call `Explorer`; worker processes run `work`, without torch.
 """
 
@@ -42,7 +42,7 @@ WORKER_CODE = (
 
 @dataclass
 class Exploration:
-    """What is explored: which world, with what random numbers, in whose colours."""
+    """What is explored: environment, seeds and colour augmentation."""
 
     environment: dict[str, Any]  # a task_config
     seed: int = 0
@@ -51,25 +51,25 @@ class Exploration:
     scenes_kept: int = field(default=1)  # episodes a scene
 
     def make_env(self) -> F1RLEnv:
-        """A copy of the world."""
+        """Make an environment."""
         return TeacherEnv(self.environment)
 
     def block(self, env: F1RLEnv, index: int) -> Iterator[RobotEpisode]:
         """The episodes of one scene."""
-        for place in range(self.scenes_kept):
-            yield self.episode(env, index * self.scenes_kept + place, None if place else self.scene_seed(index))
+        for number in range(self.scenes_kept):
+            yield self.episode(env, index * self.scenes_kept + number, None if number else self.scene_seed(index))
 
     def scene_seed(self, index: int) -> int:
-        """The seed of a scene; held-out scenes are none of training's, whatever the seeds."""
+        """The seed of a scene; held-out scenes never occur in training, for any seed."""
         seed = (self.seed * 1_000_003 + index) % SCENES
         return seed + SCENES if self.held_out else seed
 
     def action(self, generator: np.random.Generator, step: int, size: int) -> np.ndarray:
-        """What is done at a step: anything."""
+        """The action at a step: uniformly random."""
         return generator.uniform(-1.0, 1.0, size)
 
     def choose(self, env: F1RLEnv, generator: np.random.Generator, step: int) -> np.ndarray:
-        """The same, by one who may look at the world."""
+        """The action, for explorers that use the environment's state."""
         return self.action(generator, step, len(env.action_mask))
 
     def episode(self, env: F1RLEnv, number: int, scene_seed: int | None) -> RobotEpisode:
@@ -110,19 +110,19 @@ class Explorer(Protocol):
         """The next `count` episodes; waits for them."""
 
     def ready(self) -> list[RobotEpisode]:
-        """What has been collected meanwhile; waits for nothing."""
+        """Episodes that are ready, without waiting."""
 
     def allow(self, count: int) -> None:
-        """Collect up to `count` more than were handed out."""
+        """Allow `count` episodes to be collected ahead."""
 
     def close(self) -> None:
-        """Let go of the world."""
+        """Free the environments."""
 
 
 class InlineExplorer:
-    """Collects when asked: the same episodes in the same order, every time.
+    """Collects on demand: always the same episodes in the same order.
 
-    `first` and `every` share out the scenes among processes.
+    `first` and `every` split the scenes among processes.
     """
 
     def __init__(self, exploration: Exploration, first: int = 0, every: int = 1) -> None:
@@ -141,14 +141,14 @@ class InlineExplorer:
         return [self._waiting.popleft() for _ in range(count)]
 
     def ready(self) -> list[RobotEpisode]:
-        """Nothing: nobody works beside."""
+        """Nothing: episodes are collected on demand."""
         return []
 
     def allow(self, count: int) -> None:
-        """It collects when asked."""
+        """Nothing: episodes are collected on demand."""
 
     def skip(self, count: int) -> None:
-        """Go on after the first `count` episodes of this explorer, as if they had been taken."""
+        """Skip the first `count` episodes, as if they had been taken."""
         kept = self.exploration.scenes_kept
         self._waiting.clear()
         self._next += count // kept * self._every
@@ -172,7 +172,7 @@ class ProcessExplorer:
         check_exploration(exploration)
         self._next, self._every = first, every
         self._kept = exploration.scenes_kept
-        self._allowed = 0  # episodes that may still be begun
+        self._allowed = 0  # episodes that may still be started
         self._waiting: deque[RobotEpisode] = deque()
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -186,7 +186,7 @@ class ProcessExplorer:
         self._listener.start()
 
     def allow(self, count: int) -> None:
-        """Collect up to `count` more than were handed out."""
+        """Allow `count` episodes to be collected ahead."""
         with self._changed:
             self._allowed = max(0, count - len(self._waiting) - len(self._busy) * self._kept)
             self._give_work()
@@ -204,7 +204,7 @@ class ProcessExplorer:
             return [self._waiting.popleft() for _ in range(count)]
 
     def ready(self) -> list[RobotEpisode]:
-        """What has been collected meanwhile."""
+        """Episodes that are ready."""
         with self._changed:
             self._check()
             found = list(self._waiting)
@@ -245,7 +245,7 @@ class ProcessExplorer:
         try:
             message = connection.recv()
         except (EOFError, OSError):
-            message = RunError("a process that collects episodes ended: it was killed, or its world crashed")
+            message = RunError("a process that collects episodes ended: it was killed, or its simulator crashed")
         with self._changed:
             if isinstance(message, BaseException):
                 self._failure = message
@@ -283,7 +283,7 @@ def _kill(workers: list[tuple[Connection, subprocess.Popen]]) -> None:
 
 
 def work(connection_number: int, parent: int) -> None:
-    """What a worker does: the scenes that it is told to, until nobody listens any more."""
+    """Run a worker: collect the scenes that it receives, until the connection closes."""
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     os.nice(NICENESS)
     connection = Connection(connection_number)
@@ -310,7 +310,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def check_exploration(exploration: Exploration) -> None:
-    """Refuse what could not be sent to a worker."""
+    """Raise an error for what cannot be sent to a worker."""
     try:
         pickle.dumps(exploration)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How much an explorer finds, against random actions; what phase 3 made of the world model; whether noise pays.
+"""Evaluation of phases 2 and 3: explorer against random actions, world models, and the reward of noise.
 
 `deft evaluate RUN` calls `evaluate_student` and `evaluate_adversarial` for runs of these phases; the benchmarks and
 `deft train all` call `explore` and `compare_world_models`.
@@ -62,7 +62,7 @@ def explore(
     seed: int = 0,
     random: bool = False,
 ) -> tuple[dict[str, float], Collected]:
-    """What the explorer (or, with `random`, uniformly random actions) comes across in held-out scenes.
+    """What the explorer (or, with `random`, uniformly random actions) finds in held-out scenes.
 
     `cells` of a grid of the hand's poses that were visited, `contacts`: steps in which the robot touched an object,
     `wm_error`: the world model's cross-entropy a step, `memory_divergence`: the distance of both memories.
@@ -84,13 +84,13 @@ def explore(
         "contacts": float(sum(contacts for _, contacts in tallies)),
         "wm_error": float(measures.error.mean()),
     }
-    if not random:  # the memory of one who acts at random has no say in it
+    if not random:  # random actions do not depend on the memory
         results["memory_divergence"] = float(measures.divergence.mean())
     return results, found
 
 
 def act_randomly(explorer: ExplorerPolicy) -> Act:
-    """Uniformly random actions in the explorer's place."""
+    """Return a function that replaces the explorer's actions by uniformly random ones."""
 
     def act(td: TensorDict) -> TensorDictBase:
         acted = explorer.act(td)
@@ -102,7 +102,7 @@ def act_randomly(explorer: ExplorerPolicy) -> Act:
 
 
 def watched_envs(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
-    """Copies of the world that keep a tally, shared out among the cores."""
+    """Environments that count visits and contacts, in processes if there are several cores."""
     functions = [partial(WatchedEnv, environment) for _ in range(num_envs)]
     if num_envs == 1 or available_cores() == 1:
         return SerialVectorEnv(functions)
@@ -135,8 +135,8 @@ def evaluate_adversarial(
 ) -> dict[str, Any]:
     """Both sides of an adversarial run.
 
-    The world model on another explorer's held-out episodes, beside the one that it started from; the explorer against
-    random actions; and what scenes with a patch of pure noise pay, beside the same scenes without.
+    The world model on another explorer's held-out episodes, compared with the one that it started from; the explorer
+    against random actions; and the reward of scenes with a patch of pure noise, compared with the same scenes without.
     """
     folder = checkpoint.find_best(path)
     config, policy, explorer, reward = _load_game(folder, device)
@@ -258,7 +258,7 @@ def _finish(
     found: Collected,
     video: str | Path | None,
 ) -> dict[str, Any]:
-    """Draw, film, and write down what was found."""
+    """Write plots, a video and the results."""
     plots = folder.parent / "plots"
     predicted = predict_episode(world_model, found.batch(world_model))
     results["plots"] = [str(draw_sample(predicted, plots / "held_out.png"))]

@@ -1,14 +1,14 @@
-"""An explorer at work: whole episodes in copies of the world, what the world model beside it makes of them, and PPO.
+"""Rollouts of an explorer: whole episodes, the world model's measures of them, and PPO.
 
 Phases 2 and 3 use it alike:
 
     found = rollouts.collect()                                    the explorer acts: wrist camera alone, its own memory
-    measures = measure(world_model, found)                        the world model looks on: head and wrist, its memory
+    measures = measure(world_model, found)                        the world model observes: head and wrist, its memory
     found.pay(*reward(measures))                                  a reward for each (s_t, a_t, s_{t+1})
     metrics = ppo.update(iter([found.rollout]))                   PPO of the core
 
-Nothing is carried from one rollout to the next but counters: every rollout begins with new episodes, whose scenes come
-from the seed and their number, so a run that is resumed goes on bit for bit.
+Only counters are carried from one rollout to the next: every rollout starts new episodes, whose scenes follow from the
+seed and their number, so a resumed run is equal bit for bit.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from deft.training.phases.rewards import Measures
 
 log = logging.getLogger(__name__)
 ACTING_RATE = 0.1  # the learning rate of the parameters that act, relative to that of the others
-STEPS_TOGETHER = 10  # of all episodes, that the world model looks at in one pass
+STEPS_TOGETHER = 10  # steps of all episodes in one forward pass of the world model
 Observation = dict[str, np.ndarray]
 
 
 def make_student_env(environment: Mapping[str, Any]) -> F1RLEnv:
-    """A copy of the student's world that also shows what the world model needs: the head camera."""
+    """The student's environment, with the head camera for the world model."""
     return StudentEnv({**environment, "need_head_camera": True})
 
 
 def make_envs(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
-    """Copies of the world, shared out among the cores."""
+    """Make the environments, in processes if there are several cores."""
     functions = [partial(make_student_env, dict(environment)) for _ in range(num_envs)]
     if num_envs == 1 or available_cores() == 1:
         return SerialVectorEnv(functions)
@@ -71,10 +71,9 @@ def make_envs(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
 def open_envs(
     exploration: Exploration, num_envs: int, make: Callable[[Mapping[str, Any], int], VectorEnv] = make_envs
 ) -> tuple[VectorEnv, int]:
-    """Copies of the world that is explored, and the steps of an episode in it.
+    """Make the environments that are explored; return them and the steps of an episode.
 
-    Their own time limit is a step longer: at the last step nothing is begun that would not be used, and a scene takes
-    longer than a step.
+    Their own time limit is one step longer: the last step then does not reset the scene, which would take long.
     """
     num_steps = read_task_config(exploration.environment, {}).max_steps
     return make(exploration.environment | {"max_steps": num_steps + 1}, num_envs), num_steps
@@ -82,7 +81,7 @@ def open_envs(
 
 @dataclass
 class Collected:
-    """A rollout [T, N], one column an episode of T steps (or several, where the world ended some early)."""
+    """A rollout [T, N], one column an episode of T steps (or several, if the environment ended some early)."""
 
     rollout: TensorDict
     episodes: list[RobotEpisode]  # with head camera and codes
@@ -96,7 +95,7 @@ class Collected:
         return batch_episodes(self.episodes, config.n_obs_img_steps, config.obs_img_stride, policy.device)
 
     def spread(self, values: Tensor) -> Tensor:
-        """What belongs to the steps of the episodes, [longest, E, …], at its places in the rollout, [T, N, …]."""
+        """Values of the episodes' steps, [longest, E, …], at their positions in the rollout, [T, N, …]."""
         found = values.new_zeros(*self.rollout.batch_size, *values.shape[2:])
         for index, (episode, (start, column)) in enumerate(zip(self.episodes, self.places, strict=True)):
             found[start : start + len(episode), column] = values[: len(episode), index]
@@ -116,7 +115,7 @@ class Collected:
 
 
 class ExplorerRollouts:
-    """Lets an explorer act in copies of the world. It owns them."""
+    """Collects rollouts of an explorer; owns the environments."""
 
     def __init__(
         self,
@@ -128,9 +127,9 @@ class ExplorerRollouts:
         first: int = 0,
         every: int = 1,
     ) -> None:
-        """Rollouts of `num_episodes` of `num_steps` steps; `first` and `every` share out the scenes among processes.
+        """Rollouts of `num_episodes` of `num_steps` steps; `first` and `every` split the scenes among processes.
 
-        The copies' own time limit must be longer than `num_steps`: at the end nothing is begun that is not used.
+        The environments' own time limit must be longer than `num_steps`, so that the last step resets no scene.
         """
         self.explorer, self.env, self.exploration = explorer, env, exploration
         self.num_steps = num_steps
@@ -152,7 +151,7 @@ class ExplorerRollouts:
     ) -> Collected:
         """A rollout of new episodes; `version`: which weights act.
 
-        `act` in the place of the explorer's own method: what it says is done in full, whatever `action_scale` is.
+        `act` replaces the explorer's method; its actions are executed without `action_scale`.
         `watch` is called with the number of episodes that have just been collected.
         """
         rounds = []
@@ -178,7 +177,7 @@ class ExplorerRollouts:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Which scenes come next."""
+        """The number of rounds, which determines the next scenes."""
         return {"num_begun": self.num_begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,7 +185,7 @@ class ExplorerRollouts:
         self.num_begun = state["num_begun"]
 
     def close(self) -> None:
-        """Free the worlds."""
+        """Free the environments."""
         self.env.close()
 
     # -- a round -------------------------------------------------------------------------------------------------------
@@ -287,7 +286,7 @@ class ExplorerRollouts:
         return f1.tokenizer.encode(to_model(pixels, f1.config.tokenizer.image_size, schema.WRIST_RGB))
 
     def _observation(self, seen: Observation, codes: Tensor) -> TensorDict:
-        """What the explorer sees of it: the wrist's newest frame, its codes, the state, and a goal's words."""
+        """The explorer's observation: the wrist's newest frame, its codes, the state, and a goal's words."""
         device = self.explorer.device
         streams = {
             schema.IMAGE0: torch.as_tensor(seen[schema.WRIST_RGB][:, -1].copy(), device=device),
@@ -318,14 +317,14 @@ class _Record:
         self.number, self.column, self.start = number, column, start
         self._frames: dict[str, list[Any]] = {"wrist": [], "head": [], "state": [], "codes": []}
         self._actions: list[Tensor] = []
-        self._see(seen, codes)
+        self._store(seen, codes)
 
     def add(self, action: Tensor, seen: Observation, codes: Tensor) -> None:
         """A step: the action as executed, and what it led to."""
         self._actions.append(action)
-        self._see(seen, codes)
+        self._store(seen, codes)
 
-    def _see(self, seen: Observation, codes: Tensor) -> None:
+    def _store(self, seen: Observation, codes: Tensor) -> None:
         column, frames = self.column, self._frames
         for name, stream in (("wrist", schema.WRIST_RGB), ("head", schema.HEAD_RGB)):
             frames[name].append(seen[stream][column, -1].copy())  # a view would keep the whole history
@@ -361,14 +360,14 @@ def _with_final(following: Observation, answer: VectorStep) -> Observation:
     return true_next
 
 
-# -- what the world model makes of it --------------------------------------------------------------------------------
+# -- the world model's measures ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def measure(world_model: F1Policy, found: Collected) -> Measures:
-    """What the world model predicted of every step, told a_t, and how far the explorer's memory is from its own.
+    """The world model's error at every step, given a_t, and the distance of the explorer's memory from its own.
 
-    It sees head and wrist, and carries its memory through each episode from zeros. What it remembers goes into the
+    It sees head and wrist, and carries its memory through each episode from zeros. Its memory is stored in the
     rollout too (`teacher_memory`), for the explorer's memory to learn from.
     """
     was_training = world_model.training
@@ -394,7 +393,7 @@ def measure(world_model: F1Policy, found: Collected) -> Measures:
     found.rollout[schema.TEACHER_MEMORY] = remembered
     starts = found.starts()
     after = torch.linalg.vector_norm(found.remembered - remembered, dim=-1)
-    before = torch.cat([torch.zeros_like(after[:1]), after[:-1]]).masked_fill(starts, 0.0)  # both begin with zeros
+    before = torch.cat([torch.zeros_like(after[:1]), after[:-1]]).masked_fill(starts, 0.0)  # both start with zeros
     mask = found.rollout[schema.ACTION_MASK]
     size = found.spread(batch.streams["action"].transpose(0, 1)).abs().to(after.device)
     return Measures(

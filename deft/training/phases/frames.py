@@ -1,7 +1,7 @@
-"""Pictures for the image tokenizer: rendered by workers while it trains, or read from a dataset.
+"""Images for the image tokenizer: rendered by workers while it trains, or read from a dataset.
 
-`deft.training.phases.tokenizer` asks for them. Which pictures there are, and in which order, depends on the settings
-alone and never on timing, so that a resumed run sees what an uninterrupted one would have.
+`deft.training.phases.tokenizer` uses them. The images and their order depend on the settings alone and never on timing,
+so that a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from deft.runs.rollout import rollout
 from deft.runs.signals import raise_if_stopped
 from deft.training.phases.recorded import split, trained_on
 
-COPIES = 32  # of the tabletop, however many workers there are: the order of the pictures depends on it
+COPIES = 32  # environments, for any number of workers: the order of the images depends on it
 HELD_OUT_SEED = 1_000_000  # added to the run's: other scenes
 WAIT_INTERVAL = 0.5  # seconds between looks at a source that is waited for
 Chunk = np.ndarray | Tensor
 
 
 class FrameStore:
-    """Pictures uint8 [N, 3, h, w] on a device, filled in order by a thread while others of them are used."""
+    """Images uint8 [N, 3, h, w] on a device, filled in order by a thread while others of them are used."""
 
     def __init__(self, source: Iterator[Chunk], num_frames: int, size: int, device: torch.device) -> None:
         self.frames = torch.zeros(num_frames, 3, size, size, dtype=torch.uint8, device=device)
@@ -52,14 +52,14 @@ class FrameStore:
         self._thread.start()
 
     def first(self, count: int) -> Tensor:
-        """The first `count` pictures; waits until they are there."""
+        """Wait for the first `count` images and return them."""
         with self._changed:
             while self._count < count:
                 raise_if_stopped()
                 if self._error is not None:
                     raise self._error
                 if not self._thread.is_alive():
-                    raise InputError(f"num_frames: {count} pictures were expected, and there are {self._count}")
+                    raise InputError(f"num_frames: {count} images were expected, and there are {self._count}")
                 self._changed.wait(WAIT_INTERVAL)
         return self.frames[:count]
 
@@ -73,7 +73,7 @@ class FrameStore:
             with contextlib.closing(source):  # type: ignore[type-var]
                 for chunk in source:
                     count = min(len(chunk), len(self.frames) - self._count)
-                    # Blocking copies: what is counted is there, whichever stream reads it.
+                    # Blocking copies: images that are counted can be read from any stream.
                     self.frames[self._count : self._count + count].copy_(torch.as_tensor(chunk[:count]))
                     with self._changed:
                         self._count += count
@@ -87,7 +87,7 @@ class FrameStore:
 
 
 class TabletopFrames:
-    """Where the pictures are rendered. Head and wrist camera take turns."""
+    """Renders images; head and wrist camera alternate."""
 
     def __init__(self, config: TokenizerTrainingConfig, size: int) -> None:
         self._config = config
@@ -98,16 +98,16 @@ class TabletopFrames:
         self.fingerprint: int | str = 0
         self.trained_on: dict[str, Any] | None = None
         try:
-            self._function()()  # so that a wrong setting is told before anything is started
+            self._function()()  # a wrong setting raises an error before a process starts
         except TypeError as error:
             raise InputError(f"env_kwargs: {error}") from None
 
     def training(self) -> Iterator[Chunk]:
-        """All pictures to learn from, in order, as they are rendered."""
+        """All images to learn from, in order, as they are rendered."""
         return self._render(self._config.seed)
 
     def held_out(self) -> dict[str, Tensor]:
-        """Pictures of other scenes, by camera."""
+        """Images of other scenes, by camera."""
         count = math.ceil(self._config.held_out_frames / len(CAMERAS))
         found: list[np.ndarray] = []
         with contextlib.closing(self._render(self._config.seed + HELD_OUT_SEED)) as chunks:
@@ -116,8 +116,8 @@ class TabletopFrames:
                 found.append(chunk)
                 if sum(map(len, found)) >= count * len(CAMERAS):
                     break
-        pictures = torch.from_numpy(np.concatenate(found))
-        return {name: pictures[place :: len(CAMERAS)][:count] for place, name in enumerate(CAMERAS)}
+        images = torch.from_numpy(np.concatenate(found))
+        return {name: images[index :: len(CAMERAS)][:count] for index, name in enumerate(CAMERAS)}
 
     def _function(self) -> Callable[[], TabletopImages]:
         config = self._config
@@ -147,7 +147,7 @@ class TabletopFrames:
 
 
 class DatasetFrames:
-    """Pictures of recorded episodes, in the size that the model sees; whole episodes are kept for evaluation."""
+    """Images of recorded episodes, in the size that the model sees; whole episodes are kept for evaluation."""
 
     num_workers = 0
 
@@ -156,9 +156,9 @@ class DatasetFrames:
         self._config = config
         self._size = size
         self._dataset = open_dataset(config.dataset, config.dataset_options)
-        self.streams = _picture_streams(self._dataset, config.cameras)
+        self.streams = _image_streams(self._dataset, config.cameras)
         self.fingerprint = self._dataset.fingerprint()
-        # With one seed and share as a teacher keeps them: what it is measured on, its tokenizer has not seen either.
+        # The split of a teacher with the same seed: its tokenizer is not trained on the teacher's held-out episodes.
         self._training, self._held_out = split(self._dataset.num_episodes, config.held_out_episodes, config.seed)
         self.trained_on: dict[str, Any] | None = trained_on(self._dataset, self._training)
         total = self._count(self._training)
@@ -166,14 +166,14 @@ class DatasetFrames:
         self.num_frames = sum(self._kept(index, self._stride) for index in self._training) * len(self.streams)
 
     def training(self) -> Iterator[Chunk]:
-        """The pictures to learn from, episode after episode, those of the cameras one after another."""
+        """The images to learn from, episode after episode, those of the cameras one after another."""
         for index in self._training:
-            yield torch.cat([pictures[:: self._stride] for pictures in self._pictures(index).values()])
+            yield torch.cat([images[:: self._stride] for images in self._images(index).values()])
 
     def held_out(self) -> dict[str, Tensor]:
-        """Pictures of the episodes that are kept out, by camera."""
+        """Images of the episodes that are kept out, by camera."""
         stride = max(1, math.ceil(self._count(self._held_out) / self._config.held_out_frames))
-        found = [self._pictures(index) for index in self._held_out]
+        found = [self._images(index) for index in self._held_out]
         return {name or "image": torch.cat([part[name][::stride] for part in found]) for name in self.streams}
 
     def _count(self, episodes: np.ndarray) -> int:
@@ -182,17 +182,17 @@ class DatasetFrames:
     def _kept(self, index: int, stride: int) -> int:
         return math.ceil((int(self._dataset.lengths[index]) + 1) / stride)
 
-    def _pictures(self, index: int) -> dict[str, Tensor]:
+    def _images(self, index: int) -> dict[str, Tensor]:
         streams = self._dataset.episode(index).streams
         found = {}
         for name in self.streams:
-            pictures = torch.from_numpy(np.ascontiguousarray(streams[name][:, -3:]))  # the newest of stacked frames
-            found[name] = to_pictures(to_model(pictures, self._size, name or "the dataset's picture"))
+            images = torch.from_numpy(np.ascontiguousarray(streams[name][:, -3:]))  # the newest of stacked frames
+            found[name] = to_pictures(to_model(images, self._size, name or "the dataset's image"))
         return found
 
 
-def _picture_streams(dataset: Dataset, wanted: tuple[str, ...] | None) -> list[str]:
-    """The names of a dataset's picture streams; a plain observation has the empty name."""
+def _image_streams(dataset: Dataset, wanted: tuple[str, ...] | None) -> list[str]:
+    """The names of a dataset's image streams; a plain observation has the empty name."""
     space = dataset.observation_space
     parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
     found = [
@@ -201,7 +201,7 @@ def _picture_streams(dataset: Dataset, wanted: tuple[str, ...] | None) -> list[s
         if isinstance(part, spaces.Box) and part.dtype == np.uint8 and len(part.shape) == 3 and part.shape[0] % 3 == 0
     ]
     if not found:
-        raise InputError(f"dataset {dataset.name} has no pictures (uint8 [3, h, w]); it has {space}")
+        raise InputError(f"dataset {dataset.name} has no images (uint8 [3, h, w]); it has {space}")
     for name in wanted or ():
         if name not in found:
             raise InputError(f"cameras: dataset {dataset.name} has no {name!r}; it has {', '.join(found) or 'one'}")

@@ -1,6 +1,6 @@
 """The rules of the game between world model and explorer: what a step pays, and when a side has collapsed.
 
-`AdversarialTrainer` plays by them; `deft evaluate` asks `GameReward` what scenes with and without noise pay.
+`AdversarialTrainer` uses them; `deft evaluate` measures the reward of scenes with and without noise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST_PAID = 0.01  # share of the steps that are above the floor
 
 
 class GameReward:
-    """Pays the explorer for (s_t, a_t, s_{t+1}); e is the world model's cross-entropy on img_{t+1}, told a_t.
+    """Pays the explorer for (s_t, a_t, s_{t+1}); e is the world model's cross-entropy on img_{t+1}, given a_t.
 
     error: r = e. disagreement: r = the deviation of an ensemble's predictions of img_{t+1}. progress: what it has been
     learning lately, r = min(e_older − e, u_older − u) with an older world model and the mean entropy u of what is
@@ -120,7 +120,7 @@ class GameReward:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; where `reward` was changed since, what it needs starts anew."""
+        """The inverse of `state_dict`; if `reward` has changed, its state is initialised."""
         if self.older is not None and state["older"] is not None:
             self.older.load_state_dict(state["older"])
             self._waiting = state["waiting"]
@@ -156,7 +156,7 @@ class Collapse(RunError):
 
 
 class CollapseGuard:
-    """Ends the run when one side has shown a collapse for `patience` iterations in a row, and says which and why."""
+    """Raises an error when one side has collapsed for `patience` iterations in a row, with the reason."""
 
     def __init__(self, patience: int) -> None:
         self.patience = patience

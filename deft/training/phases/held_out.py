@@ -1,6 +1,6 @@
 """Held-out episodes by an explorer that no phase trains with: scripted pushes and grasps, and random actions.
 
-What a world model has learned from one explorer's episodes shows on those of another. `deft evaluate` of an adversarial
+They measure what a world model has learned from other episodes. `deft evaluate` of an adversarial
 run, `deft train all` and the benchmarks measure world models on them.
 """
 
@@ -26,7 +26,7 @@ JITTER = 0.2  # of the largest action: no two pushes are the same
 
 @dataclass
 class ScriptedExploration(Exploration):
-    """The world's own expert acts, a little shaken."""
+    """The environment's scripted expert, with noise."""
 
     def choose(self, env: F1RLEnv, generator: np.random.Generator, step: int) -> np.ndarray:
         """What the expert would do, and noise."""
@@ -37,7 +37,7 @@ class ScriptedExploration(Exploration):
 def held_out_episodes(config: PhaseConfig, policy: F1Policy, count: int, seed: int = 0) -> list[RobotEpisode]:
     """Half of the episodes scripted, pushes and grasps in turn, half random; in scenes that are never trained on.
 
-    In a world without such scripts all are random, and a line says so.
+    In an environment without such scripts all are random, with a warning.
     """
     world = config.environment.get("world", SCRIPTED_WORLDS[0])
     has_scripts = world in SCRIPTED_WORLDS

@@ -1,6 +1,6 @@
-"""Recorded video as the episodes of a world model: any dataset with pictures, states and actions from −1 to 1, padded.
+"""Recorded video as the episodes of a world model: any dataset with images, states and actions from −1 to 1, padded.
 
-The teacher trains on them in the place of exploration (`--dataset`), and `deft evaluate` measures it on episodes that
+The teacher trains on them instead of exploration (`--dataset`), and `deft evaluate` measures it on episodes that
 were kept out.
 """
 
@@ -83,16 +83,16 @@ class DatasetExplorer:
         return found
 
     def held_out(self, count: int) -> list[RobotEpisode]:
-        """Episodes that are not trained on, in their own colours; each from every frame it may begin with."""
+        """Episodes that are not trained on, without augmentation; each from every possible first frame."""
         begins = range(self.training.frame_skip)
         return [self.read(int(index), begin) for index in self.held_out_episodes[:count] for begin in begins]
 
     def ready(self) -> list[RobotEpisode]:
-        """Nothing: nobody works beside."""
+        """Nothing: episodes are read on demand."""
         return []
 
     def allow(self, count: int) -> None:
-        """It reads when asked."""
+        """Nothing: episodes are read on demand."""
 
     def skip(self, count: int) -> None:
         """Go on after `count` more episodes."""
@@ -137,29 +137,29 @@ class DatasetExplorer:
 
 
 def open_video(name: str, options: dict[str, Any], image_size: int) -> Dataset:
-    """A dataset, its pictures as small as the model takes them where its format can do that."""
+    """Open a dataset, with images resized to the model's size if its format can do that."""
     path, _ = find_dataset(name)
     return open_dataset(name, {"image_size": image_size, **options} if is_lerobot(path) else options)
 
 
 def find_cameras(dataset: Dataset, wrist: str | None, head: str | None) -> tuple[str, str | None]:
-    """The streams that are predicted and looked at beside; chosen by name where they are not given."""
+    """The predicted stream and the additional one; chosen by name if they are not given."""
     space = dataset.observation_space
     named = space.spaces if isinstance(space, spaces.Dict) else {"": space}
-    pictures = [name for name, one in named.items() if one.dtype == np.uint8 and len(one.shape or ()) == 3]
-    shown = ", ".join(name or "the observation" for name in pictures)
-    if not pictures:
-        raise InputError(f"dataset {dataset.name} has no pictures: its observations are {space}")
+    images = [name for name, one in named.items() if one.dtype == np.uint8 and len(one.shape or ()) == 3]
+    shown = ", ".join(name or "the observation" for name in images)
+    if not images:
+        raise InputError(f"dataset {dataset.name} has no images: its observations are {space}")
     for flag, name in (("wrist_camera", wrist), ("head_camera", head)):
-        if name not in (None, OFF, *pictures):
-            raise InputError(f"{flag}: dataset {dataset.name} has no pictures {name!r}; it has {shown}")
+        if name not in (None, OFF, *images):
+            raise InputError(f"{flag}: dataset {dataset.name} has no images {name!r}; it has {shown}")
     if wrist is None:
-        rest = [name for name in pictures if name != head]
+        rest = [name for name in images if name != head]
         wrist = next(
             (name for name in rest if any(word in name.lower() for word in WRIST_NAMES)), rest[0] if rest else ""
         )
     if head is None:
-        rest = [name for name in pictures if name != wrist]
+        rest = [name for name in images if name != wrist]
         head = next((name for name in rest if any(word in name.lower() for word in HEAD_NAMES)), OFF)
     return wrist, None if head == OFF else head
 
@@ -199,12 +199,12 @@ def last_picture(frames: np.ndarray) -> np.ndarray:
     if channels == 1:
         return np.repeat(frames, 3, 1)
     if channels % 3:
-        raise InputError(f"pictures have {channels} channels; three, a multiple of three or one are needed")
+        raise InputError(f"images have {channels} channels; three, a multiple of three or one are needed")
     return np.ascontiguousarray(frames[:, -3:])
 
 
 def _state_of(streams: dict[str, np.ndarray], length: int) -> np.ndarray:
-    """The numbers of an observation, one after the other; nothing where there are pictures alone."""
+    """The numbers of an observation, concatenated; empty if there are only images."""
     found = [
         _vectors(values)
         for name, values in sorted(streams.items())

@@ -18,7 +18,7 @@ from deft.models.normalization import RunningNormalizer
 
 @dataclass
 class Measures:
-    """What came of the steps (s_t, a_t, s_{t+1}) of a rollout, [T, N] each."""
+    """Measures of the steps (s_t, a_t, s_{t+1}) of a rollout, [T, N] each."""
 
     divergence_before: Tensor  # D_t = ‖h_explorer − h_teacher‖₂ before the step
     divergence: Tensor  # D_{t+1}: after it
@@ -56,8 +56,8 @@ def rise(values: Tensor, starts: Tensor) -> Tensor:
 class StudentReward:
     """r = w_m · r_memory + w_u · clip(α · uncertainty + β · error + γ · Δerror + ε · Δuncertainty − δ · |a|, ±limit).
 
-    Each term but |a| is first normalised: less its running mean, over its running deviation. So the weights say what
-    counts how much, whatever nats and memories measure. `merge` makes those statistics common to several processes.
+    Each term but |a| is first normalised: less its running mean, over its running deviation. The weights are
+    therefore independent of the units of the terms. `merge` makes those statistics common to several processes.
     """
 
     NORMALIZED = ("memory", "uncertainty", "error", "error_progress", "uncertainty_progress")
@@ -67,7 +67,7 @@ class StudentReward:
         self.scales = RunningNormalizer((len(self.NORMALIZED),))
 
     def __call__(self, measures: Measures) -> tuple[Tensor, dict[str, Tensor]]:
-        """The reward [T, N] and its terms, weighted; the scales have seen this rollout by then."""
+        """The reward [T, N] and its terms, weighted; the statistics include this rollout."""
         settings = self.settings
         raw = (
             memory_convergence(measures.divergence_before, measures.divergence, settings.memory_decay),

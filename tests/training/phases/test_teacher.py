@@ -694,7 +694,7 @@ def test_cameras_and_frames_of_a_dataset(recording):
     both = SimpleNamespace(name="two", observation_space=spaces.Dict(pictures))
     assert find_cameras(both, None, None) == ("wrist", "head")
     assert find_cameras(both, None, "off") == ("wrist", None)
-    with pytest.raises(InputError, match="no pictures 'left'"):
+    with pytest.raises(InputError, match="no images 'left'"):
         find_cameras(dataset, "left", None)
     grey = np.arange(8, dtype=np.uint8).reshape(2, 1, 2, 2)
     assert np.array_equal(last_picture(grey)[:, 2], grey[:, 0])

@@ -238,7 +238,7 @@ def test_a_source_that_fails_or_ends_early_is_told():
         store.first(3)
     store.close()
     store = FrameStore((chunk for chunk in [np.ones((2, 3, 4, 4), np.uint8)]), 4, 4, torch.device("cpu"))
-    with pytest.raises(InputError, match="4 pictures were expected, and there are 2"):
+    with pytest.raises(InputError, match="4 images were expected, and there are 2"):
         store.first(4)
     store.close()
 
