@@ -37,7 +37,7 @@ class PredictedEpisode:
 
 @torch.no_grad()
 def predict_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> PredictedEpisode:
-    """Foresee frame t + 1 of one episode at every t, the memory carried through it."""
+    """Predict frame t + 1 of one episode at every t, with its memory."""
     was_training = policy.training
     policy.eval()
     length, size = int(batch.lengths[row]), policy.config.tokenizer.image_size

@@ -171,7 +171,7 @@ def predict_frames(
     reset_every: int | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> Predictions:
-    """Foresee every step, the memory carried through each episode.
+    """Predict every step; the memory is carried through each episode.
 
     Without `keeps_memory` it is zeros before every step, with `reset_every` at the first of so many. `watch` is called
     with the number of episodes when they are done, and before that with 0.

@@ -65,8 +65,8 @@ def connect(address: str, num_cpus: float = 0.0) -> bool:
     if address == "local":
         options |= {"include_dashboard": False, "num_cpus": max(math.ceil(num_cpus), available_cores())}
     if address not in ("local", "auto"):  # what a cluster sends back is unpickled
-        refusal = "Deft does not join a cluster that only a file names"
-        trust.check(address, "ray_address", refusal, f"--ray-address {address}")
+        reason = "Deft does not join a cluster that only a file names"
+        trust.check(address, "ray_address", reason, f"--ray-address {address}")
     handler = signal.getsignal(signal.SIGTERM)
     with contextlib.ExitStack() as undo:
         try:

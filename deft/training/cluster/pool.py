@@ -338,11 +338,11 @@ class ClusterEnv(VectorEnv):
         self._closed = False
 
     def reset(self, seed: Any = None) -> Observation:
-        """Refused: each worker resets its own."""
+        """Raise an error: each worker resets its own environments."""
         raise InputError("the environments of a cluster are reset by their workers")
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        """Refused: each worker steps its own."""
+        """Raise an error: each worker steps its own environments."""
         raise InputError("the environments of a cluster are stepped by their workers")
 
     def get_state(self) -> list[dict[str, Any]] | None:
@@ -351,7 +351,7 @@ class ClusterEnv(VectorEnv):
         return None if any(state is None for state in states) else [one for state in states for one in state]
 
     def set_state(self, states: list[dict[str, Any]]) -> None:
-        """Refused: a state goes to the workers with an order."""
+        """Raise an error: workers receive a state with an order."""
         raise InputError("the state of a cluster's environments is set through its collector")
 
     def state_obstacle(self) -> str | None:

@@ -85,7 +85,7 @@ class Collected:
 
     rollout: TensorDict
     episodes: list[RobotEpisode]  # with head camera and codes
-    places: list[tuple[int, int]]  # of each: its first step and its column in the rollout
+    positions: list[tuple[int, int]]  # of each: its first step and its column in the rollout
     remembered: Tensor  # [T, N, hidden]: the explorer's memory after each step
     terms: dict[str, Tensor] = field(default_factory=dict)  # the reward's, [T, N] each
 
@@ -97,14 +97,14 @@ class Collected:
     def spread(self, values: Tensor) -> Tensor:
         """Values of the episodes' steps, [longest, E, …], at their positions in the rollout, [T, N, …]."""
         found = values.new_zeros(*self.rollout.batch_size, *values.shape[2:])
-        for index, (episode, (start, column)) in enumerate(zip(self.episodes, self.places, strict=True)):
+        for index, (episode, (start, column)) in enumerate(zip(self.episodes, self.positions, strict=True)):
             found[start : start + len(episode), column] = values[: len(episode), index]
         return found
 
     def starts(self) -> Tensor:
         """bool [T, N]: which steps are an episode's first."""
         found = torch.zeros(self.rollout.batch_size, dtype=torch.bool, device=self.remembered.device)
-        for start, column in self.places:
+        for start, column in self.positions:
             found[start, column] = True
         return found
 
@@ -168,11 +168,13 @@ class ExplorerRollouts:
                 size,
             )
         width = self.env.num_envs
-        places = [(start, column + width * number) for number, one in enumerate(rounds) for start, column in one.places]
+        positions = [
+            (start, column + width * number) for number, one in enumerate(rounds) for start, column in one.positions
+        ]
         return Collected(
             torch.cat([one.rollout for one in rounds], 1),
             [episode for one in rounds for episode in one.episodes],
-            places,
+            positions,
             torch.cat([one.remembered for one in rounds], 1),
         )
 

@@ -95,7 +95,7 @@ class DatasetExplorer:
         """Nothing: episodes are read on demand."""
 
     def skip(self, count: int) -> None:
-        """Go on after `count` more episodes."""
+        """Skip `count` episodes."""
         self._next += count
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ def test_a_rollout_has_whole_episodes_of_new_scenes(explorer):
     assert [episode.number for episode in second.episodes] == [4, 5, 6, 7]
     scenes = {episode.wrist[0].tobytes() for found in (first, second) for episode in found.episodes}
     assert len(scenes) == 8
-    assert first.places == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert first.positions == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert not first.rollout[schema.MEMORY][0].any()
     assert first.rollout[schema.MEMORY][1:].abs().sum((-1, -2)).min() > 0
     assert first.rollout[schema.NEXT_TRUNCATED].sum(0).tolist() == [1, 1, 1, 1]
@@ -157,7 +157,7 @@ def test_an_episode_that_ends_early_is_followed_by_another(explorer, teacher):
     rollout = found.rollout
     assert rollout[schema.NEXT_TERMINATED][:, 0].tolist() == [False, True, False, True, False]
     assert not rollout[schema.NEXT_TERMINATED][:, 1].any()
-    assert found.places == [(0, 0), (2, 0), (4, 0), (0, 1)]
+    assert found.positions == [(0, 0), (2, 0), (4, 0), (0, 1)]
     assert [len(episode) for episode in found.episodes] == [2, 2, 1, 5]
     assert not rollout[schema.MEMORY][2, 0].any()
     assert not rollout[schema.MEMORY][4, 0].any()
