@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 
 from deft import schema
+from deft.data.spaces import action_stream
 from deft.data.tensors import check_log_prob, policy_inputs, zero_rows
 from deft.envs.layout import Observation, take_rows
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError
 from deft.models.policy import Policy
 
 RANDOM, EXPERT = "random", "expert"  # policies that are not checkpoints
@@ -68,3 +75,21 @@ class PolicyActor:
         if self._memory is not None:
             self._memory = self._memory.clone()
             self._memory[rows] = td[schema.NEXT_MEMORY]
+
+
+def expert_actions(env: VectorEnv, action_space: spaces.Space) -> Callable[[], np.ndarray]:
+    """Return a function that returns the actions [N, …] of the environments' scripted expert.
+
+    `action_space` is that of a single environment, in which its expert acts.
+    """
+    stream = action_stream(action_space)
+    return lambda: stream.to_rows(np.stack(env.call(EXPERT_METHOD)))
+
+
+def check_expert(env: gymnasium.Env, name: str) -> None:
+    """Raise an error if the environment has no scripted expert."""
+    if not env.has_wrapper_attr(EXPERT_METHOD):
+        raise InputError(
+            f"--policy expert: {name} offers no scripted expert (a method {EXPERT_METHOD}() of the environment); use a "
+            "trained policy or random actions"
+        )

@@ -21,12 +21,11 @@ import numpy as np
 
 from deft import trust
 from deft.config.settings import CompareRunsConfig, EnvConfig
-from deft.data.spaces import action_stream
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
 from deft.errors import InputError, RunError
-from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
+from deft.evaluation.acting import EXPERT, RANDOM, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, merge_env_kwargs
 from deft.evaluation.plots import PALETTE, _figure, _save, _style
 from deft.evaluation.rollouts import EVALUATION_ENVS, action_selection, play_episodes, summarize
@@ -117,7 +116,7 @@ class _Contender:
                 self._policies = [None] if self._load is None else [*self._load(env)]
             if self._policies[0] is not None:
                 self.action_selection = action_selection(self._policies[0], config.deterministic)
-            act = _expert(env) if self._name == EXPERT else None
+            act = expert_actions(env, env.action_space) if self._name == EXPERT else None
             played, seed = [], first_seed(env, config.seed)
             for policy in self._policies:
                 seed_everything(config.seed)
@@ -232,11 +231,6 @@ def _vector_env(config: EnvConfig, kwargs: dict[str, Any], chunk_length: int, ep
         yield env
     finally:
         env.close()
-
-
-def _expert(env: VectorEnv) -> Callable[[], np.ndarray]:
-    stream = action_stream(env.action_space)
-    return lambda: stream.to_rows(np.stack(env.call(EXPERT_METHOD)))
 
 
 def _check_same_scenes(contenders: dict[str, list[_Contender]]) -> None:

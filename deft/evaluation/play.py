@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 from deft import trust
 from deft.config.settings import PlayConfig
-from deft.data.spaces import action_stream
 from deft.envs.captions import Captions
 from deft.envs.make import make_env, wrap
-from deft.envs.vector import VectorEnv
-from deft.errors import InputError
-from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM
+from deft.evaluation.acting import EXPERT, RANDOM, check_expert, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize
 from deft.evaluation.video import write_video
@@ -46,7 +41,10 @@ def play(config: PlayConfig) -> dict[str, Any]:
     vector = wrap(env, chunk_length=chunk_length)
     try:
         policy = members_of(load_policy(*run, vector, config.device))[0] if run else None
-        act = _expert(vector, env) if config.policy == EXPERT else None
+        act = None
+        if config.policy == EXPERT:
+            check_expert(env, env_config.id)
+            act = expert_actions(vector, env.action_space)
         seed_everything(config.seed)  # building a policy draws its weights
         episodes = play_episodes(
             policy, vector, config.episodes, config.seed, config.deterministic, frames=frames, act=act
@@ -68,15 +66,3 @@ def play(config: PlayConfig) -> dict[str, Any]:
         assert frames is not None
         results["video"] = str(write_video(frames, Path(config.video), fps=max(1, round(fps / chunk_length))))
     return results
-
-
-def _expert(vector: VectorEnv, env: gymnasium.Env) -> Callable[[], np.ndarray]:
-    """The environment's own script as a source of actions."""
-    if not env.has_wrapper_attr(EXPERT_METHOD):
-        name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
-        raise InputError(
-            f"--policy expert: {name} offers no scripted expert (a method {EXPERT_METHOD}() of the environment); "
-            "play a trained policy or random actions"
-        )
-    stream = action_stream(env.action_space)
-    return lambda: stream.to_rows(np.stack(vector.call(EXPERT_METHOD)))

@@ -19,6 +19,7 @@ from torch import Tensor
 from deft import schema
 from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
+from deft.evaluation.image_quality import psnr
 from deft.evaluation.plots import plot_comparison
 from deft.models.f1.frames import to_model, to_pictures
 from deft.models.f1.motion import TAIL, fit_sharpness, prior_cross_entropy
@@ -279,12 +280,6 @@ def _cat(tensors: list[Tensor]) -> Tensor:
 
 def _mean(values: Tensor) -> float | None:
     return float(values.float().mean()) if len(values) else None
-
-
-def psnr(images: Tensor, truth: Tensor) -> Tensor:
-    """10 log10(255² / mean squared error) of each image [N, 3, h, w] in 0 … 255, dB; at most 100."""
-    error = (images - truth).square().flatten(1).mean(1)
-    return 10.0 * torch.log10(255.0**2 / error.clamp(min=255.0**2 * 1e-10))
 
 
 @torch.no_grad()

@@ -18,14 +18,13 @@ from deft.data.datasets.dataset import Episode
 from deft.data.recording import Recording, environment_details
 from deft.data.recording_lerobot import LeRobotFiles
 from deft.data.recording_minari import MinariFiles, dataset_path
-from deft.data.spaces import action_stream
 from deft.envs.layout import Observation, take_rows
 from deft.envs.make import TASK_KWARGS, full_id, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.envs.wrappers import close_env
 from deft.errors import DeftError, InputError
-from deft.evaluation.acting import EXPERT, EXPERT_METHOD, RANDOM, PolicyActor
+from deft.evaluation.acting import EXPERT, RANDOM, PolicyActor, check_expert, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import members_of
@@ -45,11 +44,8 @@ def collect(config: CollectConfig) -> dict[str, Any]:
     env_config = _env_config(config, run[1] if run else None)
     example = make_env(env_config)
     try:
-        if config.policy == EXPERT and not example.has_wrapper_attr(EXPERT_METHOD):
-            raise InputError(
-                f"--policy expert: {env_config.id} offers no scripted expert (a method {EXPERT_METHOD}() of the "
-                "environment); record a trained policy or random actions"
-            )
+        if config.policy == EXPERT:
+            check_expert(example, env_config.id)
         if config.noise > 1 and not isinstance(example.action_space, spaces.Box):
             raise InputError(f"--noise: {config.noise:g} is no chance of a random action; {env_config.id} needs 0 to 1")
         path, files = _files(config, example, env_config.id)
@@ -211,8 +207,7 @@ def _actor(
     elif config.policy == RANDOM:
         actor = _Function(lambda: random_actions(env, generator), RANDOM)
     else:
-        stream = action_stream(action_space)
-        actor = _Function(lambda: stream.to_rows(np.stack(env.call(EXPERT_METHOD))), EXPERT)
+        actor = _Function(expert_actions(env, action_space), EXPERT)
     return _Noisy(actor, env, config.noise, generator) if config.noise else actor
 
 

@@ -15,12 +15,12 @@ from deft.cli import main
 from deft.config.loading import to_dict
 from deft.data.episodes import batch_episodes
 from deft.data.robot_episode import RobotEpisode
+from deft.evaluation.image_quality import psnr
 from deft.evaluation.world_model import (
     episode_losses,
     mean_loss,
     measure,
     open_loop,
-    psnr,
     shuffled_actions,
     teacher_table,
     unigram_entropy,

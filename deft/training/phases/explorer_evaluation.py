@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from deft import schema
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.robot_episode import RobotEpisode
-from deft.envs.process import ProcessVectorEnv
-from deft.envs.serial import SerialVectorEnv
-from deft.envs.vector import VectorEnv
 from deft.envs.watched import WatchedEnv
 from deft.errors import DeftError
 from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.evaluation.world_model import EVALUATION_FILE, coded_batches
 from deft.evaluation.world_model import measure as measure_world_model
-from deft.machine import available_cores
 from deft.models.f1.explorer import ExplorerPolicy, load_explorer, new_explorer
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
@@ -69,7 +64,7 @@ def explore(
     """
     exploration = make_exploration(config, world_model, held_out=True)
     exploration.seed = seed
-    env, num_steps = open_envs(exploration, min(episodes, ENVS_TOGETHER), watched_envs)
+    env, num_steps = open_envs(exploration, min(episodes, ENVS_TOGETHER), WatchedEnv)
     rollouts = ExplorerRollouts(explorer, env, exploration, num_steps, episodes)
     try:
         with separate_random_state(seed), show_evaluation(rollouts.num_episodes) as watch:
@@ -99,14 +94,6 @@ def act_randomly(explorer: ExplorerPolicy) -> Act:
         return acted
 
     return act
-
-
-def watched_envs(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
-    """Environments that count visits and contacts, in processes if there are several cores."""
-    functions = [partial(WatchedEnv, environment) for _ in range(num_envs)]
-    if num_envs == 1 or available_cores() == 1:
-        return SerialVectorEnv(functions)
-    return ProcessVectorEnv(functions, restart_workers=0)
 
 
 # -- deft evaluate ---------------------------------------------------------------------------------------------------

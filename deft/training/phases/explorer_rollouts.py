@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -60,23 +61,19 @@ def make_student_env(environment: Mapping[str, Any]) -> F1RLEnv:
     return StudentEnv({**environment, "need_head_camera": True})
 
 
-def make_envs(environment: Mapping[str, Any], num_envs: int) -> VectorEnv:
-    """Make the environments, in processes if there are several cores."""
-    functions = [partial(make_student_env, dict(environment)) for _ in range(num_envs)]
-    if num_envs == 1 or available_cores() == 1:
-        return SerialVectorEnv(functions)
-    return ProcessVectorEnv(functions, restart_workers=0)
-
-
 def open_envs(
-    exploration: Exploration, num_envs: int, make: Callable[[Mapping[str, Any], int], VectorEnv] = make_envs
+    exploration: Exploration, num_envs: int, make: Callable[[Mapping[str, Any]], gymnasium.Env] = make_student_env
 ) -> tuple[VectorEnv, int]:
-    """Make the environments that are explored; return them and the steps of an episode.
+    """Make the environments that are explored, in processes if there are several cores; return them and the steps of
+    an episode.
 
     Their own time limit is one step longer: the last step then does not reset the scene, which would take long.
     """
     num_steps = read_task_config(exploration.environment, {}).max_steps
-    return make(exploration.environment | {"max_steps": num_steps + 1}, num_envs), num_steps
+    functions = [partial(make, exploration.environment | {"max_steps": num_steps + 1}) for _ in range(num_envs)]
+    if num_envs == 1 or available_cores() == 1:
+        return SerialVectorEnv(functions), num_steps
+    return ProcessVectorEnv(functions, restart_workers=0), num_steps
 
 
 @dataclass
