@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_POINTS = 300
+COLORS = PALETTE[:6]
 SMOOTHED = 60  # points from which a curve is drawn as its running mean over a pale line of all points
 INK, SOFT, LINE, CARD = "#1c2530", "#5c6874", "#dfe4ea", "#fefefe"
 # Colours that are drawn, and the variables of the page's style sheet that replace them.
 VARIABLES = {INK: "--ink", SOFT: "--soft", LINE: "--line", CARD: "--card"} | {
-    color: f"--c{index}" for index, color in enumerate(PALETTE[:6])
+    color: f"--c{index}" for index, color in enumerate(COLORS)
 }
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -55,7 +56,7 @@ def line_chart(title: str, curves: Mapping[str, Curve], x_label: str = "") -> st
 
     def draw(axes: Axes) -> None:
         for index, (name, (steps, values)) in enumerate(finite.items()):
-            color = PALETTE[index % len(VARIABLES)]
+            color = COLORS[index % len(COLORS)]
             chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int))
             if len(values) > SMOOTHED:
                 axes.plot(steps[chosen], values[chosen], color=color, linewidth=0.6, alpha=0.35, gid=f"raw-{index}")
@@ -81,7 +82,7 @@ def bar_chart(title: str, bars: Mapping[str, float | Sequence[float]]) -> str:
     def draw(axes: Axes) -> None:
         for index, values in enumerate(finite.values()):
             mean = values.mean()
-            (bar,) = axes.bar([index], [mean], 0.56, color=PALETTE[index % len(VARIABLES)])
+            (bar,) = axes.bar([index], [mean], 0.56, color=COLORS[index % len(COLORS)])
             bar.set_gid(f"bar-{index}")
             if len(values) > 1:
                 positions = index + np.linspace(-0.1, 0.1, len(values))

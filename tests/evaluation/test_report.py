@@ -72,6 +72,11 @@ def test_charts_take_their_colours_from_the_page():
     assert not re.findall(r' id="(?![pm][0-9a-f]{10}")', svg)
 
 
+def test_more_curves_and_bars_than_colours_repeat_them():
+    assert len(points(line_chart("Many", {str(index): ([0, 1], [0.0, index]) for index in range(9)}))) == 9
+    assert len(points(bar_chart("Many", {str(index): 1.0 + index for index in range(9)}), "bar")) == 9
+
+
 def test_a_report_of_a_run_that_has_only_begun(tmp_path):
     (tmp_path / "config.yaml").write_text("phase: teacher\n")
     text = write_report(tmp_path).read_text()
