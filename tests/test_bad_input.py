@@ -443,7 +443,11 @@ REFUSED = [
     ("train --resume {place}/offline --hidden-dim 16", "{place}/offline/checkpoint-2/model.pt", "8", "16"),
     ("train iql {new} --dataset {place}/good.hdf5 --model-path {place}/nowhere", "{place}/nowhere", "does not exist"),
     ("train iql {new} --dataset {place}/good.hdf5 --model-path {place}/run", "{place}/run", "does not fit"),
-    ("train iql {new} --dataset {place}/good.hdf5 --model-path {place}/offline", "{place}/offline", "does not fit"),
+    (
+        "train iql {new} --dataset {place}/good.hdf5 --model-path {place}/offline --hidden-dim 16",
+        "{place}/offline",
+        "does not fit",
+    ),
     ("train dt {new} --dataset {place}/good.hdf5 --model-path {place}/offline", "{place}/offline", "does not fit"),
     ("evaluate {place}/no-env", "env", "names no environment", "--env"),
     ("evaluate {place}/no-env --env CartPole-v1", "bounded Box", "Discrete(2)"),

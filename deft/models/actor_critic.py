@@ -235,6 +235,11 @@ class ActorCritic(Policy):
         """Half width of the action range."""
         return self._box_head.width
 
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The smallest and the largest action."""
+        return self._box_head.bounds
+
     def to_unit(self, action: Tensor) -> Tensor:
         """Actions in the environment's units as unit actions."""
         return self._box_head.to_unit(action)

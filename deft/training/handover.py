@@ -32,7 +32,7 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
     if policy is not None:
         built_from = policy.policy_config if isinstance(policy, Policy) else None
         return config if built_from is None else replace(config, policy=_for_algorithm(config, to_dict(built_from)))
-    if config.model_path is None:
+    if config.model_path is None or not _trains_policies_of_others(config):
         return config
     source = config_beside(resume_from or Path(config.model_path))
     if source is None:
@@ -56,6 +56,12 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
     if section["distribution"] is None and isinstance(source, OfflineRunConfig):
         section["distribution"] = getattr(OFFLINE_ALGORITHMS[source.algorithm.name], "distribution", None)
     return replace(config, policy=_for_algorithm(config, section | changed))
+
+
+def _trains_policies_of_others(config: RunConfig | OfflineRunConfig) -> bool:
+    """False for the Decision Transformer, whose settings describe its network."""
+    kind = OFFLINE_ALGORITHMS.get(config.algorithm.name)
+    return kind is None or issubclass(kind, ActorAlgorithm)
 
 
 def _for_algorithm(config: RunConfig | OfflineRunConfig, section: dict[str, Any]) -> dict[str, Any]:
