@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from torch import nn
 
+from deft.models.vla.spec import model_keywords
 from deft.schema import has_channels_last
 
 PLACES = "places"  # of things that pictures show, for training alone
@@ -33,8 +33,7 @@ def model_defaults(
     has no such stream. Where several streams could be meant, or pictures differ in size, the keyword is left to the
     class, whose own default is also the first choice among several streams.
     """
-    parameters = inspect.signature(model_class).parameters
-    own = {name: parameter.default for name, parameter in parameters.items()}
+    own = model_keywords(model_class)
     streams = observation_space.spaces
     answers: dict[str, Any] = {"action_dim": int(action_space.shape[-1]), "chunk_length": chunk_length}
 
@@ -70,7 +69,7 @@ def model_defaults(
     if isinstance(longest, int) and "max_instruction_length" in answers:
         # Room, not an exact size: a model that has more keeps it, and with it the shape of its pretrained weights.
         answers["max_instruction_length"] = max(longest, answers["max_instruction_length"])
-    return {name: value for name, value in answers.items() if name in parameters and name not in given}
+    return {name: value for name, value in answers.items() if name in own and name not in given}
 
 
 def _picture_sides(space: spaces.Space) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ gives actions, log-probs and value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn import functional
 from deft.errors import InputError
 from deft.models.vla.images import square_images
 from deft.models.vla.interface import BaseVLAModel
+from deft.models.vla.spec import ProprioSpec
 
 BYTE_VALUES = 256
 PADDING_BYTE = 0  # never part of UTF-8 text, except for the character NUL
@@ -179,6 +180,31 @@ class InstructionMemory:
     mask: Tensor  # bool [B, 1, 1, length + scene tokens]: False at padding
 
 
+@dataclass(kw_only=True)
+class GPTSpec(ProprioSpec):
+    """The keywords of `GPTVLAModel`."""
+
+    vision_encoder: str = "resnet-tiny"
+    language_model: str = "gpt-tiny"
+    freeze_vision_encoder: bool = False
+    image_size: int = 64
+    proprio_key: str | None = "proprio"
+    max_instruction_length: int = 64
+    log_std_init: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, known in (("vision_encoder", VISION_ENCODERS), ("language_model", LANGUAGE_MODELS)):
+            if (chosen := getattr(self, name)) not in known:
+                raise InputError(f"{name} {chosen!r} is none of {', '.join(known)}")
+        pixels = VISION_ENCODERS[self.vision_encoder].pixels_per_token
+        if self.image_size < 1 or self.image_size % pixels:
+            raise InputError(f"image_size {self.image_size} is no multiple of {pixels} ({self.vision_encoder})")
+        super().__post_init__()
+        self.check_least(max_instruction_length=1)
+
+
 class GPTVLAModel(BaseVLAModel):
     """A Gaussian policy over action chunks and a value, from images, proprioception and an instruction.
 
@@ -186,73 +212,44 @@ class GPTVLAModel(BaseVLAModel):
     those come from `load_vla_model`. `proprio_key` and `instruction_key` may be None for environments without them.
     """
 
-    def __init__(
-        self,
-        vision_encoder: str = "resnet-tiny",
-        language_model: str = "gpt-tiny",
-        freeze_vision_encoder: bool = False,
-        action_dim: int = 7,
-        chunk_length: int = 1,
-        image_keys: Sequence[str] = ("rgb",),
-        image_size: int = 64,
-        proprio_key: str | None = "proprio",
-        proprio_dim: int = 7,
-        instruction_key: str | None = "instruction",
-        max_instruction_length: int = 64,
-        log_std_init: float = 0.0,
-        dropout: float = 0.0,
-    ) -> None:
+    spec_class = GPTSpec
+
+    def __init__(self, spec: GPTSpec | None = None, **given: Any) -> None:
+        spec = GPTSpec(**given) if spec is None else spec
         super().__init__()
-        if vision_encoder not in VISION_ENCODERS:
-            raise InputError(f"vision_encoder {vision_encoder!r} is none of {', '.join(VISION_ENCODERS)}")
-        if language_model not in LANGUAGE_MODELS:
-            raise InputError(f"language_model {language_model!r} is none of {', '.join(LANGUAGE_MODELS)}")
-        vision, language = VISION_ENCODERS[vision_encoder], LANGUAGE_MODELS[language_model]
-        if image_size < 1 or image_size % vision.pixels_per_token:
-            raise InputError(f"image_size {image_size} is no multiple of {vision.pixels_per_token} ({vision_encoder})")
-        if isinstance(image_keys, str) or not image_keys:
-            raise InputError(f"image_keys {image_keys!r} must be a list of one or more observation keys")
-        sizes = {
-            "action_dim": action_dim,
-            "chunk_length": chunk_length,
-            "proprio_dim": proprio_dim,
-            "max_instruction_length": max_instruction_length,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise InputError(f"{name} {size} must be 1 or more")
-        self.freeze_vision_encoder = freeze_vision_encoder
-        self.action_dim = action_dim
-        self.chunk_length = chunk_length
-        self.image_keys = tuple(image_keys)
-        self.image_size = image_size
-        self.proprio_key = proprio_key
-        self.proprio_dim = proprio_dim
-        self.instruction_key = instruction_key
-        self.max_instruction_length = max_instruction_length
+        vision, language = VISION_ENCODERS[spec.vision_encoder], LANGUAGE_MODELS[spec.language_model]
+        self.freeze_vision_encoder = spec.freeze_vision_encoder
+        self.action_dim = spec.action_dim
+        self.chunk_length = spec.chunk_length
+        self.image_keys = tuple(spec.image_keys)
+        self.image_size = spec.image_size
+        self.proprio_key = spec.proprio_key
+        self.proprio_dim = spec.proprio_dim
+        self.instruction_key = spec.instruction_key
+        self.max_instruction_length = spec.max_instruction_length
 
         width = language.width
-        cells = (image_size // vision.pixels_per_token) ** 2
+        cells = (spec.image_size // vision.pixels_per_token) ** 2
         self.vision = VisionEncoder(vision)
         self.vision_projection = nn.Linear(self.vision.width, width)
         self.visual_position = nn.Parameter(torch.empty(len(self.image_keys) * cells, width))
-        if proprio_key is not None:
-            self.proprio_projection = nn.Linear(proprio_dim, width)
-        if instruction_key is not None:
+        if spec.proprio_key is not None:
+            self.proprio_projection = nn.Linear(spec.proprio_dim, width)
+        if spec.instruction_key is not None:
             self.byte_embedding = nn.Embedding(BYTE_VALUES, width)
-            self.instruction_position = nn.Parameter(torch.empty(max_instruction_length, width))
-        self.queries = nn.Parameter(torch.empty(chunk_length + 1, width))  # one an action step, then the value's
+            self.instruction_position = nn.Parameter(torch.empty(spec.max_instruction_length, width))
+        self.queries = nn.Parameter(torch.empty(spec.chunk_length + 1, width))  # one an action step, then the value's
         # Any: a ModuleList forgets that these are TransformerBlocks.
         self.blocks: Any = nn.ModuleList(
-            TransformerBlock(width, language.heads, dropout) for _ in range(language.layers)
+            TransformerBlock(width, language.heads, spec.dropout) for _ in range(language.layers)
         )
         self.final_norm = nn.LayerNorm(width)
-        self.action_head = nn.Linear(width, action_dim)
+        self.action_head = nn.Linear(width, spec.action_dim)
         self.value_head = nn.Linear(width, 1)
-        self.log_std = nn.Parameter(torch.full((chunk_length, action_dim), float(log_std_init)))
-        self.dropout = nn.Dropout(dropout)
+        self.log_std = nn.Parameter(torch.full((spec.chunk_length, spec.action_dim), float(spec.log_std_init)))
+        self.dropout = nn.Dropout(spec.dropout)
         self._initialise()
-        if freeze_vision_encoder:
+        if spec.freeze_vision_encoder:
             self.vision.requires_grad_(False)
 
     def _initialise(self) -> None:

@@ -48,6 +48,8 @@ class BaseVLAModel(nn.Module, ABC):
     the likelihood (`imitation_loss`), or to share features with the critics (`features`, `value_of`).
     """
 
+    spec_class: type | None = None
+    """The specification of a constructor with the parameter `spec` (`deft.models.vla.spec`)."""
     action_dim: Any = None
     """Number of action dims; None: not fixed by the model."""
     chunk_length: Any = None

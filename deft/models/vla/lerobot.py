@@ -11,6 +11,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,20 @@ from deft import schema, trust
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
 from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead, masked_sum, stream, texts_of
+from deft.models.vla.spec import ProprioSpec
 
 POOLED = 8  # cells a side of a picture that the value sees
 STATE, ACTION, TASK = "observation.state", "action", "task"
+
+
+@dataclass(kw_only=True)
+class LeRobotSpec(ProprioSpec):
+    """The keywords of `LeRobotVLA`."""
+
+    folder: str | None = None
+    load_weights: bool = True
+    cameras: Mapping[str, str] | None = None
+    log_std_init: float = -1.0
 
 
 class LeRobotVLA(PretrainedVLA):
@@ -38,44 +50,39 @@ class LeRobotVLA(PretrainedVLA):
     own, on small images, the proprioception and the mean: LeRobot's policies do not say where their trunk ends.
     """
 
-    def __init__(
-        self,
-        folder: str | None = None,
-        load_weights: bool = True,
-        action_dim: int = 7,
-        chunk_length: int = 1,
-        image_keys: Sequence[str] = ("rgb",),
-        proprio_key: str | None = "state",
-        proprio_dim: int = 7,
-        instruction_key: str | None = "instruction",
-        cameras: Mapping[str, str] | None = None,
-        log_std_init: float = -1.0,
-    ) -> None:
-        super().__init__(action_dim, chunk_length, proprio_key, proprio_dim, instruction_key)
-        if folder is None or not (Path(folder) / "config.json").is_file():
-            raise InputError(f"{folder}: no LeRobot policy: name the folder with its config.json (model_path)")
-        check_processors(Path(folder))
+    spec_class = LeRobotSpec
+
+    def __init__(self, spec: LeRobotSpec | None = None, **given: Any) -> None:
+        spec = LeRobotSpec(**given) if spec is None else spec
+        super().__init__(spec)
+        if spec.folder is None or not (Path(spec.folder) / "config.json").is_file():
+            raise InputError(f"{spec.folder}: no LeRobot policy: name the folder with its config.json (model_path)")
+        check_processors(Path(spec.folder))
         configs, factory = lerobot_modules()
         try:
-            config = configs.PreTrainedConfig.from_pretrained(folder, local_files_only=True)
+            config = configs.PreTrainedConfig.from_pretrained(spec.folder, local_files_only=True)
             config.device = "cpu"
             policy_class = factory.get_policy_class(config.type)
-            if load_weights:
-                self.backbone = policy_class.from_pretrained(folder, config=config, local_files_only=True, strict=True)
+            if spec.load_weights:
+                self.backbone = policy_class.from_pretrained(
+                    spec.folder, config=config, local_files_only=True, strict=True
+                )
             else:
                 self.backbone = policy_class(config)
             self._before, self._after = factory.make_pre_post_processors(
-                config, pretrained_path=folder, preprocessor_overrides={"device_processor": {"device": "cpu"}}
+                config, pretrained_path=spec.folder, preprocessor_overrides={"device_processor": {"device": "cpu"}}
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise InputError(f"{folder}: not read as a LeRobot policy: {str(error).strip().splitlines()[0]}") from None
+            raise InputError(
+                f"{spec.folder}: not read as a LeRobot policy: {str(error).strip().splitlines()[0]}"
+            ) from None
         self.config: Any = config
-        wanted, given = int(config.action_feature.shape[0]), action_dim
-        if wanted != given:
-            raise InputError(f"{folder}: the policy gives actions of {wanted} dims; the environment takes {given}")
-        self.cameras = self._match(image_keys, cameras)
-        self.log_std = nn.Parameter(torch.full((chunk_length, action_dim), float(log_std_init)))
-        seen = len(self.cameras) * 3 * POOLED**2 + proprio_dim + chunk_length * action_dim
+        wanted, taken = int(config.action_feature.shape[0]), spec.action_dim
+        if wanted != taken:
+            raise InputError(f"{spec.folder}: the policy gives actions of {wanted} dims; the environment takes {taken}")
+        self.cameras = self._match(spec.image_keys, spec.cameras)
+        self.log_std = nn.Parameter(torch.full((spec.chunk_length, spec.action_dim), float(spec.log_std_init)))
+        seen = len(self.cameras) * 3 * POOLED**2 + spec.proprio_dim + spec.chunk_length * spec.action_dim
         self.value_head = ValueHead(seen, gradient=False)
         # LeRobot's decorator switches gradients off; what it stands on is called instead.
         self._predict = inspect.unwrap(type(self.backbone).predict_action_chunk)

@@ -7,7 +7,6 @@ file that is missing, damaged or of another model is an error.
 from __future__ import annotations
 
 import difflib
-import inspect
 import logging
 import os
 import pickle
@@ -28,6 +27,7 @@ from deft.config.settings import VLAConfig
 from deft.errors import InputError, RunError
 from deft.models.vla.defaults import model_defaults
 from deft.models.vla.interface import missing_methods
+from deft.models.vla.spec import model_keywords, takes_any_keyword
 from deft.ownership import verify
 
 logger = logging.getLogger(__name__)
@@ -195,13 +195,12 @@ def build_vla_model(model_class: type[nn.Module], model_config: Mapping[str, Any
     name = model_class.__name__
     if not isinstance(model_config, Mapping):
         raise InputError(f"model_config must hold the keywords of {name}; it is {model_config!r}")
-    parameters = inspect.signature(model_class).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        for keyword in model_config:
-            if keyword not in parameters:
-                nearest = _nearest(keyword, parameters)
-                hint = f"did you mean {nearest!r}?" if nearest else f"allowed: {', '.join(parameters)}"
-                raise InputError(f"model_config.{keyword} is not a keyword of {name}; {hint}")
+    keywords = model_keywords(model_class)
+    for keyword in model_config:
+        if keyword not in keywords and not takes_any_keyword(model_class):
+            nearest = _nearest(keyword, keywords)
+            hint = f"did you mean {nearest!r}?" if nearest else f"allowed: {', '.join(keywords)}"
+            raise InputError(f"model_config.{keyword} is not a keyword of {name}; {hint}")
     try:
         return model_class(**model_config)
     except (TypeError, ValueError) as error:

@@ -6,7 +6,8 @@ around any vision-language model that `vlm` takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.vla.interface import ScoredInParts
 from deft.models.vla.pretrained import PretrainedVLA, Statistics, ValueHead, read_statistics
+from deft.models.vla.spec import PromptedSpec
 from deft.models.vla.vlm import Trunk
 
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -50,6 +52,15 @@ class ActionTokens(torch.nn.Module):
         return self.centers[(BINS - 1 - offsets).clamp(0, BINS - 2)]
 
 
+@dataclass(kw_only=True)
+class TokenSpec(PromptedSpec):
+    """The keywords of `TokenVLA`."""
+
+    prompt: str = PROMPT
+    prompt_length: int = 64
+    last_token: int | None = None
+
+
 class TokenVLA(ScoredInParts, PretrainedVLA):
     """A vision-language model that writes its actions, and a value on what it has read.
 
@@ -60,42 +71,24 @@ class TokenVLA(ScoredInParts, PretrainedVLA):
 
     keeps_sample = True  # two tokens stand for the highest bin
 
-    def __init__(
-        self,
-        folder: str | None = None,
-        architecture: Mapping[str, Any] | None = None,
-        load_weights: bool = True,
-        action_dim: int = 7,
-        chunk_length: int = 1,
-        image_keys: Sequence[str] = ("rgb",),
-        instruction_key: str | None = "instruction",
-        prompt: str = PROMPT,
-        prompt_length: int = 64,
-        tokenizer: str | None = None,
-        statistics: Mapping[str, Any] | str | None = None,
-        last_token: int | None = None,
-        dtype: str = "float32",
-        lora: Mapping[str, Any] | None = None,
-        freeze_vision: bool = False,
-        gradient_checkpointing: bool = False,
-        compile: bool = False,
-        value_gradient: bool = False,
-    ) -> None:
-        super().__init__(action_dim, chunk_length, None, 1, instruction_key)
-        self.backbone = Trunk(
-            folder, architecture, load_weights, image_keys, tokenizer, prompt, prompt_length, dtype, lora,
-            freeze_vision, gradient_checkpointing,
-        )  # fmt: skip
-        if compile:
+    spec_class = TokenSpec
+
+    def __init__(self, spec: TokenSpec | None = None, **given: Any) -> None:
+        spec = TokenSpec(**given) if spec is None else spec
+        super().__init__(spec)
+        self.backbone = Trunk(spec)
+        if spec.compile:
             self.backbone.compile()
         size = self.backbone.vocabulary - int(getattr(self.backbone.config, "pad_to_multiple_of", 0) or 0)
-        end = size if last_token is None else last_token
+        end = size if spec.last_token is None else spec.last_token
         if not BINS < end <= self.backbone.vocabulary:
             raise InputError(f"last_token {end} must be more than {BINS} and at most {self.backbone.vocabulary}")
         self.tokens = ActionTokens(end)
-        self.action_statistics = Statistics(action_dim, read_statistics(folder, statistics).get("action"), "action")
-        self.value_head = ValueHead(self.backbone.width, value_gradient)
-        self.num_tokens = chunk_length * action_dim
+        self.action_statistics = Statistics(
+            spec.action_dim, read_statistics(spec.folder, spec.statistics).get("action"), "action"
+        )
+        self.value_head = ValueHead(self.backbone.width, spec.value_gradient)
+        self.num_tokens = spec.chunk_length * spec.action_dim
 
     # The interface of a VLA model ------------------------------------------------------------------------------------
 

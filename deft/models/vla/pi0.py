@@ -6,7 +6,8 @@ A flow: it is fine-tuned by flow matching, acts by denoising, and PPO and GRPO s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,9 +33,22 @@ from deft.models.vla.pretrained import (
     read_statistics,
     transformers_module,
 )
+from deft.models.vla.spec import PretrainedSpec, ProprioSpec
 
 PROMPT = "{instruction}\n"
 Prefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]  # keys and values by layer, mask [B, T], features [B, F]
+
+
+@dataclass(kw_only=True)
+class Pi0Spec(ProprioSpec, PretrainedSpec):
+    """The keywords of `Pi0VLA`."""
+
+    chunk_length: int = 10
+    proprio_dim: int = 8
+    prompt_length: int = 48
+    num_steps: int | None = None
+    flow_noise: float = 0.1
+    learn_noise: bool = True
 
 
 class Pi0VLA(ScoredInParts, PretrainedVLA):
@@ -48,58 +62,43 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
     keeps_sample = True
     starts_from_noise = True
 
-    def __init__(
-        self,
-        folder: str | None = None,
-        architecture: Mapping[str, Any] | None = None,
-        load_weights: bool = True,
-        action_dim: int = 7,
-        chunk_length: int = 10,
-        image_keys: Sequence[str] = ("rgb",),
-        proprio_key: str | None = "state",
-        proprio_dim: int = 8,
-        instruction_key: str | None = "instruction",
-        prompt_length: int = 48,
-        tokenizer: str | None = None,
-        statistics: Mapping[str, Any] | str | None = None,
-        num_steps: int | None = None,
-        flow_noise: float = 0.1,
-        learn_noise: bool = True,
-        dtype: str = "float32",
-        lora: Mapping[str, Any] | None = None,
-        freeze_vision: bool = False,
-        gradient_checkpointing: bool = False,
-        value_gradient: bool = False,
-    ) -> None:
-        super().__init__(action_dim, chunk_length, proprio_key, proprio_dim, instruction_key)
-        config = read_architecture(folder, architecture, "pi0")
+    spec_class = Pi0Spec
+
+    def __init__(self, spec: Pi0Spec | None = None, **given: Any) -> None:
+        spec = Pi0Spec(**given) if spec is None else spec
+        super().__init__(spec)
+        config = read_architecture(spec.folder, spec.architecture, "pi0")
         for name, size, most in (
-            ("action_dim", action_dim, config.max_action_dim),
-            ("proprio_dim", proprio_dim, config.max_state_dim),
-            ("chunk_length", chunk_length, config.chunk_size),
+            ("action_dim", spec.action_dim, config.max_action_dim),
+            ("proprio_dim", spec.proprio_dim, config.max_state_dim),
+            ("chunk_length", spec.chunk_length, config.chunk_size),
         ):
             if size > most:
                 raise InputError(f"{name} {size} is more than this π0 has: {most}")
-        if not flow_noise > 0:
-            raise InputError(f"flow_noise {flow_noise} must be above 0: without noise a chain has no log-prob")
+        if not spec.flow_noise > 0:
+            raise InputError(f"flow_noise {spec.flow_noise} must be above 0: without noise a chain has no log-prob")
         vlm = config.vlm_config
-        self.pictures = Pictures(image_keys, vlm.vision_config.image_size, folder)
-        self.words = Words(folder, tokenizer, PROMPT, prompt_length, vlm.text_config.vocab_size)
-        known = read_statistics(folder, statistics)
-        self.state_statistics = Statistics(proprio_dim, known.get("state"), "state")
-        self.action_statistics = Statistics(action_dim, known.get("action"), "action")
+        self.pictures = Pictures(spec.image_keys, vlm.vision_config.image_size, spec.folder)
+        self.words = Words(spec.folder, spec.tokenizer, PROMPT, spec.prompt_length, vlm.text_config.vocab_size)
+        known = read_statistics(spec.folder, spec.statistics)
+        self.state_statistics = Statistics(spec.proprio_dim, known.get("state"), "state")
+        self.action_statistics = Statistics(spec.action_dim, known.get("action"), "action")
         transformers = transformers_module()
-        self.backbone = build_backbone(transformers.PI0ForConditionalGeneration, config, folder, load_weights, dtype)
-        if freeze_vision:
+        self.backbone = build_backbone(
+            transformers.PI0ForConditionalGeneration, config, spec.folder, spec.load_weights, spec.dtype
+        )
+        if spec.freeze_vision:
             self.backbone.model.vlm.vision_tower.requires_grad_(False)
-        add_lora(self.backbone, lora)
-        self.gradient_checkpointing = gradient_checkpointing
-        if gradient_checkpointing:
+        add_lora(self.backbone, spec.lora)
+        self.gradient_checkpointing = spec.gradient_checkpointing
+        if spec.gradient_checkpointing:
             checkpoint_layers(self.backbone.model.vlm.vision_tower)
         self.config: Any = config
-        self.num_steps = num_steps or config.num_inference_steps
-        self.log_noise = nn.Parameter(torch.full((self.num_steps,), math.log(flow_noise)), requires_grad=learn_noise)
-        self.value_head = ValueHead(vlm.text_config.hidden_size + proprio_dim, value_gradient)
+        self.num_steps = spec.num_steps or config.num_inference_steps
+        self.log_noise = nn.Parameter(
+            torch.full((self.num_steps,), math.log(spec.flow_noise)), requires_grad=spec.learn_noise
+        )
+        self.value_head = ValueHead(vlm.text_config.hidden_size + spec.proprio_dim, spec.value_gradient)
 
     @property
     def deviation(self) -> Tensor:

@@ -25,6 +25,7 @@ from deft.config.validation import checked
 from deft.errors import InputError
 from deft.models.lora import LoraSettings
 from deft.models.vla.interface import BaseVLAModel
+from deft.models.vla.spec import ProprioSpec, StreamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -421,15 +422,13 @@ class PretrainedVLA(BaseVLAModel):
     reads_folder = True  # `load_vla_model` hands such a class the folder, which holds more than weights
     keeps_sample = False
 
-    def __init__(
-        self, action_dim: int, chunk_length: int, proprio_key: str | None, proprio_dim: int, instruction_key: str | None
-    ) -> None:
+    def __init__(self, spec: StreamSpec) -> None:
         super().__init__()
-        for name, size in (("action_dim", action_dim), ("chunk_length", chunk_length), ("proprio_dim", proprio_dim)):
-            if size < 1:
-                raise InputError(f"{name} {size} must be 1 or more")
-        self.action_dim, self.chunk_length = action_dim, chunk_length
-        self.proprio_key, self.proprio_dim, self.instruction_key = proprio_key, proprio_dim, instruction_key
+        self.action_dim, self.chunk_length = spec.action_dim, spec.chunk_length
+        self.instruction_key = spec.instruction_key
+        self.proprio_key, self.proprio_dim = None, 1
+        if isinstance(spec, ProprioSpec):
+            self.proprio_key, self.proprio_dim = spec.proprio_key, spec.proprio_dim
         self.backbone: Any = None
 
     # The interface of a VLA model ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from deft.models.normalization import RunningNormalizer
 from deft.models.vla.heads import ROUNDING, Chunks, FlowChunks, GaussianChunks, SwitchedChunks, TokenChunks
 from deft.models.vla.images import square_images
 from deft.models.vla.interface import ScoredInParts
+from deft.models.vla.spec import ProprioSpec
 
 IMAGE_MULTIPLE = 16  # of which a picture's side is one, in pixels
 CHANNELS = 24
@@ -153,6 +155,62 @@ class CameraEncoder(nn.Module):
         return parts.permute(0, 2, 4, 1, 3, 5).reshape(weight.shape)
 
 
+@dataclass(kw_only=True)
+class TinySpec(ProprioSpec):
+    """The keywords of `TinyVLAModel`."""
+
+    head: str = "gaussian"
+    chunk_length: int = 4
+    image_keys: Sequence[str] = ("head_rgb", "wrist_rgb")
+    image_size: int = 64
+    cell: int = 2
+    proprio_dim: int = 24
+    width: int = 256
+    log_std_init: float = -3.0
+    log_common_init: float = -2.0
+    imitation: str = "absolute"
+    switch_dims: Sequence[int] = ()
+    num_bins: int = 32
+    flow_steps: int = 5
+    flow_noise: float = 0.1
+    value_gradient: bool = False
+    freeze_vision: bool = False
+    bottleneck: int = 0
+    places_key: str | None = None
+    places_dim: int = 8
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.head not in HEADS:
+            raise InputError(f"head {self.head!r} is none of {', '.join(HEADS)}")
+        if self.imitation not in IMITATION:
+            raise InputError(f"imitation {self.imitation!r} is none of {', '.join(IMITATION)}")
+        if self.image_size < IMAGE_MULTIPLE or self.image_size % IMAGE_MULTIPLE:
+            raise InputError(f"image_size {self.image_size} is no multiple of {IMAGE_MULTIPLE}")
+        if self.cell < 1 or IMAGE_MULTIPLE % self.cell:
+            raise InputError(f"cell {self.cell} is none of 1, 2, 4, 8, 16")
+        super().__post_init__()
+        self.check_least(width=1, num_bins=2, flow_steps=1, places_dim=1)
+        if self.places_dim > FOUND_DIM:
+            raise InputError(f"places_dim {self.places_dim} must be at most {FOUND_DIM}")
+        if isinstance(self.bottleneck, bool) or not (
+            self.bottleneck == 0 or self.places_dim <= self.bottleneck <= FOUND_DIM
+        ):
+            raise InputError(
+                f"bottleneck {self.bottleneck} must be 0 (none), or {self.places_dim} (places_dim) to {FOUND_DIM}"
+            )
+        if isinstance(self.switch_dims, str | int) or any(type(dim) is not int for dim in self.switch_dims):
+            raise InputError(f"switch_dims {self.switch_dims!r}: it is a list of whole numbers, such as [-1]")
+        if any(not -self.action_dim <= dim < self.action_dim for dim in self.switch_dims):
+            raise InputError(
+                f"switch_dims {list(self.switch_dims)}: an action has dims 0 to {self.action_dim - 1} (−1 is the last)"
+            )
+        if len({dim % self.action_dim for dim in self.switch_dims}) == self.action_dim:
+            raise InputError("switch_dims names every dim; leave at least one to the head")
+        if not self.flow_noise > 0:
+            raise InputError(f"flow_noise {self.flow_noise} must be above 0: without noise a chain has no log-prob")
+
+
 class TinyVLAModel(ScoredInParts):
     """Cameras, proprioception and an instruction in, a chunk of K actions and a value out.
 
@@ -170,106 +228,52 @@ class TinyVLAModel(ScoredInParts):
     that spans the table says it in its third digit.
     """
 
-    default_chunk_length = 4
     image_multiple = IMAGE_MULTIPLE
+    spec_class = TinySpec
 
-    def __init__(
-        self,
-        head: str = "gaussian",
-        action_dim: int = 7,
-        chunk_length: int = default_chunk_length,
-        image_keys: Sequence[str] = ("head_rgb", "wrist_rgb"),
-        image_size: int = 64,
-        cell: int = 2,
-        proprio_key: str | None = "state",
-        proprio_dim: int = 24,
-        instruction_key: str | None = "instruction",
-        width: int = 256,
-        log_std_init: float = -3.0,
-        log_common_init: float = -2.0,
-        imitation: str = "absolute",
-        switch_dims: Sequence[int] = (),
-        num_bins: int = 32,
-        flow_steps: int = 5,
-        flow_noise: float = 0.1,
-        value_gradient: bool = False,
-        freeze_vision: bool = False,
-        bottleneck: int = 0,
-        places_key: str | None = None,
-        places_dim: int = 8,
-    ) -> None:
+    def __init__(self, spec: TinySpec | None = None, **given: Any) -> None:
+        spec = TinySpec(**given) if spec is None else spec
         super().__init__()
-        if head not in HEADS:
-            raise InputError(f"head {head!r} is none of {', '.join(HEADS)}")
-        if imitation not in IMITATION:
-            raise InputError(f"imitation {imitation!r} is none of {', '.join(IMITATION)}")
-        if isinstance(image_keys, str) or not image_keys:
-            raise InputError(f"image_keys {image_keys!r} must be a list of one or more observation keys")
-        if image_size < IMAGE_MULTIPLE or image_size % IMAGE_MULTIPLE:
-            raise InputError(f"image_size {image_size} is no multiple of {IMAGE_MULTIPLE}")
-        if cell < 1 or IMAGE_MULTIPLE % cell:
-            raise InputError(f"cell {cell} is none of 1, 2, 4, 8, 16")
-        for name, size, least in (
-            ("action_dim", action_dim, 1),
-            ("chunk_length", chunk_length, 1),
-            ("proprio_dim", proprio_dim, 1),
-            ("width", width, 1),
-            ("num_bins", num_bins, 2),
-            ("flow_steps", flow_steps, 1),
-            ("places_dim", places_dim, 1),
-        ):
-            if size < least:
-                raise InputError(f"{name} {size} must be {least} or more")
-        if places_dim > FOUND_DIM:
-            raise InputError(f"places_dim {places_dim} must be at most {FOUND_DIM}")
-        if isinstance(bottleneck, bool) or not (bottleneck == 0 or places_dim <= bottleneck <= FOUND_DIM):
-            raise InputError(f"bottleneck {bottleneck} must be 0 (none), or {places_dim} (places_dim) to {FOUND_DIM}")
-        if isinstance(switch_dims, str | int) or any(type(dim) is not int for dim in switch_dims):
-            raise InputError(f"switch_dims {switch_dims!r}: it is a list of whole numbers, such as [-1]")
-        if any(not -action_dim <= dim < action_dim for dim in switch_dims):
-            raise InputError(
-                f"switch_dims {list(switch_dims)}: an action has dims 0 to {action_dim - 1} (−1 is the last)"
-            )
-        self.switch_dims = sorted({dim % action_dim for dim in switch_dims})
-        if len(self.switch_dims) == action_dim:
-            raise InputError("switch_dims names every dim; leave at least one to the head")
-        if not flow_noise > 0:
-            raise InputError(f"flow_noise {flow_noise} must be above 0: without noise a chain has no log-prob")
-        self.head_name, self.action_dim, self.chunk_length = head, action_dim, chunk_length
-        self.image_keys, self.image_size = tuple(image_keys), image_size
-        self.proprio_key, self.proprio_dim, self.instruction_key = proprio_key, proprio_dim, instruction_key
-        self.value_gradient, self.freeze_vision, self.bottleneck = value_gradient, freeze_vision, bottleneck
-        self.width, self.places_key, self.places_dim = width, places_key, places_dim
+        self.switch_dims = sorted({dim % spec.action_dim for dim in spec.switch_dims})
+        self.head_name, self.action_dim, self.chunk_length = spec.head, spec.action_dim, spec.chunk_length
+        self.image_keys, self.image_size = tuple(spec.image_keys), spec.image_size
+        self.proprio_key, self.proprio_dim = spec.proprio_key, spec.proprio_dim
+        self.instruction_key, self.value_gradient = spec.instruction_key, spec.value_gradient
+        self.freeze_vision, self.bottleneck = spec.freeze_vision, spec.bottleneck
+        self.places_key, self.places_dim = spec.places_key, spec.places_dim
+        self.width = width = spec.width
 
         # What the cameras look for is read apart from which task it is: labels then teach the one and leave the other.
         self.text: Any = WordEncoder()
         self.names: Any = WordEncoder()
         self.task: Any = nn.Linear(TEXT_DIM, TASK_DIM)
-        self.cameras: Any = nn.ModuleList(CameraEncoder(image_size, cell) for _ in self.image_keys)
+        self.cameras: Any = nn.ModuleList(CameraEncoder(spec.image_size, spec.cell) for _ in self.image_keys)
         inputs = TASK_DIM + len(self.image_keys) * CameraEncoder.out_dim
-        if proprio_key is not None:
-            self.proprio: Any = RunningNormalizer((proprio_dim,), clip=5.0, epsilon=PROPRIO_EPSILON)
-            inputs += proprio_dim
+        if spec.proprio_key is not None:
+            self.proprio: Any = RunningNormalizer((spec.proprio_dim,), clip=5.0, epsilon=PROPRIO_EPSILON)
+            inputs += spec.proprio_dim
         half = max(width // 2, 1)
         # Where things are is one question, what to do about it the next.
         self.found: Any = nn.Sequential(
             nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, half), nn.ReLU(),
             nn.Linear(half, FOUND_DIM),
         )  # fmt: skip
-        body = TASK_DIM + (0 if proprio_key is None else proprio_dim)
-        inputs = bottleneck + len(FINE) * places_dim + body if bottleneck else FOUND_DIM + inputs
+        body = TASK_DIM + (0 if spec.proprio_key is None else spec.proprio_dim)
+        inputs = spec.bottleneck + len(FINE) * spec.places_dim + body if spec.bottleneck else FOUND_DIM + inputs
         self.trunk: Any = nn.Sequential(
             nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
         )
-        others = action_dim - len(self.switch_dims)
-        if head == "gaussian":
-            chunks: Chunks = GaussianChunks(width, chunk_length, others, log_std_init, log_common_init, imitation)
-        elif head == "token":
-            chunks = TokenChunks(width, chunk_length, others, num_bins)
+        others = spec.action_dim - len(self.switch_dims)
+        if spec.head == "gaussian":
+            chunks: Chunks = GaussianChunks(
+                width, spec.chunk_length, others, spec.log_std_init, spec.log_common_init, spec.imitation
+            )
+        elif spec.head == "token":
+            chunks = TokenChunks(width, spec.chunk_length, others, spec.num_bins)
         else:
-            chunks = FlowChunks(width, chunk_length, others, flow_steps, flow_noise)
+            chunks = FlowChunks(width, spec.chunk_length, others, spec.flow_steps, spec.flow_noise)
         if self.switch_dims:
-            chunks = SwitchedChunks(chunks, width, chunk_length, action_dim, self.switch_dims)
+            chunks = SwitchedChunks(chunks, width, spec.chunk_length, spec.action_dim, self.switch_dims)
         self.head: Any = chunks
         last = nn.Linear(width, 1)
         nn.init.zeros_(last.weight)
@@ -280,7 +284,7 @@ class TinyVLAModel(ScoredInParts):
         )
         # There with and without labels: weights that were trained with them then act where there are none.
         self.places_scale: Any = RunningNormalizer((FOUND_DIM,), clip=5.0, epsilon=PROPRIO_EPSILON)
-        if freeze_vision:
+        if spec.freeze_vision:
             for module in self._vision():
                 module.requires_grad_(False)
 

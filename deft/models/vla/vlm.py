@@ -7,7 +7,7 @@ and one for the value follow them. `openvla` shares the trunk.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from deft.models.vla.pretrained import (
     read_statistics,
     transformers_module,
 )
+from deft.models.vla.spec import PromptedSpec, ProprioSpec
 
 PROMPT = "{instruction}\n"
 PALIGEMMA = "paligemma"
@@ -50,36 +51,23 @@ class Trunk(nn.Module):
     cameras and words; for others that take them (Gemma 3) those of type 1, the cameras. The rest is read in order.
     """
 
-    def __init__(
-        self,
-        folder: str | None,
-        architecture: Mapping[str, Any] | None,
-        load_weights: bool,
-        image_keys: Sequence[str],
-        tokenizer: str | None,
-        prompt: str,
-        prompt_length: int,
-        dtype: str,
-        lora: Mapping[str, Any] | None,
-        freeze_vision: bool,
-        gradient_checkpointing: bool,
-    ) -> None:
+    def __init__(self, spec: PromptedSpec) -> None:
         super().__init__()
-        config = read_architecture(folder, architecture)
+        config = read_architecture(spec.folder, spec.architecture)
         vision, text = getattr(config, "vision_config", None), config.get_text_config()
         if vision is None or not isinstance(getattr(vision, "image_size", None), int):
             raise InputError(
-                f"{folder or 'architecture'}: a model of type {config.model_type!r} has no vision_config with an "
+                f"{spec.folder or 'architecture'}: a model of type {config.model_type!r} has no vision_config with an "
                 "image_size; a PaliGemma-style vision-language model is wanted"
             )
-        self.pictures = Pictures(image_keys, vision.image_size, folder)
-        self.words = Words(folder, tokenizer, prompt, prompt_length, text.vocab_size)
+        self.pictures = Pictures(spec.image_keys, vision.image_size, spec.folder)
+        self.words = Words(spec.folder, spec.tokenizer, spec.prompt, spec.prompt_length, text.vocab_size)
         auto = transformers_module().AutoModelForImageTextToText
-        self.model: Any = build_backbone(auto, config, folder, load_weights, dtype)
-        if freeze_vision:
+        self.model: Any = build_backbone(auto, config, spec.folder, spec.load_weights, spec.dtype)
+        if spec.freeze_vision:
             self._vision().requires_grad_(False)
-        add_lora(self.model, lora)
-        if gradient_checkpointing:
+        add_lora(self.model, spec.lora)
+        if spec.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.width: int = text.hidden_size
         self.vocabulary: int = text.vocab_size
@@ -165,6 +153,14 @@ class Trunk(nn.Module):
         return found
 
 
+@dataclass(kw_only=True)
+class VisionLanguageSpec(ProprioSpec, PromptedSpec):
+    """The keywords of `VisionLanguageVLA`."""
+
+    prompt: str = PROMPT
+    log_std_init: float = -1.0
+
+
 class VisionLanguageVLA(PretrainedVLA):
     """A Gaussian over action chunks, and a value, on a vision-language model.
 
@@ -172,50 +168,28 @@ class VisionLanguageVLA(PretrainedVLA):
     the heads. `lora` trains low-rank changes in place of the weights, which may then be kept as bfloat16.
     """
 
-    def __init__(
-        self,
-        folder: str | None = None,
-        architecture: Mapping[str, Any] | None = None,
-        load_weights: bool = True,
-        action_dim: int = 7,
-        chunk_length: int = 1,
-        image_keys: Sequence[str] = ("rgb",),
-        proprio_key: str | None = "state",
-        proprio_dim: int = 7,
-        instruction_key: str | None = "instruction",
-        prompt: str = PROMPT,
-        prompt_length: int = 32,
-        tokenizer: str | None = None,
-        statistics: Mapping[str, Any] | str | None = None,
-        log_std_init: float = -1.0,
-        dtype: str = "float32",
-        lora: Mapping[str, Any] | None = None,
-        freeze_vision: bool = False,
-        gradient_checkpointing: bool = False,
-        compile: bool = False,
-        value_gradient: bool = False,
-    ) -> None:
-        super().__init__(action_dim, chunk_length, proprio_key, proprio_dim, instruction_key)
-        self.backbone = Trunk(
-            folder, architecture, load_weights, image_keys, tokenizer, prompt, prompt_length, dtype, lora,
-            freeze_vision, gradient_checkpointing,
-        )  # fmt: skip
-        if compile:
+    spec_class = VisionLanguageSpec
+
+    def __init__(self, spec: VisionLanguageSpec | None = None, **given: Any) -> None:
+        spec = VisionLanguageSpec(**given) if spec is None else spec
+        super().__init__(spec)
+        self.backbone = Trunk(spec)
+        if spec.compile:
             self.backbone.compile()
-        known = read_statistics(folder, statistics)
-        self.state_statistics = Statistics(proprio_dim, known.get("state"), "state")
-        self.action_statistics = Statistics(action_dim, known.get("action"), "action")
+        known = read_statistics(spec.folder, spec.statistics)
+        self.state_statistics = Statistics(spec.proprio_dim, known.get("state"), "state")
+        self.action_statistics = Statistics(spec.action_dim, known.get("action"), "action")
         width = self.backbone.width
-        self.proprio_projection = nn.Linear(proprio_dim, width)
+        self.proprio_projection = nn.Linear(spec.proprio_dim, width)
         scale = self._token_scale()
-        self.queries = nn.Parameter(scale * torch.randn(chunk_length + 1, width))
-        nn.init.normal_(self.proprio_projection.weight, std=scale / proprio_dim**0.5)
-        last = nn.Linear(width, action_dim)
+        self.queries = nn.Parameter(scale * torch.randn(spec.chunk_length + 1, width))
+        nn.init.normal_(self.proprio_projection.weight, std=scale / spec.proprio_dim**0.5)
+        last = nn.Linear(width, spec.action_dim)
         nn.init.normal_(last.weight, std=0.002)
         nn.init.zeros_(last.bias)
         self.action_head = nn.Sequential(nn.LayerNorm(width), last)
-        self.log_std = nn.Parameter(torch.full((chunk_length, action_dim), float(log_std_init)))
-        self.value_head = ValueHead(width, value_gradient)
+        self.log_std = nn.Parameter(torch.full((spec.chunk_length, spec.action_dim), float(spec.log_std_init)))
+        self.value_head = ValueHead(width, spec.value_gradient)
 
     # The interface of a VLA model ------------------------------------------------------------------------------------
 

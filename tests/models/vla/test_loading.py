@@ -148,7 +148,10 @@ def test_file_without_weights(tmp_path, content):
             {"freeze_vision": True},
             "model_config.freeze_vision is not a keyword of GPTVLAModel; did you mean 'freeze_vis",
         ),
-        ({"zzz": 1}, "model_config.zzz is not a keyword of GPTVLAModel; allowed: vision_encoder, language_model"),
+        (
+            {"zzz": 1},
+            "model_config.zzz is not a keyword of GPTVLAModel; allowed: action_dim, .*vision_encoder, language_model",
+        ),
         ({"action_dim": "seven"}, "GPTVLAModel cannot be built from model_config: '<' not supported"),
         ({"vision_encoder": "resnet51"}, "vision_encoder 'resnet51' is none of"),
         ([1], r"model_config must hold the keywords of GPTVLAModel; it is \[1\]"),
