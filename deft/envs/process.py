@@ -123,7 +123,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
         self._num_restarts = 0
         self._seed: int | Sequence[int] | None = None
         self._calls: dict[str, tuple[Any, ...]] = {}
-        """The last call of each `set_…` method; repeated in new workers."""
+        """The last call of each `set_…` method, with its name; repeated in new workers."""
         self._request = 0
         self._failure: str | None = None
         self._shared: SharedArrays | None = None
@@ -373,10 +373,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
         steps: list[tuple[str, Callable[[_Worker], tuple[Any, ...]]]] = [
             ("make", lambda worker: (worker.functions, worker.first_env)),
             ("share", self._share),
-            *(
-                ("call", lambda worker, call=call: call)
-                for call in [(name, *args) for name, args in self._calls.items()]
-            ),
+            *(("call", lambda worker, call=call: call) for call in self._calls.values()),
             ("reset", lambda worker: (into, seeds[worker.rows])),
         ]
         failures: dict[_Worker, str] = {}
