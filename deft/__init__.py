@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from deft.algorithms.sft import SFT
     from deft.algorithms.td3_bc import TD3BC
     from deft.config.f1_settings import TrainingConfig
-    from deft.config.offline_rl_config import OfflineRLConfig
-    from deft.config.rl_config import RLConfig
     from deft.config.rl_yaml import get_environment_config, get_training_config, load_rl_config
     from deft.config.settings import CurriculumConfig
+    from deft.config.views import OfflineRLConfig, RLConfig
     from deft.config.waypoint_settings import PPOConfig
     from deft.data.datasets import load_dataset
     from deft.data.offline_buffer import OfflineReplayBuffer
@@ -71,8 +70,8 @@ _MODULES = {
     "SAC": "deft.algorithms.sac",
     "SFT": "deft.algorithms.sft",
     "TD3BC": "deft.algorithms.td3_bc",
-    "OfflineRLConfig": "deft.config.offline_rl_config",
-    "RLConfig": "deft.config.rl_config",
+    "OfflineRLConfig": "deft.config.views",
+    "RLConfig": "deft.config.views",
     "TrainingConfig": "deft.config.f1_settings",
     "get_environment_config": "deft.config.rl_yaml",
     "get_training_config": "deft.config.rl_yaml",

@@ -42,6 +42,17 @@ ALIASES: dict[str, str] = {
 
 CLASS_ALIASES: dict[str, dict[str, str]] = {
     "PPOConfig": {"num_epochs": "n_epochs"},
+    "OfflineRLConfig": {"gamma": "discount_gamma"},
+    "RLConfig": {
+        "gamma": "discount_gamma",
+        "gae_lambda": "ppo_gae_lambda",
+        "n_epochs": "ppo_epochs",
+        "clip_range": "ppo_clip_range",
+        "clip_epsilon": "ppo_clip_range",
+        "clip_range_vf": "ppo_clip_range_vf",
+        "value_coef": "ppo_value_coef",
+        "entropy_coef": "ppo_entropy_coef",
+    },
 }
 """The same for the settings of one class and of those derived from it."""
 

@@ -10,8 +10,8 @@ import gymnasium
 
 from deft import trust
 from deft.config.loading import replace
-from deft.config.rl_config import RLConfig
 from deft.config.settings import RunConfig
+from deft.config.views import RLConfig
 from deft.envs.make import make_another
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
@@ -46,7 +46,7 @@ class OnlineTrainer:
         trust.name(env)
         env_id = env if isinstance(env, str) else _id_of(env)
         if config is None:
-            config = RLConfig(algorithm=self.algorithm_name)  # type: ignore[arg-type]
+            config = RLConfig(algorithm=self.algorithm_name)
         run_config = config.to_run_config(env_id) if isinstance(config, RLConfig) else config
         if isinstance(config, RunConfig) and env_id is not None:
             run_config = replace(run_config, **{"env.id": env_id})

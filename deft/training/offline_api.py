@@ -13,8 +13,8 @@ from gymnasium import spaces
 from deft import trust
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.loading import replace, resolve
-from deft.config.offline_rl_config import OfflineRLConfig
 from deft.config.settings import OfflineRunConfig
+from deft.config.views import OfflineRLConfig
 from deft.data.datasets import find_dataset, open_dataset
 from deft.data.datasets.dataset import Dataset
 from deft.data.offline_buffer import OfflineReplayBuffer

@@ -16,7 +16,7 @@ from deft.config.algorithm_settings import (
 from deft.config.fields import setting_names
 from deft.config.flags import run_flags
 from deft.config.loading import replace, resolve, setting_paths, to_dict, value_at
-from deft.config.offline_rl_config import OfflineRLConfig
+from deft.config.views import OfflineRLConfig
 from deft.errors import InputError
 
 OFFLINE = [name for name, cls in ALGORITHM_SETTINGS.items() if cls.LEARNS_FROM == "dataset"]

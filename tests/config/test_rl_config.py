@@ -13,9 +13,9 @@ from deft.config.algorithm_settings import (
 )
 from deft.config.fields import setting_names
 from deft.config.loading import replace, setting_paths, to_dict, value_at
-from deft.config.rl_config import RLConfig, _paths
 from deft.config.settings import CurriculumConfig, RunConfig
 from deft.config.validation import Count, NonNegativeInt, Positive, settings
+from deft.config.views import RLConfig, flat_paths
 from deft.errors import InputError
 
 # The reference of the document, field by field.
@@ -69,11 +69,12 @@ OTHER_VALUES = {
     tuple: lambda value: (32,),
     dict: lambda value: {"size": 5},
 }
+PATHS = {name: flat_paths(RLConfig, name) for name in ("ppo", "sac", "grpo")}
 REACHABLE = {
-    name: {path: {known for known, at in _paths(name).items() if at == path} for path in _paths(name).values()}
-    for name in ("ppo", "sac", "grpo")
+    name: {path: {known for known, at in paths.items() if at == path} for path in paths.values()}
+    for name, paths in PATHS.items()
 }
-OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in _paths("ppo")} | {"buffer_size"}
+OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in PATHS["ppo"]} | {"buffer_size"}
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
 CHOICES = {"device": "cpu", "inference": "actor", "distribution": "gaussian"}
 
@@ -111,9 +112,9 @@ def test_sac_takes_its_own_settings() -> None:
 def test_grpo_takes_the_documents_names() -> None:
     config = RLConfig(algorithm="grpo", group_size=8, kl_coef=0.05, clip_range=0.3).to_run_config()
     assert config.algorithm.cfg == GRPOSettings(group_size=8, kl_coef=0.05, clip_range=0.3)
-    assert RLConfig(clip_range=0.3, ppo_clip_range=0.3).to_run_config().algorithm.cfg == PPOSettings(clip_range=0.3)
-    with pytest.raises(InputError, match=r"clip_range is 0\.3 and ppo_clip_range is 0\.1: two names of one setting"):
-        RLConfig(clip_range=0.3, ppo_clip_range=0.1).to_run_config()
+    assert RLConfig(clip_range=0.3).to_run_config().algorithm.cfg == PPOSettings(clip_range=0.3)
+    with pytest.raises(InputError, match=r"^clip_range: the same setting as 'ppo_clip_range'; give one of them$"):
+        RLConfig(clip_range=0.3, ppo_clip_range=0.1)
 
 
 def test_a_curriculum_is_a_section_of_the_environment() -> None:

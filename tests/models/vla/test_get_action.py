@@ -16,8 +16,8 @@ from torch import nn
 from vla_worlds import PointToColour, SevenJoints
 
 from deft import schema
-from deft.config.rl_config import RLConfig
 from deft.config.settings import DatasetPolicyConfig, PolicyConfig
+from deft.config.views import RLConfig
 from deft.envs import SerialVectorEnv
 from deft.errors import InputError, RunError
 from deft.models.vla.get_action import GetActionPolicy, find_modules, wrap_policy
