@@ -48,7 +48,6 @@ from deft.runs.compute import choose_device
 from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
 from deft.runs.precision import set_precision
-from deft.runs.signals import StopSignal
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import BaseRLTrainer, Metrics
 from deft.training.phases.exploration import Exploration, ProcessExplorer
@@ -302,16 +301,20 @@ class TeacherInStep(TeacherTrainer):
                 return float(progress)
         return float(self._game["over"])
 
-    def _is_over(self, stop: StopSignal) -> bool:
+    @property
+    def is_over(self) -> bool:
+        """Wait for the next iteration of phase 3; return whether training ends."""
         while not (
-            stop() or self._game["over"] or (self._game["pace"] and self._game["pace"][-1][0] > self.num_updates)
+            self.stop_requested()
+            or self._game["over"]
+            or (self._game["pace"] and self._game["pace"][-1][0] > self.num_updates)
         ):
             if os.getppid() != self._parent:
-                raise RunError("the game beside it has ended without a word")
+                raise RunError("the process of phase 3 ended unexpectedly")
             time.sleep(0.2)
             self._game = _read_pace(self.run_dir.parent)
         self._set_learning_rate()  # that of the next update was not known when the last round ended
-        return super()._is_over(stop)
+        return super().is_over
 
 
 def _read_pace(root: Path) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_the_explorer_acts_with_a_share_of_the_students_noise(played, tmp_path):
         set_noise(explorer, config, folder)
         assert float(explorer.deviation[0]) == pytest.approx(0.5 * deviation)
         assert float(explorer.initial_deviation) == pytest.approx(0.5 * initial)
-    with pytest.raises(InputError, match=r"action_noise: .* learned with"):
+    with pytest.raises(InputError, match=r"action_noise: .* was trained with"):
         set_noise(explorer, game_config(tmp_path, explorer_noise=0.3), folder)
 
 
@@ -286,7 +286,7 @@ def test_an_explorer_of_an_earlier_version_does_all_that_it_says(played, tmp_pat
 
 
 def test_shares_of_more_than_a_batch_are_refused(tmp_path):
-    with pytest.raises(InputError, match="replay_share, random_share: together at most 1"):
+    with pytest.raises(InputError, match="replay_share, random_share: their sum must be at most 1"):
         make(tmp_path, replay_share=0.6, random_share=0.5)
 
 
