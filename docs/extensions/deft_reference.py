@@ -2,6 +2,7 @@
 
 - `settings CLASS`: a table of the settings of a class of `deft.config`: name, allowed values, default, meaning.
 - `command ARGUMENTS`: the help text of a `deft` command.
+- `aliases`: the other names of settings, from `deft.config.aliases`.
 - `presets`: the presets that ship with Deft, with the first comment line of each.
 - `autoapi NAME …`: names of the package `deft`, by autodoc.
 """
@@ -26,6 +27,7 @@ from sphinx.util.docutils import SphinxDirective
 import deft
 import deft.config
 from deft.cli import main
+from deft.config import aliases
 from deft.config.aliases import aliases_of
 from deft.config.fields import description_of, nested_class, setting_names
 from deft.config.loading import PRESETS
@@ -159,6 +161,24 @@ class Presets(Markdown):
         return table
 
 
+class Aliases(Markdown):
+    """The other names of settings and of their values."""
+
+    required_arguments = 0
+
+    def lines(self) -> list[str]:
+        """A table of aliases and settings."""
+        found: dict[str, list[str]] = {}
+        for table in (aliases.ALIASES, aliases.MOVED):
+            for alias, setting in table.items():
+                found.setdefault(setting, []).append(alias)
+        for setting, values in aliases.VALUES.items():
+            for alias, value in values.items():
+                found.setdefault(f"{setting}: {value}", []).append(f"{setting}: {alias}")
+        rows = [f"| {', '.join(f'`{one}`' for one in others)} | `{setting}` |" for setting, others in found.items()]
+        return ["| alias | setting |", "| --- | --- |", *rows]
+
+
 class Api(Markdown):
     """Names that the package `deft` offers, by autodoc."""
 
@@ -211,6 +231,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives, and the conversion of docstrings."""
     app.add_directive("settings", Settings)
     app.add_directive("command", Command)
+    app.add_directive("aliases", Aliases)
     app.add_directive("presets", Presets)
     app.add_directive("autoapi", Api)
     app.connect("autodoc-process-docstring", convert_docstring)
