@@ -83,6 +83,8 @@ def settings(cls: type[Settings]) -> type[Settings]:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         name = field_for(made, name) or name
+        if name == "resume" and isinstance(value, bool):  # as in `translate`
+            value = getattr(self, "output_dir", value) if value else None
         try:
             assign(self, name, translate_value(name, value))
         except ValidationError as error:
