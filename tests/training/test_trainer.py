@@ -36,11 +36,10 @@ def make_trainer(tmp_path, env=None, num_envs=2, policy=None, algorithm=None, **
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     """All numbers that a run is made of."""
     state = {f"policy.{name}": value for name, value in trainer.policy.state_dict().items()}
-    adam = trainer.algorithm.state_dict()["optimizer"]
+    adam = trainer.algorithm.state_dict()["optimizer"]["state"]
+    assert all({"step", "exp_avg", "exp_avg_sq"} <= own.keys() for own in adam.values())
     return state | {
-        "adam.first": adam["first"][0],
-        "adam.second": adam["second"][0],
-        "count": torch.tensor(adam["count"]),
+        f"adam.{index}.{name}": torch.as_tensor(value) for index, own in adam.items() for name, value in own.items()
     }
 
 
