@@ -192,8 +192,10 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with the present gradients."""
+        """Take one step with the gradients of the parameters, also those that replaced the views."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        for flat in (flat for flats in self.flats for flat in flats):
+            flat.restore_gradients()
         self.update_parameters()
         return loss
 
@@ -247,6 +249,14 @@ class _Flat:
             parameters, self.views(self.value), self.views(self.gradient), strict=True
         ):
             parameter.data, parameter.grad = value, gradient
+
+    def restore_gradients(self) -> None:
+        """Copy gradients that replaced the views into the flat tensor (None: zero), and make them views again."""
+        for parameter, view in zip(self.parameters, self.views(self.gradient), strict=True):
+            gradient = parameter.grad
+            if gradient is None or gradient.data_ptr() != view.data_ptr():
+                view.zero_() if gradient is None else view.copy_(gradient)
+                parameter.grad = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the part of each parameter, in its shape."""

@@ -161,3 +161,18 @@ def test_parameters_of_several_types_and_groups():
     assert [float(gradient.sum()) for gradient in gradients_of(optimizer)] == [0.0, 0.0, 1.0]
     optimizer.zero_grad()
     assert not any(float(gradient.sum()) for gradient in gradients_of(optimizer))
+
+
+def test_gradients_that_replaced_the_views_are_used():
+    """As after `module.zero_grad()`, or where a user assigns `grad`: the steps equal those of torch's AdamW."""
+    ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
+    for parameter, optimizer in (
+        (ours, FlatAdam([ours], 0.1)),
+        (theirs, torch.optim.AdamW([theirs], 0.1, weight_decay=0.0)),
+    ):
+        parameter.grad = torch.tensor([3.0, -1.0])
+        optimizer.step()
+        parameter.grad = None
+        parameter.square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(ours.data, theirs.data)

@@ -278,8 +278,8 @@ def assert_equal(one: Trainer, other: Trainer) -> None:
     for name, value in one.policy.state_dict().items():
         assert torch.equal(value, other.policy.state_dict()[name]), name
     first, second = (trainer.algorithm.state_dict() for trainer in (one, other))
-    averages = [[own["exp_avg"] for own in state["optimizer"]["state"].values()] for state in (first, second)]
-    assert all(torch.equal(own, theirs) for own, theirs in zip(*averages, strict=True))
+    for saved, other_saved in zip(*(state["optimizer"]["state"].values() for state in (first, second)), strict=True):
+        assert all(torch.equal(saved[name], other_saved[name]) for name in ("exp_avg", "exp_avg_sq", "step"))
     assert all(torch.equal(first["reference"][name], second["reference"][name]) for name in first["reference"])
 
 

@@ -222,14 +222,6 @@ def test_one_other_value_in_the_middle_of_the_dataset_is_refused_at_resume(tmp_p
         make_trainer(tmp_path, dataset=other, run={"auto_resume": True})
 
 
-def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
-    """Its fingerprint is a number: the first part of what is saved now."""
-    trainer = make_trainer(tmp_path, num_epochs=1)
-    trainer.spec.fingerprint = int(trainer.spec.fingerprint.partition("-")[0], 16)
-    trainer.train()
-    assert make_trainer(tmp_path, num_epochs=2, run={"auto_resume": True}).num_updates == 13
-
-
 def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(tmp_path):
     constant = {"learning_rate_schedule": "constant"}
     make_trainer(tmp_path, num_epochs=1, cfg=constant).train()
@@ -364,7 +356,7 @@ def test_evaluation_comes_every_so_many_epochs_and_does_not_change_what_is_learn
 class Late:
     """An evaluator beside the training whose results come when they are waited for."""
 
-    beside = True
+    in_background = True
 
     def __init__(self, returns: list[float]) -> None:
         self.returns, self._waiting = iter(returns), []

@@ -155,8 +155,8 @@ def everything(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     """Every tensor and number of a nested state, by its path."""
     if isinstance(value, dict):
         return {k: v for part, nested in value.items() for k, v in everything(nested, f"{name}.{part}").items()}
-    if isinstance(value, list):
-        return {name: torch.tensor(value)}
+    if isinstance(value, list | tuple):
+        return everything(dict(enumerate(value)), name)
     return {name: torch.as_tensor(value)} if isinstance(value, torch.Tensor | int | float) else {}
 
 

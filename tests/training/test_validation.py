@@ -129,18 +129,6 @@ def test_a_resumed_run_holds_out_the_same_episodes_and_ends_alike(tmp_path):
             make_trainer(tmp_path / "half", run=run, cfg=change.get("cfg"), num_epochs=4)
 
 
-def test_a_run_of_a_version_without_validation_is_resumed_on_all_its_episodes(tmp_path):
-    first = make_trainer(tmp_path, cfg={"val_fraction": 0.0}, num_epochs=1)
-    first.train()
-    config = tmp_path / "config.yaml"
-    text = config.read_text()
-    config.write_text("\n".join(line for line in text.splitlines() if "val_fraction" not in line))
-    resumed = make_trainer(tmp_path, run={"resume": str(tmp_path)})  # with the default of 0.05
-    assert resumed.num_transitions == 80
-    assert resumed.train()["updates"] == 15
-    assert "val_fraction: 0.0" in config.read_text()
-
-
 def test_too_few_episodes_are_all_trained_on_and_it_is_said(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         trainer = make_trainer(tmp_path, two_step_dataset(1))

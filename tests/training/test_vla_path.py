@@ -62,7 +62,7 @@ def pretrained(chunk_length: int = 1) -> GPTVLAModel:
     """The model behind the example's weights file, for the reach world."""
     torch.manual_seed(42)
     sizes = {"action_dim": 2, "proprio_dim": 8, "image_size": SIZE, "chunk_length": chunk_length}
-    model = GPTVLAModel("resnet50", "gpt2-medium", **sizes)
+    model = GPTVLAModel(vision_encoder="resnet50", language_model="gpt2-medium", **sizes)
     save_vla_model(model, WEIGHTS)
     return model
 
@@ -131,7 +131,7 @@ def test_the_first_rollout_is_of_the_weights_in_the_file(project, mode, chunk_le
 def test_the_example_as_it_stands_for_a_robot_of_seven_joints(project, capsys):
     torch.manual_seed(0)
     sizes = {"action_dim": 7, "proprio_dim": 7, "image_keys": ["rgb", "wrist_rgb"], "image_size": SIZE}
-    save_vla_model(GPTVLAModel("resnet50", "gpt2-medium", **sizes), WEIGHTS)
+    save_vla_model(GPTVLAModel(vision_encoder="resnet50", language_model="gpt2-medium", **sizes), WEIGHTS)
     flags = ["--env", "vla_worlds:SevenJoints-v0", *SHORT, "--total-timesteps", STEPS * 2]
     assert deft(capsys, "train", "--config", "config.json", *flags)["timesteps"] == STEPS * 2
 
