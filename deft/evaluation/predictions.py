@@ -15,7 +15,7 @@ from deft import schema
 from deft.data.episodes import EpisodeBatch
 from deft.errors import RunError
 from deft.evaluation.video import write_video
-from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.policy import F1Policy
 from deft.ownership import record
 from deft.runs.signals import raise_if_stopped
@@ -52,9 +52,9 @@ def predict_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> Pred
         memory = found.get(schema.MEMORY_STATE)
         predicted.append(found["images"][:, 0].cpu())
     policy.train(was_training)
-    wrist = to_pictures(to_model(batch.streams["wrist"][row, 1 : length + 1], size, schema.WRIST_RGB)).cpu().numpy()
+    wrist = to_images(to_model(batch.streams["wrist"][row, 1 : length + 1], size, schema.WRIST_RGB)).cpu().numpy()
     head = batch.streams.get("head")
-    seen = None if head is None else to_pictures(to_model(head[row, 1 : length + 1], size, schema.HEAD_RGB))
+    seen = None if head is None else to_images(to_model(head[row, 1 : length + 1], size, schema.HEAD_RGB))
     return PredictedEpisode(wrist, torch.cat(predicted).numpy(), None if seen is None else seen.cpu().numpy())
 
 

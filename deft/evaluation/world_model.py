@@ -21,7 +21,7 @@ from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.evaluation.image_quality import psnr
 from deft.evaluation.plots import plot_comparison
-from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.motion import TAIL, fit_sharpness, prior_cross_entropy
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.rollout import encode_frames, roll_out
@@ -209,9 +209,9 @@ def predict_frames(
         target, last = tokens[:, history], tokens[:, history - 1]
         pixels = to_model(steps[schema.IMAGE0_HISTORY].flatten(0, 1)[real], size, schema.IMAGE0_HISTORY)
         features = tokenizer.features(pixels[:, history - 1])
-        left = tokenizer.missing(features, target)
+        left = tokenizer.residuals(features, target)
         nearest = tokenizer.quantize.distances(left).argmin(-1)
-        shown = to_pictures(pixels[:, history - 1 : history + 1]).float()
+        shown = to_images(pixels[:, history - 1 : history + 1]).float()
         images = free["images"].reshape(-1, *shown.shape[-3:])[real].float()
         found.correct.append(free[schema.FRAME_TOKENS].reshape(-1, target.shape[-1])[real] == target)
         found.copied.append(last == target)
@@ -220,7 +220,7 @@ def predict_frames(
         found.codes.append(target)
         found.psnr.append(psnr(images, shown[:, 1]))
         found.copy_psnr.append(psnr(shown[:, 0], shown[:, 1]))
-        found.tokenizer_psnr.append(psnr(to_pictures(tokenizer.decode(target)).float(), shown[:, 1]))
+        found.tokenizer_psnr.append(psnr(to_images(tokenizer.decode(target)).float(), shown[:, 1]))
         found.moves.append((shown[:, 1] - shown[:, 0]).abs().flatten(1).mean(1) > MOVING)
         found.step.append(
             (start + torch.arange(len(steps[schema.STATE])))[:, None].expand(-1, len(rows)).flatten()[real.cpu()]
@@ -367,7 +367,7 @@ def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORI
             codes = batch.streams["codes"][columns].long()
             target, last = codes[:, start + 1 : start + horizon + 1], codes[:, start : start + 1]
             wrist = batch.streams["wrist"][columns, start : start + horizon + 1]
-            pixels = to_pictures(to_model(wrist, size, schema.WRIST_RGB)).float()
+            pixels = to_images(to_model(wrist, size, schema.WRIST_RGB)).float()
             truth, still = pixels[:, 1:], pixels[:, :1].expand(-1, horizon, -1, -1, -1)
             shape = truth.shape[:2]
             measured["wm_acc"].append((found[schema.FRAME_TOKENS] == target).float().mean(-1))

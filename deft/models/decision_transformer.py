@@ -310,9 +310,9 @@ class DecisionTransformerPolicy(ActionScale, Policy):
 
     def _encode_step(self, new: Tensor, slots: Tensor, memory: TensorDictBase, rows: Tensor) -> Tensor:
         """The output [B, dim] at the last of three new tokens, with cached keys and values for the others."""
-        places = torch.arange(memory["tokens"].shape[1], device=new.device)
-        # Slot 0 is before the window; it sees itself, so that its softmax is a number, and nothing sees it.
-        visible = (places <= slots[:, :, None]) & ((places > 0) | (slots[:, :, None] == 0))
+        positions = torch.arange(memory["tokens"].shape[1], device=new.device)
+        # Slot 0 is before the window. It attends only to itself, so that its softmax is defined; no other slot uses it.
+        visible = (positions <= slots[:, :, None]) & ((positions > 0) | (slots[:, :, None] == 0))
         bias = torch.zeros(visible.shape, device=new.device).masked_fill_(~visible, -math.inf).unsqueeze(1)
         x = new
         for layer, block in enumerate(self.blocks):

@@ -63,7 +63,7 @@ def _perceptron(in_dim: int, hidden_sizes: Sequence[int], out_dim: int, last_gai
 
 
 class CameraEncoder(nn.Module):
-    """uint8 pictures [B, 3, S, S] through three strided convolutions to `dim` features between −1 and 1.
+    """uint8 images [B, 3, S, S] through three strided convolutions to `dim` features between −1 and 1.
 
     A sixth of the arithmetic of the general `ImageEncoder`: it runs at every decision of every copy.
     """
@@ -83,9 +83,9 @@ class CameraEncoder(nn.Module):
             flat = self.convolutions(torch.zeros(1, 3, size, size)).shape[1]
         self.projection = nn.Sequential(nn.Linear(flat, dim), nn.LayerNorm(dim), nn.Tanh())
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Features [B, dim]."""
-        return self.projection(self.convolutions(pictures.float() / 255.0 - 0.5))
+        return self.projection(self.convolutions(images.float() / 255.0 - 0.5))
 
 
 class WaypointSFT(nn.Module):

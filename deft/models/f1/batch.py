@@ -48,11 +48,11 @@ class BatchBuilder:
         num_frames = observation[schema.WRIST_RGB].shape[-4]
         if num_frames != history.shape[-2]:
             raise InputError(f"{num_frames} frames and {history.shape[-2]} actions: the histories are out of step")
-        pictures = [
+        images = [
             observation[name][..., -1, :, :, :] for name in (schema.HEAD_RGB, schema.WRIST_RGB) if name in streams
         ]
         batch = {
-            **dict(zip((schema.IMAGE0, schema.IMAGE1), pictures, strict=False)),
+            **dict(zip((schema.IMAGE0, schema.IMAGE1), images, strict=False)),
             schema.IMAGE0_HISTORY: wrist,
             schema.ACTION_HISTORY: history,
             schema.STATE: observation[schema.STATE],
@@ -77,7 +77,7 @@ class MemoryStateManager:
         self._current: Tensor | None = None
 
     def reset(self, done: Tensor | None = None) -> None:
-        """Forget; with `done`, bool [batch], only the rows whose episode ended: they go on from zeros."""
+        """Reset the memory; with `done`, bool [batch], only set rows of ended episodes to zeros."""
         if done is None or self._current is None:
             self._current = None
             log.debug("memory state: reset")

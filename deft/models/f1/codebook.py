@@ -1,6 +1,6 @@
-"""How the codebook of an image tokenizer learns: each code is a running mean of the features that it stands for.
+"""Codebook learning of an image tokenizer: each code is a running mean of the features assigned to it.
 
-`deft train tokenizer` uses it in place of gradients, which move a code by no more than a step size an update.
+`deft train tokenizer` uses it instead of gradients, whose steps are limited by the learning rate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CodebookAverages:
     """k-means by running means, all scales at once: e_k = Σ decay^age z / Σ decay^age, over what k was nearest to."""
 
     def __init__(self, quantizer: MultiScaleQuantizer, decay: float = 0.97) -> None:
-        """The codes learn by this alone from now on; their gradients are turned off."""
+        """Disable the gradients of the codes, which are updated here from now on."""
         self.quantizer = quantizer
         self.decay = decay
         codes = quantizer.embedding.weight.requires_grad_(False)
@@ -27,21 +27,23 @@ class CodebookAverages:
         self.sums = torch.zeros_like(codes)
 
     @torch.no_grad()
-    def start(self, features: Tensor, generator: torch.Generator, rounds: int = 12) -> None:
-        """Place all codes by k-means on features [B, D, grid, grid]; unused codes are drawn again.
+    def initialize(self, features: Tensor, generator: torch.Generator, rounds: int = 12) -> None:
+        """Initialise all codes by k-means on features [B, D, grid, grid]; unused codes are drawn again.
 
-        Damped: what the finer scales are left with moves as the codes do, and whole steps would chase it for ever.
+        Updates are damped: the residuals of the finer scales change with the codes, and full steps would not converge.
         """
         vectors = features.permute(0, 2, 3, 1).flatten(0, 2)
-        self._place(torch.arange(len(self.counts), device=self.counts.device), vectors, generator)
+        self._set_codes(torch.arange(len(self.counts), device=self.counts.device), vectors, generator)
         for number in range(rounds):
             vectors = self._update(features, decay=START_DECAY if number else 0.0)
-            if number < rounds - 2:  # the last rounds settle
-                self._place((self.counts < START_SHARE * self.counts.mean()).nonzero().flatten(), vectors, generator)
+            if number < rounds - 2:  # no resets in the last rounds, so that the codes converge
+                self._set_codes(
+                    (self.counts < START_SHARE * self.counts.mean()).nonzero().flatten(), vectors, generator
+                )
 
     @torch.no_grad()
-    def begin(self, features: Tensor) -> None:
-        """Keep the codes where they are, and count what they stand for among features [B, D, grid, grid]."""
+    def initialize_counts(self, features: Tensor) -> None:
+        """Keep the codes, and count the features [B, D, grid, grid] assigned to each."""
         _, codes = self.quantizer.assign(features)
         hits = torch.bincount(torch.cat([part.flatten() for part in codes]), minlength=len(self.counts))
         self.counts.copy_(hits)
@@ -53,24 +55,24 @@ class CodebookAverages:
         self._update(features, self.decay)
 
     @torch.no_grad()
-    def revive(self, features: Tensor, generator: torch.Generator, share: float = 0.2) -> int:
-        """Give codes that are used less than `share` of the mean a new place among features; returns how many."""
+    def reset_unused(self, features: Tensor, generator: torch.Generator, share: float = 0.2) -> int:
+        """Reset codes used less than `share` of the mean to random features; return how many were reset."""
         vectors, _ = self.quantizer.assign(features)
         unused = (self.counts < share * self.counts.mean()).nonzero().flatten()
-        self._place(unused, torch.cat(vectors), generator)
+        self._set_codes(unused, torch.cat(vectors), generator)
         return len(unused)
 
     def rescale(self, factor: float) -> None:
-        """Let all that was counted so far count this much of it."""
+        """Multiply the running counts and sums by a factor."""
         self.counts.mul_(factor)
         self.sums.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running sums."""
+        """Return the running sums."""
         return {"counts": self.counts.clone(), "sums": self.sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved sums."""
+        """Load saved sums."""
         self.counts.copy_(state["counts"])
         self.sums.copy_(state["sums"])
 
@@ -82,13 +84,13 @@ class CodebookAverages:
         self.counts.mul_(decay).add_(hits, alpha=1 - decay)
         self.sums.mul_(decay).add_(torch.zeros_like(self.sums).index_add_(0, chosen, joined), alpha=1 - decay)
         means = self.sums / self.counts.clamp(min=1e-6).unsqueeze(1)
-        # A code that has not been seen for long keeps its place: its sums are next to nothing.
+        # A code that was not used for long is kept: its sums are close to 0.
         weight = self.quantizer.embedding.weight
         weight.copy_(torch.where((self.counts > 1e-2).unsqueeze(1), means, weight))
         return joined
 
-    def _place(self, codes: Tensor, vectors: Tensor, generator: torch.Generator) -> None:
-        """Put codes onto vectors drawn at random; they count as used on average, to have time to prove themselves."""
+    def _set_codes(self, codes: Tensor, vectors: Tensor, generator: torch.Generator) -> None:
+        """Set codes to random vectors, with the mean count, so that they are not reset again at once."""
         mean = self.counts.mean()
         chosen = torch.randint(len(vectors), (len(codes),), generator=generator).to(vectors.device)
         self.quantizer.embedding.weight[codes] = vectors[chosen]

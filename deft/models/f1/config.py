@@ -32,7 +32,7 @@ class TokenizerConfig:
     channels: Count = 160
     """Width of the finest level of the encoder."""
     channel_multipliers: tuple[Count, ...] = (1, 1, 2, 2, 4)
-    """Widths of the levels, in `channels`; each level but the last halves the picture."""
+    """Widths of the levels, in `channels`; each level but the last halves the image."""
     num_res_blocks: Count = 2
     attention: Switch = True
     """Attention at the coarsest level."""
@@ -75,7 +75,7 @@ class VisionConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens a picture."""
+        """Tokens an image."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -119,7 +119,7 @@ class F1Config:
     obs_img_stride: Count = 1
     """Steps between two frames of the history."""
     n_pred_img_steps: Literal[1] = 1
-    """Frames that are predicted at a time; `roll_out` goes on from its own predictions."""
+    """Frames that are predicted at a time; `roll_out` predicts further frames from its own predictions."""
     max_state_dim: Count = 32
     max_action_dim: Count = 32
     chunk_size: Count = 50
@@ -143,11 +143,11 @@ class F1Config:
     memory_project_to_vae_dim: Switch = True
     """The memory joins the frame history in the tokenizer's dims; off: the condition, in the expert's width."""
     memory_picture: Switch = False
-    """What is remembered also corrects the picture that the motion prior expects, place by place."""
+    """What is remembered also corrects the image that the motion prior expects, place by place."""
     condition_on_actions: Switch = True
     """The world model sees the actions up to a_t and the state."""
     unknown_action_rate: Fraction = 0.0
-    """Share of training steps in which a_t is hidden, so that the model also foresees before it has acted."""
+    """Share of training steps in which a_t is hidden, so that the model can also predict before it acts."""
     motion_prior: Switch = False
     """Predict first where each pixel of the last frame moves, and start the codes' logits from the moved frame."""
     motion_channels: Count = 32
@@ -155,7 +155,7 @@ class F1Config:
     motion_tail: NonNegative = 0.0
     """ν > 0: codes far from the moved frame's have p ~ ‖z − e‖^−2ν, not e^−β‖z − e‖²; for cameras that stand still."""
     detail_of_motion: Switch = False
-    """Predicted pictures are the moved frame and what the codes change of it: for what codes can hardly draw."""
+    """Predicted images are the moved frame and what the codes change of it: for what codes can hardly draw."""
     condition_init: NonNegative = 0.0
     """Deviation of the gates and projections of what the published model lacks; 0 leaves its outputs unchanged."""
 
@@ -289,7 +289,7 @@ _PUBLISHED_TOP = [
 def _from_published(mapping: Mapping[str, Any], where: str) -> F1Config:
     """The published layout: three experts as transformers' configs, with defaults of PaliGemma and Gemma."""
     try:
-        words, pictures = mapping["und_expert_config"]["text_config"], mapping["und_expert_config"]["vision_config"]
+        words, vision = mapping["und_expert_config"]["text_config"], mapping["und_expert_config"]["vision_config"]
         generation, action = mapping["gen_expert_config"], mapping["act_expert_config"]
         vae, published = generation["vae"], TokenizerConfig()
         attention = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -303,12 +303,12 @@ def _from_published(mapping: Mapping[str, Any], where: str) -> F1Config:
             raise InputError(f"{where}: temporal_conv_kernel_size and temporal_conv_stride must be equal")
         values: dict[str, Any] = {
             "vision": {
-                "hidden_size": pictures["hidden_size"],
-                "intermediate_size": pictures["intermediate_size"],
-                "num_layers": pictures["num_hidden_layers"],
-                "num_heads": pictures["num_attention_heads"],
-                "patch_size": pictures["patch_size"],
-                "image_size": pictures.get("image_size", 224),
+                "hidden_size": vision["hidden_size"],
+                "intermediate_size": vision["intermediate_size"],
+                "num_layers": vision["num_hidden_layers"],
+                "num_heads": vision["num_attention_heads"],
+                "patch_size": vision["patch_size"],
+                "image_size": vision.get("image_size", 224),
             },
             **{
                 name: {"hidden_size": expert["hidden_size"], "intermediate_size": expert["intermediate_size"]}

@@ -1,4 +1,4 @@
-"""A mixture of transformers: experts of their own width that share one attention in every layer.
+"""A mixture of transformers: experts of different widths with joint attention in every layer.
 
 `F1Model` runs it on the prefix (understanding), the frame tokens (generation) and the action tokens (action),
 together or one after the other with a cache of keys and values. Tensor names and arithmetic are Gemma's.
@@ -20,7 +20,7 @@ from deft.models.f1.config import ExpertConfig, F1Config
 
 EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
-LONG = 1024  # tokens from which attention goes block by block without a mask; below, more calls cost more
+LONG = 1024  # tokens from which attention runs block by block without a mask; below, the extra calls cost more
 Cache: TypeAlias = list[tuple[Tensor, Tensor]]  # by layer: keys and values [B, S, kv heads, head dim], rotated
 
 
@@ -85,7 +85,7 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(expert)
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output from its input and what attention gave, [B, S, heads · head dim]."""
+        """Return the layer's output from its input and the attention output [B, S, heads · head dim]."""
         x = x + self.self_attn.o_proj(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -101,35 +101,37 @@ class Expert(nn.Module):
 
 
 class Block(NamedTuple):
-    """Where tokens stand: how many there are, which of them open a new attention block, and which are real."""
+    """The layout of tokens: their number, which of them start a new attention block, and which are not padding."""
 
     size: int
-    opens: tuple[int, ...] = ()  # places
-    is_real: Tensor | None = None  # bool [B, S]; None where all are
+    opens: tuple[int, ...] = ()  # positions
+    is_real: Tensor | None = None  # bool [B, S]; None: all of them
 
     @classmethod
     def join(cls, blocks: Sequence[Block]) -> Block:
-        """Blocks one after the other."""
+        """Concatenate blocks."""
         starts = itertools.accumulate((block.size for block in blocks), initial=0)
-        opens = tuple(start + place for start, block in zip(starts, blocks, strict=False) for place in block.opens)
+        opens = tuple(start + index for start, block in zip(starts, blocks, strict=False) for index in block.opens)
         known = [block.is_real for block in blocks if block.is_real is not None]
         real = [known[0].new_ones(len(known[0]), size) if own is None else own for size, _, own in blocks if known]
         return cls(sum(block.size for block in blocks), opens, torch.cat(real, 1) if real else None)
 
     def repeat(self, count: int) -> Block:
-        """Every row `count` times."""
+        """Repeat every row `count` times."""
         return self if self.is_real is None else self._replace(is_real=self.is_real.repeat_interleave(count, 0))
 
     def positions(self, device: torch.device) -> Tensor:
-        """[B, S], or [1, S] where all are real: place among the real tokens, from 0."""
+        """Return the index of each token among the real tokens: [B, S], or [1, S] if all are real."""
         if self.is_real is None:
             return torch.arange(self.size, device=device)[None]
         return self.is_real.long().cumsum(1) - 1
 
     def mask(self, num_queries: int, device: torch.device) -> Tensor:
-        """bool [B or 1, 1, Q, S]: what each of the last Q tokens attends to: real tokens of its own and earlier blocks.
+        """Return the attention mask of the last Q tokens, bool [B or 1, 1, Q, S].
 
-        A padding token attends to itself alone, so that its softmax is defined; nothing reads it.
+        A token attends to the real tokens of its own block and of earlier blocks.
+
+        A padding token attends only to itself, so that its softmax is defined; its output is not used.
         """
         visible = _visible(tuple(self._ends()), num_queries, device)[None]  # [1, Q, S]
         if self.is_real is not None:
@@ -138,37 +140,42 @@ class Block(NamedTuple):
             visible = visible & real | itself
         return visible.unsqueeze(1)
 
-    def spans(self, places: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Of queries at these places, those side by side that see the same: how many they are, and up to where."""
+    def spans(self, positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Group adjacent queries that attend to the same keys: (number of queries, number of keys) of each group."""
         ends = self._ends()
-        return tuple((len(list(same)), end) for end, same in itertools.groupby(ends[place] for place in places))
+        return tuple(
+            (len(list(same)), end) for end, same in itertools.groupby(ends[position] for position in positions)
+        )
 
     def _ends(self) -> list[int]:
-        """Where the block of each token ends."""
+        """Return the end of each token's block."""
         bounds = [0, *self.opens, self.size]
         return [after for before, after in itertools.pairwise(bounds) for _ in range(after - before)]
 
 
 @functools.lru_cache(maxsize=64)
 def _visible(ends: tuple[int, ...], num_queries: int, device: torch.device) -> Tensor:
-    """bool [Q, S]: for each of the last Q tokens, the places before its end. Kept: copying it to a GPU waits for it."""
-    with torch.inference_mode(False):  # it may be of use in training next
-        place = torch.arange(len(ends), device=device)
-        return place < torch.tensor(ends[-num_queries:], device=device)[:, None]
+    """Return for each of the last Q tokens which positions come before its block's end, bool [Q, S].
+
+    The result is cached, because copying it to a GPU synchronises.
+    """
+    with torch.inference_mode(False):  # a cached tensor may be used in training later
+        positions = torch.arange(len(ends), device=device)
+        return positions < torch.tensor(ends[-num_queries:], device=device)[:, None]
 
 
-class Sight(NamedTuple):
-    """What the queries of a layer attend to: by a mask, or in spans of queries that see all keys up to some place.
+class AttentionPattern(NamedTuple):
+    """What the queries of a layer attend to: a mask, or spans of queries that attend to all keys up to a position.
 
-    Spans skip what a mask would hide, and quick attention kernels take no mask; but each is a call of its own.
+    Spans skip masked keys, and allow fused kernels that accept no mask; but each span is a separate call.
     """
 
     spans: tuple[tuple[int, int], ...]  # queries, keys
-    mask: Tensor | None  # bool [B or 1, 1, Q, S]; None: by spans
+    mask: Tensor | None  # bool [B or 1, 1, Q, S]; None: use the spans
 
 
 class MixtureOfTransformers(nn.Module):
-    """Experts by name, in the order of their tokens in the sequence."""
+    """The three experts, in the order of their tokens in the sequence."""
 
     def __init__(self, config: F1Config) -> None:
         super().__init__()
@@ -181,7 +188,7 @@ class MixtureOfTransformers(nn.Module):
         self._run_layer: Callable[..., list[Tensor]] = _joint_layer
 
     def compile_layers(self, **settings: Any) -> None:
-        """Compile a layer of all experts, with the settings of `torch.compile`; layers of one shape share the code."""
+        """Compile a layer of all experts, with the settings of `torch.compile`; equal shapes share the code."""
         self._run_layer = torch.compile(_joint_layer, **settings)
 
     def forward(
@@ -192,11 +199,11 @@ class MixtureOfTransformers(nn.Module):
         cache: Cache | None = None,
         keep: bool = False,
     ) -> tuple[dict[str, Tensor], Cache]:
-        """Outputs by expert for the tokens in `streams` (expert → [B, S_e, C_e], in sequence order).
+        """Return the outputs by expert for the tokens in `streams` (expert → [B, S_e, C_e], in sequence order).
 
-        `wanted`: of which experts the last how many tokens' outputs are needed; the last layer makes no others. `block`
-        covers the cached tokens and these. With `keep`, the cache returned goes on with these tokens; without it, it is
-        empty.
+        `wanted`: the number of last tokens of each expert whose outputs are needed; the last layer computes no others.
+        `block` covers the cached tokens and the new ones. With `keep`, the returned cache includes the new tokens;
+        without it, it is empty.
         """
         names = list(streams)
         states = [streams[name].to(getattr(self, name).layers[0].self_attn.q_proj.weight.dtype) for name in names]
@@ -205,11 +212,11 @@ class MixtureOfTransformers(nn.Module):
         final = [wanted.get(name, 0) for name in names]
         kept: Cache = []
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and not keep
-        sights = {id(rows): _sight(block, sizes, rows, device) for rows in (sizes, final)}
+        patterns = {id(rows): _attention_pattern(block, sizes, rows, device) for rows in (sizes, final)}
         for index in range(self.num_layers):
             layers = [getattr(self, name).layers[index] for name in names]
             rows = final if index == self.num_layers - 1 else sizes
-            arguments = (layers, states, rows, sights[id(rows)], whole, cache[index] if cache else None)
+            arguments = (layers, states, rows, patterns[id(rows)], whole, cache[index] if cache else None)
             run = self._run_layer
             found = checkpoint(run, *arguments, use_reentrant=False) if recompute else run(*arguments)
             *states, keys, values = found
@@ -227,11 +234,11 @@ def _joint_layer(
     layers: list[Layer],
     states: list[Tensor],
     rows: list[int],
-    sight: Sight,
+    pattern: AttentionPattern,
     rotation: tuple[Tensor, Tensor],
     past: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
-    """One layer of all experts: new states of the last `rows` tokens of each, then keys and values with the past's."""
+    """Run one layer of all experts: the new states of each expert's last `rows` tokens, then all keys and values."""
     normed = [layer.input_layernorm(state) for layer, state in zip(layers, states, strict=True)]
     keys, values = (
         torch.cat([getattr(layer.self_attn, name)(part) for layer, part in zip(layers, normed, strict=True)], 1)
@@ -248,7 +255,7 @@ def _joint_layer(
             [part[:, part.shape[1] - n :] for part, n in zip(parts, rows, strict=True)] for parts in (states, normed)
         )
     query = torch.cat([layer.self_attn.queries(part) for layer, part in zip(layers, normed, strict=True)], 1)
-    mixed = _attend(_rotate(query, rotation), keys, values, sight)
+    mixed = _attend(_rotate(query, rotation), keys, values, pattern)
     parts = mixed.split(rows, 1)
     after = [
         layer.after(state, part) if count else state
@@ -257,40 +264,40 @@ def _joint_layer(
     return [*after, keys, values]
 
 
-def _sight(block: Block, sizes: list[int], rows: list[int], device: torch.device) -> Sight:
-    """For the last `rows` tokens of each expert, of which the layer has `sizes`; the block's first may be cached."""
+def _attention_pattern(block: Block, sizes: list[int], rows: list[int], device: torch.device) -> AttentionPattern:
+    """Build the pattern of the last `rows` of each expert's `sizes` tokens; the block may start with cached tokens."""
     ends = itertools.accumulate(sizes, initial=block.size - sum(sizes))
     next(ends)
-    spans = block.spans([place for end, n in zip(ends, rows, strict=True) for place in range(end - n, end)])
+    spans = block.spans([index for end, n in zip(ends, rows, strict=True) for index in range(end - n, end)])
     if block.is_real is None and (len(spans) == 1 or block.size >= LONG):
-        return Sight(spans, None)
-    return Sight(spans, _last(block.mask(sum(sizes), device), sizes, rows, 2))
+        return AttentionPattern(spans, None)
+    return AttentionPattern(spans, _last(block.mask(sum(sizes), device), sizes, rows, 2))
 
 
 def _last(values: Tensor, sizes: list[int], rows: list[int], axis: int) -> Tensor:
-    """Of parts of these sizes along an axis, the last `rows` of each."""
+    """Select the last `rows` of each part, for parts of these sizes along an axis."""
     if rows == sizes:
         return values
     parts = values.split(sizes, axis)
     return torch.cat([part.narrow(axis, size - n, n) for part, size, n in zip(parts, sizes, rows, strict=True)], axis)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, sight: Sight) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, pattern: AttentionPattern) -> Tensor:
     """Attention of queries [B, Q, heads, d] to keys and values [B, S, kv heads, d]: [B, Q, heads · d]."""
     key_heads = keys.shape[2]
     group = query.shape[2] // key_heads
-    if sight.mask is not None:
-        # Few key heads serve many query heads. Spelled out, since not every fused kernel takes a mask and such groups.
+    if pattern.mask is not None:
+        # Key heads are repeated here, because not every fused kernel supports both a mask and grouped queries.
         query, keys, values = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
         keys, values = _for_each_query(keys, group), _for_each_query(values, group)
         return (
-            functional.scaled_dot_product_attention(query, keys, values, attn_mask=sight.mask)
+            functional.scaled_dot_product_attention(query, keys, values, attn_mask=pattern.mask)
             .transpose(1, 2)
             .flatten(2)
         )
     found = []
-    for part, (size, end) in zip(query.split([size for size, _ in sight.spans], 1), sight.spans, strict=True):
-        # All queries see all these keys: the heads of a group are so many more queries of one head. [B, kv, n · g, d]
+    for part, (size, end) in zip(query.split([size for size, _ in pattern.spans], 1), pattern.spans, strict=True):
+        # All queries attend to all these keys, so the heads of a group can be queries of one head. [B, kv, n · g, d]
         folded = part.unflatten(2, (key_heads, group)).transpose(1, 2).flatten(2, 3)
         mixed = functional.scaled_dot_product_attention(
             folded, keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
@@ -314,7 +321,7 @@ def _rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x_i, x_{i + d/2}) of [B, S, heads, d] by its angle."""
+    """Rotate each pair (x_i, x_{i + d/2}) of [B, S, heads, d] by its angle."""
     cos, sin = rotation
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,8 +1,8 @@
-"""The explorer: an F1 policy that acts by PPO. Its pictures, words, actions and memory are its own and learn; the world
-model inside is the teacher's, and frozen.
+"""The explorer: an F1 policy trained by PPO. It has its own vision encoder, word embeddings, action expert and memory;
+its world model is copied from the teacher and frozen.
 
-`deft.training.phases.explorer_rollouts` lets it act and trains it; phases 2 and 3 make it from a teacher with
-`new_explorer`, and read it back with `load_explorer`.
+`deft.training.phases.explorer_rollouts` collects its rollouts and trains it; phases 2 and 3 create it with
+`new_explorer` and load it with `load_explorer`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ WORLD_MODEL = (
     "model.memory.to_generation.",
     "model.memory.to_picture.",
 )
-"""The tensors, by prefix, that foresee frames: the teacher's, and never trained here."""
+"""Prefixes of the tensors that predict frames. They are copied from the teacher and not trained here."""
 EXPLORER_SEED = 104729  # added to the seed for a new explorer's weights
-FIRST_VELOCITY = 0.3  # of the velocity that new weights would say
+FIRST_VELOCITY = 0.3  # factor on the output layer of new weights
 
 
 class ExplorerPolicy(Policy):
@@ -51,7 +51,7 @@ class ExplorerPolicy(Policy):
     `action_scale` times what the chain's end says (`executed`): chains, and so log-probs, do not know of it.
 
     An observation is a TensorDict of `image0` (the wrist's img_t), `frame_tokens` (its codes, [B, L]), `state` and, for
-    tasks with a goal, `instruction`. A head camera is refused. `memory` is [B, layers, hidden], before the step.
+    tasks with a goal, `instruction`. A head camera raises an error. `memory` is [B, layers, hidden], before the step.
     """
 
     recurrent = True
@@ -84,7 +84,7 @@ class ExplorerPolicy(Policy):
         self.register_buffer("noise_correlation", torch.tensor(float(noise_correlation)))
         self.register_buffer("action_scale", torch.tensor(1.0))
         self.to(f1.device)
-        self.choose_what_learns()
+        self.set_trainable()
 
     @property
     def config(self) -> F1Config:
@@ -96,12 +96,12 @@ class ExplorerPolicy(Policy):
         """Where the weights are."""
         return self.f1.device
 
-    def choose_what_learns(self) -> None:
+    def set_trainable(self) -> None:
         """All but the world model and unused word outputs."""
         for name, parameter in self.f1.named_parameters():
             parameter.requires_grad_(not name.startswith((*WORLD_MODEL, "model.language_heads.")))
 
-    def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What learns: the weights that act, and those of the value and the memory."""
         named = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         beside = ("value_head.", "f1.model.memory.")
@@ -142,14 +142,16 @@ class ExplorerPolicy(Policy):
         noise on the way.
         """
         seen, memory = self._observation(td), self._memory(td)
-        context = self.f1.look(seen)
+        context = self.f1.encode_observation(seen)
         noise = td.get((schema.SAMPLE, schema.NOISE), None)
         if noise is None:
             noise = self.draw_noise(len(memory))
         means, features = [], []
 
         def velocity(x: Tensor, time: Tensor) -> Tensor:
-            found, feature = self.f1.model.decide(context, seen[schema.STATE], self._real(x), time, memory[:, -1])
+            found, feature = self.f1.model.velocity_and_features(
+                context, seen[schema.STATE], self._real(x), time, memory[:, -1]
+            )
             means.append(self._real(x - found / len(self.deviation)))
             features.append(feature)
             return self._real(found)
@@ -181,7 +183,7 @@ class ExplorerPolicy(Policy):
         seen = self._observation(td)
         before, after = self._unroll(seen, td)
         flat = {name: value.flatten(0, 1) for name, value in seen.items()}
-        context = self.f1.look(flat)
+        context = self.f1.encode_observation(flat)
         chain = td[schema.SAMPLE][schema.CHAIN].flatten(0, 1)
         log_prob, feature = self._log_prob(context, flat[schema.STATE], chain, before.flatten(0, 1))
         shape = td.batch_size
@@ -199,7 +201,9 @@ class ExplorerPolicy(Policy):
         seen, memory = self._observation(td), self._memory(td)
         noisy = torch.zeros(len(memory), 1, len(self.action_mask), device=self.device)
         time = torch.ones(len(memory), device=self.device)
-        _, feature = self.f1.model.decide(self.f1.look(seen), seen[schema.STATE], noisy, time, memory[:, -1])
+        _, feature = self.f1.model.velocity_and_features(
+            self.f1.encode_observation(seen), seen[schema.STATE], noisy, time, memory[:, -1]
+        )
         return self.value_head(feature).squeeze(-1)
 
     def executed(self, action: Tensor) -> Tensor:
@@ -212,12 +216,12 @@ class ExplorerPolicy(Policy):
         return x * self.action_mask
 
     def _observation(self, td: TensorDictBase) -> dict[str, Tensor]:
-        """The observation's streams; what the explorer must not see is refused."""
+        """Return the observation's streams; raise an error if it includes a head camera."""
         seen = dict(td[schema.OBSERVATION].items())
         extra = {schema.HEAD_RGB, schema.IMAGE1} & seen.keys()
         if extra:
             raise InputError(
-                f"the explorer sees the wrist camera alone; its observation has {', '.join(sorted(extra))}"
+                f"the explorer reads only the wrist camera; remove from its observation: {', '.join(sorted(extra))}"
             )
         return {name: value.to(self.device) for name, value in seen.items()}
 
@@ -242,7 +246,7 @@ class ExplorerPolicy(Policy):
             context.block.repeat(num_steps),
         )
         x = chain[:, :-1].flatten(0, 1)
-        found, feature = self.f1.model.decide(
+        found, feature = self.f1.model.velocity_and_features(
             rows,
             state.repeat_interleave(num_steps, 0),
             x,
@@ -299,15 +303,15 @@ def new_explorer(teacher: F1Policy, action_mask: Any, settings: ExplorerSettings
             settings.initial_noise,
             settings.noise_correlation,
         )
-    give_world_model(teacher, f1)
+    copy_world_model(teacher, f1)
     with torch.no_grad():  # at first it does what the noise says: new weights as drawn go the same way in every episode
         for parameter in f1.model.flow.action_out_proj.parameters():
             parameter.mul_(FIRST_VELOCITY)
     return explorer
 
 
-def give_world_model(teacher: F1Policy, f1: F1Policy) -> None:
-    """Copy the teacher's world model, bit for bit; refused by name of key where it does not fit."""
+def copy_world_model(teacher: F1Policy, f1: F1Policy) -> None:
+    """Copy the teacher's world model bit for bit; raise an error that names the keys that do not fit."""
     own, theirs = world_model_weights(f1), world_model_weights(teacher)
     check_fit(own, theirs, Path("the teacher"), "the explorer's world model")
     with torch.no_grad():
@@ -316,7 +320,7 @@ def give_world_model(teacher: F1Policy, f1: F1Policy) -> None:
 
 
 def world_model_weights(f1: F1Policy) -> dict[str, Tensor]:
-    """The tensors that foresee frames."""
+    """Return the tensors that predict frames."""
     return {name: tensor for name, tensor in f1.state_dict().items() if name.startswith(WORLD_MODEL)}
 
 
@@ -329,7 +333,7 @@ def load_explorer(folder: Path, model_file: Path, device: str | torch.device = "
     """The explorer of a checkpoint: `model.pt` and `explorer.pt`, strict about keys; `model_file` has its sizes."""
     path = folder / EXPLORER_FILE
     if not path.is_file():
-        raise InputError(f"{folder} is no checkpoint of an explorer: it has no {EXPLORER_FILE}")
+        raise InputError(f"{folder} is not a checkpoint of an explorer: it has no {EXPLORER_FILE}")
     extras = read_weights(path)
     for name in ("action_mask", "deviation"):
         if name not in extras:

@@ -2,8 +2,8 @@
 
 Memory is (layers, batch, hidden): zeros at an episode's first frame, never None. Each step feeds it the frame, the
 state and the action of the step. The world model reads it after the step; before acting, when a_t is not known yet,
-both experts read what was remembered before the step. Where there is a motion prior, what is remembered also corrects
-the picture that it expects: a border that comes back into view was seen before.
+both experts read the memory before the step. With a motion prior, the memory also corrects the predicted image: a
+region that comes back into view was observed before.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional
 from deft.errors import InputError
 from deft.models.f1.config import F1Config
 
-LONGEST = 32  # steps over which a new memory keeps a part of what it was told
-PICTURE_CHANNELS = 64
+LONGEST = 32  # largest initial time constant of the memory, in steps
+CORRECTION_CHANNELS = 64
 
 
 class Gate(nn.Module):
@@ -32,15 +32,15 @@ class Gate(nn.Module):
         return (torch.tanh(self.gate) * self.projection(memory))[:, None]
 
 
-class RememberedPicture(nn.Module):
-    """What is remembered, drawn on the grid of an expected frame's features: what to add to them; 0 until trained."""
+class MemoryCorrection(nn.Module):
+    """A correction of the predicted frame's features, decoded from the memory; 0 before training."""
 
     def __init__(self, config: F1Config) -> None:
         super().__init__()
         code_dim, self.grid = config.tokenizer.code_dim, config.tokenizer.scales[-1]
         self.draw = nn.Linear(config.memory_hidden, code_dim * self.grid**2)
-        self.mix = nn.Conv2d(2 * code_dim, PICTURE_CHANNELS, 3, padding=1)
-        self.output = nn.Conv2d(PICTURE_CHANNELS, code_dim, 3, padding=1)
+        self.mix = nn.Conv2d(2 * code_dim, CORRECTION_CHANNELS, 3, padding=1)
+        self.output = nn.Conv2d(CORRECTION_CHANNELS, code_dim, 3, padding=1)
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)  # type: ignore[arg-type]
 
@@ -64,16 +64,16 @@ class Memory(nn.Module):
         self.action = nn.Linear(config.max_action_dim, hidden)
         self.norm = nn.LayerNorm(hidden)
         self.gru = nn.GRU(hidden, hidden, config.memory_num_layers)
-        self._keep_by_default()
+        self._initialize_update_gate()
         joins = config.tokenizer.code_dim if config.memory_project_to_vae_dim else config.generation.hidden_size
         self.to_generation = Gate(hidden, joins, config.condition_init)
         self.to_action = Gate(hidden, config.action.hidden_size, config.condition_init)
-        self.to_picture = RememberedPicture(config) if config.memory_picture and config.motion_prior else None
+        self.to_picture = MemoryCorrection(config) if config.memory_picture and config.motion_prior else None
 
-    def _keep_by_default(self) -> None:
-        """Let h' = z·h + (1 − z)·n start with z = 1 − 1/τ, τ from 2 to `LONGEST` steps: σ(log(τ − 1)) = 1 − 1/τ.
+    def _initialize_update_gate(self) -> None:
+        """Initialise h' = z·h + (1 − z)·n with z = 1 − 1/τ, τ from 2 to `LONGEST` steps: σ(log(τ − 1)) = 1 − 1/τ.
 
-        With torch's own start z is ½, and after ten steps a thousandth is left of what was seen, and of its gradient.
+        With PyTorch's default z is ½: after ten steps only a thousandth of an input and of its gradient remains.
         """
         with torch.no_grad():
             for layer in range(self.num_layers):
@@ -82,12 +82,12 @@ class Memory(nn.Module):
                 getattr(self.gru, f"bias_hh_l{layer}")[self.hidden : 2 * self.hidden].zero_()
 
     def zeros(self, batch: int) -> Tensor:
-        """The memory at an episode's first frame."""
+        """Return the memory at an episode's first frame."""
         weight = self.frame.weight
         return torch.zeros(self.num_layers, batch, self.hidden, device=weight.device, dtype=weight.dtype)
 
     def check(self, memory: Tensor | None, batch: int) -> Tensor:
-        """Refuse a memory that is missing or of another shape."""
+        """Raise an error if the memory is missing or has another shape."""
         expected = (self.num_layers, batch, self.hidden)
         if memory is None:
             raise InputError(f"memory_state is None; start an episode with zeros {expected} (policy.initial_memory)")
@@ -100,13 +100,13 @@ class Memory(nn.Module):
     def forward(
         self, frame: Tensor, state: Tensor, action: Tensor, memory: Tensor, backprop: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """T steps at a time: what is remembered after each, [T, B, hidden], and the memory (layers, B, hidden) at last.
+        """Run T steps: the output after each step, [T, B, hidden], and the final memory (layers, B, hidden).
 
-        frame [T, B, F], state [T, B, S], action [T, B, A]. Without `backprop`, no gradient passes from a step to the
-        one before.
+        frame [T, B, F], state [T, B, S], action [T, B, A]. Without `backprop`, gradients do not
+        flow between steps.
         """
         x = self.norm(torch.tanh(self.frame(frame) + self.state(state) + self.action(action)))
-        with torch.autocast(x.device.type, enabled=False):  # a GPU's would run a GRU in float16, whatever its type
+        with torch.autocast(x.device.type, enabled=False):  # on GPUs autocast would run the GRU in float16
             x, memory = x.to(self.frame.weight.dtype), memory.to(self.frame.weight.dtype).contiguous()
             if backprop:
                 return self.gru(x, memory)

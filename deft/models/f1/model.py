@@ -1,6 +1,6 @@
-"""The F1 model on tensors that are ready: pictures in -1 … 1, word tokens, frame embeddings, 32-dim states and actions.
+"""The F1 model on prepared tensors: images in -1 … 1, word tokens, frame embeddings, 32-dim states and actions.
 
-`F1Policy` prepares the batches and makes losses of what comes out.
+`F1Policy` prepares the batches and computes the losses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deft.models.f1.world_model import WorldModelHead
 
 @dataclass
 class Prefix:
-    """What the understanding expert reads."""
+    """The input of the understanding expert."""
 
     tokens: Tensor  # [B, P, C]
     block: Block
@@ -35,36 +35,36 @@ class Prefix:
 
 @dataclass
 class Condition:
-    """What the generation expert starts from."""
+    """The input of the generation expert."""
 
     tokens: Tensor  # [B, L, C]
-    everywhere: Tensor | None = None  # [B, 1, C]: added to every predicted place
-    expected: Tensor | None = None  # [B, D, grid, grid]: features that the motion prior expects
+    everywhere: Tensor | None = None  # [B, 1, C]: added to every predicted token
+    expected: Tensor | None = None  # [B, D, grid, grid]: features predicted by the motion prior
 
 
 @dataclass
 class Context:
-    """What the action expert goes on from: the attention cache of the experts before it."""
+    """The attention cache of the other experts, which the action expert attends to."""
 
     cache: Cache
     block: Block
 
 
 @dataclass
-class Foresight(Context):
-    """A predicted frame, with the context that it makes."""
+class PredictedFrame(Context):
+    """A predicted frame, and the attention cache that includes it."""
 
     logits: Tensor  # [B, L, K]
     codes: Tensor  # int64 [B, L]
 
 
 class F1Model(nn.Module):
-    """Understanding, generation and action expert, with what surrounds them."""
+    """The understanding, generation and action experts with their input and output layers."""
 
     def __init__(self, config: F1Config, tokenizer: MultiScaleTokenizer) -> None:
         super().__init__()
         self.config = config
-        self._tokenizer = [tokenizer]  # the policy owns it; in a list, so that it is no submodule of this one too
+        self._tokenizer = [tokenizer]  # the policy owns it; in a list, so that it is not registered as a submodule here
         width = config.understanding.hidden_size
         self.vision = VisionTower(config.vision, width)
         self.words = nn.Embedding(config.vocab_size, width)
@@ -88,7 +88,7 @@ class F1Model(nn.Module):
     def compile_layers(self, **settings: Any) -> None:
         """Compile the layers of vision tower and experts, with the settings of `torch.compile`.
 
-        Layers of one shape share the code, so that this takes a minute and not an hour; outputs stay the same but for
+        Layers of the same shape share the code, so compiling takes a minute instead of an hour. Outputs change only by
         rounding. Copies of the model are not compiled.
         """
         self.experts.compile_layers(**settings)
@@ -96,13 +96,13 @@ class F1Model(nn.Module):
             layer.compile(**settings)
 
     def understand(
-        self, pictures: list[Tensor], shown: list[Tensor | None], words: Tensor, word_mask: Tensor | None
+        self, images: list[Tensor], image_masks: list[Tensor | None], words: Tensor, word_mask: Tensor | None
     ) -> Prefix:
-        """Pictures [B, 3, h, w] each, whether each is there [B], words int64 [B, W], which are real; None: all are."""
-        parts = [self.vision(picture) for picture in pictures]
+        """Embed images [B, 3, h, w] and words int64 [B, W]. Masks are bool [B] and [B, W]; None: nothing is masked."""
+        parts = [self.vision(image) for image in images]
         blocks = [
             Block(part.shape[1], is_real=None if mask is None else mask[:, None].expand(-1, part.shape[1]))
-            for mask, part in zip(shown, parts, strict=True)
+            for mask, part in zip(image_masks, parts, strict=True)
         ]
         parts.append(self.words(words) * math.sqrt(self.words.embedding_dim))
         blocks.append(Block(words.shape[1], is_real=word_mask))
@@ -115,7 +115,7 @@ class F1Model(nn.Module):
         robot: tuple[Tensor, Tensor, Tensor] | None = None,
         expected: Tensor | None = None,
     ) -> Condition:
-        """From history embeddings [B, T, L − 1, D], what is remembered [B, hidden], and what the robot does."""
+        """Build the condition from history embeddings [B, T, L − 1, D], memory [B, hidden] and robot features."""
         head = self.world_model
         compressed = head.compress(history)
         gated = self.memory.to_generation(memory) if self.memory is not None and memory is not None else None
@@ -127,8 +127,8 @@ class F1Model(nn.Module):
         everywhere = None
         if self.conditioning is not None and robot is not None:
             everywhere = self.conditioning(*robot)
-            tokens = tokens + everywhere  # the last of them is also the first predicted place
-        tokens = torch.cat([tokens[:, :-1], tokens[:, -1:] + head.places(0, 1)], 1)
+            tokens = tokens + everywhere  # the last of them is also the first predicted token
+        tokens = torch.cat([tokens[:, :-1], tokens[:, -1:] + head.position_embeddings(0, 1)], 1)
         if self.motion is not None and expected is not None:
             first = self.tokenizer.quantize.at_scale(expected, 0)
             tokens = torch.cat([tokens[:, :-1], tokens[:, -1:] + self.motion.embed(first)], 1)
@@ -137,39 +137,39 @@ class F1Model(nn.Module):
     def teacher_forced(
         self, prefix: Prefix, condition: Condition, codes: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, L, K] of every place, given the true codes [B, L] of the coarser scales.
+        """Return the logits [B, L, K] of every token, given the true codes [B, L] of the coarser scales.
 
-        `hidden`, bool [B, L − 1]: places after the first whose input is not shown.
+        `hidden`, bool [B, L − 1]: tokens after the first whose input is replaced by the mask embedding.
         """
         head, length = self.world_model, self.config.num_tokens
         embeddings = self.tokenizer.embed(codes)
         if hidden is not None:
             embeddings = torch.where(hidden[..., None], head.mask_embedding, embeddings)
-        tokens = head.embedding(embeddings) + head.places(1, length)
-        missing = None
+        tokens = head.embedding(embeddings) + head.position_embeddings(1, length)
+        residuals = None
         if condition.everywhere is not None:
             tokens = tokens + condition.everywhere
         if self.motion is not None and condition.expected is not None:
-            missing = self.tokenizer.missing(condition.expected, codes)
-            tokens = tokens + self.motion.embed(missing[:, 1:])
+            residuals = self.tokenizer.residuals(condition.expected, codes)
+            tokens = tokens + self.motion.embed(residuals[:, 1:])
         block = Block.join([prefix.block, self._frame_block(length)])
         streams = {"understanding": prefix.tokens, "generation": torch.cat([condition.tokens, tokens], 1)}
         outputs, _ = self.experts(streams, block, {"generation": length})
         output = outputs["generation"]
         logits = head.logits(output)
-        if self.motion is not None and missing is not None:
-            logits = logits + self.motion.logits(missing, head.level[0], output, self.tokenizer.quantize)
+        if self.motion is not None and residuals is not None:
+            logits = logits + self.motion.logits(residuals, head.level[0], output, self.tokenizer.quantize)
         return logits
 
-    def foresee(
+    def predict_frame(
         self,
         prefix: Prefix,
         condition: Condition,
         top_k: int = 1,
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
-    ) -> Foresight:
-        """Predict the next frame scale by scale, each from its own choices of the coarser ones. `top_k` 1 is greedy."""
+    ) -> PredictedFrame:
+        """Predict the next frame scale by scale, each from the predicted coarser codes. `top_k` 1 is greedy."""
         head, tokenizer = self.world_model, self.tokenizer
         quantize = tokenizer.quantize
         block = Block.join([prefix.block, self._frame_block(1)])
@@ -185,7 +185,7 @@ class F1Model(nn.Module):
             if condition.expected is not None:
                 rest = quantize.at_scale(condition.expected if total is None else condition.expected - total, scale)
             if total is not None:
-                tokens = head.embedding(quantize.at_scale(total, scale)) + head.places(start, end)
+                tokens = head.embedding(quantize.at_scale(total, scale)) + head.position_embeddings(start, end)
                 if condition.everywhere is not None:
                     tokens = tokens + condition.everywhere
                 if self.motion is not None and rest is not None:
@@ -199,23 +199,23 @@ class F1Model(nn.Module):
             all_logits.append(logits)
             all_codes.append(choose(logits, top_k, top_p, generator))
             total = tokenizer.add(total, all_codes[-1], scale)
-        return Foresight(cache, block, torch.cat(all_logits, 1), torch.cat(all_codes, 1))
+        return PredictedFrame(cache, block, torch.cat(all_logits, 1), torch.cat(all_codes, 1))
 
     def context(self, prefix: Prefix) -> Context:
-        """What acting without foresight goes on from: the understanding expert alone."""
+        """Return the context of acting without a predicted frame: the cache of the understanding expert alone."""
         _, cache = self.experts({"understanding": prefix.tokens}, prefix.block, {"understanding": 1}, keep=True)
         return Context(cache, prefix.block)
 
     def velocity(
         self, context: Context, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
     ) -> Tensor:
-        """ε − a [B, K, A] of noisy actions, after all that is in the cache. `memory`: [B, hidden], before the step."""
-        return self.decide(context, state, noisy, time, memory)[0]
+        """Return ε − a [B, K, A] of noisy actions, given the context. `memory`: [B, hidden], before the step."""
+        return self.velocity_and_features(context, state, noisy, time, memory)[0]
 
-    def decide(
+    def velocity_and_features(
         self, context: Context, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The velocity, and what the expert makes of the state token, [B, C]: all that is seen and remembered."""
+        """Return the velocity and the action expert's output at the state token, [B, C]."""
         tokens = self.flow.embed(state, noisy, time)
         if self.memory is not None and memory is not None:
             tokens = tokens + self.memory.to_action(memory)
@@ -225,8 +225,8 @@ class F1Model(nn.Module):
         output = outputs["action"]
         return self.flow.velocity(output[:, 1:]), output[:, 0].float()
 
-    def _frame_block(self, num_places: int) -> Block:
-        """The condition and the first predicted places, of which the condition's last token is one."""
+    def _frame_block(self, num_tokens: int) -> Block:
+        """The block of the condition and the predicted tokens; the condition's last token is the first of these."""
         before = self.config.num_tokens - 1
         starts = itertools.accumulate(self.tokenizer.sizes, initial=0)
-        return Block(before + num_places, tuple(before + start for start in starts if start < num_places))
+        return Block(before + num_tokens, tuple(before + start for start in starts if start < num_tokens))

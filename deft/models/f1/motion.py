@@ -1,10 +1,10 @@
-"""What moves where: the next frame as the last one with its pixels moved, from the actions and the state.
+"""The motion prior: it predicts the next frame by warping the last one, from the actions and the state.
 
-It starts as a copy of the last frame. The tokenizer's features of the moved frame give each code a first logit,
-−β‖z − e‖², where z is what the coarser codes have left to say; the generation expert says how far to trust it (β) and
-adds what motion alone cannot know. Training fits β by scale first (`fit_sharpness`): where most of a picture stands
-still it is high, so that the expert learns of what moves, and does not shake the rest. Such pictures are as they were
-in most places and quite different in a few: `motion_tail` gives the logits a tail for these; β can be higher then.
+An untrained prior copies the last frame. The tokenizer's features of the warped frame give each code a prior logit,
+−β‖z − e‖², where z is the residual after the coarser codes. The generation expert scales β by its confidence and adds
+its own logits. Training first fits β for each scale (`fit_sharpness`). If most of an image is static, β is high, so
+that the expert learns the moving parts and leaves the rest unchanged. Such images change strongly in few positions:
+`motion_tail` gives the logits a heavy tail for these positions, which allows a higher β.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PATCH = 4
 NUM_BASIS = 6  # 1, x, y, x², xy, y²
 START_SHARPNESS = 4.0
 SHARPEST, SHARPEST_WITH_TAIL = 1e3, 1e6
-TAIL = 1.5  # ν that suits recorded video of cameras that stand still
-START_MOVING = 4.0  # logit: at first nearly all is taken to move
+TAIL = 1.5  # ν for recorded video of static cameras
+START_MOVING = 4.0  # logit: at the start nearly all pixels move with the camera
 
 
 class MotionPrior(nn.Module):
-    """A field of motion: a polynomial of the place for the camera's own motion, and a convolution for the rest."""
+    """A motion field: a polynomial of the pixel position for the camera's motion, and a convolution for the rest."""
 
     def __init__(self, config: F1Config) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class MotionPrior(nn.Module):
         inputs = config.n_obs_img_steps * config.max_action_dim + 1 + config.max_state_dim
         self.robot = nn.Sequential(nn.Linear(inputs, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU())
         self.camera = nn.Linear(128, 2 * NUM_BASIS)
-        self.stem = nn.Conv2d(6 + 2, channels, PATCH, PATCH)  # the last two frames and the place
+        self.stem = nn.Conv2d(6 + 2, channels, PATCH, PATCH)  # the last two frames and the pixel position
         self.modulation = nn.Linear(128, 2 * channels)
         self.layers = nn.ModuleList(
             nn.Conv2d(channels, channels, 3, padding=dilation, dilation=dilation) for dilation in (1, 2, 4)
         )
-        # motion in x and y, a correction of the three colours, and what stays: the gripper moves with its camera
+        # motion in x and y, a correction of the three colours, and a mask of what moves with the camera (the gripper)
         self.head = nn.Conv2d(channels, 6, 1)
         for layer in (self.camera, self.head):
             nn.init.zeros_(layer.weight)
@@ -56,21 +56,30 @@ class MotionPrior(nn.Module):
         self.tail = config.motion_tail
 
     def forward(self, frames: Tensor, actions: Tensor, known: Tensor, state: Tensor) -> Tensor:
-        """The expected next frame [B, 3, h, w] from the history [B, T, 3, h, w] in -1 … 1 and what the robot does."""
+        """Predict the next frame [B, 3, h, w] from the history [B, T, 3, h, w] in -1 … 1, actions and state."""
         last = frames[:, -1]
         batch, _, height, width = last.shape
         robot = self.robot(robot_features(actions, known, state))
         y = torch.linspace(-1, 1, height, device=last.device, dtype=last.dtype)
         x = torch.linspace(-1, 1, width, device=last.device, dtype=last.dtype)
-        place = torch.stack(torch.meshgrid(x, y, indexing="xy"))  # [2, h, w]
-        stacked = torch.cat([last, frames[:, -2] if frames.shape[1] > 1 else last, place.expand(batch, -1, -1, -1)], 1)
+        position = torch.stack(torch.meshgrid(x, y, indexing="xy"))  # [2, h, w]
+        stacked = torch.cat(
+            [last, frames[:, -2] if frames.shape[1] > 1 else last, position.expand(batch, -1, -1, -1)], 1
+        )
         scale, shift = self.modulation(robot)[:, :, None, None].chunk(2, 1)
         hidden = functional.silu(self.stem(stacked) * (1 + scale) + shift)
         for layer in self.layers:
             hidden = hidden + functional.silu(layer(hidden))
         local = functional.interpolate(self.head(hidden), size=(height, width), mode="bilinear", align_corners=False)
         basis = torch.stack(
-            [torch.ones_like(place[0]), place[0], place[1], place[0] ** 2, place[0] * place[1], place[1] ** 2]
+            [
+                torch.ones_like(position[0]),
+                position[0],
+                position[1],
+                position[0] ** 2,
+                position[0] * position[1],
+                position[1] ** 2,
+            ]
         )
         camera = torch.einsum("bck,khw->bchw", self.camera(robot).view(batch, 2, NUM_BASIS), basis)
         motion = camera * (1 - torch.sigmoid(local[:, 5:] - START_MOVING)) + local[:, :2]
@@ -84,24 +93,24 @@ class MotionPrior(nn.Module):
         )
         return moved + local[:, 2:5]
 
-    def embed(self, missing: Tensor) -> Tensor:
-        """What is expected at predicted places, [B, n, D] → [B, n, C]."""
-        return self.embedding(missing)
+    def embed(self, residuals: Tensor) -> Tensor:
+        """Embed the predicted residuals, [B, n, D] → [B, n, C]."""
+        return self.embedding(residuals)
 
-    def logits(self, missing: Tensor, level: Tensor, output: Tensor, quantize: MultiScaleQuantizer) -> Tensor:
-        """First logits of the codes for z [B, n, D] at scales `level` [n] (`prior_logits`).
+    def logits(self, residuals: Tensor, level: Tensor, output: Tensor, quantize: MultiScaleQuantizer) -> Tensor:
+        """Return the prior logits of the codes for z [B, n, D] at scales `level` [n] (`prior_logits`).
 
-        β is by scale and by what the expert gave out, [B, n, C], in units of the codes' own spread, and so alike for
-        all tokenizers.
+        β depends on the scale and on the expert's output [B, n, C]. Its unit is the variance of the codes, so
+        that values are comparable between tokenizers.
         """
         sharpness = (self.log_sharpness[level][:, None] + self.trust(output.float())).exp()
-        return prior_logits(quantize.distances(missing), sharpness / _spread(quantize), self.tail)
+        return prior_logits(quantize.distances(residuals), sharpness / _spread(quantize), self.tail)
 
 
 def prior_logits(distances: Tensor, sharpness: Tensor, tail: float = 0.0) -> Tensor:
-    """−β d for d = ‖z − e_k‖² [B, n, K]; with a tail ν, −ν log(1 + β (d − min d) / ν), the same where d is small.
+    """−β d for d = ‖z − e_k‖² [B, n, K]; with a tail ν, −ν log(1 + β (d − min d) / ν), equal for small d.
 
-    Far codes have p ~ d^−ν then: a place that changed does not cost more than any other guess would.
+    Distant codes then have p ~ d^−ν, which limits the loss at positions that changed.
     """
     if tail == 0.0:
         return -sharpness * distances
@@ -111,7 +120,7 @@ def prior_logits(distances: Tensor, sharpness: Tensor, tail: float = 0.0) -> Ten
 
 @torch.no_grad()
 def fit_sharpness(
-    missing: Tensor,
+    residuals: Tensor,
     codes: Tensor,
     quantize: MultiScaleQuantizer,
     sizes: list[int],
@@ -121,10 +130,10 @@ def fit_sharpness(
     """log β of each scale with the lowest cross-entropy of the prior alone, for z [B, L, D] and true codes [B, L].
 
     With d = ‖z − e‖² in units of the spread, dCE/dβ = d_true − Σ_k p_k d_k, which grows with β: its root, by bisection.
-    With a tail, x = d − min d and g = x / (1 + β x / ν) stands in the place of d. `total` adds up over processes.
+    With a tail, x = d − min d and g = x / (1 + β x / ν) replaces d. `total` sums over processes.
     """
     spread, found = _spread(quantize), []
-    for z, true in zip(missing.split(sizes, 1), codes.split(sizes, 1), strict=True):
+    for z, true in zip(residuals.split(sizes, 1), codes.split(sizes, 1), strict=True):
         distances = quantize.distances(z.float()) / spread
         if tail:
             distances = distances - distances.amin(-1, keepdim=True)
@@ -144,7 +153,7 @@ def fit_sharpness(
 
 @torch.no_grad()
 def prior_cross_entropy(
-    missing: Tensor,
+    residuals: Tensor,
     codes: Tensor,
     log_sharpness: Tensor,
     quantize: MultiScaleQuantizer,
@@ -153,7 +162,7 @@ def prior_cross_entropy(
 ) -> Tensor:
     """The cross-entropy [B] of the prior alone, mean over the codes, for z [B, L, D], true codes [B, L] and log β."""
     spread, losses = _spread(quantize), []
-    for beta, z, true in zip(log_sharpness.exp(), missing.split(sizes, 1), codes.split(sizes, 1), strict=True):
+    for beta, z, true in zip(log_sharpness.exp(), residuals.split(sizes, 1), codes.split(sizes, 1), strict=True):
         logits = prior_logits(quantize.distances(z.float()), beta / spread, tail)
         losses.append(functional.cross_entropy(logits.transpose(1, 2), true, reduction="none"))
     return torch.cat(losses, 1).mean(1)

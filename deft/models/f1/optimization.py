@@ -70,7 +70,7 @@ def _without_gradient(policy: F1Policy, acts: bool) -> Iterator[Iterator[nn.Para
 
 
 def setup_optimizer(policy: nn.Module, lr: float = 1e-4, weight_decay: float = 0.01) -> torch.optim.AdamW:
-    """AdamW over the weights that learn; norms, biases, gates and embeddings of places do not decay."""
+    """AdamW over the weights that learn; norms, biases, gates and position embeddings have no weight decay."""
     learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not learning:
         raise InputError("nothing of the policy learns: see set_policy_requires_grad")

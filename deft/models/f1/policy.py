@@ -20,7 +20,7 @@ from deft.errors import InputError
 from deft.models.f1 import flow, frames
 from deft.models.f1.config import F1Config
 from deft.models.f1.language import LanguageTokenizer, instruction_texts, make_language_tokenizer
-from deft.models.f1.model import Condition, Context, F1Model, Foresight, Prefix
+from deft.models.f1.model import Condition, Context, F1Model, PredictedFrame, Prefix
 from deft.models.f1.teacher import TeacherPolicy
 from deft.models.f1.vq import MultiScaleTokenizer
 
@@ -32,8 +32,8 @@ class Inputs:
     """A batch, flattened to N = T · B rows and scaled."""
 
     steps: int  # T
-    pictures: list[Tensor]
-    shown: list[Tensor | None]  # None: in all rows
+    images: list[Tensor]
+    image_masks: list[Tensor | None]  # bool [N]; None: all rows have the image
     words: Tensor
     word_mask: Tensor | None
     frames: Tensor | None  # [N, H + n, 3, h, w]; None where the codes came with the batch and no pixels are needed
@@ -152,21 +152,21 @@ class F1Policy(nn.Module):
             }
             if after is not None:
                 results["remembered"] = after.detach().view(*leading, -1)
-        foresight_loss = wm_loss
+        prediction_loss = wm_loss
         if expected is not None:
             assert inputs.frames is not None
             motion_loss = _mean((expected - inputs.frames[:, self.config.n_obs_img_steps]).abs(), real)
             results["motion_loss"] = motion_loss
-            foresight_loss = wm_loss + self.config.motion_loss_weight * motion_loss
+            prediction_loss = wm_loss + self.config.motion_loss_weight * motion_loss
         if train_gen_expert_only or schema.ACTION not in batch:
-            results["loss"] = foresight_loss
+            results["loss"] = prediction_loss
         else:
             # As when acting, the action expert sees the predicted frame, not the true one, and a_t is its own to find.
             unknown = self._without_last_action(inputs)
-            hoped = self._foresee(unknown, prefix, before, top_k=1, top_p=1.0, generator=None)
-            results["action_loss"] = self._action_loss(batch, unknown, hoped, before, noise, time, generator)
+            predicted_frame = self._predict_frame(unknown, prefix, before, top_k=1, top_p=1.0, generator=None)
+            results["action_loss"] = self._action_loss(batch, unknown, predicted_frame, before, noise, time, generator)
             ratio = self.config.wm_loss_weight if gen_out_loss_ratio is None else gen_out_loss_ratio
-            results["loss"] = results["action_loss"] + ratio * foresight_loss
+            results["loss"] = results["action_loss"] + ratio * prediction_loss
         if memory_state is not None:
             results[schema.MEMORY_STATE] = memory_state
         return results
@@ -188,9 +188,9 @@ class F1Policy(nn.Module):
         inputs = self._prepare(batch, with_target=False)
         _, after, memory_state = self._remember(inputs, self._given_memory(batch, memory_state))
         condition = self._condition(inputs, after, self._expected_frame(inputs))
-        found = self.model.foresee(self._prefix(inputs), condition, top_k, top_p, generator)
+        found = self.model.predict_frame(self._prefix(inputs), condition, top_k, top_p, generator)
         leading = batch[schema.STATE].shape[:-1]
-        images = self._pictured(found.codes, inputs)
+        images = self._decode_images(found.codes, inputs)
         results = {
             "images": images.reshape(*leading, *images.shape[1:]),
             schema.FRAME_TOKENS: found.codes.reshape(*leading, -1),
@@ -202,7 +202,7 @@ class F1Policy(nn.Module):
 
     def forward_memory_only(self, batch: Mapping[str, Any], memory_state: Tensor | None = None) -> Tensor:
         """The memory (layers, batch, hidden) after the batch's steps; nothing is predicted."""
-        inputs = self._prepare(batch, with_target=False, looks=False)
+        inputs = self._prepare(batch, with_target=False, needs_images=False)
         _, _, found = self._remember(inputs, self._given_memory(batch, memory_state))
         if found is None:
             raise InputError("this F1 model has no memory (memory_enabled: false)")
@@ -222,17 +222,17 @@ class F1Policy(nn.Module):
         loss = (expected - pixels[:, observed]).abs().mean()
         return {"loss": loss, "motion_loss": loss.detach()}
 
-    def forward_remembered_picture(
+    def forward_memory_correction(
         self, batch: Mapping[str, Any], memory_state: Tensor | None = None, memory_backprop: bool = True
     ) -> dict[str, Tensor]:
-        """The loss of what is remembered alone: squared error of the expected features, in the true ones' variance.
+        """Return the loss of the memory's correction alone: MSE of the predicted features over the true ones' variance.
 
-        A small part of a whole step, to train the memory after the motion prior. `motion_error` is the same without the
-        memory's correction; `memory_state` that after the last step.
+        It costs a fraction of a full step and trains the memory after the motion prior. `motion_error` is the error
+        without the memory's correction; `memory_state` is the memory after the last step.
         """
         memory = self.model.memory
         if memory is None or memory.to_picture is None:
-            raise InputError("this F1 model draws nothing from its memory (memory_picture: false)")
+            raise InputError("this F1 model has no memory correction (memory_picture: false)")
         inputs = self._prepare(batch, with_target=True)
         _, after, memory_state = self._remember(inputs, self._given_memory(batch, memory_state), memory_backprop)
         with torch.no_grad():
@@ -253,8 +253,10 @@ class F1Policy(nn.Module):
         }
 
     @torch.no_grad()
-    def expected_places(self, batch: Mapping[str, Any], memory_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What motion and memory expect at every place given the true coarser codes [B, L, D], and the codes [B, L]."""
+    def predicted_residuals(
+        self, batch: Mapping[str, Any], memory_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residuals predicted by motion and memory given the true coarser codes [B, L, D], and the codes."""
         inputs = self._prepare(batch, with_target=True)
         _, after, _ = self._remember(inputs, self._given_memory(batch, memory_state))
         expected = self._expected_frame(inputs)
@@ -262,7 +264,7 @@ class F1Policy(nn.Module):
             raise InputError("this F1 model has no motion prior (motion_prior: false)")
         codes = inputs.codes[:, self.config.n_obs_img_steps]
         features = self._corrected(self.tokenizer.features(expected.clamp(-1, 1)), after)
-        return self.tokenizer.missing(features, codes), codes
+        return self.tokenizer.residuals(features, codes), codes
 
     @torch.no_grad()
     def sample_actions_with_world_model(
@@ -275,7 +277,7 @@ class F1Policy(nn.Module):
         generator: torch.Generator | None = None,
         predict_action_only: bool = True,
     ) -> Tensor | dict[str, Tensor]:
-        """A chunk of actions [B, K, 32], from noise in `num_steps` Euler steps, after foreseeing the next frame.
+        """A chunk of actions [B, K, 32], from noise in `num_steps` Euler steps, after predicting the next frame.
 
         The batch is an observation's: its `action_history` ends with a_{t-1}. Without `predict_action_only` a dict:
         `action`, `images` and `frame_tokens`. The memory is not moved on: a_t is known after acting
@@ -287,7 +289,7 @@ class F1Policy(nn.Module):
         inputs.known = torch.zeros_like(inputs.known)
         memory = self._given_memory(batch, memory_state)
         before = None if memory is None else self._checked(memory, inputs)[-1]
-        found = self._foresee(
+        found = self._predict_frame(
             inputs,
             self._prefix(inputs),
             before,
@@ -307,15 +309,15 @@ class F1Policy(nn.Module):
             return actions
         return {
             schema.ACTION: actions,
-            "images": self._pictured(found.codes, inputs),
+            "images": self._decode_images(found.codes, inputs),
             schema.FRAME_TOKENS: found.codes,
         }
 
-    def look(self, batch: Mapping[str, Any]) -> Context:
-        """What the action expert goes on from where nothing is foreseen: pictures and words, [N, …] as they are."""
+    def encode_observation(self, batch: Mapping[str, Any]) -> Context:
+        """Return the context for acting without a predicted frame, from images and words [N, …]."""
         num_rows = len(batch[schema.STATE])
-        pictures, shown = self._pictures(batch)
-        return self.model.context(self.model.understand(pictures, shown, *self._words(batch, num_rows)))
+        images, image_masks = self._images(batch)
+        return self.model.context(self.model.understand(images, image_masks, *self._words(batch, num_rows)))
 
     @torch.no_grad()
     def frame_features(self, codes: Tensor) -> Tensor:
@@ -329,11 +331,11 @@ class F1Policy(nn.Module):
         self,
         batch: Mapping[str, Any],
         with_target: bool,
-        looks: bool = True,
+        needs_images: bool = True,
         hide: bool = False,
         generator: torch.Generator | None = None,
     ) -> Inputs:
-        """The batch scaled and flattened. `looks`: the pictures are needed; `hide`: a_t is unknown in some rows."""
+        """Scale and flatten the batch. `hide`: a_t is unknown in some rows."""
         config, device = self.config, self.device
         state = self._vectors(batch, schema.STATE, config.max_state_dim)
         leading = state.shape[:-1]
@@ -347,16 +349,16 @@ class F1Policy(nn.Module):
                 f"{schema.ACTION_HISTORY} has shape {list(actions.shape)}; "
                 f"{config.n_obs_img_steps} actions a row are needed"
             )
-        pixels, codes = self._frames(batch, leading, length, looks and config.motion_prior)
-        pictures, shown = self._pictures(batch) if looks else ([], [])
-        words, word_mask = self._words(batch, num_rows) if looks else (torch.empty(0), None)
+        pixels, codes = self._frames(batch, leading, length, needs_images and config.motion_prior)
+        images, image_masks = self._images(batch) if needs_images else ([], [])
+        words, word_mask = self._words(batch, num_rows) if needs_images else (torch.empty(0), None)
         known = torch.ones(num_rows, dtype=torch.bool, device=device)
         if hide and config.unknown_action_rate > 0:
             known = torch.rand(num_rows, device=device, generator=generator) >= config.unknown_action_rate
         return Inputs(
             steps=leading[0] if len(leading) == 2 else 1,
-            pictures=pictures,
-            shown=shown,
+            images=images,
+            image_masks=image_masks,
             words=words,
             word_mask=word_mask,
             frames=pixels,
@@ -387,8 +389,8 @@ class F1Policy(nn.Module):
         for name in {schema.IMAGE0_HISTORY} if pixels_needed or not given else {schema.FRAME_TOKENS}:
             if name not in names:
                 raise InputError(f"the batch has no {name!r}; it has {', '.join(sorted(names))}")
-            place = len(leading)
-            if tuple(batch[name].shape[:place]) != tuple(leading) or batch[name].shape[place] < length:
+            axis = len(leading)
+            if tuple(batch[name].shape[:axis]) != tuple(leading) or batch[name].shape[axis] < length:
                 raise InputError(f"{name} has shape {list(batch[name].shape)}; {length} frames a row are needed")
         if pixels_needed or not given:
             raw = batch[schema.IMAGE0_HISTORY].to(self.device).flatten(0, len(leading) - 1)[:, :length]
@@ -398,21 +400,21 @@ class F1Policy(nn.Module):
         assert pixels is not None
         return pixels, self.tokenizer.encode(pixels)
 
-    def _pictures(self, batch: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What the understanding expert looks at: `image0` and, where it is there, `image1`."""
+    def _images(self, batch: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the images of the understanding expert, `image0` and, if present, `image1`, and their masks."""
         names = set(batch.keys())
         if schema.IMAGE0 not in names:
             raise InputError(f"the batch has no {schema.IMAGE0!r}; it has {', '.join(sorted(names))}")
-        pictures: list[Tensor] = []
-        shown: list[Tensor | None] = []
+        images: list[Tensor] = []
+        image_masks: list[Tensor | None] = []
         for name in (schema.IMAGE0, schema.IMAGE1):
             if name not in names:
                 continue
             raw = batch[name].to(self.device)
-            pictures.append(frames.to_model(raw.flatten(0, -4), self.config.vision.image_size, name))
+            images.append(frames.to_model(raw.flatten(0, -4), self.config.vision.image_size, name))
             mask = batch.get(name + schema.MASK_SUFFIX, None)
-            shown.append(None if mask is None or bool(mask.all()) else mask.to(self.device).flatten())
-        return pictures, shown
+            image_masks.append(None if mask is None or bool(mask.all()) else mask.to(self.device).flatten())
+        return images, image_masks
 
     def _words(self, batch: Mapping[str, Any], num_rows: int) -> tuple[Tensor, Tensor | None]:
         """The instruction's tokens, and which are real; a task without one has no words."""
@@ -446,7 +448,7 @@ class F1Policy(nn.Module):
     # Memory
 
     def _given_memory(self, batch: Mapping[str, Any], memory_state: Tensor | None) -> Tensor | None:
-        """The memory before the first step; None is refused where the model has one."""
+        """Return the memory before the first step; raise an error if the model has a memory and none is given."""
         if self.model.memory is None:
             return None
         if memory_state is None:
@@ -481,7 +483,7 @@ class F1Policy(nn.Module):
     # The parts of a pass
 
     def _prefix(self, inputs: Inputs) -> Prefix:
-        return self.model.understand(inputs.pictures, inputs.shown, inputs.words, inputs.word_mask)
+        return self.model.understand(inputs.images, inputs.image_masks, inputs.words, inputs.word_mask)
 
     def _expected_frame(self, inputs: Inputs) -> Tensor | None:
         if self.model.motion is None:
@@ -490,18 +492,18 @@ class F1Policy(nn.Module):
         history = inputs.frames[:, : self.config.n_obs_img_steps]
         return self.model.motion(history, inputs.actions, inputs.known, inputs.state)
 
-    def _pictured(self, codes: Tensor, inputs: Inputs) -> Tensor:
-        """Predicted codes [N, L] as uint8 pictures.
+    def _decode_images(self, codes: Tensor, inputs: Inputs) -> Tensor:
+        """Decode predicted codes [N, L] to uint8 images.
 
-        With `detail_of_motion`, x̂ + D(codes) − D(E(x̂)) with x̂ the moved frame, D and E the tokenizer: what codes cannot
-        say of the parts that they leave as they were is kept.
+        With `detail_of_motion`, x̂ + D(codes) − D(E(x̂)), with x̂ the warped frame and E, D the tokenizer: unchanged parts
+        keep the detail that codes cannot represent.
         """
         made = self.tokenizer.decode(codes)
         expected = self._expected_frame(inputs) if self.config.detail_of_motion else None
         if expected is not None:
             expected = expected.clamp(-1, 1)
             made = expected + made - self.tokenizer.decode(self.tokenizer.encode(expected))
-        return frames.to_pictures(made)
+        return frames.to_images(made)
 
     def _condition(self, inputs: Inputs, remembered: Tensor | None, expected: Tensor | None) -> Condition:
         features = None
@@ -512,7 +514,7 @@ class F1Policy(nn.Module):
         return self.model.condition(inputs.history, remembered, (inputs.actions, inputs.known, inputs.state), features)
 
     def _corrected(self, features: Tensor, remembered: Tensor | None) -> Tensor:
-        """The expected features, with what is remembered of the places."""
+        """Add the memory's correction to the predicted features."""
         memory = self.model.memory
         if memory is None or remembered is None or memory.to_picture is None:
             return features
@@ -521,7 +523,7 @@ class F1Policy(nn.Module):
     def _without_last_action(self, inputs: Inputs) -> Inputs:
         return Inputs(**{**vars(inputs), "known": torch.zeros_like(inputs.known)})
 
-    def _foresee(
+    def _predict_frame(
         self,
         inputs: Inputs,
         prefix: Prefix,
@@ -529,16 +531,16 @@ class F1Policy(nn.Module):
         top_k: int,
         top_p: float,
         generator: torch.Generator | None,
-    ) -> Foresight:
-        """Foresight before acting: a_t is not known, so the memory is that before the step."""
+    ) -> PredictedFrame:
+        """Predict the next frame before acting: a_t is unknown, so the memory is that before the step."""
         condition = self._condition(inputs, before, self._expected_frame(inputs))
-        return self.model.foresee(prefix, condition, top_k, top_p, generator)
+        return self.model.predict_frame(prefix, condition, top_k, top_p, generator)
 
     def _action_loss(
         self,
         batch: Mapping[str, Any],
         inputs: Inputs,
-        hoped: Foresight,
+        predicted_frame: PredictedFrame,
         before: Tensor | None,
         noise: Tensor | None,
         time: Tensor | None,
@@ -548,7 +550,9 @@ class F1Policy(nn.Module):
         actions = self._vectors(batch, schema.ACTION, self.config.max_action_dim).flatten(0, -3)
         noise = torch.randn(actions.shape, device=self.device, generator=generator) if noise is None else noise
         time = flow.sample_time(len(actions), self.device, generator) if time is None else time
-        velocity = self.model.velocity(hoped, inputs.state, flow.noisy_actions(actions, noise, time), time, before)
+        velocity = self.model.velocity(
+            predicted_frame, inputs.state, flow.noisy_actions(actions, noise, time), time, before
+        )
         squares = (noise - actions - velocity).square()
         weight = torch.ones_like(squares)
         names = set(batch.keys())
@@ -562,7 +566,7 @@ class F1Policy(nn.Module):
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """−Σ p log p of each place's codes, [N, L, codes], the mean over the places: [N], in nats."""
+    """Return −Σ p log p of [N, L, codes], averaged over the L tokens: [N], in nats."""
     log_probs = logits.float().log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1).mean(-1)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.policy import F1Policy
 
 ENCODED_TOGETHER = 256  # frames
@@ -24,11 +24,11 @@ def roll_out(
     memory_state: Tensor | None = None,
     states: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What the robot would see if it did `actions` [B, K, 32] (a_t, a_{t+1}, …): K frames and their codes.
+    """Predict the K frames after `actions` [B, K, 32] (a_t, a_{t+1}, …), and their codes.
 
     The batch is an observation's [B, …]: its history ends with img_t and a_{t-1}. `states` [B, K, 32] are s_t, s_{t+1},
-    … where they are known; else s_t stands for all. The wrist's picture for the understanding expert is the one
-    predicted last; the head's stays that of time t. Returns `images` uint8 [B, K, 3, h, w], `frame_tokens` [B, K, L]
+    … if known; else s_t is used for all steps. The understanding expert's wrist image is the last predicted
+    frame; its head image stays that of time t. Returns `images` uint8 [B, K, 3, h, w], `frame_tokens` [B, K, L]
     and `memory_state`.
     """
     length = policy.config.n_obs_img_steps
@@ -55,16 +55,16 @@ def roll_out(
 
 
 def _sized(frames: Tensor, image: Tensor) -> Tensor:
-    """Frames [B, T, 3, h, w] in the size that the model predicts."""
+    """Resize frames [B, T, 3, h, w] to the size of the predicted frames."""
     size = image.shape[-1]
     if frames.shape[-2:] == image.shape[-2:]:
         return frames
-    return to_pictures(to_model(frames, size, schema.IMAGE0_HISTORY))
+    return to_images(to_model(frames, size, schema.IMAGE0_HISTORY))
 
 
 @torch.no_grad()
 def encode_frames(policy: F1Policy, frames: np.ndarray) -> Tensor:
-    """The codes of uint8 frames [N, 3, h, w], int64 [N, L], on the policy's device."""
+    """Encode uint8 frames [N, 3, h, w]: int64 [N, L], on the policy's device."""
     found = []
     for start in range(0, len(frames), ENCODED_TOGETHER):
         pixels = torch.as_tensor(frames[start : start + ENCODED_TOGETHER], device=policy.device)

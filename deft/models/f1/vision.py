@@ -1,4 +1,4 @@
-"""SigLIP's vision tower and the projection of its features to word embeddings; `F1Model` calls it for every picture.
+"""SigLIP's vision tower and the projection of its features to word embeddings; `F1Model` calls it for every image.
 
 Tensor names are those of transformers' SigLIP and PaliGemma, so their weights load as they are.
 """
@@ -14,7 +14,7 @@ EPSILON = 1e-6
 
 
 class VisionAttention(nn.Module):
-    """Self-attention over the patches of a picture."""
+    """Self-attention over the patches of an image."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -64,20 +64,20 @@ class VisionLayer(nn.Module):
 
 
 class PatchEmbeddings(nn.Module):
-    """A picture as patches with learned positions."""
+    """An image as patches with learned positions."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size)
         self.position_embedding = nn.Embedding(config.num_tokens, config.hidden_size)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """[B, 3, h, w] → [B, P, C]."""
-        return self.patch_embedding(pictures).flatten(2).transpose(1, 2) + self.position_embedding.weight
+        return self.patch_embedding(images).flatten(2).transpose(1, 2) + self.position_embedding.weight
 
 
 class VisionTower(nn.Module):
-    """Pictures in -1 … 1 to features in the width of the words."""
+    """Images in -1 … 1 to features in the width of the words."""
 
     def __init__(self, config: VisionConfig, out_size: int) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class VisionTower(nn.Module):
         self.post_layernorm = nn.LayerNorm(config.hidden_size, EPSILON)
         self.projector = nn.Linear(config.hidden_size, out_size)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """[B, 3, h, w] → [B, P, out_size], at the scale of the words' embeddings.
 
         PaliGemma divides these features by √width, and Gemma multiplies all it reads by √width: neither is done here.
         """
-        x = self.embeddings(pictures.to(self.projector.weight.dtype))
+        x = self.embeddings(images.to(self.projector.weight.dtype))
         for layer in self.layers:
             x = layer(x)
         return self.projector(self.post_layernorm(x))

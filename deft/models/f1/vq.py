@@ -1,6 +1,6 @@
 """The image tokenizer: a multi-scale residual VQ-VAE. A frame becomes codes at scales 1×1, 2×2, … to the latent grid.
 
-`F1Policy` asks it for codes and for the embeddings that the next scales are predicted from; `decode` makes pictures.
+`F1Policy` uses its codes, and the embeddings from which the next scales are predicted; `decode` returns images.
 The tensor names are those of the published checkpoint.
 """
 
@@ -23,7 +23,7 @@ EPSILON = 1e-6
 
 
 class Reconstruction(NamedTuple):
-    """What training a tokenizer needs of one pass."""
+    """The outputs of one pass that training a tokenizer needs."""
 
     frames: Tensor  # [B, 3, h, w]
     quantization_loss: Tensor  # codes towards features and features towards codes, mean over the scales
@@ -51,7 +51,7 @@ class ResidualBlock(nn.Module):
 
 
 class SpatialAttention(nn.Module):
-    """One head of attention over all places of a feature map, added to it."""
+    """Single-head attention over all positions of a feature map, with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Encoder(nn.Module):
         super().__init__()
         widths = [config.channels * multiplier for multiplier in config.channel_multipliers]
         stem = config.stem_stride
-        # A stem of stride s reads s×s patches: most of the cost of small pictures lies in their full resolution.
+        # A stem of stride s reads s×s patches: most of the cost of small images is at full resolution.
         self.conv_in = nn.Conv2d(3, widths[0], 3, padding=1) if stem == 1 else nn.Conv2d(3, widths[0], stem, stem)
         self.down = nn.ModuleList()
         before = widths[0]
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         before = widths[-1]
         self.conv_in = nn.Conv2d(config.code_dim, before, 3, padding=1)
         self.mid = Middle(before, config.attention)
-        levels: list[nn.Module] = []  # coarsest first; stored finest first, as the names have it
+        levels: list[nn.Module] = []  # coarsest first; stored finest first, as in the tensor names
         for index, width in reversed(list(enumerate(widths))):
             channels = [before] + [width] * (config.num_res_blocks + 1)
             attends = index == len(widths) - 1 and config.attention
@@ -192,12 +192,12 @@ class Decoder(nn.Module):
 
 
 class ResidualConvolution(nn.Conv2d):
-    """φ(h) = (1 − r) h + r conv(h): smooths what enlarging a coarse scale left behind."""
+    """φ(h) = (1 − r) h + r conv(h): smooths an upsampled coarse scale."""
 
     def __init__(self, channels: int, ratio: float) -> None:
         super().__init__(channels, channels, 3, padding=1)
         self.ratio = ratio
-        nn.init.dirac_(self.weight)  # φ(h) = h at the start: codes are then what they are looked up by
+        nn.init.dirac_(self.weight)  # φ(h) = h at the start: a code then adds its own embedding
         nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class ResidualConvolution(nn.Conv2d):
 
 
 class SharedConvolutions(nn.Module):
-    """A few φ that the scales share, each scale the one nearest to its place between first and last."""
+    """A few φ shared by the scales; each scale uses the φ nearest to its relative position."""
 
     def __init__(self, config: TokenizerConfig) -> None:
         super().__init__()
@@ -214,8 +214,8 @@ class SharedConvolutions(nn.Module):
         self.qresi_ls = nn.ModuleList(ResidualConvolution(config.code_dim, config.residual_ratio) for _ in range(count))
         margin = (1 / 3 if count == 4 else 1 / 2) / count
         ticks = np.linspace(margin, 1 - margin, count)
-        places = np.arange(len(config.scales)) / max(1, len(config.scales) - 1)
-        self._chosen = np.abs(places[:, None] - ticks).argmin(1).tolist()
+        positions = np.arange(len(config.scales)) / max(1, len(config.scales) - 1)
+        self._chosen = np.abs(positions[:, None] - ticks).argmin(1).tolist()
 
     def forward(self, x: Tensor, scale: int) -> Tensor:
         """φ of the scale with this index."""
@@ -223,17 +223,17 @@ class SharedConvolutions(nn.Module):
 
 
 @functools.lru_cache
-def enlargement(size: int, grid: int, device: torch.device) -> Tensor:
-    """Bicubic interpolation from size² to grid² places as a matrix [grid², size²].
+def upsampling_matrix(size: int, grid: int, device: torch.device) -> Tensor:
+    """Return bicubic interpolation from size² to grid² positions as a matrix [grid², size²].
 
-    For grids as small as these a product with it is many times quicker than the general operation, above all on GPUs.
+    For such small grids a matrix product is many times faster than the general operation, above all on GPUs.
     """
-    places = torch.eye(size * size).view(1, size * size, size, size)
-    return functional.interpolate(places, size=(grid, grid), mode="bicubic").flatten(2)[0].T.contiguous().to(device)
+    unit = torch.eye(size * size).view(1, size * size, size, size)
+    return functional.interpolate(unit, size=(grid, grid), mode="bicubic").flatten(2)[0].T.contiguous().to(device)
 
 
 class MultiScaleQuantizer(nn.Module):
-    """Features as the sum of what their scales add: each scale codes what the coarser ones left over."""
+    """Features as a sum over scales: each scale encodes the residual of the coarser ones."""
 
     ema_vocab_hit_SV: Tensor
 
@@ -242,21 +242,21 @@ class MultiScaleQuantizer(nn.Module):
         self.scales = tuple(config.scales)
         self.embedding = nn.Embedding(config.codebook_size, config.code_dim)
         self.quant_resi = SharedConvolutions(config)
-        # How often each code was used, by scale; moved by training alone.
+        # How often each code was used, by scale; updated in training only.
         self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(self.scales), config.codebook_size))
         nn.init.uniform_(self.embedding.weight, -1 / config.codebook_size, 1 / config.codebook_size)
 
     def contribution(self, codes: Tensor, scale: int) -> Tensor:
-        """What codes [B, n²] of one scale add to the features, [B, D, grid, grid]."""
+        """Return what codes [B, n²] of one scale add to the features, [B, D, grid, grid]."""
         size, grid = self.scales[scale], self.scales[-1]
         vectors = self.embedding(codes)  # [B, n², D]
         if size != grid:
             with torch.autocast(vectors.device.type, enabled=False):
-                vectors = enlargement(size, grid, vectors.device) @ vectors.float()
+                vectors = upsampling_matrix(size, grid, vectors.device) @ vectors.float()
         return self.quant_resi(vectors.transpose(1, 2).unflatten(2, (grid, grid)), scale)
 
     def at_scale(self, features: Tensor, scale: int) -> Tensor:
-        """Features [B, D, grid, grid] seen at one scale, as tokens [B, n², D]."""
+        """Downsample features [B, D, grid, grid] to one scale, as tokens [B, n², D]."""
         size = self.scales[scale]
         if size != self.scales[-1]:
             features = functional.interpolate(features, size=(size, size), mode="area")
@@ -268,12 +268,12 @@ class MultiScaleQuantizer(nn.Module):
         return vectors.square().sum(-1, keepdim=True) + codes.square().sum(-1) - 2 * vectors @ codes.T
 
     def assign(self, features: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What is left to be coded at each scale [B · n², D], and the nearest codes, int64 [B, n²]; coarse to fine."""
+        """Return the residuals of each scale [B · n², D] and their nearest codes, int64 [B, n²], coarse to fine."""
         rest, vectors, codes = features, [], []
         for scale in range(len(self.scales)):
-            seen = self.at_scale(rest, scale)
-            vectors.append(seen.flatten(0, 1))
-            codes.append(self.distances(seen).argmin(-1))
+            residual = self.at_scale(rest, scale)
+            vectors.append(residual.flatten(0, 1))
+            codes.append(self.distances(residual).argmin(-1))
             rest = rest - self.contribution(codes[-1], scale)
         return vectors, codes
 
@@ -283,7 +283,7 @@ class MultiScaleQuantizer(nn.Module):
 
     @torch.no_grad()
     def observe(self, codes: Sequence[Tensor], decay: float = 0.99) -> None:
-        """Take the codes of each scale into the running shares of use."""
+        """Update the running usage frequencies with the codes of each scale."""
         for scale, part in enumerate(codes):
             hits = torch.bincount(part.flatten(), minlength=self.embedding.num_embeddings).to(self.ema_vocab_hit_SV)
             self.ema_vocab_hit_SV[scale].lerp_(hits / hits.sum(), 1 - decay)
@@ -305,9 +305,9 @@ class MultiScaleTokenizer(nn.Module):
 
     @torch.no_grad()
     def start_linear_path(self, frames: Tensor) -> None:
-        """Start as principal components of the patches of frames [B, 3, h, w] in -1 … 1; the networks add nothing yet.
+        """Initialise with principal components of patches of frames [B, 3, h, w]; the networks output 0.
 
-        z = Vᵀ(p − μ) / s and p ≈ s V z + μ, with V the first D directions and s so that z has variance 1 on average.
+        z = Vᵀ(p − μ) / s and p ≈ s V z + μ, with V the first D directions and s such that z has variance 1 on average.
         """
         size = self.config.patch_size
         patches = functional.pixel_unshuffle(frames, size).permute(0, 2, 3, 1).flatten(0, 2).double()
@@ -338,9 +338,9 @@ class MultiScaleTokenizer(nn.Module):
         return codes.reshape(*batch, -1)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """What codes […, L] give as input for predicting the scales after the first: […, L − 1, D].
+        """Return the inputs for predicting the scales after the first, from codes […, L]: […, L − 1, D].
 
-        At each scale, the sum of all coarser contributions, seen at that scale.
+        At each scale: the sum of all coarser contributions, downsampled to that scale.
         """
         batch = codes.shape[:-1]
         parts = codes.flatten(0, -2).split(self.sizes, -1)
@@ -351,22 +351,22 @@ class MultiScaleTokenizer(nn.Module):
             inputs.append(self.quantize.at_scale(total, scale + 1))
         return torch.cat(inputs, 1).reshape(*batch, -1, self.config.code_dim)
 
-    def missing(self, features: Tensor, codes: Tensor) -> Tensor:
-        """What the coarser codes [B, L] leave of features [B, D, grid, grid], at every place: [B, L, D]."""
-        rest, places = features, []
+    def residuals(self, features: Tensor, codes: Tensor) -> Tensor:
+        """Return features [B, D, grid, grid] less the sum of the coarser codes [B, L], per token: [B, L, D]."""
+        rest, tokens = features, []
         for scale, part in enumerate(codes.split(self.sizes, -1)):
-            places.append(self.quantize.at_scale(rest, scale))
+            tokens.append(self.quantize.at_scale(rest, scale))
             if scale < len(self.sizes) - 1:
                 rest = rest - self.quantize.contribution(part, scale)
-        return torch.cat(places, 1)
+        return torch.cat(tokens, 1)
 
     def add(self, total: Tensor | None, codes: Tensor, scale: int) -> Tensor:
-        """The features so far, with the codes [B, n²] of the next scale."""
+        """Add the codes [B, n²] of a scale to the features so far."""
         added = self.quantize.contribution(codes, scale)
         return added if total is None else total + added
 
     def quantized(self, codes: Tensor) -> Tensor:
-        """The features that codes [B, L] stand for, [B, D, grid, grid]."""
+        """Return the features of codes [B, L], [B, D, grid, grid]."""
         parts = codes.split(self.sizes, -1)
         total: Tensor | None = None
         for scale, part in enumerate(parts):
@@ -375,7 +375,7 @@ class MultiScaleTokenizer(nn.Module):
         return total
 
     def decode_features(self, features: Tensor) -> Tensor:
-        """Features [B, D, grid, grid] as frames; not clipped, for training."""
+        """Decode features [B, D, grid, grid] to frames, without clipping, for training."""
         return self.decoder(self.post_quant_conv(features))
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -384,9 +384,9 @@ class MultiScaleTokenizer(nn.Module):
         return frames.reshape(*codes.shape[:-1], *frames.shape[1:])
 
     def forward(self, frames: Tensor) -> Reconstruction:
-        """Reconstruct frames [B, 3, h, w], differentiable: the gradient passes the codes straight through."""
+        """Reconstruct frames [B, 3, h, w] with a straight-through gradient."""
         features = self.features(frames).float()
-        with torch.autocast(frames.device.type, enabled=False):  # codes are found in full precision, as they are in use
+        with torch.autocast(frames.device.type, enabled=False):  # quantise in full precision, as outside of training
             codes = self.quantize.encode(features.detach())
             total: Tensor | None = None
             loss = features.new_zeros(())

@@ -1,7 +1,7 @@
-"""What surrounds the generation expert: history in, codes of the next frame out, scale by scale.
+"""Input embeddings and output layer of the generation expert, which predicts the next frame's codes scale by scale.
 
-The L − 1 first condition tokens belong to the block of pictures and words; the last one is the place that the first
-scale is predicted from; the tokens of each further scale follow, made of what the coarser codes add up to.
+The first L − 1 condition tokens belong to the block of images and words. The first scale is predicted from the last
+condition token. The tokens of each finer scale follow, computed from the sum of the coarser codes' embeddings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WorldModelHead(nn.Module):
         self.register_buffer("mask_embedding", torch.empty(1, 1, code_dim))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, config.tokenizer.codebook_size)
-        if config.motion_prior:  # the prior's own logits are what a new model says; noise would drown them
+        if config.motion_prior:  # a new model predicts the prior's logits; random output weights would dominate them
             nn.init.zeros_(self.output.weight)
             nn.init.zeros_(self.output.bias)
         deviation = math.sqrt(1 / width / 3)
@@ -48,18 +48,18 @@ class WorldModelHead(nn.Module):
         nn.init.trunc_normal_(self.mask_embedding, std=deviation)
 
     def compress(self, history: Tensor) -> Tensor:
-        """Embeddings of T frames [B, T, L − 1, D] as one, with positions: [B, L − 1, D]."""
-        batch, frames, places, dim = history.shape
-        moved = history.permute(0, 2, 3, 1).reshape(batch * places, dim, frames)
-        return self.temporal(moved).reshape(batch, places, dim) + self.history_positions
+        """Compress the embeddings of T frames [B, T, L − 1, D] to one frame with position embeddings: [B, L − 1, D]."""
+        batch, frames, tokens, dim = history.shape
+        moved = history.permute(0, 2, 3, 1).reshape(batch * tokens, dim, frames)
+        return self.temporal(moved).reshape(batch, tokens, dim) + self.history_positions
 
     def condition(self, compressed: Tensor) -> Tensor:
-        """The condition tokens [B, L, C]: a start token, then the history. Without output positions."""
+        """Return the condition tokens [B, L, C]: a start token, then the history, without output positions."""
         start = self.start.expand(compressed.shape[0], -1, -1)
         return torch.cat([start, self.embedding(compressed)], 1) + self.condition_positions
 
-    def places(self, first: int, last: int) -> Tensor:
-        """What tells the predicted tokens first … last − 1 of the L where they stand, [1, n, C]."""
+    def position_embeddings(self, first: int, last: int) -> Tensor:
+        """Return the position and level embeddings of the predicted tokens first … last − 1, [1, n, C]."""
         return self.output_positions[:, first:last] + self.level_embedding(self.level[:, first:last])
 
     def logits(self, output: Tensor) -> Tensor:

@@ -448,7 +448,7 @@ class BaseRLTrainer(Loop):
         """Shard the parameters, in float32; the image tokenizer codes frames between passes, and stays whole."""
         self.policy.use_dtype("float32")
         units = (GatedMLP, VisionLayer)
-        passes = ("forward_motion_only", "forward_memory_only", "forward_remembered_picture", "expected_places")
+        passes = ("forward_motion_only", "forward_memory_only", "forward_memory_correction", "predicted_residuals")
         whole = list(self.policy.tokenizer.parameters())
         sharding.shard(self.policy, self.processes, self.device, units, whole, passes)
         self.policy.tokenizer.to(self.device)

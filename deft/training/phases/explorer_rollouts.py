@@ -454,7 +454,7 @@ class ExplorerPPO(PPO):
 
     def _make_optimizer(self) -> FlatAdam:
         """Return an optimizer of two groups: a large step of the parameters that act moves a chain's density far."""
-        acting, others = self.policy.parts()
+        acting, others = self.policy.parameter_groups()
         rate = self.settings.learning_rate
         groups: list[dict[str, Any]] = [{"params": acting, "lr": ACTING_RATE * rate}, {"params": others}]
         return FlatAdam(groups, rate, eps=self.settings.adam_epsilon)

@@ -28,7 +28,7 @@ from deft.envs.tabletop.images import TabletopImages
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.machine import available_cores
-from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.frames import to_images, to_model
 from deft.runs.rollout import rollout
 from deft.runs.signals import raise_if_stopped
 from deft.training.phases.recorded import split, trained_on
@@ -187,7 +187,7 @@ class DatasetFrames:
         found = {}
         for name in self.streams:
             images = torch.from_numpy(np.ascontiguousarray(streams[name][:, -3:]))  # the newest of stacked frames
-            found[name] = to_pictures(to_model(images, self._size, name or "the dataset's image"))
+            found[name] = to_images(to_model(images, self._size, name or "the dataset's image"))
         return found
 
 

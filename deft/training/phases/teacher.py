@@ -148,7 +148,7 @@ class TeacherTrainer(WorldModelTrainer):
         steps = batch.steps(rows[kept], times[kept])
         memory = self.policy.initial_memory(int(kept.sum())) if self.policy.config.memory_enabled else None
         with autocast(self.device, self.autocast_dtype):
-            missing, codes = self.policy.expected_places(steps, memory)
+            missing, codes = self.policy.predicted_residuals(steps, memory)
         found = fit_sharpness(missing, codes, tokenizer.quantize, tokenizer.sizes, self.processes.sum, motion.tail)
         sharding.reshard(self.policy)
         with torch.no_grad():
@@ -226,7 +226,7 @@ class TeacherTrainer(WorldModelTrainer):
         def losses(part: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
             before = None if memory is None else memory[:, rows]
             with autocast(self.device, self.autocast_dtype):
-                return self.policy.forward_remembered_picture(part, before, self.training.memory_backprop)
+                return self.policy.forward_memory_correction(part, before, self.training.memory_backprop)
 
         results, norm = self.update_in_parts(chunk, losses, self.memory_optimizer, weight)
         del results["loss"]  # in other units than that of the whole model

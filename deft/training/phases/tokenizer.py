@@ -28,7 +28,7 @@ from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.image_quality import psnr, ssim
 from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import read_f1_config
-from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.loading import fill_tokenizer, find_tokenizer
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.ownership import record
@@ -214,7 +214,7 @@ class TokenizerTrainer(Loop):
             self.codebook.update(found.features)
             is_due = crossed(self.num_updates, self.num_updates + 1, config.revive_interval)
             if is_due and self.progress < REVIVE_UNTIL:
-                self.codebook.revive(found.features, self.generator)
+                self.codebook.reset_unused(found.features, self.generator)
         error = made.float() - frames
         edges = (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) / 2
         loss = error.abs().mean() + error.square().mean() + config.gradient_weight * edges + quantization
@@ -243,9 +243,9 @@ class TokenizerTrainer(Loop):
             self.model.start_linear_path(frames)
         features = torch.cat([self.model.features(part).float() for part in frames.split(CHUNK)])
         if is_new:
-            self.codebook.start(features, self.generator)
+            self.codebook.initialize(features, self.generator)
         else:
-            self.codebook.begin(features)
+            self.codebook.initialize_counts(features)
         # These counts are of many images, later ones of a batch.
         self.codebook.rescale(self.config.batch_size / count)
 
@@ -287,7 +287,7 @@ class TokenizerTrainer(Loop):
             raise_if_stopped()
             found = self.model.encode(to_model(part.to(self.device), self.model.config.image_size, "frames"))
             codes.append(found.cpu())
-            made.append(to_pictures(self.model.decode(found)).cpu())
+            made.append(to_images(self.model.decode(found)).cpu())
         return torch.cat(made), torch.cat(codes)
 
     def evaluate(self, held_out: dict[str, Tensor]) -> dict[str, float]:

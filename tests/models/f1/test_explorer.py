@@ -13,8 +13,8 @@ from deft.config.f1_settings import ExplorerSettings
 from deft.errors import InputError
 from deft.models.f1.explorer import (
     EXPLORER_FILE,
+    copy_world_model,
     explorer_extras,
-    give_world_model,
     load_explorer,
     new_explorer,
     world_model_weights,
@@ -72,7 +72,7 @@ def test_the_log_prob_is_that_of_the_steps(explorer):
     """Σ_k Σ_d log N(x_{k+1}; x_k − v / S, σ), with v from the model's own velocity, one step at a time."""
     td = explorer.act(acting_input(explorer, 2))
     chain, state = td[schema.SAMPLE][schema.CHAIN], td[schema.OBSERVATION][schema.STATE]
-    context = explorer.f1.look(td[schema.OBSERVATION])
+    context = explorer.f1.encode_observation(td[schema.OBSERVATION])
     expected = torch.zeros(2)
     with torch.no_grad():
         for step in range(3):
@@ -166,7 +166,7 @@ def test_gradients_reach_all_that_acts_and_nothing_of_the_world_model(explorer):
         assert any(name.startswith(f"f1.model.{part}") for name in touched), part
     assert any(name.startswith("value_head.") for name in touched)
     assert not any(name.removeprefix("f1.").startswith(tuple(world_model_weights(explorer.f1))) for name in touched)
-    acting, others = explorer.parts()
+    acting, others = explorer.parameter_groups()
     learning = {id(one) for one in explorer.parameters() if one.requires_grad}
     assert {id(one) for one in (*acting, *others)} == learning
     assert len(acting) + len(others) == len(learning)
@@ -176,7 +176,7 @@ def test_gradients_reach_all_that_acts_and_nothing_of_the_world_model(explorer):
 def test_a_head_camera_is_refused(explorer, camera):
     td = acting_input(explorer, 2)
     td[schema.OBSERVATION, camera] = td[schema.OBSERVATION, schema.IMAGE0]
-    with pytest.raises(InputError, match=f"sees the wrist camera alone; its observation has {camera}"):
+    with pytest.raises(InputError, match=f"reads only the wrist camera; remove from its observation: {camera}"):
         explorer.act(td)
 
 
@@ -217,9 +217,9 @@ def test_an_explorer_of_a_bfloat16_teacher_acts_in_float32():
 def test_a_world_model_that_does_not_fit_is_refused_by_name(teacher):
     other = micro_policy(motion_prior=True)  # has what the teacher lacks
     with pytest.raises(InputError, match=r"the teacher does not fit .* missing \(model\.motion\."):
-        give_world_model(teacher, other)
+        copy_world_model(teacher, other)
     with pytest.raises(InputError, match=r"unexpected \(model\.motion\."):
-        give_world_model(other, teacher)
+        copy_world_model(other, teacher)
 
 
 def test_an_explorer_is_read_back_as_it_was(tmp_path, explorer):
@@ -238,5 +238,5 @@ def test_an_explorer_is_read_back_as_it_was(tmp_path, explorer):
     with pytest.raises(InputError, match=r"missing \(.*value_head"):
         load_explorer(tmp_path, tmp_path / "f1.json")
     (tmp_path / EXPLORER_FILE).unlink()
-    with pytest.raises(InputError, match="no checkpoint of an explorer"):
+    with pytest.raises(InputError, match="is not a checkpoint of an explorer"):
         load_explorer(tmp_path, tmp_path / "f1.json")

@@ -24,7 +24,7 @@ def test_codes_add_up_to_the_features():
     pictures = torch.rand(2, 3, 16, 16) * 2 - 1
     codes, features = tokenizer.encode(pictures), tokenizer.features(pictures)
     assert codes.shape == (2, 21)
-    missing = tokenizer.missing(features, codes)
+    missing = tokenizer.residuals(features, codes)
     last = features - tokenizer.quantized(codes) + tokenizer.quantize.contribution(codes[:, 5:], 2)
     torch.testing.assert_close(missing[:, 5:], last.flatten(2).transpose(1, 2), atol=1e-5, rtol=0)
     # the nearest code of what is missing is the code itself
@@ -76,10 +76,10 @@ def test_unused_codes_are_given_a_new_place():
     torch.testing.assert_close(shares.sum(1), torch.ones(3))
     assert shares[:, 8:].sum() == 0
     codebook.update(features)
-    assert codebook.revive(features, generator) >= 24
+    assert codebook.reset_unused(features, generator) >= 24
     used = torch.cat(tokenizer.quantize.encode(features), 1).unique()
     assert (used >= 8).sum() > 12
-    assert codebook.revive(features, generator) == 0  # they have time to prove themselves
+    assert codebook.reset_unused(features, generator) == 0  # they have time to prove themselves
 
 
 def test_a_code_is_the_running_mean_of_what_it_stands_for():
@@ -125,9 +125,9 @@ def test_prediction_scale_by_scale_is_the_prediction_at_once():
     words = torch.tensor([[2, 5, 0], [2, 6, 7]])
     prefix = model.understand([torch.randn(2, 3, 16, 16)], [torch.tensor([True, False])], words, words != 0)
     condition = model.condition(tokenizer.embed(codes), expected=torch.randn(2, 4, 4, 4))
-    foresight = model.foresee(prefix, condition)
-    at_once = model.teacher_forced(prefix, condition, foresight.codes)
-    torch.testing.assert_close(at_once, foresight.logits, atol=2e-5, rtol=1e-5)
+    predicted = model.predict_frame(prefix, condition)
+    at_once = model.teacher_forced(prefix, condition, predicted.codes)
+    torch.testing.assert_close(at_once, predicted.logits, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kv_heads", "recompute"), [(1, False), (2, True)])
@@ -144,12 +144,12 @@ def test_attention_block_by_block_is_attention_with_a_mask(monkeypatch, kv_heads
         prefix = policy.model.understand([pictures], [None], words, None)
         condition = policy.model.condition(policy.tokenizer.embed(codes))
         logits = policy.model.teacher_forced(prefix, condition, codes[:, 0])
-        foresight = policy.model.foresee(prefix, condition)
-        velocity = policy.model.velocity(foresight, *robot)
+        predicted = policy.model.predict_frame(prefix, condition)
+        velocity = policy.model.velocity(predicted, *robot)
         (logits.square().mean() + velocity.square().mean()).backward()
         gradients = [one.grad for one in policy.model.experts.parameters() if one.grad is not None]
         assert len(gradients) > 40
-        found.append([logits, foresight.logits, velocity, *gradients])
+        found.append([logits, predicted.logits, velocity, *gradients])
     for masked, spanned in zip(*found, strict=True):
         torch.testing.assert_close(spanned, masked, atol=1e-5, rtol=1e-5)
     assert not torch.equal(found[0][0], found[1][0])  # it was another way to it
@@ -262,7 +262,7 @@ def test_logits_begin_from_the_codes_of_the_copied_frame():
     policy = micro_policy(motion_prior=True)
     picture = torch.rand(2, 3, 16, 16) * 2 - 1
     codes, expected = policy.tokenizer.encode(picture), policy.tokenizer.features(picture)
-    missing = policy.tokenizer.missing(expected, codes)
+    missing = policy.tokenizer.residuals(expected, codes)
     output = torch.zeros(2, 21, 16)
     logits = policy.model.motion.logits(missing, policy.model.world_model.level[0], output, policy.tokenizer.quantize)
     assert torch.equal(logits.argmax(-1), codes)
@@ -273,7 +273,7 @@ def test_pictures_are_scaled_once_and_back():
     scaled = frames.to_model(pictures, 16, "image0")
     assert scaled.min() == -1
     assert scaled.max() == 1
-    assert torch.equal(frames.to_pictures(scaled), pictures)
+    assert torch.equal(frames.to_images(scaled), pictures)
     with pytest.raises(InputError, match=r"image0 is float32 \[1, 3, 16, 16\]"):
         frames.to_model(scaled, 16, "image0")
 

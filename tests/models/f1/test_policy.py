@@ -243,8 +243,8 @@ def test_batches_that_do_not_fit_are_refused():
         ({schema.STATE: torch.zeros(2, 33)}, "state has 33 dims; the model takes 32"),
         ({schema.ACTION_HISTORY: torch.zeros(2, 3, 32)}, "4 actions a row are needed"),
         ({schema.IMAGE0_HISTORY: torch.zeros(2, 4, 3, 16, 16, dtype=torch.uint8)}, "5 frames a row are needed"),
-        ({schema.IMAGE0: torch.zeros(2, 3, 16, 16)}, "image0 is float32 .* pictures are uint8"),
-        ({schema.IMAGE0_HISTORY: torch.zeros(2, 5, 3, 16, 16)}, "image0_history is float32 .* the model scales them"),
+        ({schema.IMAGE0: torch.zeros(2, 3, 16, 16)}, "image0 is float32 .* images must be uint8"),
+        ({schema.IMAGE0_HISTORY: torch.zeros(2, 5, 3, 16, 16)}, "image0_history is float32 .* pass them unscaled"),
     ]
     for change, message in cases:
         with pytest.raises(InputError, match=message):
@@ -370,21 +370,21 @@ def test_the_remembered_picture_learns_by_a_pass_of_its_own():
     batch = {**batch, "frame_tokens": codes}
     batch["image0_history"][1:, :, :4] = 127
     memory = policy.initial_memory(2)
-    found = policy.forward_remembered_picture(batch, memory)
+    found = policy.forward_memory_correction(batch, memory)
     torch.testing.assert_close(found["loss"], found["motion_error"])
     optimizer = torch.optim.Adam(policy.model.memory.parameters(), 1e-2)
     for _ in range(40):
         optimizer.zero_grad()
-        policy.forward_remembered_picture(batch, memory)["loss"].backward()
+        policy.forward_memory_correction(batch, memory)["loss"].backward()
         optimizer.step()
-    found = policy.forward_remembered_picture(batch, memory)
+    found = policy.forward_memory_correction(batch, memory)
     assert float(found["loss"]) < 0.7 * float(found["motion_error"])
-    reset = policy.forward_remembered_picture({name: value[-1:] for name, value in batch.items()}, memory)
+    reset = policy.forward_memory_correction({name: value[-1:] for name, value in batch.items()}, memory)
     carried = policy.forward_memory_only({name: value[:-1] for name, value in batch.items()}, memory)
-    last = policy.forward_remembered_picture({name: value[-1:] for name, value in batch.items()}, carried)
+    last = policy.forward_memory_correction({name: value[-1:] for name, value in batch.items()}, carried)
     assert float(last["loss"]) < 0.9 * float(reset["loss"])
     with pytest.raises(InputError, match="memory_picture"):
-        micro_policy(motion_prior=True).forward_remembered_picture(batch, memory)
+        micro_policy(motion_prior=True).forward_memory_correction(batch, memory)
 
 
 def test_a_new_memory_keeps_what_it_was_told():
@@ -422,6 +422,6 @@ def test_the_detail_of_the_moved_frame_is_kept():
     inputs = keeps._prepare(batch, with_target=False)
     change = keeps.tokenizer.decode(codes) - keeps.tokenizer.decode(found["frame_tokens"])
     expected = (last.float() + 127.5 * change).clamp(0, 255)
-    assert (keeps._pictured(codes, inputs).float() - expected).abs().max() <= 1
+    assert (keeps._decode_images(codes, inputs).float() - expected).abs().max() <= 1
     acted = keeps.sample_actions_with_world_model(batch, memory, top_k=1, predict_action_only=False)
     assert (acted["images"].int() - last.int()).abs().max() <= 1

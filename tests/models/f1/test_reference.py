@@ -49,10 +49,10 @@ def test_logits_and_flow_losses(reference, extras):
     prefix, condition = understood(policy, io), policy.model.condition(history, remembered, robot)
     logits = policy.model.teacher_forced(prefix, condition, io["token_indices"][:, 4])
     torch.testing.assert_close(logits, io["teacher_forced_logits"], atol=1e-4, rtol=0)
-    foresight = policy.model.foresee(prefix, condition)
-    torch.testing.assert_close(foresight.logits, io["greedy_logits"], atol=1e-4, rtol=0)
+    predicted = policy.model.predict_frame(prefix, condition)
+    torch.testing.assert_close(predicted.logits, io["greedy_logits"], atol=1e-4, rtol=0)
     noisy = flow.noisy_actions(io["actions"], io["noise"], io["time"])
-    velocity = policy.model.velocity(foresight, io["state"], noisy, io["time"], remembered)
+    velocity = policy.model.velocity(predicted, io["state"], noisy, io["time"], remembered)
     losses = (io["noise"] - io["actions"] - velocity).square()
     torch.testing.assert_close(losses, io["flow_losses"], atol=1e-4, rtol=0)
 

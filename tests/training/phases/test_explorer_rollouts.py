@@ -227,7 +227,7 @@ def test_it_learns_a_reward_that_any_learner_finds(teacher):
 
 def test_two_learning_rates_and_their_state(explorer):
     ppo = ExplorerPPO(explorer, ExplorerSettings(learning_rate=1e-3, max_grad_norm=None))
-    acting, others = explorer.parts()
+    acting, others = explorer.parameter_groups()
     before = [one.detach().clone() for one in (acting[0], others[0])]
     ppo.optimizer.zero_grad()
     acting[0].grad.fill_(1.0)
@@ -261,7 +261,7 @@ def test_what_is_averaged_is_every_gradient_before_every_step(explorer):
     found.pay(torch.rand(5, 2))
     before = [one.detach().clone() for one in explorer.parameters()]
     ppo.update(iter([found.rollout]))
-    assert seen == [sum(map(len, explorer.parts()))] * 2  # one minibatch of ten, two epochs
+    assert seen == [sum(map(len, explorer.parameter_groups()))] * 2  # one minibatch of ten, two epochs
     assert all(torch.equal(one, other) for one, other in zip(before, explorer.parameters(), strict=True))
     assert ppo.learning_rate == pytest.approx(2e-4)  # 3e-4 / 1.5: by the largest KL of all processes
     assert REAL.sum() == 2

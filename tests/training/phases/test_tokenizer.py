@@ -20,7 +20,7 @@ from deft.config.tokenizer_settings import TokenizerTrainingConfig
 from deft.envs.tabletop.images import TabletopImages
 from deft.errors import InputError, Stopped
 from deft.evaluation.image_quality import psnr
-from deft.models.f1.frames import to_model, to_pictures
+from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.loading import WEIGHTS, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.vq import MultiScaleTokenizer
@@ -87,7 +87,7 @@ def test_a_model_starts_from_the_file_that_training_wrote(tmp_path, model, recor
     results = train_tokenizer(config, QUIET)
     policy = load_f1_policy(micro_config(tokenizer_weights=results["weights"])).policy
     held_out = DatasetFrames(config, 16).held_out()["image"]
-    made = to_pictures(policy.tokenizer.decode(policy.tokenizer.encode(to_model(held_out, 16, "held out"))))
+    made = to_images(policy.tokenizer.decode(policy.tokenizer.encode(to_model(held_out, 16, "held out"))))
     assert float(psnr(held_out, made).mean()) == pytest.approx(results["psnr"], abs=0.05)
 
 
@@ -257,7 +257,7 @@ def test_the_shipped_tokenizer_repeats_pictures_it_has_not_seen():
     pictures = torch.from_numpy(np.concatenate([env.reset(seed=7_000_000 + index)[0] for index in range(8)]))
     env.close()
     flat = pictures.float().mean((2, 3), keepdim=True).round().to(torch.uint8).expand_as(pictures)
-    made = to_pictures(policy.tokenizer.decode(policy.tokenizer.encode(to_model(pictures, 64, "pictures"))))
+    made = to_images(policy.tokenizer.decode(policy.tokenizer.encode(to_model(pictures, 64, "pictures"))))
     assert float(psnr(pictures, made).mean()) > float(psnr(pictures, flat).mean()) + 4
 
 
