@@ -1,4 +1,4 @@
-"""The settings of each algorithm, as typed classes named in `ALGORITHM_SETTINGS`; a new algorithm adds its own here."""
+"""Settings classes of the algorithms, listed in `ALGORITHM_SETTINGS`; a new algorithm adds its class here."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from deft.config.validation import (
     settings,
 )
 
-DEFAULT_GROUPS = 8  # of GRPO, where neither num_envs nor groups_per_iteration is given
+DEFAULT_GROUPS = 8  # of GRPO, if neither num_envs nor groups_per_iteration is given
 
 
 @settings
 class AlgorithmSettings:
-    """The base of every algorithm's own settings."""
+    """Settings that every algorithm has."""
 
     LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "rollouts"
-    """Which kind of run it is: in an environment, by rollouts or from a replay buffer, or on a dataset."""
+    """Source of the training data: rollouts or a replay buffer in an environment, or a dataset."""
 
     learning_rate: Positive = 3e-4
-    """Adam's step size."""
+    """Learning rate of Adam."""
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     batch_size: Count = 64
-    """Transitions in a minibatch (steps times sequences, with memory)."""
+    """Transitions per minibatch (sequences × steps for recurrent policies)."""
 
     @property
     def envs_per_group(self) -> int:
-        """Environments that must be in one process, because their episodes are compared; 1: any split will do."""
+        """Environments that must run in the same process because their episodes are compared; 1: no constraint."""
         return 1
 
     def copies(self, num_envs: int) -> int:
-        """How many environments a run steps together, where `env.num_envs` says this."""
+        """Return the number of parallel environments for a setting of `env.num_envs`."""
         return num_envs
 
 
@@ -50,41 +50,41 @@ class PPOSettings(AlgorithmSettings):
     """Proximal policy optimization."""
 
     gae_lambda: Fraction = 0.95
-    """Advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
+    """λ of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
     n_epochs: Count = 4
-    """Passes over each rollout."""
+    """Epochs per rollout."""
     clip_range: Positive = 0.2
-    """How far the probability ratio may move from 1."""
+    """Clip the probability ratio to 1 ± this."""
     clip_range_vf: Positive | None = None
-    """How far the value may move from its old estimate; None: not clipped."""
+    """Clip the value to its old estimate ± this; None: no clipping."""
     value_coef: NonNegative = 0.5
     """Weight of the value loss."""
     entropy_coef: NonNegative = 0.01
     """Weight of the entropy bonus."""
     max_grad_norm: Positive | None = 0.5
-    """Gradient clipping."""
+    """Clip the gradient norm to this; None: no clipping."""
     gradient_accumulation: Count = 1
-    """Parts of a minibatch that go through the policy one after the other: the same step in less memory."""
+    """Micro-batches per minibatch: the same update with less memory."""
     normalize_advantage: Switch = True
-    """Per minibatch."""
+    """Normalize the advantages of each minibatch."""
     target_kl: Positive | None = None
-    """Stop the epochs of an update when the approximate KL passes 1.5 times this."""
+    """Stop the epochs of an update when the approximate KL divergence exceeds 1.5 × this."""
     learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "constant"
-    """`linear` goes to 0 at the end of training; `adaptive` keeps the KL of an update near `desired_kl`."""
+    """`linear`: decay to 0 at the end; `adaptive`: keep the KL divergence of an update near `desired_kl`."""
     desired_kl: Positive = 0.01
-    """For the adaptive schedule."""
+    """KL divergence per update of the adaptive schedule."""
     behavior_weight_cap: Positive = 5.0
-    """Largest importance weight of a transition that an older policy acted (VLA mode)."""
+    """Largest importance weight of a transition collected by an older policy (VLA mode)."""
     sequence_length: Count = 16
-    """Steps of a training sequence, for policies with memory."""
+    """Steps per training sequence of recurrent policies."""
     adam_epsilon: Positive = 1e-5
-    """Adam's epsilon."""
+    """Epsilon of Adam."""
     value_warmup: NonNegativeInt = 0
-    """Updates at the start that train the value alone: its own layers, and nothing that an action depends on."""
+    """Updates at the start that train only the layers of the value function."""
     auxiliary_learning_rate: NonNegative = 0.0
-    """Step size, at first, of what it learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
+    """Initial learning rate of the auxiliary loss (object positions of `vla-tiny`, from labels); 0: none."""
     auxiliary_epochs: Count = 1
-    """Passes over a rollout for that, at first; one fewer with each equal part of the training, and one in the last."""
+    """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
     compile: Switch = False
     """Compile the update with torch.compile."""
 
@@ -94,55 +94,54 @@ class GRPOSettings(AlgorithmSettings):
     """Group relative policy optimization."""
 
     gamma: Fraction = 1.0
-    """Discount of an episode's return; 1: its plain sum."""
+    """Discount factor of an episode's return; 1: the undiscounted return."""
     batch_size: Count = 256
-    """Transitions in a minibatch (steps times sequences, with memory)."""
+    """Transitions per minibatch (sequences × steps for recurrent policies)."""
     group_size: Count = 4
-    """Episodes that start from one state and are compared with each other."""
+    """Episodes per group; they start from the same state and are compared."""
     groups_per_iteration: Count | None = None
-    """Groups of an iteration; None: as many as `num_envs` holds at once, 8 where that is not given."""
+    """Groups per iteration; None: `num_envs` / `group_size`, or 8 if `num_envs` is not given."""
     max_resamples: NonNegativeInt = 1
-    """Rounds of further groups in an iteration, while too few groups have a spread of return; 0: none."""
+    """Extra rounds of groups per iteration while too few groups differ in return; 0: none."""
     advantage: Literal["outcome", "process"] = "outcome"
-    """`outcome`: the episode's return, for all its steps; `process`: the return from each step on, against the other
-    members at the same step."""
+    """`outcome`: compare the returns of whole episodes; `process`: compare the return-to-go at every step."""
     normalize_std: Switch = True
-    """Divide by the group's standard deviation; off: subtract its mean alone (Dr. GRPO)."""
+    """Divide advantages by the group's standard deviation; false: subtract the mean only (Dr. GRPO)."""
     reward_weights: dict[str, Number] = Field(default_factory=dict)
-    """Weights of the reward's named terms, each normalised in its group first (one not named: 1); empty: the reward."""
+    """Weights of reward terms that are normalised per group (default 1); empty: use the total reward."""
     n_epochs: Count = 4
-    """Passes over the groups of an iteration."""
+    """Epochs per iteration."""
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far the probability ratio may fall below 1, and rise above it where `clip_range_high` is not given."""
+    """Clip the probability ratio to 1 − this, and to 1 + this if `clip_range_high` is not given."""
     clip_range_high: Positive | None = None
-    """How far the ratio may rise above 1 (clip-higher)."""
+    """Clip the probability ratio to 1 + this (clip-higher)."""
     kl_coef: NonNegative = 0.1
-    """Weight of the KL divergence from the reference, the policy at the start; 0: no reference is kept."""
+    """Weight of the KL divergence from the reference (the initial policy); 0: no reference."""
     reference_update_interval: Count | None = None
-    """Iterations after which the reference becomes the policy of then; None: it stays."""
+    """Iterations between updates of the reference to the current policy; None: never."""
     ratio: Literal["step", "token"] = "step"
-    """One ratio for each decision of the policy, or for each token that it reports (dims, steps of a chunk)."""
+    """Compute one probability ratio per action, or one per token (action dimension and step of a chunk)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     max_grad_norm: Positive | None = 0.5
-    """Gradient clipping."""
+    """Clip the gradient norm to this; None: no clipping."""
     gradient_accumulation: Count = 1
-    """Parts of a minibatch that go through the policy one after the other: the same step in less memory."""
+    """Micro-batches per minibatch: the same update with less memory."""
     target_kl: Positive | None = None
-    """Stop the epochs of an update when the approximate KL from the policy that acted passes 1.5 times this."""
+    """Stop the epochs of an update when the approximate KL divergence exceeds 1.5 × this."""
     learning_rate_schedule: Literal["constant", "linear"] = "constant"
-    """`linear` goes to 0 at the end of training."""
+    """`linear`: decay to 0 at the end of training."""
     sequence_length: Count = 64
-    """Steps of a training sequence, for policies with memory."""
+    """Steps per training sequence of recurrent policies."""
     adam_epsilon: Positive = 1e-5
-    """Adam's epsilon."""
+    """Epsilon of Adam."""
 
     auxiliary_learning_rate: NonNegative = 0.0
-    """Step size, at first, of what it learns besides its reward: `vla-tiny` to see, from labels. 0: nothing."""
+    """Initial learning rate of the auxiliary loss (object positions of `vla-tiny`, from labels); 0: none."""
     auxiliary_epochs: Count = 1
-    """Passes over a rollout for that, at first; one fewer with each equal part of the training, and one in the last."""
+    """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
     auxiliary_warmup: NonNegativeInt = 0
-    """Iterations at the start that train that alone: what the policy does waits until it sees."""
+    """Iterations at the start that train only the auxiliary loss."""
 
     @model_validator(mode="after")
     def _a_group_compares(self) -> GRPOSettings:
@@ -154,44 +153,44 @@ class GRPOSettings(AlgorithmSettings):
     def _something_warms_up(self) -> GRPOSettings:
         if self.auxiliary_warmup and not self.auxiliary_learning_rate:
             raise ValueError(
-                f"auxiliary_warmup {self.auxiliary_warmup}: nothing learns then; give auxiliary_learning_rate"
+                f"auxiliary_warmup {self.auxiliary_warmup}: there is no auxiliary loss; give auxiliary_learning_rate"
             )
         return self
 
     @property
     def envs_per_group(self) -> int:
-        """The members of a group."""
+        """Episodes of a group."""
         return self.group_size
 
     def copies(self, num_envs: int) -> int:
-        """All the groups of an iteration at once, where the number of environments is left at its default."""
+        """Return enough environments for all groups of an iteration if `num_envs` is at its default."""
         return self.group_size * (self.groups_per_iteration or DEFAULT_GROUPS) if num_envs == 1 else num_envs
 
 
 @settings
 class OfflineSettings(AlgorithmSettings):
-    """The base of the algorithms that learn from a dataset."""
+    """Settings of the algorithms that learn from a dataset."""
 
     LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "dataset"
 
     batch_size: Count = 256
-    """Transitions (or windows) in a batch."""
+    """Transitions (or windows) per batch."""
     weight_decay: NonNegative = 1e-6
     """Decoupled weight decay (AdamW)."""
     precision: Precision = "fp32"
-    """Number format of matrix products; `bf16` needs hardware support to be faster, `tf32` is for GPUs."""
+    """Number format of matrix products; `bf16` is faster with hardware support; `tf32` is for GPUs."""
 
 
 @settings
 class OffPolicySettings(OfflineSettings):
-    """The base of the algorithms with critics."""
+    """Settings of the algorithms with critics."""
 
     tau: Fraction = 0.005
-    """How far the target networks move towards the trained ones at each update."""
+    """Soft update rate of the target networks."""
     num_critics: Count = 2
-    """Size of the ensemble of critics; the smallest of their values counts."""
+    """Number of critics; the smallest of their values is used."""
     critic_layer_norm: Switch = False
-    """LayerNorm in the critics."""
+    """Use LayerNorm in the critics."""
 
 
 @settings
@@ -199,26 +198,25 @@ class IQLSettings(OffPolicySettings):
     """Implicit Q-learning."""
 
     expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """τ of the expectile regression of V on Q: 0.5 is the mean, towards 1 the best action in the data."""
+    """τ of the expectile regression of V: 0.5 is the mean; 1 is the best action in the dataset."""
     temperature: NonNegative = 3.0
     """β of the weights exp(β · advantage); 0 is behaviour cloning."""
     max_weight: Positive = 100.0
-    """Where those weights are clipped."""
+    """Upper bound of the weights exp(β · advantage)."""
     advantage: Literal["critic", "return"] = "critic"
-    """What those weights compare with V: the critics' value, or what the episode went on to earn, discounted."""
+    """Advantage: Q − V of the critics, or the discounted return of the episode − V."""
     position_source: Literal["labels", "start"] = "labels"
-    """Object positions that `vla-tiny` learns to act on: labels, or those predicted by the model that the run starts
-    from, which its own episodes depend on."""
+    """Object positions that `vla-tiny` acts on in training: labels, or predictions of the initial model."""
     reward_scaling: Literal["none", "return_range"] = "return_range"
-    """`return_range`: rewards times 1000 / (best − worst return of the dataset), as in the paper for locomotion."""
+    """`return_range`: multiply rewards by 1000 / (best − worst return), as in the paper for locomotion."""
     policy_learning_rate: Positive | None = None
-    """The policy's step size; None: that of the critics and V, `learning_rate`."""
+    """Learning rate of the policy; None: `learning_rate`, which the critics and V use."""
     auxiliary_learning_rate: NonNegative = 0.0
-    """Step size of what the policy learns besides: `vla-tiny` to see, from labels. 0: that of the policy."""
+    """Learning rate of the auxiliary loss (object positions of `vla-tiny`); 0: that of the policy."""
     learning_rate_schedule: Literal["constant", "cosine"] = "cosine"
-    """Of the policy: `cosine` goes to 0 at the end of training."""
+    """Schedule of the policy's learning rate; `cosine`: decay to 0 at the end of training."""
     allow_constant_reward: Switch = False
-    """Train although every reward is 0, or all are alike and no episode terminates: in effect behaviour cloning."""
+    """Allow rewards that are all 0, or all equal where no episode terminates; this is behaviour cloning."""
 
 
 @settings
@@ -226,33 +224,33 @@ class CQLSettings(OffPolicySettings):
     """Conservative Q-learning, CQL(H)."""
 
     policy_learning_rate: Positive = 1e-4
-    """Adam's step size for the policy and the temperature; `learning_rate` is the critics'."""
+    """Learning rate of the policy and the temperature; `learning_rate` is that of the critics."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
-    """Of the policy: `cosine` goes to 0 at the end of training."""
+    """Schedule of the policy's learning rate; `cosine`: decay to 0 at the end of training."""
     cql_alpha: NonNegative = 5.0
     """Weight of the conservative penalty."""
     cql_samples: Count = 10
-    """Actions of each kind (random, of the policy here, of the policy at the next state) in the penalty."""
+    """Actions sampled for the penalty from each source: uniform, policy, policy at the next state."""
     cql_temperature: Positive = 1.0
-    """Temperature of its logsumexp."""
+    """Temperature of the logsumexp in the penalty."""
     min_q_weight: Fraction = 1.0
-    """The target is this times the smallest of the critics' values plus the rest times the largest."""
+    """Weight w in the target w · min Q + (1 − w) · max Q over the critics."""
     policy_warmup: NonNegativeInt = 0
-    """Updates at the start in which the policy clones the data instead of following the critics."""
+    """Updates at the start that train the policy by behaviour cloning."""
     cql_lagrange: Switch = False
-    """Learn a factor on the penalty that holds the gap between policy and data at `cql_target_action_gap`."""
+    """Learn the weight of the penalty so that the Q gap between policy and data is `cql_target_action_gap`."""
     cql_target_action_gap: Number = 10.0
-    """For `cql_lagrange`."""
+    """Target of the Q gap with `cql_lagrange`."""
     cal_ql: Switch = False
-    """Bound the values of the policy's actions from below by the dataset's returns (Cal-QL), for offline to online."""
+    """Cal-QL: bound the Q values of policy actions from below by the dataset's returns, for online fine-tuning."""
     alpha: Literal["auto"] | NonNegative = "auto"
-    """Entropy temperature: learned towards `target_entropy`, or fixed."""
+    """Entropy temperature; `auto`: learn it so that the entropy is `target_entropy`."""
     target_entropy: Literal["auto"] | Number = "auto"
-    """Entropy of the policy's unit actions that `alpha: auto` holds; `auto`: minus the action dims."""
+    """Target entropy of the policy's actions in [-1, 1]; `auto`: −(number of action dimensions)."""
     backup_entropy: Switch = False
-    """Whether the target counts the policy's entropy."""
+    """Include the policy's entropy in the target."""
     backup_action: Literal["sample", "likeliest"] = "sample"
-    """Whose value the target is: of the policy as it is trained, or of its likeliest action, which is evaluated."""
+    """Next action in the target: sampled from the policy, or its most likely action."""
 
 
 @settings
@@ -260,13 +258,13 @@ class TD3BCSettings(OffPolicySettings):
     """TD3 with behaviour cloning."""
 
     alpha: NonNegative = 2.5
-    """Weight of the value against behaviour cloning, λ = α / mean |Q|; 0 is behaviour cloning."""
+    """Weight of the Q value, λ = α / mean |Q|; 0 is behaviour cloning."""
     policy_noise: NonNegative = 0.2
-    """Deviation of the noise on the target policy's actions."""
+    """Standard deviation of the noise on the target policy's actions."""
     noise_clip: NonNegative = 0.5
-    """Where that noise is clipped."""
+    """Clip the noise to ± this."""
     policy_delay: Count = 2
-    """Critic updates for each policy update."""
+    """Critic updates per policy update."""
 
 
 @settings
@@ -274,17 +272,17 @@ class SFTSettings(OfflineSettings):
     """Supervised fine-tuning (behaviour cloning)."""
 
     gradient_accumulation: Count = 1
-    """Parts of a batch that go through the policy one after the other: the same step in less memory."""
+    """Micro-batches per batch: the same update with less memory."""
     loss: Literal["log_prob", "mse"] = "log_prob"
-    """`log_prob`: the likelihood of the data's actions, so that the deviation is learned too; `mse`: squared error."""
+    """`log_prob`: negative log-likelihood, which also trains the standard deviation; `mse`: squared error."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
-    """`cosine` goes to 0 at the end of training."""
+    """`cosine`: decay to 0 at the end of training."""
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Episodes to hold out for `val_loss`, rounded to whole episodes; 0: none."""
+    """Fraction of the episodes to hold out for `val_loss`; 0: none."""
     early_stopping: NonNegativeInt = 0
-    """Stop after this many epochs in a row without a lower `val_loss`; 0: never."""
+    """Stop after this many epochs without a lower `val_loss`; 0: never."""
     augment: tuple[Literal["shift", "color"], ...] = ()
-    """Change the images of a batch at random: `shift` by up to 1/16 of a side, `color` by gain, offset and gamma."""
+    """Random image augmentation: `shift` by up to 1/16 of a side; `color`: gain, offset and gamma."""
 
     @field_validator("augment", mode="before")
     @classmethod
@@ -310,51 +308,51 @@ class SACSettings(OffPolicySettings):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (AdamW)."""
     buffer_size: Count = 1_000_000
-    """Transitions that the replay buffer holds; the oldest go first. It takes memory for `total_timesteps` at most."""
+    """Capacity of the replay buffer in transitions; at most `total_timesteps` are allocated."""
     learning_starts: NonNegativeInt = 10_000
     """Env steps before the first update."""
     random_steps: NonNegativeInt | None = None
-    """Env steps of uniformly random actions at the start; None: `learning_starts`, or 0 for a policy that was given."""
+    """Env steps with uniformly random actions at the start; None: `learning_starts`, or 0 with `model_path`."""
     alpha: Literal["auto"] | NonNegative = "auto"
-    """Entropy temperature: learned towards `target_entropy`, or fixed."""
+    """Entropy temperature; `auto`: learn it so that the entropy is `target_entropy`."""
     alpha_start: Positive | None = None
-    """What a learned temperature starts from; None: 1, or for a policy that was given that of its run, else 0.05."""
+    """Initial value of a learned temperature; None: 1, or with `model_path` that of its run, else 0.05."""
     target_entropy: Literal["auto"] | Number = "auto"
-    """Entropy of the policy's unit actions that `alpha: auto` holds; `auto`: minus the action dims."""
+    """Target entropy of the policy's actions in [-1, 1]; `auto`: −(number of action dimensions)."""
     train_freq: Count = 1
-    """Steps of every environment between two turns of learning."""
+    """Steps per environment between two rounds of updates."""
     updates_per_step: Positive = 1.0
-    """Updates for each env step collected (the update-to-data ratio)."""
+    """Updates per env step (update-to-data ratio)."""
     n_step: Count = 1
-    """Rewards that a target sums before it trusts the critics."""
+    """Number of rewards in an n-step target."""
     policy_delay: Count = 1
-    """Critic updates for each policy update."""
+    """Critic updates per policy update."""
     policy_learning_rate: Positive | None = None
-    """Adam's step size for the policy and the temperature; None: `learning_rate`, which is the critics'."""
+    """Learning rate of the policy and the temperature; None: `learning_rate`, which the critics use."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
-    """Of the policy and the temperature: `cosine` goes to 0 at the end of training."""
+    """Schedule of the policy's and temperature's learning rate; `cosine`: decay to 0 at the end of training."""
     critic_warmup: NonNegativeInt = 0
-    """Updates at the start that train the critics alone, and nothing that an action depends on."""
+    """Updates at the start that train only the critics."""
     anchor_coef: NonNegative = 0.0
-    """Weight of the policy's KL divergence from the policy that was given, beside values of mean size 1; 0: none."""
+    """Weight of the KL divergence from the policy of `model_path`, with Q scaled to mean size 1; 0: none."""
     anchor_half_life: Positive | None = None
-    """Updates, after `critic_warmup`, in which that weight halves; None: it stays."""
+    """Half-life of `anchor_coef` in updates, after `critic_warmup`; None: constant."""
     anchor_floor: NonNegative = 0.0
-    """The weight at which the halving ends: how far the policy may stray in the end."""
+    """Lower bound of the decaying `anchor_coef`."""
     target_critics: Count | None = None
-    """Of how many critics, drawn anew at each update, the target takes the smallest value; None: of all."""
+    """Size of the random subset of critics whose minimum is the target; None: all."""
     keep_critics: Switch = True
-    """With `model_path`: start from the critics of that run too, where it has any."""
+    """With `model_path`: also load the critics of that run, if it has any."""
     prior_data: str | None = None
-    """A dataset that every batch is mixed with."""
+    """Mix transitions of this dataset into every batch."""
     prior_fraction: Fraction = 0.5
-    """Which part of a batch it gives."""
+    """Fraction of a batch that comes from `prior_data`."""
     random_shift: NonNegativeInt = 4
-    """Pixels by which images are shifted at random in a batch; 0: not at all."""
+    """Largest random shift of images in pixels; 0: none."""
     compile: Switch = False
     """Compile the update with torch.compile."""
     capture: Literal["auto", "on", "off"] = "auto"
-    """Record the update as one CUDA graph and replay it; `auto`: on a GPU."""
+    """Capture the update as a CUDA graph and replay it; `auto`: on a GPU."""
 
     @model_validator(mode="after")
     def _subset_fits(self) -> SACSettings:
@@ -376,33 +374,33 @@ class DTSettings(OfflineSettings):
     """Decision Transformer."""
 
     learning_rate: Positive = 1e-4
-    """AdamW's step size after the warm-up."""
+    """Learning rate of AdamW after the warm-up."""
     batch_size: Count = 64
-    """Windows in a batch."""
+    """Windows per batch."""
     context_length: Count = 20
-    """Steps of a window: return-to-go, observation and action each."""
+    """Steps per window; each step is a return-to-go, an observation and an action."""
     n_layer: Count = 3
-    """Layers of the transformer."""
+    """Number of transformer layers."""
     n_head: Count = 1
-    """Attention heads of a layer."""
+    """Attention heads per layer."""
     embed_dim: Count = 128
-    """Width of the transformer."""
+    """Embedding size of the transformer."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """On embeddings, attention and residual branches, while training."""
+    """Dropout probability of embeddings, attention and residual branches."""
     weight_decay: NonNegative = 1e-4
     """Decoupled weight decay (AdamW)."""
     warmup_steps: NonNegativeInt = 10_000
-    """Updates over which the learning rate rises from 0, linearly."""
+    """Updates of the linear learning rate warm-up."""
     max_grad_norm: Positive | None = 0.25
-    """Gradient clipping."""
+    """Clip the gradient norm to this; None: no clipping."""
     target_return: tuple[Number, ...] | None = None
-    """Returns to aim at in evaluation, one or several; None: the best return of the dataset."""
+    """Target returns in evaluation, one or several; None: the best return of the dataset."""
     return_scale: Positive | None = None
-    """What returns-to-go are divided by; None: the power of ten below the largest return of the dataset."""
+    """Divisor of the returns-to-go; None: the power of ten below the largest return of the dataset."""
     max_episode_length: Count = 1000
-    """Timesteps that have an embedding; at least the dataset's longest episode."""
+    """Number of timestep embeddings; at least the length of the dataset's longest episode."""
     context_slide: Count = 1
-    """How many of its oldest steps a full window drops at once while acting: 1 is the paper's, more is quicker."""
+    """Oldest steps that a full window drops at once in evaluation; 1 as in the paper, more is faster."""
 
     @field_validator("target_return", mode="before")
     @classmethod

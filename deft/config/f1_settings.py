@@ -1,7 +1,7 @@
-"""The settings of the three training phases, section by section as an `rl_config.yaml` has them.
+"""Settings of the three training phases of F1, one class per section of an `rl_config.yaml`.
 
-`deft.config.rl_yaml` reads such files and makes flags of these classes; the trainers of `deft.training.phases` take
-them. The section `environment` belongs to the environments: `deft.envs.robot_env.TaskConfig`.
+`deft.config.rl_yaml` reads these files and makes flags from the classes. The trainers in `deft.training.phases` use
+them. The section `environment` is validated by `deft.envs.robot_env.TaskConfig`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from deft.config.validation import (
 
 @settings
 class ModelSection:
-    """Which F1 model is trained, and from what weights."""
+    """The F1 model to train and its initial weights."""
 
     config_file: str = "tiny"
-    """A preset (`tiny`, `small`, `full`), or a YAML or JSON file of a model's config."""
+    """Preset (`tiny`, `small`, `full`), or a YAML or JSON file with a model config."""
     checkpoint_path: str | None = None
-    """Weights to start from: a file, a checkpoint, or a published model's folder; without it, new weights."""
+    """Initialise from this weights file, checkpoint or directory of a published model; none: random weights."""
     lora: dict[str, Any] | None = None
-    """LoRA adapters on the weights (`r`, `lora_alpha`, `target_modules`): all but them and the memory stays frozen."""
+    """LoRA adapters (`r`, `lora_alpha`, `target_modules`); only the adapters and the memory are trained."""
     tokenizer_weights: str | None = None
-    """The image tokenizer of a new model: a file that `deft train tokenizer` made; none: what the config names."""
+    """Image tokenizer of a new model: a file written by `deft train tokenizer`; none: that of the config."""
     untrained_tokenizer: Switch = False
-    """Allow an image tokenizer without trained weights; its codes mean nothing."""
+    """Allow an image tokenizer with random weights; its codes carry no meaning."""
 
 
 @settings
@@ -59,14 +59,14 @@ class RecordedVideo:
     frame_skip: Count = 1
     """Keep every Nth frame of a recording, with the mean of the actions in between."""
     holdout: Fraction = 0.1
-    """Fraction of the dataset's episodes that is held out for `deft evaluate`; at least one episode."""
+    """Fraction of the dataset's episodes to hold out for `deft evaluate`; at least one episode."""
     shift_augmentation: NonNegativeInt = 0
     """Largest random shift of a recorded episode's images, in pixels."""
 
 
 @settings
 class WorldModelTraining(RecordedVideo):
-    """How a world model is trained."""
+    """Training of a world model."""
 
     batch_size: Count = 8
     """Episodes per batch and process."""
@@ -85,36 +85,36 @@ class WorldModelTraining(RecordedVideo):
     max_grad_norm: Positive | None = 1.0
     """Clip the gradient norm to this; none: no clipping."""
     sequential_training: Switch = True
-    """Train on episodes in order, in chunks with the memory carried over; else on random steps."""
+    """Train on chunks of episodes in order and carry the memory over; false: train on random steps."""
     bptt_length: Count = 8
-    """Steps of a chunk, through which gradients are backpropagated."""
+    """Steps per chunk of backpropagation through time."""
     memory_backprop: Switch = True
     """Backpropagate through the memory within a chunk."""
     motion_warmup: Fraction | None = None
     """Fraction of the run, at its start, that trains only the motion prior; none: 0.15, or 0 from a checkpoint."""
     memory_warmup: Fraction | None = None
-    """Fraction after that which trains only the memory; none: 0.05, or 0 from a checkpoint."""
+    """Fraction of the run, after `motion_warmup`, that trains only the memory; none: 0.05, or 0 from a checkpoint."""
     motion_learning_rate: Positive = 2e-3
     """Learning rate of both warm-ups."""
     train_understanding: Switch = True
     """Train the understanding expert as well as the world model, the memory and the motion prior."""
     freeze_vision_encoder: Switch = False
-    """Freeze the vision encoder; for pretrained ones."""
+    """Freeze the vision encoder, if it is pretrained."""
     colour_augmentation: Fraction = 0.2
     """Strength of the random colour change of an episode, the same in all of its frames."""
     head_dropout: Fraction = 0.25
-    """Fraction of the batches without the head camera, as a student observes."""
+    """Fraction of the batches without the head camera, as the student has none."""
     overlap: Switch = True
-    """Collect in processes during training; else alternate with it, reproducible bit for bit."""
+    """Collect in worker processes during training; false: alternate, reproducible bit for bit."""
     buffer_capacity: Count = 512
-    """Episodes that are kept for repeated training."""
+    """Episodes in the replay buffer."""
     learning_starts: Count | None = None
     """Episodes to collect before training starts, with `overlap`; by default `batch_size`."""
 
 
 @settings
 class TrainingConfig(WorldModelTraining, ComputeSettings, CheckpointSettings):
-    """How a phase trains."""
+    """Training of a phase."""
 
     UNIT: ClassVar[str] = "episodes"
 
@@ -147,158 +147,158 @@ class TrainingConfig(WorldModelTraining, ComputeSettings, CheckpointSettings):
 
 @settings
 class TeacherSection:
-    """Phase 1, the world model."""
+    """Phase 1: the world model (teacher)."""
 
     output_dir: OutputPath = "./outputs/teacher_rl"
-    """The run folder."""
+    """Run directory."""
 
 
 @settings
 class StudentRewards:
-    """What the student is rewarded for; each term is normalised first."""
+    """Weights of the student's reward terms; each term is normalised first."""
 
     memory_divergence_weight: NonNegative = 0.5
-    """Of the memory's convergence to the teacher's: −(D′ − D) − memory_decay · D′."""
+    """Weight of convergence to the teacher's memory: −(D′ − D) − memory_decay · D′."""
     wm_uncertainty_weight: NonNegative = 0.5
-    """Of what the world model says, the sum of the five below."""
+    """Weight of the world model's reward, the sum of α, β, γ, ε and δ terms."""
     memory_decay: NonNegative = 0.07
-    """How much a distance of the memories costs while it lasts."""
+    """Cost per step of the distance D between the memories."""
     uncertainty_weight: NonNegative = 1.0
-    """α, of the mean entropy of the foreseen codes."""
+    """α, weight of the mean entropy of the predicted codes."""
     error_weight: NonNegative = 1.0
-    """β, of their cross-entropy."""
+    """β, weight of the cross-entropy (error) of the predicted codes."""
     error_progress_weight: NonNegative = 0.5
-    """γ, of the rise of the error since the step before."""
+    """γ, weight of the increase of the error since the previous step."""
     uncertainty_progress_weight: NonNegative = 0.1
-    """ε, of the rise of the uncertainty."""
+    """ε, weight of the increase of the uncertainty since the previous step."""
     action_cost: NonNegative = 0.01
-    """δ, of the mean size of the action."""
+    """δ, weight of the mean action magnitude, as a cost."""
     reward_limit: Positive = 10.0
-    """The sum of the five is clipped at ± this."""
+    """Clip the world model's reward to ± this."""
 
 
 @settings
 class ExplorerSettings(PPOSettings):
-    """How an explorer acts and learns by PPO."""
+    """Action sampling and PPO training of the explorer."""
 
     learning_rate: Positive = 3e-4
-    """Adam's step size for value and memory; the weights that act start with a tenth of it."""
+    """Learning rate of the value and memory; the action weights start with a tenth of it."""
     gamma: Fraction = 0.95
-    """Discount."""
+    """Discount factor."""
     batch_size: Count = 100
-    """Steps in a minibatch."""
+    """Steps per minibatch."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus; the chain's noise is fixed, so it teaches nothing."""
+    """Weight of the entropy bonus; it has no effect, because the action noise is fixed."""
     learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "adaptive"
-    """`adaptive` keeps the KL of an update near `desired_kl`."""
+    """`adaptive`: keep the KL divergence of an update near `desired_kl`."""
     desired_kl: Positive = 0.1
-    """For the adaptive schedule."""
+    """KL divergence per update of the adaptive schedule."""
     clip_range: Positive = 0.3
-    """How far the probability ratio may move from 1."""
+    """Clip the probability ratio to 1 ± this."""
     sequence_length: Count = 10
-    """Steps of a training sequence: gradients go back through the memory this far."""
+    """Steps of backpropagation through the memory."""
     episodes_per_update: Count = 8
-    """Episodes of a rollout, in each process; fewer copies of the environment play several each."""
+    """Episodes per rollout and process; with fewer environments, each plays several."""
     denoising_steps: Count = 2
-    """Euler steps from noise to an action."""
+    """Euler steps of flow matching from noise to an action."""
     initial_noise: NonNegative = 1.5
-    """Deviation of the noise that they begin with."""
+    """Standard deviation of the initial noise of an action."""
     noise_correlation: Fraction = 0.85
-    """How much of that noise stays from step to step of an episode: an arm that trembles gets nowhere."""
+    """Correlation of the initial noise between successive env steps, for smoother motion."""
     action_noise: Noise = 0.4
-    """Deviation of the noise in each of them."""
+    """Standard deviation of the noise in each Euler step."""
     memory_loss_weight: NonNegative = 1.0
-    """Of the squared distance to the teacher's memory in the loss: the explorer's memory learns from it."""
+    """Weight in the loss of the squared distance to the teacher's memory."""
 
 
 @settings
 class StudentSection:
-    """Phase 2, the explorer."""
+    """Phase 2: the explorer (student)."""
 
     output_dir: OutputPath = "./outputs/student_rl"
-    """The run folder."""
+    """Run directory."""
     teacher_checkpoint: str | None = None
-    """Whose world model is reused: a run, a checkpoint, a weights file; by default the one that ships, of `tiny`."""
+    """Load the world model from this run, checkpoint or weights file; by default the one included in Deft (`tiny`)."""
     rewards: StudentRewards = Field(default_factory=StudentRewards)
     explorer: ExplorerSettings = Field(default_factory=ExplorerSettings)
 
 
 @settings
 class AdversarialSection:
-    """Phase 3, world model against explorer."""
+    """Phase 3: adversarial training of world model and explorer."""
 
     output_dir: OutputPath = "./outputs/adversarial_rl"
-    """The run folder."""
+    """Run directory."""
     iterations: Count = 100_000
-    """Iterations: in each the explorer acts, `wm_updates` train the world model, and PPO trains the explorer once."""
+    """Iterations: collect episodes, train the world model `wm_updates` times, update the explorer once."""
     teacher_checkpoint: str | None = None
-    """The world model to start from: a run or checkpoint of phase 1; by default the one that ships with Deft."""
+    """Load the world model from this run or checkpoint of phase 1; by default the one included in Deft."""
     student_checkpoint: str | None = None
-    """The explorer to start from: a run or checkpoint of phase 2; without it, a new one."""
+    """Load the explorer from this run or checkpoint of phase 2; none: a new explorer."""
     wm_learning_rate: Positive = 1e-4
-    """AdamW's step size for the world model, at its highest."""
+    """Peak learning rate of the world model (AdamW)."""
     explorer_learning_rate: Positive = 3e-4
-    """PPO's step size for the explorer."""
+    """Learning rate of the explorer (PPO)."""
     explorer_noise: Positive = 1.0
-    """The explorer acts with this many times the student's noise; with less it stays nearer to where it starts."""
+    """Factor on the student's action noise; a smaller factor keeps the explorer nearer to its start."""
     explorer_correlation: Fraction | None = None
-    """How much of its noise stays from step to step, in place of the student's `noise_correlation`."""
+    """Correlation of the noise between steps; replaces the student's `noise_correlation`."""
     explorer_scale: Share = 1.0
-    """The robot does this share of what the explorer says: with less it goes slowly, but wherever it likes."""
+    """Factor on the explorer's actions; a smaller factor moves the robot more slowly."""
     wm_updates: Count = 5
-    """Batches of `batch_size` episodes that the world model trains on for each update of the explorer."""
+    """Batches of `batch_size` episodes that train the world model per explorer update."""
     wm_warmup: NonNegativeInt = 10
-    """Iterations at the start in which the world model alone learns."""
+    """Iterations at the start that train only the world model."""
     reward: Literal["progress", "disagreement", "error"] = "progress"
-    """What pays: the world model's learning progress on the next frame, an ensemble's disagreement, or its error."""
+    """Reward: learning progress of the world model, disagreement of an ensemble, or prediction error."""
     reward_floor: NonNegative = 0.1
-    """Cross-entropy, in nats a code, below which the next frame counts as foreseen and pays nothing."""
+    """Cross-entropy (nats per code) below which a predicted frame gives no reward."""
     progress_lag: Count = 5
-    """Iterations, at least, that the older world model is old; twice as many at most."""
+    """Age in iterations of the older world model that progress is measured against; up to twice this."""
     ensemble_size: Several = 5
-    """Members of the ensemble whose disagreement is measured."""
+    """Members of the ensemble of `reward: disagreement`."""
     replay_share: Fraction = 0.125
-    """Share of each batch of the world model that comes from older episodes of the explorer."""
+    """Fraction of each world model batch from older episodes of the explorer."""
     random_share: Fraction = 0.75
-    """Share of each batch that comes from random exploration, as in phase 1: what it knew is not forgotten."""
+    """Fraction of each world model batch from random exploration, which prevents forgetting."""
     replay_capacity: Count = 256
-    """Older episodes of the explorer that are kept, and as many random ones."""
+    """Capacity of the buffers of older explorer episodes and of random episodes, each."""
     random_episodes: NonNegativeInt = 8
-    """New episodes of random actions in each iteration."""
+    """New random episodes per iteration."""
     collapse_patience: Count = 20
-    """Iterations in a row after which a side that shows a collapse ends the run."""
+    """Stop the run after this many consecutive iterations with a collapsed world model or explorer."""
 
 
 @settings
 class AllSection:
-    """The three phases in order, each from the best checkpoint of the one before."""
+    """All three phases in order; each starts from the best checkpoint of the previous one."""
 
     output_dir: OutputPath = "./outputs/all"
-    """The folder of the whole: a run folder for each phase, and `report.html`."""
+    """Directory for a run directory per phase and `report.html`."""
     teacher_episodes: Count = 2_000
     """Episodes of phase 1."""
     student_episodes: Count = 1_000
     """Episodes of phase 2."""
     teacher_minutes: Positive | None = None
-    """End phase 1 after this long."""
+    """Stop phase 1 after this many minutes."""
     student_minutes: Positive | None = None
-    """End phase 2 after this long."""
+    """Stop phase 2 after this many minutes."""
     adversarial_minutes: Positive | None = None
-    """End phase 3 after this long."""
+    """Stop phase 3 after this many minutes."""
     evaluation_episodes: Count = 16
-    """Held-out episodes that each phase is evaluated on."""
+    """Held-out episodes per evaluation of a phase."""
 
 
 @settings
 class PhaseConfig:
-    """An `rl_config.yaml`: what the three phases share, and a section for each."""
+    """An `rl_config.yaml`: shared settings, and a section for each phase."""
 
     phase: Literal["teacher", "student", "adversarial", "all"] | None = None
-    """Which phase the file is the run of; files that serve all have none."""
+    """Phase of the run that wrote this file; none in files for all phases."""
     model: ModelSection = Field(default_factory=ModelSection)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     environment: dict[str, Any] = Field(default_factory=dict)
-    """The world: the settings of `F1RLEnv`'s `task_config`."""
+    """Settings of the environment: `task_config` of `F1RLEnv`."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     teacher: TeacherSection = Field(default_factory=TeacherSection)
     student: StudentSection = Field(default_factory=StudentSection)

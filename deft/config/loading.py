@@ -1,6 +1,6 @@
-"""Config files and mappings to a run's settings and back: read, resolve, change, write.
+"""Read, resolve, change and write the settings of a run, from config files and mappings.
 
-`deft.cli` and the trainers read settings through here; whatever is wrong is refused as one line (`InputError`).
+`deft.cli` and the trainers read settings with these functions. A wrong setting raises an `InputError` of one line.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Config = TypeVar("Config", bound=RunConfig | OfflineRunConfig)
 
 
 def load_config(path: str | Path) -> Any:
-    """The settings in a JSON or YAML file, or of a preset by its bare name."""
+    """Return the settings in a JSON or YAML file, or in the preset of this name."""
     config = resolve(read_mapping(find_config(path)))
     reject_overwrite(config.overwrite, path)
     return config
 
 
 def reject_overwrite(is_set: bool, path: str | Path | None) -> None:
-    """Raise an error if a file asks for a run to be replaced: that is for the user to say."""
+    """Raise an error if a file sets `overwrite`: only the flag may replace a run."""
     if is_set:
         raise InputError(f"{path}: overwrite: true is not accepted in a file; remove it, and use the flag --overwrite")
 
 
 def find_config(path: str | Path) -> Path:
-    """The file behind `--config`: a path, or the name of a preset that ships with Deft."""
+    """Return the file for `--config`, which is a path or the name of a preset of Deft."""
     path = Path(path)
     if path.exists():
         return path
@@ -58,7 +58,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """A config file as it stands there: JSON (comments and trailing commas allowed) or YAML, by the file's ending."""
+    """Return the content of a config file: JSON (with comments and trailing commas) or YAML, by its suffix."""
     path = Path(path)
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -71,7 +71,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as text: {error}") from None
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip().rstrip(",") == "...":
-            raise InputError(f"{path}, line {number}: '...' stands for what was left out; write it, or remove the line")
+            raise InputError(f"{path}, line {number}: '...' is a placeholder; replace or remove it")
     try:
         mapping = parse_bounded(text, reader)
     except json.JSONDecodeError as error:
@@ -91,9 +91,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def resolve(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None) -> Any:
-    """The run that a mapping describes: `RunConfig` or `OfflineRunConfig`, by its algorithm. Defaults fill it up.
+    """Return the `RunConfig` or `OfflineRunConfig` of a mapping, depending on its algorithm, with defaults.
 
-    Aliases and shorthands of the documents are understood. `written` tells how the user spelled a path, for messages.
+    Aliases and shorthands are accepted. `written` maps a path to the user's spelling, for messages.
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{shown(mapping)} is not a mapping of settings")
@@ -109,19 +109,19 @@ def resolve(mapping: Mapping[str, Any], written: Mapping[str, str] | None = None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A settings object as plain dicts, lists and scalars: what the file of it says."""
+    """Return a settings object as plain dicts, lists and scalars, as in its config file."""
     return {name: _plain(getattr(config, name)) for name in setting_names(type(config))}
 
 
 def write_config(config: AnyRunConfig, path: str | Path) -> None:
-    """Write the resolved settings, with the command that repeats the run; reading them back gives an equal config."""
+    """Write the resolved settings and the command that repeats the run; loading the file gives an equal config."""
     path = Path(path)
     try:
         body = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         raise InputError(f"{path}: the settings cannot be written: {' '.join(str(error).split())}") from None
     command = f"deft train --config {shlex.quote(str(path))}"
-    if config.output_dir is not None:  # that folder holds this run already
+    if config.output_dir is not None:  # that directory already contains this run
         command += " --output-dir ANOTHER_FOLDER"
     header = f"# The settings of this run. To repeat it:\n#   {command}\n"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -131,7 +131,7 @@ def write_config(config: AnyRunConfig, path: str | Path) -> None:
 
 
 def replace(config: Config, **settings: Any) -> Config:
-    """A copy with some settings changed, by dotted path: `replace(config, **{"env.num_envs": 8, "seed": 1})`."""
+    """Return a copy with changed settings, by dotted path: `replace(config, **{"env.num_envs": 8, "seed": 1})`."""
     mapping = to_dict(config)
     for path, value in settings.items():
         _replace_path(mapping, path, value, type(config.algorithm.cfg))
@@ -139,7 +139,7 @@ def replace(config: Config, **settings: Any) -> Config:
 
 
 def _replace_path(mapping: dict[str, Any], path: str, value: Any, algorithm_class: type[AlgorithmSettings]) -> None:
-    """Set one value by its path or by another name of it."""
+    """Set one value by its path or an alias of it."""
     path = MOVED.get(path, path)
     section, _, name = path.rpartition(".")
     concrete: dict[type, type] = {AlgorithmSettings: algorithm_class}
@@ -149,7 +149,7 @@ def _replace_path(mapping: dict[str, Any], path: str, value: Any, algorithm_clas
 
 
 def set_path(mapping: dict[str, Any], path: str, value: Any) -> None:
-    """Set one value in a nested mapping; sections that are not there (or None) are made."""
+    """Set one value in a nested mapping; missing sections (or None) are created."""
     *sections, name = path.split(".")
     for depth, section in enumerate(sections, start=1):
         if mapping.get(section) is None:
@@ -161,7 +161,7 @@ def set_path(mapping: dict[str, Any], path: str, value: Any) -> None:
 
 
 def value_at(mapping: Mapping[str, Any], path: str) -> Any:
-    """One value of a nested mapping; None where a section or the value is not there."""
+    """Return one value of a nested mapping; None if a section or the value is missing."""
     value: Any = mapping
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -178,14 +178,14 @@ def setting_paths(algorithm_class: type[AlgorithmSettings]) -> Iterator[str]:
 
 
 def _algorithm_class(mapping: Mapping[str, Any]) -> type[AlgorithmSettings]:
-    """The settings class of the algorithm that a mapping names; the default's where that name is missing or wrong."""
+    """Return the settings class of a mapping's algorithm; that of PPO if the name is missing or wrong."""
     section = mapping.get("algorithm")
     name = section.get("name") if isinstance(section, Mapping) else None
     return ALGORITHM_SETTINGS.get(str(name), ALGORITHM_SETTINGS["ppo"])
 
 
 def _canonical(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the mapping with every setting in its own section and under its own name, and how each was written."""
+    """Return the mapping with canonical sections and names, and the user's spelling of each path."""
     plain = {
         name: {SHORTHANDS[name]: value} if name in SHORTHANDS and isinstance(value, str) else _plain(value)
         for name, value in mapping.items()
@@ -206,7 +206,7 @@ def _canonical(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
 
 
 def _section_of(mapping: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    """Return the mapping that holds a path's last name (an empty one if there is none), and that name."""
+    """Return the section of a path (empty if missing) and the last name of the path."""
     *sections, name = path.split(".")
     for section in sections:
         nested = mapping.get(section)
@@ -215,7 +215,7 @@ def _section_of(mapping: dict[str, Any], path: str) -> tuple[dict[str, Any], str
 
 
 def _plain(value: Any) -> Any:
-    """Settings objects and mappings as new dicts, tuples as lists; anything else as it is."""
+    """Convert settings objects and mappings to dicts and tuples to lists; return other values unchanged."""
     if hasattr(value, "__pydantic_fields__"):
         return to_dict(value)
     if isinstance(value, Mapping):
@@ -224,7 +224,7 @@ def _plain(value: Any) -> Any:
 
 
 def _without_comments(text: str) -> str:
-    """JSON without `//` and `/* */` comments and trailing commas; strings and line numbers stay as they are."""
+    """Remove `//` and `/* */` comments and trailing commas from JSON; strings and line numbers are unchanged."""
     text = _COMMENT_OR_STRING.sub(lambda match: match[0] if match[0][0] == '"' else _blank(match[0]), text)
     return _TRAILING_COMMA_OR_STRING.sub(lambda match: match[0] if match[0][0] == '"' else f" {match[0][1:]}", text)
 
@@ -259,11 +259,11 @@ class _Loader(yaml.SafeLoader):
     """YAML in which 3e-4 is a number (YAML 1.1 reads it as text), and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping, with its keys checked."""
+        """Construct a mapping; a duplicate key raises an error."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # no setting's name; the constructor raises an error
+                continue  # not a name; the constructor raises an error
             if key.value in seen:
                 problem = f"'{key.value}' is given twice in one section"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
@@ -271,7 +271,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge what `<<` names, within bounds: merged aliases of merged aliases multiply."""
+        """Merge the mappings of `<<` up to a limit: nested merges grow exponentially."""
         super().flatten_mapping(node)
         if len(node.value) > MAX_MERGED:
             raise yaml.constructor.ConstructorError(
@@ -279,14 +279,14 @@ class _Loader(yaml.SafeLoader):
             )
 
     def fetch_flow_collection_start(self, token: type) -> None:
-        """Open a `[` or `{`. Too many of them are an error here: PyYAML scans ahead in each, for seconds."""
+        """Open a `[` or `{`. Raise an error if they nest too deeply: PyYAML would scan for seconds."""
         if self.flow_level >= MAX_DEPTH:
             raise ValueError(NESTS_TOO_DEEP)
         super().fetch_flow_collection_start(token)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back equal: the text "3e-4" gets quotes."""
+    """Dumper whose output `_Loader` reads back unchanged: the text "3e-4" is quoted."""
 
 
 _EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
@@ -295,8 +295,8 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML text as plain data, with 3e-4 a number."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain data alone
+    """Parse YAML text as plain data; 3e-4 is a number."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain data only
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

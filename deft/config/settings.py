@@ -1,7 +1,7 @@
-"""Every setting of a run, as typed classes: the config file, the command line and the Python API share them.
+"""Typed settings classes of a run, shared by config files, the command line and the Python API.
 
-`deft.config.loading` reads and writes them; `deft.cli` makes the flags from them. An algorithm's own settings are in
-`deft.config.algorithm_settings`.
+`deft.config.loading` reads and writes them. `deft.cli` makes the flags from them. The settings of each algorithm are
+in `deft.config.algorithm_settings`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ DEFAULT_CURRICULUM_STEPS = (10_000, 50_000)
 
 @settings
 class CurriculumConfig:
-    """Levels of difficulty, one after another: the environment's `set_difficulty(level)` is called with each."""
+    """Difficulty levels of the environment; training calls `set_difficulty(level)` with each in turn."""
 
     levels: tuple[str | int | Number, ...] = ("easy", "medium", "hard")
-    """What `set_difficulty` is given, easiest first."""
+    """Arguments of `set_difficulty`, easiest level first."""
     at_steps: tuple[Count, ...] | None = None
-    """Env steps at which the second, third, … level begins; by default 10000 and 50000, for three levels."""
+    """Env steps at which the second, third, … level starts; by default 10000 and 50000 for three levels."""
     success_rate: Fraction | None = None
-    """In place of `at_steps`: the next level begins when this share of the last `window` episodes succeeded."""
+    """Start the next level at this success rate over the last `window` episodes; replaces `at_steps`."""
     window: Count = 100
-    """Episodes at the present level that `success_rate` is counted over."""
+    """Episodes of the current level over which the success rate is computed."""
 
     @model_validator(mode="after")
     def _levels_have_one_end(self) -> CurriculumConfig:
@@ -55,7 +55,7 @@ class CurriculumConfig:
                 raise ValueError("give at_steps or success_rate, one of them")
             return self
         if self.at_steps is None and len(self.levels) == len(DEFAULT_CURRICULUM_STEPS) + 1:
-            object.__setattr__(self, "at_steps", DEFAULT_CURRICULUM_STEPS)  # not checked again
+            object.__setattr__(self, "at_steps", DEFAULT_CURRICULUM_STEPS)  # without validation
         steps = self.at_steps or ()
         if len(steps) != len(self.levels) - 1 or any(first >= second for first, second in pairwise(steps)):
             raise ValueError(
@@ -67,91 +67,91 @@ class CurriculumConfig:
 
 @settings
 class EnvConfig:
-    """The world a policy acts in."""
+    """The environment to train in."""
 
     id: str = "deft/Reach-v0"
-    """Any Gymnasium id, or one of Deft's own."""
+    """Gymnasium id or name of a Deft environment."""
     num_envs: Count = 1
-    """Copies stepped together."""
+    """Number of parallel environments."""
     vector: Literal["sync", "process", "envpool", "gpu"] = "sync"
-    """How the copies run: here, in worker processes, in envpool's threads, or in one GPU simulation (ManiSkill)."""
+    """Run the environments in this process, in worker processes, in envpool or in a GPU simulator (ManiSkill)."""
     num_workers: Count | None = None
-    """Worker processes (`vector: process`) or Ray workers; by default one a core, at most one an environment."""
+    """Worker processes (`vector: process`) or Ray workers; by default one per core, at most one per environment."""
     max_episode_steps: Count | None = None
-    """A time limit in place of the environment's own."""
+    """Time limit that replaces the environment's own."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor."""
+    """Keyword arguments of the environment's constructor."""
     timeout: Positive = 60.0
-    """Seconds that one step may take before the environment counts as hung (`process` vectors and VLA mode)."""
+    """Timeout of one environment step in seconds (`vector: process` and VLA mode)."""
     restart_workers: NonNegativeInt = 3
-    """How often in a row a worker process that hangs or dies is replaced, losing its episodes; 0: it ends the run."""
+    """Consecutive restarts of a worker that hangs or dies, without its open episodes; 0: raise an error."""
     reward_weights: dict[str, Number] = Field(default_factory=dict)
-    """Weights of the reward's named terms: the reward becomes their weighted sum. A term not named has weight 1."""
+    """Weights of the named reward terms; the reward is their weighted sum. Other terms have weight 1."""
     rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment, as NEW_NAME=STREAM, to the names that the policy has."""
+    """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
     curriculum: CurriculumConfig | None = None
-    """Levels of difficulty that the environment goes through; None: it stays as it is."""
+    """Difficulty levels of the environment; None: no curriculum."""
 
 
 @settings
 class VLAConfig:
-    """Which vision-language-action model to load, and from where."""
+    """The vision-language-action model to load."""
 
     model_class: str
-    """A dotted class path, or the name of an entry point of the group `deft.vla_models`."""
+    """Dotted class path, or name of an entry point in the group `deft.vla_models`."""
     model_path: Place | None = None
-    """Weights: `.safetensors`, `.pth` or `.pt` (tensors only). None: new weights from the seed."""
+    """Weights file: `.safetensors`, `.pth` or `.pt` (tensors only). None: random initialisation."""
     model_config: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the model's constructor."""
+    """Keyword arguments of the model's constructor."""
 
 
 MODEL_CHUNKS = {"vla-tiny": 4}
-"""Env steps that one inference of a model decides, where `--model` names it and `--chunk-length` is not given."""
+"""Default action chunk length of each model that `--model` names."""
 
 
 @settings
 class PolicyConfig:
-    """The policy: its networks, its action distribution, and the shape of its critics."""
+    """The policy: its networks, its action distribution and its critics."""
 
     name: Literal["actor_critic", "actor", "vla"] = "actor_critic"
-    """`actor_critic`: PPO's network from scratch; `actor`: that of SAC and offline algorithms; `vla`: a VLA model."""
+    """`actor_critic`: network of PPO; `actor`: network of SAC and the offline algorithms; `vla`: a VLA model."""
     hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Hidden layers of an `actor_critic`."""
+    """Widths of the hidden layers of an `actor_critic`."""
     activation: Literal["tanh", "relu", "elu", "gelu", "silu"] = "tanh"
-    """Between the hidden layers of an `actor_critic`."""
+    """Activation function of an `actor_critic`."""
     hidden_dim: Count = 256
     """Width of the hidden layers of an `actor`, of critics, and of a separate value network."""
     num_layers: Count = 2
-    """Number of these layers."""
+    """Number of hidden layers of an `actor`, of critics, and of a separate value network."""
     distribution: Literal["tanh_gaussian", "gaussian"] | None = None
-    """Of an `actor`: `tanh_gaussian` is squashed, its deviation depends on the state; `gaussian` has a bounded mean."""
+    """Action distribution of an `actor`: state-dependent std and tanh squashing, or a Gaussian with bounded mean."""
     encoder_dim: Count = 256
-    """Width of the features of the image encoder."""
+    """Size of the image encoder's features."""
     memory_hidden: NonNegativeInt = 0
-    """Width of the recurrent memory (GRU) of an `actor_critic`; 0: none."""
+    """Hidden size of the recurrent memory (GRU) of an `actor_critic`; 0: none."""
     memory_num_layers: Count = 1
-    """Layers of the recurrent memory."""
+    """Number of layers of the recurrent memory."""
     log_std_init: Number = 0.0
     """Initial log standard deviation of a Gaussian policy."""
     normalize_observation: Switch = True
-    """Normalize vector observations by their mean and deviation; saved with the policy."""
+    """Normalize vector observations by their running mean and standard deviation."""
     normalize_reward: Switch = True
-    """Scale rewards by the running deviation of the discounted return (ppo, grpo); saved with the policy."""
+    """Divide rewards by the running standard deviation of the discounted return (ppo, grpo)."""
     chunk_length: Count = 1
-    """Env steps that one inference decides."""
+    """Action chunk length: env steps per inference."""
     action_dim: Count | None = None
-    """Checked against the environment where given."""
+    """Size of an action; if given, it must match the environment."""
     unit_actions: Switch = False
-    """The VLA model's actions in [-1, 1] are scaled to the action Box; if false they are in the environment's units."""
+    """Scale the VLA model's actions from [-1, 1] to the action space; false: the model outputs environment units."""
     separate_value: Switch = False
-    """V and critics of a VLA model have an encoder of their own, unless the model offers its features."""
+    """Use a separate encoder for the value function and critics of a VLA model that does not expose its features."""
     vla_config: VLAConfig | None = None
-    """The model behind `name: vla`."""
+    """The VLA model, for `name: vla`."""
 
     @model_validator(mode="before")
     @classmethod
     def _lift_actor_section(cls, given: Any) -> Any:
-        """Read configs of version 1, in which a policy from another run was the nested section `actor`."""
+        """Read configs of version 1, which nest a policy from another run in the section `actor`."""
         if not isinstance(given, dict) or "actor" not in given:
             return given
         section, nested = {name: value for name, value in given.items() if name != "actor"}, given["actor"]
@@ -174,7 +174,7 @@ class PolicyConfig:
 
 @settings
 class DatasetPolicyConfig(PolicyConfig):
-    """The policy that learns from a dataset, and the shape of its critics."""
+    """The policy of an offline algorithm, and its critics."""
 
     name: Literal["actor_critic", "actor", "vla"] = "actor"
     normalize_reward: Switch = False
@@ -184,7 +184,7 @@ class DatasetPolicyConfig(PolicyConfig):
 
 @settings
 class ReplayPolicyConfig(DatasetPolicyConfig):
-    """The policy that learns from a replay buffer, and the shape of its critics."""
+    """The policy of an algorithm with a replay buffer, and its critics."""
 
     distribution: Literal["tanh_gaussian", "gaussian"] | None = "tanh_gaussian"
     normalize_observation: Switch = False
@@ -195,71 +195,71 @@ class LoopConfig(ProgressSettings):
     """How long to train in an environment, and when to evaluate, log and save."""
 
     total_timesteps: Count = 1_000_000
-    """Env steps of the whole training."""
+    """Total env steps of training."""
     video_freq: NonNegativeInt = 0
     """Record a video of an evaluation episode every this many {unit}; 0: never."""
     max_staleness: NonNegativeInt = 1
-    """VLA mode and Ray: how many versions the acting weights may be behind the learner's. 0: no overlap."""
+    """Weight updates by which collection may lag behind the learner (VLA mode and Ray); 0: no overlap."""
 
 
 @settings
 class ClusterConfig:
-    """Who collects: this process, or workers on a Ray cluster."""
+    """Where episodes are collected: in this process, or by workers on a Ray cluster."""
 
     collectors: Literal["here", "ray"] = "here"
-    """`here`: this process steps the environments. `ray`: workers do, here or on other machines (extra `scale`)."""
+    """`here`: collect in this process; `ray`: in Ray workers, on one or several machines (extra `scale`)."""
     ray_address: str = "local"
-    """`local`: a Ray of the run's own; `auto`: the cluster that this machine belongs to; or `host:port`."""
+    """Ray cluster: `local` starts a new one; `auto` uses the one that this machine belongs to; or `host:port`."""
     inference: Literal["auto", "worker", "actor"] = "auto"
-    """Where the policy acts: in every worker, or in one actor for all. `auto`: an actor from 20 M parameters on."""
+    """Run policy inference in every worker or in one shared actor; `auto`: an actor from 20 M parameters."""
     inference_gpus: NonNegative = 0.0
-    """Share of a GPU that the inference actor takes; 0: it acts on a CPU."""
+    """Fraction of a GPU for the inference actor; 0: it runs on a CPU."""
     worker_cpus: Positive = 1.0
-    """CPUs that Ray sets aside for each worker."""
+    """CPUs that Ray reserves for each worker."""
     spare_workers: NonNegativeInt = 1
-    """Workers that wait, where there is room, to take the place of one that dies at once; 0: a new one is started."""
+    """Idle workers that replace a dead worker at once; 0: start a new worker instead."""
     block_steps: Count | None = None
-    """Most steps that a worker collects before it hands them over; by default 256, at most a rollout's."""
+    """Largest number of steps that a worker sends at once; by default 256, or the rollout length if smaller."""
 
 
 @settings
 class TrainerConfig(LoopConfig):
-    """Who runs the loop, for how long, and what is written when."""
+    """How long to train, the rollout size, and when to evaluate, log and save."""
 
     buffer_size: Count = 2048
-    """Steps of a rollout, for each environment."""
+    """Rollout length: steps per environment."""
     buffer_type: Literal["standard", "vla"] = "standard"
-    """`standard`: collect, train, clear. `vla`: a background collector writes while the main thread trains."""
+    """`standard`: alternate collection and training; `vla`: collect in a background thread during training."""
     iterations: Count | None = None
-    """Rollouts in all; where given, in place of `total_timesteps`."""
+    """Total number of rollouts; replaces `total_timesteps`."""
 
 
 @settings
 class LoggingConfig:
-    """What is said, where."""
+    """Console, log file and experiment trackers."""
 
     console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
-    """Least level on the console."""
+    """Lowest level of messages on the console."""
     file_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "DEBUG"
-    """Least level in `logs/`."""
+    """Lowest level of messages in the log file."""
     enable_file_logging: Switch = True
-    """Write `logs/rl_training_*.log`."""
+    """Write a log file `logs/rl_training_*.log`."""
     tensorboard: Switch = True
-    """Write `tensorboard/`."""
+    """Write TensorBoard event files to `tensorboard/`."""
     use_wandb: Switch = False
-    """Log to Weights & Biases too (extra `wandb`); offline without a key."""
+    """Log to Weights & Biases (extra `wandb`); offline without an API key."""
     use_trackio: Switch = False
-    """Log to trackio too (extra `trackio`); local."""
+    """Log to a local trackio project (extra `trackio`)."""
     progress_bar: Switch = True
     """Show a progress bar on a terminal."""
 
 
 @settings
 class AlgorithmConfig:
-    """Which algorithm, with its settings."""
+    """The algorithm and its settings."""
 
     name: str = "ppo"
-    """One of the names in `ALGORITHM_SETTINGS`."""
+    """Name of the algorithm, a key of `ALGORITHM_SETTINGS`."""
     cfg: AlgorithmSettings = Field(default_factory=lambda given: ALGORITHM_SETTINGS[given["name"]]())
     """The settings of that algorithm."""
 
@@ -274,7 +274,7 @@ class AlgorithmConfig:
     @classmethod
     def _cfg_is_of_the_named_algorithm(cls, cfg: Any, info: ValidationInfo) -> Any:
         settings_class = ALGORITHM_SETTINGS.get(info.data.get("name", ""))
-        if settings_class is None:  # the name is wrong: that error is the one to tell
+        if settings_class is None:  # the name is unknown, and its own error is reported
             return AlgorithmSettings()
         return TypeAdapter(settings_class).validate_python(cfg)
 
@@ -291,7 +291,7 @@ class TrainingRun(RunSettings):
 
 @settings
 class RunConfig(TrainingRun):
-    """One run in an environment: the resolved settings that are written into its folder and repeat it."""
+    """Settings of a run in an environment, as written to its run directory."""
 
     env: EnvConfig = Field(default_factory=EnvConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
@@ -303,7 +303,7 @@ class RunConfig(TrainingRun):
 
 @settings
 class ReplayRunConfig(RunConfig):
-    """One run in an environment that learns from a replay buffer."""
+    """Settings of a run in an environment with a replay buffer."""
 
     policy: ReplayPolicyConfig = Field(default_factory=ReplayPolicyConfig)
     trainer: LoopConfig = Field(default_factory=LoopConfig)  # type: ignore[assignment]
@@ -311,20 +311,20 @@ class ReplayRunConfig(RunConfig):
 
 @settings
 class DatasetConfig:
-    """What is learned from."""
+    """The dataset to train on."""
 
     path: str | None = None
-    """A name (`hopper-medium-v2`, a Minari id) or a path; see docs/datasets.md."""
+    """Dataset name (`hopper-medium-v2`, a Minari id) or path; see docs/datasets.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the loader of its format."""
+    """Options of the dataset's loader."""
     download: Switch = False
-    """Download a D4RL name or a Minari id that is not on this machine."""
+    """Download the dataset (D4RL or Minari) if it is not on this machine."""
     rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the dataset, as NEW_NAME=STREAM, to the names that the policy has."""
+    """Rename observation streams of the dataset to the names that the policy expects, as NEW_NAME=STREAM."""
     reference_returns: tuple[Number, Number] | None = None
-    """Returns of a random and an expert policy, which the normalised score is made of; by default the dataset's own."""
+    """Returns of a random and an expert policy for the normalised score; by default those of the dataset."""
     cache_gb: Positive = 2.0
-    """Memory for the episodes of a dataset that is streamed from disk (images)."""
+    """Memory in GB for the episode cache of an image dataset, which is read from disk during training."""
 
 
 @settings
@@ -332,13 +332,13 @@ class EvaluationEnvConfig:
     """The environment to evaluate in."""
 
     id: str | None = None
-    """Any Gymnasium id; by default the dataset's own."""
+    """Gymnasium id; by default the environment of the dataset."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor."""
+    """Keyword arguments of the environment's constructor."""
     max_episode_steps: Count | None = None
-    """A time limit in place of the environment's own."""
+    """Time limit that replaces the environment's own."""
     rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment, as NEW_NAME=STREAM; by default as in the dataset, where needed."""
+    """Rename observation streams of the environment, as NEW_NAME=STREAM; by default as in the dataset."""
 
 
 @settings
@@ -348,7 +348,7 @@ class OfflineTrainerConfig(ProgressSettings):
     UNIT: ClassVar[str] = "epochs"
 
     num_epochs: Count = 100
-    """Epochs of the whole training."""
+    """Total epochs of training."""
     updates_per_epoch: Count | None = None
     """Gradient updates per epoch; by default one pass over the dataset, transitions / batch_size."""
     num_seeds: Count = 1
@@ -363,7 +363,7 @@ class OfflineTrainerConfig(ProgressSettings):
 
 @settings
 class OfflineRunConfig(TrainingRun):
-    """One run on a dataset: the resolved settings that are written into its folder and repeat it."""
+    """Settings of a run on a dataset, as written to its run directory."""
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig)
     env: EvaluationEnvConfig = Field(default_factory=EvaluationEnvConfig)
@@ -374,7 +374,7 @@ class OfflineRunConfig(TrainingRun):
 
 
 def run_class(algorithm_class: type[AlgorithmSettings]) -> Any:
-    """The class of a run's settings, by its algorithm's."""
+    """Return the settings class of a run with this algorithm."""
     return {"rollouts": RunConfig, "replay": ReplayRunConfig, "dataset": OfflineRunConfig}[algorithm_class.LEARNS_FROM]
 
 

@@ -1,7 +1,7 @@
-"""How settings are checked, and how a wrong one is told to the user: one line with path, value and what is allowed.
+"""Validation of settings. The message for a wrong setting is one line: its path, its value and the allowed values.
 
-`deft.config.settings` makes its classes with `settings` and the number types below; `deft.config.loading` explains
-what it could not resolve with `explain`.
+The classes of `deft.config.settings` use the decorator `settings` and the number types below. `deft.config.loading`
+formats its errors with `explain`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STRICT = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=Fals
 
 
 def _whole(value: Any) -> Any:
-    """Whole numbers of other types (1e6, NumPy's) as int; anything else stays as it is, to be refused."""
+    """Convert whole numbers of other types (1e6, NumPy) to int; return other values, which validation rejects."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, Real) and float(value).is_integer() and not isinstance(value, bool):
@@ -35,14 +35,14 @@ def _whole(value: Any) -> Any:
 
 
 def _video_path(path: str) -> str:
-    """The path, if it ends in .mp4: what is written is MP4, and must not replace a file of another kind."""
+    """Return the path if it ends in .mp4; an MP4 file must not replace a file of another format."""
     if not path.lower().endswith(".mp4"):
         raise InputError(f"{path!r} does not end in .mp4; videos are written as MP4")
     return path
 
 
 def _real(value: Any) -> Any:
-    """Real numbers of other types (NumPy's) as float; int is taken for float anyway, and anything else refused."""
+    """Convert real numbers of other types (NumPy) to float; return other values, which validation checks."""
     return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
@@ -52,20 +52,20 @@ Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63), BeforeValidator(_whole)]
 NonNegativeInt = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
 Number = Annotated[float, Strict(), BeforeValidator(_real)]
 Positive = Annotated[float, Strict(), Field(gt=0), BeforeValidator(_real)]
-LEAST_NOISE = 0.01  # of an action: float32 cannot tell ratios of narrower Gaussians within 1e-4
+LEAST_NOISE = 0.01  # of an action: float32 cannot resolve probability ratios of narrower Gaussians to 1e-4
 Noise = Annotated[float, Strict(), Field(ge=LEAST_NOISE), BeforeValidator(_real)]
 NonNegative = Annotated[float, Strict(), Field(ge=0), BeforeValidator(_real)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1), BeforeValidator(_real)]
 Share = Annotated[float, Strict(), Field(gt=0, le=1), BeforeValidator(_real)]
 Switch = Annotated[bool, Strict()]
-Place = Annotated[str, Field(min_length=1)]  # '' would be the working folder
+Place = Annotated[str, Field(min_length=1)]  # '' would mean the current directory
 OutputPath = Annotated[str, AfterValidator(check_output_path)]
 VideoPath = Annotated[str, AfterValidator(check_output_path), AfterValidator(_video_path)]
 
 
 @dataclass_transform(field_specifiers=(Field,), kw_only_default=True)
 def settings(cls: type[Settings]) -> type[Settings]:
-    """Make a validated dataclass. Its constructor and its attributes accept other names of a setting too (`aliases`).
+    """Make a validated dataclass. Its constructor and its attributes also accept the names in `aliases`.
 
     A wrong value raises an `InputError` of one line, in the constructor and in assignments.
     """
@@ -108,7 +108,7 @@ def checked(
     concrete: Mapping[type, type] | None = None,
     elsewhere: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Return a settings object of the values that a user gave; the other arguments are those of `explain`."""
+    """Validate the user's values and return a settings object; the other arguments are those of `explain`."""
     root: Any = cls
     translated, renamed = translate(root, values, concrete)
     try:
@@ -131,10 +131,10 @@ def explain(
     written: Mapping[str, str] | None = None,
     elsewhere: Mapping[str, str] | None = None,
 ) -> str:
-    """The first of the errors in one line, and how many more there are.
+    """Return a line with the first error and the number of further errors.
 
-    `root` is the class that was validated, `concrete` says which class stands for a base class in it, `written` how
-    the user spelled a path (an alias, a flag), and `elsewhere` the path where a name of this kind belongs.
+    `root` is the validated class. `concrete` maps a base class in it to the class in use, `written` a path to the
+    user's spelling (an alias, a flag), and `elsewhere` a name to the path where it belongs.
     """
     problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
     unknown = [problem for problem in problems if problem["type"] == "unexpected_keyword_argument"]
@@ -152,7 +152,7 @@ def explain(
 
 
 def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """What to write in place of an unknown name: where it belongs, else the nearest known one, else all of them."""
+    """Suggest a replacement of an unknown name: its correct path, else the nearest known name, else all names."""
     known = list(known)
     if elsewhere and name in elsewhere:
         return f"did you mean '{elsewhere[name]}'?"
@@ -163,12 +163,12 @@ def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | N
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names for a message: `'standard', 'vla'`."""
+    """Return names for a message: `'standard', 'vla'`."""
     return ", ".join(f"'{name}'" for name in names)
 
 
 def dotted(location: Iterable[int | str]) -> str:
-    """A place in a mapping as the user writes it: `policy.hidden_sizes[1]`."""
+    """Return a location in a mapping as a dotted path: `policy.hidden_sizes[1]`."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -176,7 +176,7 @@ def dotted(location: Iterable[int | str]) -> str:
 
 
 def _setting(root: type, location: Iterable[int | str], concrete: Mapping[type, type]) -> str:
-    """The path of the setting that a location is in; which alternative of its type was tried is left out."""
+    """Return the path of a setting from an error location, without the alternatives of a union type."""
     kept: list[int | str] = []
     owner: type | None = root
     for part in location:
@@ -219,7 +219,7 @@ _KINDS = {
 
 
 def _reason(problem: Mapping[str, Any]) -> str:
-    """What is wrong with a value: `1.5 is out of range; must be at most 1`."""
+    """Return the reason of an error: `1.5 is out of range; must be at most 1`."""
     kind, value = problem["type"], shown(problem["input"])
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
@@ -238,6 +238,6 @@ def _reason(problem: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any, width: int = 60) -> str:
-    """A value as it appears in a message: on one line, cut where it is long."""
+    """Return a value for a message: on one line, shortened to `width` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= width else f"{text[: width - 1]}…"
