@@ -1,4 +1,4 @@
-"""`make demo`: the three phases of F1 on the embedded tabletop, small, and one page that shows what came of them."""
+"""`make demo`: a short run of the three phases of F1 on the embedded tabletop, with an HTML report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deft.training.phases.all_phases import train_all
 
 
 def main() -> int:
-    """Train the phases in order, and say where the report is."""
+    """Train the phases in order, and print the results and the path of the report."""
     console = Console()
     root = output_base() / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     config = read_phase_config("phases-demo")
@@ -48,9 +48,9 @@ def main() -> int:
         table.add_row(row["name"], *(f"{row['values'][name]:.4g}" for name in names))
     console.print(table)
     console.print(f"trained and evaluated in {time.monotonic() - started:.0f} s")
-    console.print(f"run folder: {root}")
-    console.print(f"again:      deft train all --resume {root}")
-    console.print(f"report:     {Path(results['report']).resolve()}")
+    console.print(f"run directory: {root}")
+    console.print(f"resume:        deft train all --resume {root}")
+    console.print(f"report:        {Path(results['report']).resolve()}")
     return 0
 
 

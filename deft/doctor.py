@@ -1,6 +1,6 @@
-"""`deft doctor`: what this machine can render with and how fast, what it has, and what to install for the rest.
+"""`deft doctor`: examine rendering, its speed, hardware and installed extras, and list what to install.
 
-Whatever may crash or print (OpenGL, simulators) is tried in a process of its own. `deft.cli` calls `examine`.
+Code that may crash or print (OpenGL, simulators) runs in a separate process. `deft.cli` calls `examine`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deft import trust
 from deft.errors import one_line
 from deft.machine import available_cores, physical_memory
 
-BACKENDS = {"egl": "EGL", "osmesa": "OSMesa", "glfw": "GLX"}  # MUJOCO_GL → what it is
+BACKENDS = {"egl": "EGL", "osmesa": "OSMesa", "glfw": "GLX"}  # value of MUJOCO_GL: OpenGL backend
 PROBE_TIMEOUT = 120.0  # seconds: imports, and software rendering on a busy machine
 MEASURE_TIME = 1.0  # seconds for each speed
 GIB = 2**30
@@ -42,7 +42,7 @@ _PROBE_SCENE = """
 
 
 def examine() -> dict[str, Any]:
-    """Everything that there is to say, as plain data."""
+    """Examine this machine and return the results as plain data."""
     rendering = {name: _probe("rendering", name) for name in BACKENDS}
     working = [name for name in BACKENDS if rendering[name]["works"]]
     chosen = os.environ.get("MUJOCO_GL", "").lower() or (working[0] if working else None)
@@ -60,7 +60,7 @@ def examine() -> dict[str, Any]:
 
 
 def describe(results: Mapping[str, Any]) -> str:
-    """The same for a person to read."""
+    """Return the results as text."""
     machine = results["machine"]
     rows: list[tuple[str, str]] = [
         ("machine", f"{machine['system']}, Python {machine['python']}, Deft {machine['deft']}"),
@@ -112,13 +112,13 @@ def _machine() -> dict[str, Any]:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes in all and free, for this process: its control group's limit counts."""
+    """Return the total and free memory of this process in bytes, within the limit of its control group."""
     total = physical_memory()
     free = total
     with contextlib.suppress(OSError, AttributeError, TypeError):
         text = Path("/proc/meminfo").read_text()
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", text)[1])  # type: ignore[index]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         total, free = min(total, limit), min(free, limit - used)
@@ -126,7 +126,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """The GPUs that torch can use."""
+    """Return the GPUs that torch can use."""
     import torch
 
     if not torch.cuda.is_available():
@@ -136,7 +136,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _vulkan() -> dict[str, Any]:
-    """What SAPIEN would render with: the loader, and the drivers that are declared to it."""
+    """Return the Vulkan loader and drivers, which SAPIEN renders with."""
     drivers = {file.stem for folder in _ICD_FOLDERS for file in Path(folder).glob("*.json")}
     return {"loader": ctypes.util.find_library("vulkan") is not None, "drivers": sorted(drivers)}
 
@@ -149,7 +149,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _extras() -> dict[str, dict[str, Any]]:
-    """Deft's optional packages: which of each extra are missing, and the command that installs them."""
+    """Return the missing packages of each extra of Deft, and the command that installs them."""
     found: dict[str, dict[str, Any]] = {}
     for requirement in importlib.metadata.requires("deft") or []:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
@@ -163,24 +163,24 @@ def _extras() -> dict[str, dict[str, Any]]:
 
 
 def _advice(results: Mapping[str, Any]) -> list[str]:
-    """What to do about what does not work."""
+    """Return advice for each part that does not work."""
     rendering, advice = results["rendering"], []
     if not any(found["works"] for found in rendering.values()):
-        advice.append(f"no pictures can be rendered: {REMEDIES['egl']}, or {REMEDIES['osmesa']}")
+        advice.append(f"no images can be rendered: {REMEDIES['egl']}, or {REMEDIES['osmesa']}")
     elif results["mujoco_gl"] in rendering and not rendering[results["mujoco_gl"]]["works"]:
         works = next(name for name, found in rendering.items() if found["works"])
         advice.append(f"MUJOCO_GL={results['mujoco_gl']} does not work here: export MUJOCO_GL={works}")
     elif results["mujoco_gl"] not in BACKENDS:
-        advice.append(f"MUJOCO_GL={results['mujoco_gl']} is none of {', '.join(BACKENDS)}: unset it")
+        advice.append(f"MUJOCO_GL={results['mujoco_gl']} is not one of {', '.join(BACKENDS)}: unset it")
     chosen = rendering.get(results["mujoco_gl"] or "", {})
     if results["gpus"] and chosen.get("works") and "llvmpipe" in chosen["renderer"]:
         advice.append(
-            "there is a GPU, but pictures are rendered in software: install the driver's OpenGL part (libnvidia-gl), "
+            "there is a GPU, but images are rendered in software: install the driver's OpenGL part (libnvidia-gl), "
             "or in a container set NVIDIA_DRIVER_CAPABILITIES=all"
         )
     if not results["vulkan"]["loader"] or not results["vulkan"]["drivers"]:
         advice.append(
-            "ManiSkill and RoboTwin (SAPIEN) would find no Vulkan: apt install libvulkan1 and the GPU's driver, or "
+            "there is no Vulkan for ManiSkill and RoboTwin (SAPIEN): apt install libvulkan1 and the GPU's driver, or "
             "mesa-vulkan-drivers 25 or newer for the CPU"
         )
     return advice
@@ -190,7 +190,7 @@ def _advice(results: Mapping[str, Any]) -> list[str]:
 
 
 def _probe(what: str, backend: str) -> dict[str, Any]:
-    """Try something in a process of its own, under one way to render."""
+    """Run a probe in a separate process with one rendering backend."""
     try:
         done = subprocess.run(
             [*trust.child_command(_PROBE_CODE), what],
@@ -209,13 +209,13 @@ def _probe(what: str, backend: str) -> dict[str, Any]:
 
 
 def run_probe(what: str) -> None:
-    """Called in the new process: print one line of JSON."""
+    """Run a probe in the new process and print one line of JSON."""
     try:
         found = {"works": True, **{"rendering": _measure_rendering, "tabletop": _measure_tabletop}[what]()}
     except Exception as error:
         found = {"works": False, "reason": _short(one_line(error))}
     print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # a driver that crashes while it is unloaded has worked all the same
+    os._exit(0)  # ignore a driver that crashes while it is unloaded
 
 
 def _short(text: str) -> str:
@@ -235,9 +235,9 @@ def _measure_rendering() -> dict[str, Any]:
         renderer.update_scene(data, "head")
         return renderer.render()
 
-    picture = draw()
-    if picture.min() == picture.max():
-        raise RuntimeError("the picture is of one colour")
+    image = draw()
+    if image.min() == image.max():
+        raise RuntimeError("the image has only one colour")
     name: Any = GL.glGetString(GL.GL_RENDERER)
     return {"renderer": name.decode() if name else "unknown", "frames_per_second": _rate(draw)}
 
@@ -262,7 +262,7 @@ def _measure_tabletop() -> dict[str, Any]:
 
 
 def _rate(function: Any) -> float:
-    """Calls a second."""
+    """Return the number of calls per second."""
     function()
     count, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < MEASURE_TIME:

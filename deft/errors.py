@@ -1,43 +1,43 @@
-"""The two failures that Deft tells apart: what the user gave, and what happened while running.
+"""The exceptions of Deft: `InputError` for wrong input, `RunError` for failures during a run.
 
-`deft` prints either as one line; the exit status is 2 for the first and 1 for the second. `user_code` turns what the
-user's environments and modules raise into them.
+`deft` prints both as one line. The exit status is 2 for wrong input and 1 for failures. `user_code` converts the
+exceptions of the user's environments and modules.
 """
 
 from types import TracebackType
 
 
 class DeftError(Exception):
-    """An error whose message is meant for the user, complete in one line."""
+    """An error with a message of one line for the user."""
 
     exit_status = 1
 
     def __init__(self, message: object = "") -> None:
-        """Keep the message as one line: text of files and of other libraries can hold control characters."""
+        """Convert the message to one line: text of files and other libraries can contain control characters."""
         text = str(message)
         super().__init__(text if text.isprintable() else printable(text))
 
 
 class Stopped(Exception):
-    """A stop request (a signal) ended what was under way, such as an evaluation, before it was complete."""
+    """A stop request (a signal) interrupted an operation such as an evaluation."""
 
 
 class CommandExit(SystemExit):
-    """The end of a command that Deft itself decided on: after `--help`, or after a stop signal."""
+    """Exit of a command by Deft itself: after `--help`, or after a stop signal."""
 
 
 class InputError(DeftError, ValueError):
-    """A setting, file, call or environment that cannot be used as given."""
+    """A setting, file, call or environment is invalid."""
 
     exit_status = 2
 
 
 class RunError(DeftError, RuntimeError):
-    """A run that started and could not go on."""
+    """A run failed after its start."""
 
 
 def printable(text: str) -> str:
-    """The text on one line: spaces for line breaks and tabs, escapes for what a terminal would act on."""
+    """Return the text on one line: spaces for line breaks and tabs, escapes for control characters."""
     words = " ".join(text.split())
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
 
@@ -49,15 +49,15 @@ NOT_FINITE = (
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's type and message without line breaks."""
+    """Return the type and message of an exception without line breaks."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 class user_code:
-    """Context manager for calls into the user's environments and modules: whatever they raise becomes a DeftError.
+    """Context manager for calls into the user's environments and modules: converts exceptions to a DeftError.
 
-    sys.exit() too: it would end the run as if it were done. Deft's own exceptions and Ctrl-C pass unchanged. The
-    message is `what`, then the error.
+    SystemExit is converted too, since it would end the run as if it were complete. Deft's own exceptions and
+    KeyboardInterrupt are not. The message is `what`, followed by the error.
     """
 
     def __init__(self, what: str, kind: type[DeftError] = RunError) -> None:

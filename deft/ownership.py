@@ -1,9 +1,9 @@
-"""Which files Deft wrote: the manifest of a checkpoint, and the index of a run folder.
+"""Track the files that Deft wrote: the manifest of a checkpoint, and the index of a run directory.
 
 `deft_manifest.json` in a checkpoint lists the size and BLAKE2b hash of each of its files. It is written last. Every
 loader calls `verify` before it reads a file.
-`.deft-files` in a run folder lists the files that Deft wrote there. Writers call `record`. Deft deletes files only if
-they are listed in one of the two.
+`.deft-files` in a run directory lists the files that Deft wrote there. Writers call `record`. Deft deletes only
+files that are listed in one of the two.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MANIFEST = "deft_manifest.json"
 MANIFEST_FORMAT = "deft-manifest-1"
 CHECKPOINT_FORMAT = "deft-checkpoint-1"  # first entry of every training_state.pt
 INDEX = ".deft-files"
-KEPT = ".kept"  # suffix of what was in the place of a file or checkpoint of Deft's, and is not Deft's
+KEPT = ".kept"  # suffix of renamed files and directories that Deft did not write
 INDEX_HEADER = "deft-run-1: the files in this folder that Deft wrote; --overwrite deletes these alone"
 DIGEST_SIZE = 32
-# What earlier versions, which kept no index, wrote into a run folder beside checkpoints and logs.
+# Files that earlier versions without an index wrote to a run directory, apart from checkpoints and logs.
 EARLIER_FILES = re.compile(
     r"config\.(yaml|json)|episode_metrics\.jsonl|evaluation\.json|report\.html|f1_config\.json|results\.json|"
     r"(train|eval)_metrics\.json|final\.pt|checkpoint_iter_\d+\.pt|tokenizer\.safetensors|explorer/f1_config\.json|"
@@ -38,11 +38,11 @@ EARLIER_FILES = re.compile(
     r"plots/(learning_curve|updates|rewards|safety|held_out|open_loop_\w+|waypoints_\w+)\.(png|mp4)"
 )
 Entry = dict[str, Any]  # {"bytes": size, "blake2b": hex digest}
-_verified: set[tuple[str, int, int, int]] = set()  # files that match their hash: read once, not for every loader
+_verified: set[tuple[str, int, int, int]] = set()  # files whose hash was verified, so that each is read only once
 
 
 class HashingFile:
-    """A file opened for writing that hashes what is written to it."""
+    """A file opened for writing that hashes its content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -61,12 +61,12 @@ class HashingFile:
 
     @property
     def entry(self) -> Entry:
-        """The line of the manifest for what has been written."""
+        """Manifest entry of the content written so far."""
         return {"bytes": self._size, "blake2b": self._hash.hexdigest()}
 
 
 def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
-    """Write the manifest of all files in a folder; those in `known` were hashed while they were written."""
+    """Write the manifest of all files in a folder; `known` has the entries of files that are already hashed."""
     names = [name for name in relative_files(folder) if name != MANIFEST]
     files = {name: known.get(name) or _entry_of(folder / name) for name in names}
     content = {"format": MANIFEST_FORMAT, "files": files, "checksum": _checksum(files)}
@@ -77,7 +77,7 @@ def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | None:
-    """The entries of a folder's manifest by relative path; None if it has none. A damaged manifest is an error."""
+    """Return a folder's manifest entries by relative path, or None without a manifest; raise an error if damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -95,8 +95,8 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
 
 
 def verify(path: Path) -> None:
-    """Raise an error if a file differs from what was written: by its manifest, else by the CRCs of a torch file."""
-    for folder in (path.parent, path.parent.parent):  # the second: of peft_adapter/ and explorer/
+    """Raise an error if a file is damaged, by its manifest or else by the CRCs of a torch file."""
+    for folder in (path.parent, path.parent.parent):  # the second for peft_adapter/ and explorer/
         files = read_manifest(folder)
         if files is not None:
             name = path.relative_to(folder).as_posix()
@@ -108,7 +108,7 @@ def verify(path: Path) -> None:
 
 
 def verify_folder(folder: Path) -> bool:
-    """Verify all files of a checkpoint; False if it has no manifest (earlier versions wrote none)."""
+    """Verify all files of a checkpoint; return False if it has no manifest (earlier versions wrote none)."""
     files = read_manifest(folder)
     if files is None:
         return False
@@ -120,18 +120,18 @@ def verify_folder(folder: Path) -> bool:
 
 
 def relative_files(folder: Path) -> list[str]:
-    """All files and links in a folder, relative to it, sorted."""
+    """Return the sorted relative paths of all files and links in a folder."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def delete_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete files in a folder by relative path, in this order, then the folders in it that this leaves empty."""
+    """Delete files in a folder by relative path, in this order, and then the subfolders that become empty."""
     parents: set[Path] = set()
     for name in names:
         path = folder / name
         if not _is_inside(name) or folder.resolve() not in (path.parent.resolve() / "_").parents:
-            continue  # a name or a link that leads out of the folder
+            continue  # a name or link that points outside the folder
         if path.is_symlink() or path.is_file():
             path.unlink()
             parents |= set(path.relative_to(folder).parents)
@@ -141,17 +141,17 @@ def delete_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def check_output_path(path: str | Path) -> str | Path:
-    """The path as it is, unless it holds control characters: logs, tables and the index have one name per line."""
+    """Return the path; raise an error if it contains control characters (the index has one name per line)."""
     if odd := [character for character in str(path) if unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")]:
         raise InputError(f"the path {str(path)!r} holds the control character {odd[0]!r}; use a name without it")
     return path
 
 
-# -- the index of a run folder ---------------------------------------------------------------------------------------
+# -- the index of a run directory ------------------------------------------------------------------------------------
 
 
 def start_index(run_dir: Path) -> None:
-    """Create the index of a run folder if it has none: empty, or with the known files of an earlier version's run."""
+    """Create the index of a run directory if it is missing: empty, or with the known files of an earlier version."""
     if (run_dir / INDEX).exists():
         return
     is_run = any(has_format(path) for path in run_dir.glob("checkpoint-*/training_state.pt"))
@@ -160,7 +160,7 @@ def start_index(run_dir: Path) -> None:
 
 
 def indexed_files(run_dir: Path) -> list[str]:
-    """The relative paths in a run folder's index."""
+    """Return the relative paths in the index of a run directory."""
     try:
         lines = (run_dir / INDEX).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -169,7 +169,7 @@ def indexed_files(run_dir: Path) -> list[str]:
 
 
 def record(path: Path) -> Path:
-    """Add a file that was just written to the index of the run folder that it is in, if it is in one."""
+    """Add a new file to the index of its run directory, if it is in one."""
     for folder in list(path.parents)[:2]:
         if (folder / INDEX).is_file():
             name = path.relative_to(folder).as_posix()
@@ -181,7 +181,7 @@ def record(path: Path) -> Path:
 
 
 def keep_foreign(path: Path) -> None:
-    """Rename a file that is about to be written in a run folder, if it exists and Deft did not write it."""
+    """Rename an existing file that is about to be overwritten in a run directory if Deft did not write it."""
     folder = next((parent for parent in list(path.parents)[:2] if (parent / INDEX).is_file()), None)
     is_file = path.is_symlink() or path.is_file()
     if folder is not None and is_file and path.relative_to(folder).as_posix() not in indexed_files(folder):
@@ -191,13 +191,13 @@ def keep_foreign(path: Path) -> None:
 
 
 def free_place(path: Path) -> Path:
-    """The name that what Deft did not write gets: the path with `.kept`, and a number if that is taken."""
+    """Return a free path with the suffix `.kept`, and a number if needed, for a file that Deft did not write."""
     places = (path.with_name(f"{path.name}{KEPT}{number or ''}") for number in itertools.count())
     return next(place for place in places if not os.path.lexists(place))
 
 
 def has_format(path: Path) -> bool:
-    """Whether a file is a training state of Deft, by the start of its pickle; nothing is unpickled."""
+    """Return whether a file is a training state of Deft, by the start of its pickle, without unpickling."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
@@ -243,10 +243,10 @@ def _check_crcs(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             for name in _records_with_crc(archive, path.stat().st_size):
                 with archive.open(name) as record_file:
-                    while record_file.read(1 << 20):  # raises BadZipFile at its end if the CRC differs
+                    while record_file.read(1 << 20):  # raises BadZipFile at the end if the CRC differs
                         pass
     except FileNotFoundError:
-        return  # the loader says so
+        return  # the loader raises the error
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
         raise InputError(f"{path}: damaged: its content differs from its checksums (CRC-32)") from error
 
@@ -255,7 +255,7 @@ def _records_with_crc(archive: zipfile.ZipFile, file_size: int) -> Iterator[str]
     records = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
     if sum(one.file_size for one in records) > file_size:
         raise zipfile.BadZipFile("records overlap")
-    # All zero: torch.save was told not to compute them (torch.serialization.set_crc32_options).
+    # All zero: torch.save did not compute them (torch.serialization.set_crc32_options).
     return (one.filename for one in records if any(other.CRC for other in records))
 
 

@@ -1,4 +1,4 @@
-"""`make reach`: trains PPO on the embedded world, compares it with a random policy, and says where everything is."""
+"""`make reach`: train PPO on the embedded environment and compare it with a random policy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from deft.evaluation.evaluate import evaluate_run
 from deft.training.run import train
 
 EPISODES = 100
-HELD_OUT_SEED = 1_000_000  # far from the seeds of training and of its evaluations
+HELD_OUT_SEED = 1_000_000  # not used in training or its evaluations
 
 
 def main() -> int:
-    """Train, evaluate on held-out episodes, film one, and print a table and the paths."""
+    """Train, evaluate on held-out episodes, record a video, and print a table and the paths."""
     console = Console()
     run_dir = Path("outputs") / f"reach-{datetime.now():%Y%m%d-%H%M%S}"
     config = replace(load_config(find_config("demo")), output_dir=str(run_dir))
     console.print(
         f"Deft trains PPO for {config.trainer.total_timesteps:,} steps in {config.env.id}: a robot arm on a table, "
-        "told which of two coloured targets to reach."
+        "with an instruction that names one of two coloured targets."
     )
     try:
         summary = train(config)
@@ -44,11 +44,11 @@ def main() -> int:
         )
     console.print(table)
     console.print(f"trained in {summary['seconds']:.0f} s")
-    console.print(f"run folder: {run_dir}")
-    console.print(f"video:      {video}")
+    console.print(f"run directory: {run_dir}")
+    console.print(f"video:         {video}")
     for path in summary["plots"]:
-        console.print(f"plot:       {path}")
-    console.print(f"again:      deft evaluate {run_dir}")
+        console.print(f"plot:          {path}")
+    console.print(f"evaluate:      deft evaluate {run_dir}")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Decides whether Deft may run code that is named by text: the one place that imports modules by a name it was given.
+"""Decide whether Deft may import a module whose name is given as text. No other module imports by such a name.
 
-A name is the user's own when it comes from the command line, from a call in Python, or from the allow-list
+A name is the user's own if it comes from the command line, from a call in Python, or from the allow-list
 `DEFT_TRUSTED_MODULES`. A name in a file (a config, a run directory, a checkpoint, a dataset) is not: its module is
 imported only if it is imported already, is part of Deft, is registered as an entry point, or if the user gave
 `--trust-remote-code`. `docs/security.md` describes the whole model.
@@ -41,30 +41,30 @@ SAFE_PATH = "PYTHONSAFEPATH"  # Python's own: new processes do not put the curre
 
 @dataclass
 class _State:
-    """What this process knows about names."""
+    """The names that this process has recorded."""
 
     named: set[str] = field(default_factory=set)
-    """Names that the user gave."""
+    """Names given by the user."""
     modules: set[str] = field(default_factory=set)
-    """Modules that were imported because their names were allowed, and those of `allow`."""
+    """Modules that were imported because their names were allowed, and the modules of `allow`."""
     vouched: set[str] = field(default_factory=set)
-    """Text of files that were read within `remote_code`, by `_key`."""
+    """Text of trusted files, which were read within `remote_code`, by `_key`."""
     files: dict[str, str] = field(default_factory=dict)
-    """Text that was read from files, by `_key`, and the file of each."""
+    """Text that was read from files, by `_key`, with its file."""
     remote_code: bool = False
     """Whether the user trusts every name."""
     command_line: bool = False
-    """Whether this process runs the command `deft`: what is not on the command line then comes from a file."""
+    """Whether this process runs the command `deft`; names that are not on the command line then come from files."""
 
 
 _state = _State()
 
 
-# ----------------------------------------------------------------------------------------------- who gave which name
+# ----------------------------------------------------------------------------------------------- sources of names
 
 
 def name(*values: Any) -> None:
-    """Record names that the user gave: strings, or mappings and lists that hold them."""
+    """Record names given by the user: strings, or mappings and lists of strings."""
     _state.named.update(_strings(values))
 
 
@@ -74,7 +74,7 @@ def allow(*modules: str) -> None:
 
 
 def read_from(file: str | Path, *values: Any) -> None:
-    """Record text that was read from a file. Within `remote_code` the user vouches for it."""
+    """Record text that was read from a file. Within `remote_code` it is trusted."""
     for text in _strings(values):
         key = _key(text)
         _state.files.setdefault(key, str(file))
@@ -84,7 +84,7 @@ def read_from(file: str | Path, *values: Any) -> None:
 
 @contextlib.contextmanager
 def remote_code(trusted: bool = True) -> Iterator[None]:
-    """Trust the names that are read from files, and those that are used, within the block."""
+    """Trust all names that are read from files or used within the block."""
     before = _state.remote_code
     _state.remote_code = before or trusted
     try:
@@ -94,7 +94,7 @@ def remote_code(trusted: bool = True) -> Iterator[None]:
 
 
 def takes_remote_code(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function within `remote_code` where its keyword `trust_remote_code` is true."""
+    """Decorate a function to run within `remote_code` if its keyword `trust_remote_code` is true."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -105,13 +105,13 @@ def takes_remote_code(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def trusts_remote_code() -> bool:
-    """Whether code that comes with files may run: the argument `trust_remote_code` of transformers."""
+    """Return whether code of files may run: the argument `trust_remote_code` of transformers."""
     return _state.remote_code
 
 
 @contextlib.contextmanager
 def command_line(trusted: bool) -> Iterator[None]:
-    """Start with what one command knows: nothing. `trusted`: whether it was given `--trust-remote-code`."""
+    """Run one command with an empty record of names; `trusted`: whether `--trust-remote-code` was given."""
     before, path, safe_path = snapshot(), set(sys.path), os.environ.get(SAFE_PATH)
     restore(_State(remote_code=trusted, command_line=True))
     os.environ[SAFE_PATH] = "1"
@@ -129,43 +129,43 @@ def command_line(trusted: bool) -> Iterator[None]:
 
 
 def on_command_line() -> bool:
-    """Whether this process runs the command `deft`, which does not search the current directory by itself."""
+    """Return whether this process runs the command `deft`, which does not search the current directory by default."""
     return _state.command_line
 
 
 def snapshot() -> _State:
-    """The state of this process, for `restore` in another one."""
+    """Return the state of this process, for `restore` in another process."""
     state = copy.deepcopy(_state)
-    for text in state.files:  # a module that this process has imported may be imported there too
+    for text in state.files:  # modules imported in this process are allowed in the other one
         state.modules |= {text.partition(":")[0], text.rpartition(".")[0]} & sys.modules.keys()
-    if state.command_line:  # names that are not the user's are rejected, whichever file they are from
+    if state.command_line:  # names that are not the user's own are rejected whatever their file
         state.files.clear()
         state.vouched.clear()
     return state
 
 
 def restore(state: _State) -> None:
-    """Decide as the process does that `state` comes from."""
+    """Use the state of another process, from `snapshot`."""
     vars(_state).update(vars(state))
 
 
 def child_command(code: str) -> list[str]:
-    """The command that runs `code` in a new Python process with the path and the state of this one."""
+    """Return the command that runs `code` in a new Python process with the path and state of this process."""
     setup = f"import sys; sys.path[:] = {sys.path!r}; from deft import trust; trust.restore(trust.{snapshot()!r}); "
-    return [sys.executable, "-P", "-c", setup + code]  # -P: the current directory is not searched before that either
+    return [sys.executable, "-P", "-c", setup + code]  # -P: do not search the current directory before that
 
 
-# -------------------------------------------------------------------------------------------------- what may be run
+# -------------------------------------------------------------------------------------------------- allowed modules
 
 
 def import_module(module: str, given: str, setting: str, flag: str) -> ModuleType:
-    """Import the module that the value `given` of a setting names, if that is allowed.
+    """Import a module that is named by the value `given` of a setting, if that is allowed.
 
-    `flag` is how the user gives that setting on the command line. An ImportError is passed on.
+    `flag` is the command line flag of the setting. An ImportError is propagated.
     """
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
         raise InputError(f"{setting} {given!r}: {module!r} is not the name of a module")
-    if exists(module):  # else nothing can run, and the import says what is missing
+    if exists(module):  # otherwise the import raises the error
         _check_module(module, given, setting, flag)
         if _state.command_line and not _is_on_path(module):
             sys.path.append(os.getcwd())  # last, so that no installed package is shadowed
@@ -173,7 +173,7 @@ def import_module(module: str, given: str, setting: str, flag: str) -> ModuleTyp
 
 
 def exists(module: str) -> bool:
-    """Whether a module's top-level package is on the path or in the current directory; nothing is imported."""
+    """Return whether a module's top-level package is on the path or in the current directory, without importing."""
     return _is_on_path(module) or _is_here(module)
 
 
@@ -196,12 +196,12 @@ def _check_module(module: str, given: str, setting: str, flag: str) -> None:
 def check(given: str, setting: str, refusal: str, instead: str, more: str = "") -> None:
     """Raise InputError if the value `given` of a setting runs code and is not the user's own.
 
-    `refusal` says what is not done with it, `instead` how the user names it himself.
+    `refusal` is the reason in the message; `instead` is how the user can give the name.
     """
     text = given.strip()
     key = _key(text)
     file = _state.files.get(key)
-    if text in _state.named or not (_state.command_line or file):  # what no file says comes from a call in Python
+    if text in _state.named or not (_state.command_line or file):  # not from a file: from a call in Python
         return
     place = "" if file is None else f" (in {file})"
     if _state.remote_code or key in _state.vouched:
@@ -219,8 +219,8 @@ def check_env_kwargs(env_name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_installed_for_deft(module: str) -> bool:
-    """Whether it is part of Deft, or of what an installed package registers as environments or models."""
-    from importlib.metadata import entry_points  # not quick to import, and rarely needed
+    """Return whether a module is part of Deft or of a package that registers environments or models."""
+    from importlib.metadata import entry_points  # slow to import and rarely needed
 
     registered = (entry.module for group in ENTRY_POINT_GROUPS for entry in entry_points(group=group))
     return any(module == known or module.startswith(f"{known}.") for known in ("deft", *registered))
@@ -238,14 +238,14 @@ def _is_here(module: str) -> bool:
 
 
 def _key(text: str) -> str:
-    """What text is remembered by: itself, or its hash where it is long."""
+    """Return the key of a text: the text itself, or its hash if it is long."""
     return text if len(text) <= LONGEST_TEXT else hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _strings(values: Any) -> Iterator[str]:
-    """The strings in nested mappings, lists and sets, each container once: YAML can repeat one many times over.
+    """Yield the strings in nested mappings, lists and sets; each container is visited once (YAML aliases repeat them).
 
-    Bytes (YAML's `!!binary`) count as the text that settings make of them.
+    Bytes (YAML's `!!binary`) are decoded as settings decode them.
     """
     waiting, seen = [values], set()
     while waiting:

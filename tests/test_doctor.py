@@ -45,7 +45,7 @@ def test_advice_fits_the_finding():
     cases = [
         ({"rendering": dict.fromkeys(("egl", "osmesa", "glfw"), broken), "mujoco_gl": None}, "apt install libegl1"),
         ({"mujoco_gl": "osmesa"}, "MUJOCO_GL=osmesa does not work here: export MUJOCO_GL=egl"),
-        ({"mujoco_gl": "elg"}, "MUJOCO_GL=elg is none of egl, osmesa, glfw"),
+        ({"mujoco_gl": "elg"}, "MUJOCO_GL=elg is not one of egl, osmesa, glfw"),
         ({"rendering": {**working, "egl": software}}, "rendered in software"),
         ({"vulkan": {"loader": True, "drivers": []}}, "no Vulkan"),
     ]
