@@ -19,7 +19,7 @@ from deft.data.spaces import space_from_json, space_to_json
 from deft.errors import InputError
 from deft.models.encoders import ObservationEncoder
 from deft.models.policy import Policy
-from deft.models.vla.defaults import PLACES
+from deft.models.vla.defaults import OBJECT_POSITIONS
 from deft.ownership import MANIFEST, verify
 from deft.plain_data import parse_bounded, read_bounded
 from deft.schema import INSTRUCTION, channels_first, has_channels_last
@@ -78,8 +78,10 @@ def policy_space(recorded: PolicySpaces | None, given: spaces.Space, source: Pat
         return given
     if not isinstance(recorded.observation, spaces.Dict) or not isinstance(given, spaces.Dict):
         return given
-    labels = {PLACES: given[PLACES]} if PLACES in given.spaces else {}
-    return spaces.Dict({name: space for name, space in recorded.observation.items() if name != PLACES} | labels)
+    labels = {OBJECT_POSITIONS: given[OBJECT_POSITIONS]} if OBJECT_POSITIONS in given.spaces else {}
+    return spaces.Dict(
+        {name: space for name, space in recorded.observation.items() if name != OBJECT_POSITIONS} | labels
+    )
 
 
 def check_streams(
@@ -93,7 +95,7 @@ def check_streams(
                 "a new policy"
             )
         return
-    read = {name: space for name, space in made_for.items() if name != PLACES}
+    read = {name: space for name, space in made_for.items() if name != OBJECT_POSITIONS}
     if policy.streams is not None:
         read = {name: space for name, space in read.items() if name in policy.streams}
     if missing := [name for name in read if name not in given.spaces]:
@@ -112,7 +114,7 @@ def check_streams(
                 f"{where}: stream {name!r} is {kinds[1]} of shape {theirs}, the policy was made for {kinds[0]} of "
                 f"shape {own}: give the stream that it was trained with (--rename_streams), or train a new policy"
             )
-    if further := [name for name in given if name not in made_for.spaces and name != PLACES]:
+    if further := [name for name in given if name not in made_for.spaces and name != OBJECT_POSITIONS]:
         log.info("%s has further streams, which the policy does not read: %s", where, ", ".join(further))
 
 

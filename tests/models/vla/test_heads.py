@@ -144,7 +144,7 @@ def test_a_model_with_switches_acts_and_scores(kind):
     again = model.evaluate(pictures, action, **({"sample": sample[0]} if sample else {}))
     torch.testing.assert_close(again[0], log_prob)
     assert model.imitation_loss(pictures, action).shape == (5,)
-    with pytest.raises(InputError, match="switches has no differentiable draws"):
+    with pytest.raises(InputError, match="switches has no differentiable samples"):
         model.sample_many(pictures, 2)
 
 

@@ -461,7 +461,7 @@ def test_critics_on_the_models_trunk_leave_it_to_the_policy():
 
 def test_offline_learning_is_told_the_labels_and_teaches_them(monkeypatch):
     """What IQL learns of acting and of values stands on where things are, not on where they are found so far."""
-    monkeypatch.setattr("deft.models.vla.tiny.TOLD_BLUR", 0.0)
+    monkeypatch.setattr("deft.models.vla.tiny.LABEL_NOISE", 0.0)
     model = tiny(bottleneck=2, places_key="places", places_dim=2)
     actor = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL)
     batch = batch_of_chunks()
@@ -788,5 +788,5 @@ def test_an_anchor_is_compared_by_densities():
 @pytest.mark.parametrize("kind", [SAC, CQL])
 def test_heads_without_a_density_of_differentiable_draws_are_named(head, kind):
     algorithm = kind(actor_of(lambda: tiny(head=head)))
-    with pytest.raises(InputError, match=f"a {head} head has no differentiable draws .* sft, iql, ppo or grpo"):
+    with pytest.raises(InputError, match=f"a {head} head has no differentiable samples .* sft, iql, ppo or grpo"):
         algorithm.step(batch_of_chunks())

@@ -14,7 +14,7 @@ from deft.models.normalization import freeze_statistics
 from deft.models.vla.heads import ROUNDING
 from deft.models.vla.loading import load_vla_model
 from deft.models.vla.policy import VLAPolicy
-from deft.models.vla.tiny import HEADS, PLACES_WEIGHT, CameraEncoder, TinyVLAModel, word_ids
+from deft.models.vla.tiny import HEADS, POSITIONS_WEIGHT, CameraEncoder, TinyVLAModel, word_ids
 
 SIZE, LENGTH = 16, 32
 
@@ -323,7 +323,7 @@ def test_observations_that_do_not_fit():
         model(seen.clone().set("instruction", torch.zeros(5, 3)))
     with pytest.raises(InputError, match="no 'instruction'"):
         model(seen.select("rgb", "state"))
-    with pytest.raises(InputError, match="a token head has no differentiable draws"):
+    with pytest.raises(InputError, match="a token head has no differentiable samples"):
         tiny(head="token").sample_many(seen, 2)
 
 
@@ -382,14 +382,14 @@ def test_frozen_eyes_look_once(head):
 
 def test_behind_a_bottleneck_cameras_are_seen_through_what_was_found_alone():
     model = tiny(bottleneck=8)
-    seen = model.see(scenes())
+    seen = model.encode_observations(scenes())
     cameras = model.cameras[0].out_dim
     other = torch.cat([torch.randn(5, cameras), seen[:, cameras:]], 1)
-    assert not torch.equal(model.think(other), model.think(seen))
+    assert not torch.equal(model.trunk_features(other), model.trunk_features(seen))
     with torch.no_grad():
         for parameter in model.found[-1].parameters():
             parameter[:8] = 0.0  # what the labels would teach is not found; the other numbers lead nowhere
-    torch.testing.assert_close(model.think(other), model.think(seen))
+    torch.testing.assert_close(model.trunk_features(other), model.trunk_features(seen))
 
 
 def test_the_trunk_behind_a_bottleneck_reads_places_in_metres_too():
@@ -399,7 +399,7 @@ def test_the_trunk_behind_a_bottleneck_reads_places_in_metres_too():
     with torch.no_grad():
         for parameter in model.found[-1].parameters():
             parameter.zero_()  # it finds everything at the mean: 0.3 m, and 0.01 m
-    read = model.think(model.see(scenes()))[0, :6]
+    read = model.trunk_features(model.encode_observations(scenes()))[0, :6]
     fine = [math.tanh(place / metres) for metres in (0.05, 0.015) for place in (0.3, 0.01)]
     assert read.tolist() == pytest.approx([0.0, 0.0, *fine], abs=1e-4)
 
@@ -424,7 +424,7 @@ def test_a_label_of_zero_counts_less():
     missed = torch.tensor([2 + 1 - 2 * half, 2 + 0.05, 0.3 + 0.05, 0.0, 1 + 0.05]) / 2
     missed -= torch.tensor([0.0, 1.1, 0.2, 0.0, 1.1]) * half / 2
     loss = model.auxiliary_loss(scenes().set("places", told))
-    torch.testing.assert_close(loss, PLACES_WEIGHT * missed, atol=5e-3, rtol=0)  # PROPRIO_EPSILON
+    torch.testing.assert_close(loss, POSITIONS_WEIGHT * missed, atol=5e-3, rtol=0)  # PROPRIO_EPSILON
 
 
 @pytest.mark.parametrize("name", ["auxiliary_loss", "imitation_loss"])
@@ -443,15 +443,18 @@ def test_labels_teach_the_eyes_and_not_the_trunk(name):
 
 def test_behind_a_bottleneck_the_trunk_is_taught_with_the_labels(monkeypatch):
     """One who finds everything at the mean still learns to act on where things are."""
-    monkeypatch.setattr("deft.models.vla.tiny.TOLD_BLUR", 0.0)
+    monkeypatch.setattr("deft.models.vla.tiny.LABEL_NOISE", 0.0)
     model = tiny(bottleneck=2, places_key="places", places_dim=2, imitation="squared")
     places = torch.tensor([[0.2, -0.1], [0.4, 0.3], [0.3, 0.1], [0.1, 0.2], [0.5, 0.4]])
     model.observe({"state": torch.randn(5, 4), "places": places})
     with torch.no_grad():
         for parameter in model.found[-1].parameters():
             parameter.zero_()
-        seen, observations = model.see(scenes()), scenes().set("places", places)
-        told, blind = model.think(seen, model._told(observations, model.found(seen))), model.think(seen)
+        seen, observations = model.encode_observations(scenes()), scenes().set("places", places)
+        told, blind = (
+            model.trunk_features(seen, model._with_labels(observations, model.found(seen))),
+            model.trunk_features(seen),
+        )
         # What it reads first: the places in deviations, then in metres, coarse and fine
         assert blind[:, :2].abs().max() == 0
         torch.testing.assert_close(told[:, :2], model.places_scale(functional.pad(places, (0, 22)))[:, :2])
@@ -468,9 +471,9 @@ def test_the_words_that_name_things_are_read_apart_from_the_task():
     taught = set(map(id, model.auxiliary_parameters()))
     assert all(id(p) in taught for p in model.names.parameters())
     assert not any(id(p) in taught for p in model.text.parameters())
-    seen = model.see(scenes())
+    seen = model.encode_observations(scenes())
     with torch.no_grad():
         model.names.out[0].bias += torch.randn(64)
     # The eight numbers of the task stand last in what is seen; what the cameras look for is all before it
-    assert torch.equal(model.see(scenes())[:, -8:], seen[:, -8:])
-    assert not torch.equal(model.see(scenes())[:, :-8], seen[:, :-8])
+    assert torch.equal(model.encode_observations(scenes())[:, -8:], seen[:, -8:])
+    assert not torch.equal(model.encode_observations(scenes())[:, :-8], seen[:, :-8])
