@@ -1,7 +1,7 @@
 """`lerobot`: a policy of the LeRobot package (ACT, SmolVLA, π0, …) from a local folder, behind Deft's interface.
 
-Its chunk of actions is the mean of a Gaussian whose deviation is learned. The package is an extra of its own: it wants
-another Python and torch than Deft's newest, which the import says.
+Its chunk of actions is the mean of a Gaussian with a learned deviation. The package is a separate extra that needs
+other versions of Python and torch than Deft; a failed import raises an error with these versions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.nn import functional
 from deft import schema, trust
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
-from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead, masked_sum, stream, texts_of
+from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead, decode_texts, masked_sum, stream
 from deft.models.vla.spec import ProprioSpec
 
-POOLED = 8  # cells a side of a picture that the value sees
+POOLED = 8  # side of the pooled images that the value reads
 STATE, ACTION, TASK = "observation.state", "action", "task"
 
 
@@ -41,13 +41,13 @@ class LeRobotSpec(ProprioSpec):
 
 
 class LeRobotVLA(PretrainedVLA):
-    """LeRobot's own processors normalise what goes in and what comes out; pictures go in as floats in [0, 1].
+    """A LeRobot policy; LeRobot's processors normalise inputs and outputs, images are floats in [0, 1].
 
-    `cameras` says which of Deft's streams is which of the policy's (`{head_rgb: observation.images.top}`); without it
-    they are taken in order. A flow policy starts from drawn noise, which is stored with the action: given that noise,
-    the same observation has the same mean. PPO and GRPO need a policy whose chunk has a gradient (ACT, SmolVLA); one
-    that samples without (π0) cannot be trained here, only evaluated: π0 trains as `pi0`. The value has layers of its
-    own, on small images, the proprioception and the mean: LeRobot's policies do not say where their trunk ends.
+    `cameras` maps Deft's streams to the cameras of the policy (`{head_rgb: observation.images.top}`); without it they
+    are matched by name. A flow policy starts from sampled noise, which is stored with the action: given that noise, the
+    same observation has the same mean. PPO and GRPO need a policy whose chunk has a gradient (ACT, SmolVLA); a policy
+    that samples without gradients (π0) can only be evaluated here: train π0 as `pi0`. The value has its own layers, on
+    small images, the proprioception and the mean: LeRobot's policies have no common interface to their features.
     """
 
     spec_class = LeRobotSpec
@@ -56,7 +56,7 @@ class LeRobotVLA(PretrainedVLA):
         spec = LeRobotSpec(**given) if spec is None else spec
         super().__init__(spec)
         if spec.folder is None or not (Path(spec.folder) / "config.json").is_file():
-            raise InputError(f"{spec.folder}: no LeRobot policy: name the folder with its config.json (model_path)")
+            raise InputError(f"{spec.folder}: no LeRobot policy: set model_path to the folder with its config.json")
         check_processors(Path(spec.folder))
         configs, factory = lerobot_modules()
         try:
@@ -74,17 +74,17 @@ class LeRobotVLA(PretrainedVLA):
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise InputError(
-                f"{spec.folder}: not read as a LeRobot policy: {str(error).strip().splitlines()[0]}"
+                f"{spec.folder}: cannot be read as a LeRobot policy: {str(error).strip().splitlines()[0]}"
             ) from None
         self.config: Any = config
         wanted, taken = int(config.action_feature.shape[0]), spec.action_dim
         if wanted != taken:
-            raise InputError(f"{spec.folder}: the policy gives actions of {wanted} dims; the environment takes {taken}")
+            raise InputError(f"{spec.folder}: the policy has actions of {wanted} dims, the environment {taken}")
         self.cameras = self._match(spec.image_keys, spec.cameras)
         self.log_std = nn.Parameter(torch.full((spec.chunk_length, spec.action_dim), float(spec.log_std_init)))
-        seen = len(self.cameras) * 3 * POOLED**2 + spec.proprio_dim + spec.chunk_length * spec.action_dim
-        self.value_head = ValueHead(seen, gradient=False)
-        # LeRobot's decorator switches gradients off; what it stands on is called instead.
+        inputs = len(self.cameras) * 3 * POOLED**2 + spec.proprio_dim + spec.chunk_length * spec.action_dim
+        self.value_head = ValueHead(inputs, gradient=False)
+        # LeRobot's decorator disables gradients: call the undecorated method.
         self._predict = inspect.unwrap(type(self.backbone).predict_action_chunk)
         takes_noise = inspect.signature(self._predict).parameters
         self.starts_from_noise = hasattr(config, "max_action_dim") and (
@@ -94,7 +94,7 @@ class LeRobotVLA(PretrainedVLA):
 
     @property
     def keeps_sample(self) -> bool:  # type: ignore[override]
-        """Whether `act` also gives what was random beside the action: the noise that a flow started from."""
+        """Whether `act` also returns the noise that a flow started from."""
         return self.starts_from_noise
 
     # The interface of a VLA model ------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class LeRobotVLA(PretrainedVLA):
             if not torch.equal(mean, self._mean(observations, noise)):
                 raise InputError(
                     f"LeRobot's {self.config.type} gives another chunk for the same observation: its noise cannot be "
-                    "set, and a drawn action has no log-prob"
+                    "set, and a sampled action has no log-prob"
                 )
         drawn = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
         log_prob = masked_sum(self._log_probs(mean, drawn), self.real(action_mask))
@@ -137,32 +137,32 @@ class LeRobotVLA(PretrainedVLA):
         action_mask: Tensor | None = None,
         sample: Mapping[str, Tensor] | TensorDictBase | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1]; of a flow given the noise in `sample`, which it started from."""
+        """Log-prob [B], entropy [B] and value [B, 1]; a flow starts from the noise in `sample`."""
         if self.starts_from_noise and sample is None:
             raise InputError(
-                f"LeRobot's {self.config.type} scores an action given the noise that it started from, and none is "
-                "stored with it: train it with ppo, grpo or sft"
+                f"LeRobot's {self.config.type} scores an action given the noise that it started from, and no noise is "
+                "stored with this action: train it with ppo, grpo or sft"
             )
         noise = sample[schema.NOISE] if self.starts_from_noise and sample is not None else None
         mean, mask = self._mean(observations, noise), self.real(action_mask)
         if torch.is_grad_enabled() and not mean.requires_grad:
             raise InputError(
                 f"LeRobot's {self.config.type} gives no gradient through its chunk of actions: evaluate it, or train "
-                "a model of Deft's own (pi0, vlm)"
+                "pi0 or vlm instead"
             )
         log_prob = masked_sum(self._log_probs(mean, self.chunk(actions)), mask)
         entropy = masked_sum((0.5 + HALF_LOG_2PI + self.log_std).expand_as(mean), mask)
         return log_prob, entropy, self._value(observations, mean)
 
     def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
-        """The squared error of the chunk, a mean over its numbers: [B]."""
+        """Mean squared error of the chunk: [B]."""
         error = (self._mean(observations, self._noise(observations)) - self.chunk(actions)).square()
         return masked_sum(error, self.real(None, step_mask)) / (self.chunk_length * self.action_dim)
 
-    # How it is computed ----------------------------------------------------------------------------------------------
+    # Computation -----------------------------------------------------------------------------------------------------
 
     def _match(self, image_keys: Sequence[str], cameras: Mapping[str, str] | None) -> dict[str, str]:
-        """Which stream is which of the policy's cameras: by name, the whole one or its last part; one alone is it."""
+        """Map streams to cameras of the policy by their full name or its last part; a single one needs no name."""
         wanted = list(self.config.image_features)
         if cameras is not None:
             found = dict(cameras)
@@ -173,29 +173,29 @@ class LeRobotVLA(PretrainedVLA):
         missing = [name for name in wanted if name not in found.values()]
         if missing:
             raise InputError(
-                f"the policy sees {', '.join(wanted)}, and nothing is given for {', '.join(missing)} by the streams "
-                f"{', '.join(image_keys)}: use --rename_streams, or set cameras in model_config to {{stream: name}}"
+                f"the policy reads {', '.join(wanted)}; the streams {', '.join(image_keys)} do not include "
+                f"{', '.join(missing)}: use --rename_streams, or set cameras in model_config to {{stream: name}}"
             )
         return found
 
     def _batch(self, observations: TensorDictBase) -> dict[str, Any]:
-        """The observation as LeRobot has it."""
+        """Convert the observation to LeRobot's names and types."""
         batch: dict[str, Any] = {}
         for key, name in self.cameras.items():
             image = stream(observations, key)
             if image.dtype != torch.uint8:
-                raise InputError(f"observation {key!r} is {image.dtype}; pictures are uint8, 0 to 255")
+                raise InputError(f"observation {key!r} is {image.dtype}; images are uint8, 0 to 255")
             image = image.permute(0, 3, 1, 2) if image.shape[-1] == 3 and image.shape[1] != 3 else image
             batch[name] = image.float() / 255.0
         size = len(next(iter(batch.values()))) if batch else observations.batch_size[0]
         if self.config.robot_state_feature is not None:
             batch[STATE] = self.proprio(observations, size, self.log_std.device)
         rows = self.instructions(observations)
-        batch[TASK] = [""] * size if rows is None else texts_of(rows)
+        batch[TASK] = [""] * size if rows is None else decode_texts(rows)
         return batch
 
     def _noise(self, observations: TensorDictBase) -> Tensor | None:
-        """What a flow policy starts from, drawn; None where it needs none."""
+        """Sample the noise that a flow policy starts from; None for other policies."""
         if not self.starts_from_noise:
             return None
         size = (observations.batch_size[0], self.config.chunk_size, self.config.max_action_dim)
@@ -208,25 +208,25 @@ class LeRobotVLA(PretrainedVLA):
         batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         keywords: dict[str, Any] = {} if noise is None else {"noise": noise}
         if callable(getattr(self.backbone, "reset", None)):
-            self.backbone.reset()  # its queues hold the last observation
+            self.backbone.reset()  # its queues contain the last observation
         chunk = self._predict(self.backbone, batch, **keywords)
         if chunk.ndim != 3 or chunk.shape[1] < self.chunk_length:
             raise InputError(
-                f"LeRobot's {self.config.type} gives a chunk {list(chunk.shape)}; chunk_length {self.chunk_length} "
-                "steps of it are wanted"
+                f"LeRobot's {self.config.type} gives a chunk {list(chunk.shape)}, which has fewer steps than "
+                f"chunk_length {self.chunk_length}"
             )
         executed = chunk[:, : self.chunk_length]
         return self._after(executed.flatten(0, 1)).to(device).float().view(executed.shape)
 
     def gathered_layers(self) -> list[nn.Module]:
-        """None: LeRobot's policies reach into the layers of their transformers."""
+        """No layers: LeRobot's policies use the weights of their layers from outside."""
         return []
 
     def _value(self, observations: TensorDictBase, mean: Tensor) -> Tensor:
         batch = self._batch(observations)
-        pictures = [functional.adaptive_avg_pool2d(batch[name], POOLED).flatten(1) for name in self.cameras.values()]
+        images = [functional.adaptive_avg_pool2d(batch[name], POOLED).flatten(1) for name in self.cameras.values()]
         state = self.proprio(observations, len(mean), mean.device)
-        return self.value_head(torch.cat([*pictures, state, mean.flatten(1)], 1))
+        return self.value_head(torch.cat([*images, state, mean.flatten(1)], 1))
 
     def _log_probs(self, mean: Tensor, actions: Tensor) -> Tensor:
         return -0.5 * ((actions - mean) * (-self.log_std).exp()).square() - self.log_std - HALF_LOG_2PI
@@ -241,7 +241,7 @@ def check_processors(folder: Path) -> None:
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            continue  # LeRobot says what is wrong with a file that it reads
+            continue  # LeRobot raises an error for a file that it reads
         steps = content.get("steps") if isinstance(content, dict) else None
         for step in steps if isinstance(steps, list) else ():
             named = str(step.get("class", "")) if isinstance(step, dict) and not step.get("registry_name") else ""
@@ -249,18 +249,18 @@ def check_processors(folder: Path) -> None:
             if re.search("'trust_remote_code': (?!False|None)", str(step)):
                 named = "trust_remote_code"
             if named and not trust.trusts_remote_code():
-                raise InputError(f"{path}: a processor brings code of its own ({named}); {OWN_CODE}")
+                raise InputError(f"{path}: a processor contains code of its own ({named}); {OWN_CODE}")
 
 
 def lerobot_modules() -> tuple[Any, Any]:
-    """`lerobot.configs.policies` and `lerobot.policies.factory`, or one line on what they need."""
+    """Import `lerobot.configs.policies` and `lerobot.policies.factory`; raise an error with what they need."""
     try:
         from lerobot.configs import policies as configs
         from lerobot.policies import factory
     except ImportError as error:
         missing = "" if getattr(error, "name", "lerobot") in (None, "lerobot") else f" ({error})"
         raise InputError(
-            'LeRobot policies need lerobot 0.6, and that Python 3.12 and torch 2.7 to 2.11: pip install "deft[lerobot]"'
+            'LeRobot policies need lerobot 0.6, with Python 3.12 and torch 2.7 to 2.11: pip install "deft[lerobot]"'
             f" there; this is Python {platform.python_version()} with torch {torch.__version__}{missing}"
         ) from None
     return configs, factory

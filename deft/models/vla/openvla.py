@@ -1,7 +1,7 @@
-"""`openvla`: actions as words. 256 bins of each dim stand on the last ids of a vision-language model's vocabulary.
+"""`openvla`: actions as tokens. The last ids of the vocabulary of a vision-language model are 256 bins of each dim.
 
-The model writes K · A tokens one after another, as OpenVLA does; their log-probs are exact. `load_vla_model` builds it
-around any vision-language model that `vlm` takes.
+The model generates K · A tokens one after another, as OpenVLA does; their log-probs are exact. `load_vla_model` builds
+it around any vision-language model that `vlm` accepts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BINS = 256
 
 
 class ActionTokens(torch.nn.Module):
-    """Numbers in [-1, 1] to tokens and back, as OpenVLA counts them.
+    """Convert values in [-1, 1] to tokens and back, with the ids of OpenVLA.
 
     255 bins between 256 edges from −1 to 1; number d = 1 … 256 (the count of edges at or below x) is the id
-    `end − d`, and stands for the centre of bin min(d, 255). The 256th is written for exactly 1.
+    `end − d`, and means the centre of bin min(d, 255). The 256th is the token of exactly 1.
     """
 
     edges: Tensor
@@ -48,7 +48,7 @@ class ActionTokens(torch.nn.Module):
         return BINS - count
 
     def decode(self, offsets: Tensor) -> Tensor:
-        """The centres that they stand for."""
+        """The centres of the bins of these tokens."""
         return self.centers[(BINS - 1 - offsets).clamp(0, BINS - 2)]
 
 
@@ -62,14 +62,14 @@ class TokenSpec(PromptedSpec):
 
 
 class TokenVLA(ScoredInParts, PretrainedVLA):
-    """A vision-language model that writes its actions, and a value on what it has read.
+    """A vision-language model that generates actions as tokens, with a value on the features of its prefix.
 
-    Drawn and scored over the 256 action tokens alone. Statistics (`q01`, `q99` and `mask` of each dim, as OpenVLA's
-    folders hold them) lead from [-1, 1] to the environment's units. `last_token`: one more than the last action id, by
-    default the size of the vocabulary without its padding.
+    Tokens are sampled and scored among the 256 action tokens only. Statistics (`q01`, `q99` and `mask` of each dim, as
+    in OpenVLA's folders) convert [-1, 1] to the environment's units. `last_token` is one more than the last action id,
+    by default the size of the vocabulary without its padding.
     """
 
-    keeps_sample = True  # two tokens stand for the highest bin
+    keeps_sample = True  # two tokens decode to the highest bin
 
     spec_class = TokenSpec
 
@@ -100,7 +100,7 @@ class TokenVLA(ScoredInParts, PretrainedVLA):
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Actions, the tokens' log-prob [B], the value [B, 1], and the tokens. Deterministic: each the likeliest."""
+        """Actions, the tokens' log-prob [B], the value [B, 1], and the tokens. Deterministic: the likeliest."""
         prefix = self.backbone.embed(observations, self.instructions(observations))
         hidden, cache = self.backbone.begin(prefix)
         current = _last(hidden, prefix.mask)
@@ -108,14 +108,14 @@ class TokenVLA(ScoredInParts, PretrainedVLA):
         offsets, log_prob = [], torch.zeros(len(current), device=current.device)
         for index in range(self.num_tokens):
             logs = self._log_probs(current)
-            # argmax of log p + Gumbel noise is a draw from p
+            # argmax of log p + Gumbel noise is a sample of p
             noise = 0.0 if deterministic else -torch.empty_like(logs).exponential_().log()
             chosen = torch.where(is_real[:, index], (logs + noise).argmax(-1), BINS // 2)
             offsets.append(chosen)
             log_prob = log_prob + logs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) * is_real[:, index]
             if index + 1 < self.num_tokens:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-                current = self.backbone.more(self._embedded(chosen.unsqueeze(1)), mask, cache)[:, -1]
+                current = self.backbone.more(self._embed(chosen.unsqueeze(1)), mask, cache)[:, -1]
         drawn = torch.stack(offsets, 1)
         return self._actions(drawn, action_mask), log_prob, value, {schema.TOKENS: drawn}
 
@@ -130,27 +130,27 @@ class TokenVLA(ScoredInParts, PretrainedVLA):
         is_real = self._real_tokens(action_mask, len(actions))
         offsets = self._offsets(actions, is_real) if sample is None else sample[schema.TOKENS]
         prefix = self.backbone.embed(observations, self.instructions(observations))
-        hidden = self.backbone(prefix, self._embedded(offsets[:, :-1]) if self.num_tokens > 1 else None)
+        hidden = self.backbone(prefix, self._embed(offsets[:, :-1]) if self.num_tokens > 1 else None)
         first = _last(hidden[:, : prefix.mask.shape[1]], prefix.mask)
-        before = torch.cat([first.unsqueeze(1), hidden[:, prefix.mask.shape[1] :]], 1)  # what each token follows
+        before = torch.cat([first.unsqueeze(1), hidden[:, prefix.mask.shape[1] :]], 1)  # the state before each token
         logs = self._log_probs(before)
         chosen = logs.gather(-1, offsets.unsqueeze(-1)).squeeze(-1)
         entropy = -(logs.exp() * logs).sum(-1)
         return chosen * is_real, (entropy * is_real).sum(1), self.value_head(first)
 
     def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
-        """−log π of the tokens of demonstrated chunks, a mean over them: [B]."""
+        """Mean of −log π over the tokens of demonstrated chunks: [B]."""
         log_probs, _, _ = self.evaluate_tokens(observations, actions)
         by_step = log_probs.view(-1, self.chunk_length, self.action_dim).sum(2)
         return -(by_step if step_mask is None else by_step * step_mask).sum(1) / self.num_tokens
 
-    # How it is computed ----------------------------------------------------------------------------------------------
+    # Computation -----------------------------------------------------------------------------------------------------
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         """[…, H] → log-probs of the 256 action tokens."""
         return self.backbone.logits(hidden, self.tokens.first)[..., :BINS].log_softmax(-1)
 
-    def _embedded(self, offsets: Tensor) -> Tensor:
+    def _embed(self, offsets: Tensor) -> Tensor:
         return self.backbone.model.get_input_embeddings()(offsets + self.tokens.first)
 
     def _actions(self, offsets: Tensor, action_mask: Tensor | None) -> Tensor:
@@ -158,12 +158,12 @@ class TokenVLA(ScoredInParts, PretrainedVLA):
         return self.shaped(self.action_statistics.denormalize(values), action_mask)
 
     def _offsets(self, actions: Tensor, is_real: Tensor) -> Tensor:
-        """The tokens [B, K · A] of actions in the environment's units; in padded dims the middle one."""
+        """Tokens [B, K · A] of actions in the environment's units; the middle token in padded dims."""
         offsets = self.tokens.encode(self.action_statistics.normalize(self.chunk(actions))).flatten(1)
         return torch.where(is_real, offsets, BINS // 2)
 
     def _real_tokens(self, action_mask: Tensor | None, batch: int) -> Tensor:
-        """bool [B, K · A]."""
+        """Mask of the tokens of real dims, bool [B, K · A]."""
         if action_mask is None:
             return torch.ones(batch, self.num_tokens, dtype=torch.bool, device=self.tokens.edges.device)
         return action_mask.repeat(1, self.chunk_length)

@@ -21,11 +21,11 @@ from deft.errors import InputError
 from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last
 from deft.models.vla.interface import ScoredInParts
 from deft.models.vla.pretrained import (
-    Pictures,
+    ImagePreprocessor,
+    InstructionTokenizer,
     PretrainedVLA,
     Statistics,
     ValueHead,
-    Words,
     add_lora,
     build_backbone,
     checkpoint_layers,
@@ -52,11 +52,12 @@ class Pi0Spec(ProprioSpec, PretrainedSpec):
 
 
 class Pi0VLA(ScoredInParts, PretrainedVLA):
-    """Cameras, words and proprioception in; the first K of the model's chunk of actions and a value out.
+    """Map images, instruction and proprioception to the first K actions of the model's chunk, and a value.
 
-    Images and words run through the vision-language model once; its keys and values serve every step of the denoising.
-    `flow_noise` is σ of each step when it acts to learn (evaluation has none), learned where `learn_noise`. The chain
-    covers the model's whole chunk and all of its 32 dims; only the executed dims get this noise and have a log-prob.
+    Images and instruction run through the vision-language model once; every denoising step uses its keys and values.
+    `flow_noise` is σ of each step when actions are sampled (deterministic actions have none); with `learn_noise` it is
+    trained. The chain covers the whole chunk of the model and all of its 32 dims; only the executed dims get this noise
+    and have a log-prob.
     """
 
     keeps_sample = True
@@ -78,8 +79,10 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         if not spec.flow_noise > 0:
             raise InputError(f"flow_noise {spec.flow_noise} must be above 0: without noise a chain has no log-prob")
         vlm = config.vlm_config
-        self.pictures = Pictures(spec.image_keys, vlm.vision_config.image_size, spec.folder)
-        self.words = Words(spec.folder, spec.tokenizer, PROMPT, spec.prompt_length, vlm.text_config.vocab_size)
+        self.preprocess = ImagePreprocessor(spec.image_keys, vlm.vision_config.image_size, spec.folder)
+        self.tokenize = InstructionTokenizer(
+            spec.folder, spec.tokenizer, PROMPT, spec.prompt_length, vlm.text_config.vocab_size
+        )
         known = read_statistics(spec.folder, spec.statistics)
         self.state_statistics = Statistics(spec.proprio_dim, known.get("state"), "state")
         self.action_statistics = Statistics(spec.action_dim, known.get("action"), "action")
@@ -106,7 +109,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         return self.log_noise.exp()
 
     def gathered_layers(self) -> list[nn.Module]:
-        """All but the language model's: gradients reach their keys and values past what the layers return."""
+        """All but those of the language model, whose keys and values have gradients beside the layers' outputs."""
         language = {id(module) for module in self.backbone.model.vlm.language_model.modules()}
         return [layer for layer in super().gathered_layers() if id(layer) not in language]
 
@@ -119,7 +122,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Actions, log-prob of the chain [B], value [B, 1], and the chain. Deterministic: no noise but the start's."""
+        """Actions, log-prob of the chain [B], value [B, 1], and the chain. Deterministic: only the first noise."""
         prefix, state = self._read(observations)
         velocity = self._velocity(prefix, state)
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
@@ -133,8 +136,8 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
     ) -> tuple[Tensor, Tensor]:
         """A flow's action alone has no log-prob: `evaluate` scores the chain that it came from."""
         raise InputError(
-            "π0 has no log-prob of an action alone, only of the denoising that made it: ppo and grpo keep that; train "
-            "on a dataset with sft (flow matching)"
+            "π0 has no log-prob of an action alone, only of its denoising chain, which ppo and grpo store: train on a "
+            "dataset with sft (flow matching)"
         )
 
     def evaluate_tokens(
@@ -146,7 +149,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each step of the denoising, [B, S]."""
         if sample is None:
-            raise InputError("π0 scores the denoising chain of an action; none is stored with it")
+            raise InputError("π0 scores the denoising chain of an action, and no chain is stored with this action")
         prefix, state = self._read(observations)
         chain, mask = sample[schema.CHAIN], self._executed(action_mask, state.device)
         log_probs = chain_log_prob(self._velocity(prefix, state), chain, self.deviation, mask)
@@ -174,13 +177,13 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
             velocity, padded, torch.randn_like(padded), time + self.config.time_sampling_offset, mask
         )
 
-    # How it is computed ----------------------------------------------------------------------------------------------
+    # Computation -----------------------------------------------------------------------------------------------------
 
     def inputs(self, observations: TensorDictBase) -> dict[str, Tensor]:
-        """What transformers' π0 takes: pictures, tokens, masks and the padded state."""
-        pixels = self.pictures(observations)
+        """The inputs of transformers' π0: images, tokens, masks and the padded state."""
+        pixels = self.preprocess(observations)
         batch, cameras, device = len(pixels), pixels.shape[1], pixels.device
-        ids, is_word = self.words(self.instructions(observations), batch, device)
+        ids, is_word = self.tokenize(self.instructions(observations), batch, device)
         vision = self.config.vlm_config.vision_config
         cells = (vision.image_size // vision.patch_size) ** 2
         images = torch.full((batch, cameras * cells), self.config.vlm_config.image_token_id, device=device)
@@ -195,7 +198,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         }
 
     def _read(self, observations: TensorDictBase) -> tuple[Prefix, Tensor]:
-        """One pass of the vision-language model: its keys and values, and features for the value; and the state."""
+        """Run the vision-language model: its keys and values, the features of the value, and the state."""
         inputs = self.inputs(observations)
         model, mask = self.backbone.model, inputs["attention_mask"]
         embedded = model.embed_prefix(inputs["input_ids"], inputs["pixel_values"], inputs["pixel_attention_mask"])
@@ -214,7 +217,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         return (cached, mask, features), state
 
     def _velocity(self, prefix: Prefix, state: Tensor) -> Velocity:
-        """The velocity field given what was read: (x, t) → ε − a."""
+        """The velocity field given the prefix: (x, t) → ε − a."""
         cached, mask, _ = prefix
         cache_class = transformers_module().DynamicCache
 
@@ -230,7 +233,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         return _checkpointed(velocity) if self.gradient_checkpointing else velocity
 
     def _executed(self, action_mask: Tensor | None, device: torch.device) -> Tensor:
-        """bool, broadcast to [B, chunk, dims]: what of the chain is executed."""
+        """Mask of the executed steps and dims of the chain, bool, broadcast to [B, chunk, dims]."""
         mask = torch.zeros(1, self.config.chunk_size, self.config.max_action_dim, dtype=torch.bool, device=device)
         mask[:, : self.chunk_length, : self.action_dim] = True
         if action_mask is None:
@@ -245,12 +248,12 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
 
 
 def _checkpointed(velocity: Velocity) -> Velocity:
-    """Keeps no activations of a denoising step, and computes them again for the gradient."""
+    """Checkpoint each denoising step: its activations are recomputed in the backward pass."""
 
     def run(x: Tensor, time: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return velocity(x, time)
-        found: Callable[..., Any] = checkpoint
-        return found(velocity, x, time, use_reentrant=False)
+        run_step: Callable[..., Any] = checkpoint
+        return run_step(velocity, x, time, use_reentrant=False)
 
     return run

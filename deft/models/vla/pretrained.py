@@ -1,7 +1,7 @@
-"""What the adapters of pretrained models share: reading a local folder, pictures, words, statistics, LoRA, the value.
+"""Parts of the adapters of pretrained models: reading a folder, images, instructions, statistics, LoRA, the value.
 
-`pi0`, `vlm`, `openvla` and `lerobot` are built from these parts. Nothing is downloaded, and nothing is guessed: a
-folder that lacks something is refused in one line.
+`pi0`, `vlm`, `openvla` and `lerobot` are built from these parts. Nothing is downloaded; a folder in which something is
+missing raises an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OWN_CODE = "if you trust its author, use --trust-remote-code (in Python: trust_r
 
 
 def transformers_module() -> Any:
-    """The package, or one line on how to get it."""
+    """Import transformers; raise an error with the install command where it is missing."""
     try:
         import transformers
     except ImportError:
@@ -51,32 +51,32 @@ def transformers_module() -> Any:
 
 
 def read_architecture(folder: str | None, architecture: Mapping[str, Any] | None, kind: str | None = None) -> Any:
-    """The transformers config of a folder's `config.json`, or of keywords with `model_type`; `kind`: the one wanted."""
+    """The transformers config of a folder, or of keywords with `model_type`; `kind` is the required model type."""
     transformers = transformers_module()
     if (folder is None) == (architecture is None):
         raise InputError(
-            "give the model's folder (model_path) or its architecture, one of them; a folder holds config.json, the "
+            "set either the folder of the model (model_path) or its architecture; a folder has config.json, the "
             "weights and the tokenizer"
         )
     try:
         if folder is not None:
             if not (Path(folder) / "config.json").is_file():
                 raise InputError(f"{folder}: no pretrained model: there is no config.json in it")
-            config = transformers.AutoConfig.from_pretrained(folder, **from_here())
+            config = transformers.AutoConfig.from_pretrained(folder, **pretrained_keywords())
         else:
             keywords = dict(architecture or {})
             config = transformers.AutoConfig.for_model(keywords.pop("model_type", kind or ""), **keywords)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder or 'architecture'}: {_first_line(error)}") from None
     if not trust.trusts_remote_code() and any("/" in str(value) for value in _attention_choices(config, architecture)):
-        raise InputError(f"{folder or 'architecture'}: attn_implementation is code of a repository; {OWN_CODE}")
+        raise InputError(f"{folder or 'architecture'}: attn_implementation names code of a repository; {OWN_CODE}")
     if kind is not None and config.model_type != kind:
-        raise InputError(f"{folder or 'architecture'}: a model of type {config.model_type!r}; {kind!r} is wanted here")
+        raise InputError(f"{folder or 'architecture'}: the model has type {config.model_type!r}; it must be {kind!r}")
     return config
 
 
 def _attention_choices(*configs: Any) -> Iterator[Any]:
-    """Every `attn_implementation` in configs and the configs within them; one may be a mapping for several parts."""
+    """Yield every `attn_implementation` in configs and in the configs nested in them."""
     for config in configs:
         values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
         for name, value in values.items():
@@ -87,7 +87,7 @@ def _attention_choices(*configs: Any) -> Iterator[Any]:
 
 
 def build_backbone(model_class: Any, config: Any, folder: str | None, load_weights: bool, dtype: str) -> Any:
-    """The transformers model of a config, with the folder's weights (all of them, or it is refused) or new ones."""
+    """Build the transformers model of a config, with the complete weights of the folder, or with new weights."""
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     wanted = DTYPES[dtype]
@@ -100,7 +100,7 @@ def build_backbone(model_class: Any, config: Any, folder: str | None, load_weigh
             raise InputError(f"architecture: {_first_line(error)}") from None
     try:
         model, found = model_class.from_pretrained(
-            folder, config=config, dtype=wanted, output_loading_info=True, **from_here()
+            folder, config=config, dtype=wanted, output_loading_info=True, **pretrained_keywords()
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"{folder}: the weights cannot be read: {_first_line(error)}") from None
@@ -111,26 +111,26 @@ def build_backbone(model_class: Any, config: Any, folder: str | None, load_weigh
     return model
 
 
-def from_here() -> dict[str, bool]:
-    """How transformers reads a folder: nothing is downloaded, and code in it runs only if the user trusts it."""
+def pretrained_keywords() -> dict[str, bool]:
+    """Keywords of `from_pretrained`: nothing is downloaded, and code in the folder runs only if the user trusts it."""
     return {"local_files_only": True, "trust_remote_code": trust.trusts_remote_code()}
 
 
 def _first_line(error: BaseException) -> str:
     if "trust_remote_code=True" in str(error):
-        return f"it brings code of its own; {OWN_CODE}"
+        return f"it contains code of its own; {OWN_CODE}"
     return str(error).strip().partition("\n")[0]
 
 
 def add_lora(model: nn.Module, lora: Mapping[str, Any] | None) -> None:
-    """Low-rank adapters on the layers that `lora` names (`r`, `lora_alpha`, `target_modules`); the rest is frozen."""
+    """Add low-rank adapters to the layers that `lora` names, and freeze all other weights."""
     if lora is None:
         if next(model.parameters()).dtype == torch.bfloat16:
-            logger.warning("weights trained in bfloat16 lose small updates: train low-rank changes (lora), or float32")
+            logger.warning("weights trained in bfloat16 lose small updates: use lora, or dtype float32")
         return
     settings = checked(LoraSettings, dict(lora))
     if settings.lora_dropout:
-        raise InputError("lora_dropout must be 0: a policy is scored by the same network that acted")
+        raise InputError("lora_dropout must be 0: the network that scores an action must be the one that sampled it")
     try:
         import peft
     except ImportError:
@@ -147,9 +147,9 @@ def add_lora(model: nn.Module, lora: Mapping[str, Any] | None) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Keep no activations inside the transformer's layers, and compute them again for the gradient.
+    """Checkpoint the layers of the transformer: their activations are recomputed in the backward pass.
 
-    transformers does so in training mode alone; a policy stays in evaluation mode (`VLAPolicy`).
+    transformers does so only in training mode; a policy stays in evaluation mode (`VLAPolicy`).
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -169,20 +169,20 @@ def _checkpointed(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
 
 
 def stream(observations: TensorDictBase, key: str) -> Tensor:
-    """A named stream of the observation."""
-    found = observations.get(key, None)
-    if found is None:
+    """Return a named stream of the observation."""
+    values = observations.get(key, None)
+    if values is None:
         raise InputError(
             f"the observation has no {key!r}; it has {sorted(map(str, observations.keys()))}: "
             "set image_keys, proprio_key and instruction_key in model_config"
         )
-    return found
+    return values
 
 
-class Pictures(nn.Module):
-    """Cameras as the model wants them: resized whole, padded to a square, scaled; without torchvision.
+class ImagePreprocessor(nn.Module):
+    """Resize camera images with their aspect ratio, pad them to a square, and normalise them; without torchvision.
 
-    What a folder's `preprocessor_config.json` says goes first: `size`, `image_mean`, `image_std`, `resample`.
+    `image_mean`, `image_std` and `resample` come from `preprocessor_config.json` of the folder, if it has one.
     """
 
     mean: Tensor
@@ -192,11 +192,11 @@ class Pictures(nn.Module):
         super().__init__()
         if isinstance(keys, str) or not keys:
             raise InputError(f"image_keys {keys!r} must be a list of one or more observation keys")
-        said = _preprocessor(folder)
+        settings = _preprocessor(folder)
         self.keys, self.size = tuple(keys), size
-        self.filter = FILTERS.get(said.get("resample", 3), "bicubic")
+        self.filter = FILTERS.get(settings.get("resample", 3), "bicubic")
         for name, key in (("mean", "image_mean"), ("deviation", "image_std")):
-            values = torch.tensor(said.get(key, [0.5, 0.5, 0.5]), dtype=torch.float32).view(3, 1, 1)
+            values = torch.tensor(settings.get(key, [0.5, 0.5, 0.5]), dtype=torch.float32).view(3, 1, 1)
             self.register_buffer(name, values, persistent=False)
 
     def forward(self, observations: TensorDictBase) -> Tensor:
@@ -208,8 +208,8 @@ class Pictures(nn.Module):
             image = image.permute(0, 3, 1, 2)
         if image.dtype != torch.uint8 or image.ndim != 4 or image.shape[1] != 3:
             raise InputError(
-                f"observation {key!r} is {str(image.dtype).removeprefix('torch.')} {list(image.shape)}; pictures are "
-                "uint8 with 3 channels, 0 to 255: the model scales them"
+                f"observation {key!r} is {str(image.dtype).removeprefix('torch.')} {list(image.shape)}; images "
+                "are uint8 with 3 channels, 0 to 255: the model scales them"
             )
         pixels, (height, width) = image.float(), image.shape[-2:]
         if (height, width) != (self.size, self.size):
@@ -232,12 +232,12 @@ def _preprocessor(folder: str | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class Words:
-    """Instructions as tokens, each different text once: rows of bytes → ids [B, length] and which are real, bool."""
+class InstructionTokenizer:
+    """Tokenize instructions, with a cache: rows of bytes → ids [B, length] and the mask of real tokens, bool."""
 
     def __init__(self, folder: str | None, tokenizer: str | None, prompt: str, length: int, vocabulary: int) -> None:
         if "{instruction}" not in prompt:
-            raise InputError(f"prompt {prompt!r} has no {{instruction}} in it")
+            raise InputError(f"prompt {prompt!r} must contain {{instruction}}")
         self.prompt, self.length = prompt, length
         self._known: dict[bytes, tuple[list[int], int]] = {}
         self._tokenizer: Any = None
@@ -249,12 +249,12 @@ class Words:
         if source is None:
             raise InputError("tokenizer: missing; name the folder of a tokenizer, or 'bytes'")
         try:
-            self._tokenizer = transformers_module().AutoTokenizer.from_pretrained(source, **from_here())
+            self._tokenizer = transformers_module().AutoTokenizer.from_pretrained(source, **pretrained_keywords())
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"tokenizer {source} cannot be read: {_first_line(error)}") from None
 
     def __call__(self, texts: Tensor | None, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens [B, length], padded at the end, and the mask of the real ones. No text at all is an empty one."""
+        """Token ids [B, length], padded at the end, and the mask of real tokens; no `texts` are empty instructions."""
         if texts is None:
             rows = [b""] * batch
         elif texts.dtype != torch.uint8 or texts.ndim != 2:
@@ -294,9 +294,9 @@ class Words:
 
 
 class Statistics(nn.Module):
-    """Between the environment's numbers and the model's: normalised = (x − shift) / scale, a dim each.
+    """Normalise environment values for the model: normalised = (x − shift) / scale, in each dim.
 
-    From mean and std, or from q01 and q99 (which become −1 and 1; a dim whose `mask` is False stays as it is).
+    From mean and std, or from q01 and q99 (which become −1 and 1); a dim whose `mask` is False is not changed.
     """
 
     shift: Tensor
@@ -320,19 +320,20 @@ class Statistics(nn.Module):
         self.register_buffer("scale", torch.where(real, scale, 1.0).clamp(min=1e-6))
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Into the model."""
+        """Convert environment units to model units."""
         return (x.float() - self.shift) / self.scale
 
     def denormalize(self, x: Tensor) -> Tensor:
-        """Out of it."""
+        """Convert model units to environment units."""
         return x.float() * self.scale + self.shift
 
 
 def read_statistics(folder: str | None, given: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
-    """`state` and `action` statistics: as given, of a JSON file, or of the folder's own files.
+    """Return the `state` and `action` statistics: as given, of a JSON file, or of the files of the folder.
 
-    Known in a folder: `processor_config.json` of transformers' π0 (`state_mean`, …), `dataset_statistics.json` and
-    `norm_stats` of `config.json` as OpenVLA writes them. Without any, numbers go in and out as they are.
+    Files of a folder that are read: `processor_config.json` of transformers' π0 (`state_mean`, …),
+    `dataset_statistics.json` and `norm_stats` of `config.json` as OpenVLA writes them. Without statistics, values are
+    not normalised.
     """
     if isinstance(given, str):
         return _known_statistics(_json(Path(given)), given)
@@ -347,7 +348,7 @@ def read_statistics(folder: str | None, given: Mapping[str, Any] | str | None) -
             found = _known_statistics(content.get("norm_stats", content), str(path), strict=False)
             if found:
                 return found
-    logger.warning("%s holds no statistics: states and actions go in and out as they are", folder)
+    logger.warning("%s has no statistics: states and actions are not normalised", folder)
     return {}
 
 
@@ -360,8 +361,8 @@ def _known_statistics(content: Mapping[str, Any], source: str, strict: bool = Tr
     named = {name: inner for name, inner in content.items() if isinstance(inner, Mapping) and "action" in inner}
     if len(named) > 1:  # OpenVLA: by the dataset's name
         raise InputError(
-            f"{source}: statistics of {len(named)} datasets ({', '.join(sorted(named))}); write those of the one that "
-            "the robot is like into a file of their own, and name it as `statistics`"
+            f"{source}: statistics of {len(named)} datasets ({', '.join(sorted(named))}); write those of the "
+            "dataset that matches the robot to a file, and set `statistics` to it"
         )
     if named:
         content = next(iter(named.values()))
@@ -374,7 +375,7 @@ def _known_statistics(content: Mapping[str, Any], source: str, strict: bool = Tr
             found["state"] = {key: state[key] for key in keys if key in state}
         return found
     if strict:
-        raise InputError(f"{source}: no statistics of `action` in it; it has {', '.join(map(str, content))}")
+        raise InputError(f"{source}: no statistics of `action`; it has {', '.join(map(str, content))}")
     return {}
 
 
@@ -384,7 +385,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"statistics {path} cannot be read: {_first_line(error)}") from None
     if not isinstance(found, dict):
-        raise InputError(f"statistics {path} hold no mapping")
+        raise InputError(f"statistics {path} must contain a mapping")
     return found
 
 
@@ -395,11 +396,11 @@ def _numbers(values: Any, size: int, name: str) -> Tensor:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ the model's end
+# ------------------------------------------------------------------------------------------------- value and base class
 
 
 class ValueHead(nn.Sequential):
-    """V on features of the trunk; with `gradient` its loss trains the trunk too."""
+    """The value of features of the trunk; with `gradient` its loss trains the trunk too."""
 
     def __init__(self, features: int, gradient: bool, width: int = 256) -> None:
         super().__init__(nn.LayerNorm(features), nn.Linear(features, width), nn.GELU(), nn.Linear(width, 1))
@@ -413,13 +414,13 @@ class ValueHead(nn.Sequential):
 
 
 class PretrainedVLA(BaseVLAModel):
-    """The parts of a VLA model that do not depend on how it decides: what it reads, what it runs, its value.
+    """Base class of adapters: observation streams, backbone and value head.
 
-    A subclass builds `self.backbone` and defines `act` and `evaluate`; the three methods of the interface follow.
+    A subclass builds `self.backbone` and defines `act` and `evaluate`.
     """
 
     value_head: ValueHead
-    reads_folder = True  # `load_vla_model` hands such a class the folder, which holds more than weights
+    reads_folder = True  # `load_vla_model` passes the folder, which has more files than weights
     keeps_sample = False
 
     def __init__(self, spec: StreamSpec) -> None:
@@ -442,20 +443,20 @@ class PretrainedVLA(BaseVLAModel):
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
     ) -> tuple[Any, ...]:
-        """Actions, their log-prob [B], the value [B, 1], and what else was random (where `keeps_sample`)."""
+        """Actions, their log-prob [B], the value [B, 1], and the sample (if `keeps_sample`)."""
         raise TypeError(f"{type(self).__name__} does not define act")
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
-        """What only the value depends on."""
+        """Return the parameters that only the value depends on."""
         return self.value_head.parameters()
 
     def gathered_layers(self) -> list[nn.Module]:
-        """The transformer's layers, each called as a module: FSDP gathers their weights one at a time."""
+        """The layers of the transformer, whose weights FSDP gathers one at a time."""
         names = {name for module in self.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
         return [layer for members in lists for layer in members if type(layer).__name__ in names]
 
-    # The borders ------------------------------------------------------------------------------------------------------
+    # Inputs and outputs -----------------------------------------------------------------------------------------------
 
     def proprio(self, observations: TensorDictBase, batch: int, device: torch.device) -> Tensor:
         """Proprioception [B, P], checked; zeros where the environment has none."""
@@ -470,7 +471,7 @@ class PretrainedVLA(BaseVLAModel):
         return state.float()
 
     def instructions(self, observations: TensorDictBase) -> Tensor | None:
-        """The rows of bytes, or None."""
+        """The instructions as rows of bytes; None without instructions."""
         return None if self.instruction_key is None else stream(observations, self.instruction_key)
 
     def chunk(self, actions: Tensor) -> Tensor:
@@ -478,13 +479,13 @@ class PretrainedVLA(BaseVLAModel):
         return actions.reshape(len(actions), self.chunk_length, self.action_dim)
 
     def shaped(self, actions: Tensor, action_mask: Tensor | None = None) -> Tensor:
-        """[B, K, A] as the environment takes it: padded dims 0, and [B, A] where there are no chunks."""
+        """Actions [B, K, A] as the environment accepts them: padded dims are 0; [B, A] without chunks."""
         if action_mask is not None:
             actions = actions.masked_fill(~action_mask.unsqueeze(1), 0.0)
         return actions.squeeze(1) if self.chunk_length == 1 else actions
 
     def real(self, action_mask: Tensor | None, step_mask: Tensor | None = None) -> Tensor | None:
-        """bool, broadcast to [B, K, A]: the dims that count, of the steps that are real; None where all are."""
+        """Mask of real dims and steps, bool, broadcast to [B, K, A]; None if all are real."""
         mask = None if action_mask is None else action_mask.unsqueeze(1)
         if step_mask is None:
             return mask
@@ -492,7 +493,7 @@ class PretrainedVLA(BaseVLAModel):
 
 
 def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, K, A] → [B] over what is real."""
+    """Sum [B, K, A] over the real dims and steps: [B]."""
     return (values if mask is None else values.masked_fill(~mask, 0.0)).sum((1, 2))
 
 
@@ -501,6 +502,6 @@ def trained(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
-def texts_of(rows: Tensor) -> list[str]:
-    """Rows of instruction bytes as texts."""
+def decode_texts(rows: Tensor) -> list[str]:
+    """Decode rows of instruction bytes."""
     return [schema.decode_text(row) for row in rows.cpu().numpy()]

@@ -1,7 +1,7 @@
 """`vlm`: any PaliGemma-style vision-language model of transformers, from a local folder, with an action head.
 
-Cameras and words run through the model as it was trained; a token for the proprioception, a query for each action step
-and one for the value follow them. `openvla` shares the trunk.
+The model reads images and instruction as in its pretraining, followed by a token for the proprioception, a query for
+each action step and one for the value. `openvla` uses the same trunk.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
 from deft.models.vla.pretrained import (
-    Pictures,
+    ImagePreprocessor,
+    InstructionTokenizer,
     PretrainedVLA,
     Statistics,
     ValueHead,
-    Words,
     add_lora,
     build_backbone,
     checkpoint_layers,
@@ -34,7 +34,7 @@ from deft.models.vla.spec import PromptedSpec, ProprioSpec
 
 PROMPT = "{instruction}\n"
 PALIGEMMA = "paligemma"
-NESTED = ("idefics3", "smolvlm")  # take pictures as [B, number, 3, h, w]
+NESTED = ("idefics3", "smolvlm")  # take images as [B, number, 3, h, w]
 
 
 class Tokens(NamedTuple):
@@ -45,10 +45,11 @@ class Tokens(NamedTuple):
 
 
 class Trunk(nn.Module):
-    """A vision-language model that reads cameras and words: embeds them, and runs embedded tokens.
+    """A vision-language model that embeds images and instructions, and runs embedded tokens.
 
-    `token_type_ids` say which tokens see one another whatever their order: for PaliGemma those of type 0, which are
-    cameras and words; for others that take them (Gemma 3) those of type 1, the cameras. The rest is read in order.
+    `token_type_ids` select the tokens that attend to one another in both directions: for PaliGemma those of type 0,
+    images and instruction; for other models that accept them (Gemma 3) those of type 1, images. Attention to all other
+    tokens is causal.
     """
 
     def __init__(self, spec: PromptedSpec) -> None:
@@ -58,10 +59,12 @@ class Trunk(nn.Module):
         if vision is None or not isinstance(getattr(vision, "image_size", None), int):
             raise InputError(
                 f"{spec.folder or 'architecture'}: a model of type {config.model_type!r} has no vision_config with an "
-                "image_size; a PaliGemma-style vision-language model is wanted"
+                "image_size; use a PaliGemma-style vision-language model"
             )
-        self.pictures = Pictures(spec.image_keys, vision.image_size, spec.folder)
-        self.words = Words(spec.folder, spec.tokenizer, spec.prompt, spec.prompt_length, text.vocab_size)
+        self.preprocess = ImagePreprocessor(spec.image_keys, vision.image_size, spec.folder)
+        self.tokenize = InstructionTokenizer(
+            spec.folder, spec.tokenizer, spec.prompt, spec.prompt_length, text.vocab_size
+        )
         auto = transformers_module().AutoModelForImageTextToText
         self.model: Any = build_backbone(auto, config, spec.folder, spec.load_weights, spec.dtype)
         if spec.freeze_vision:
@@ -77,7 +80,7 @@ class Trunk(nn.Module):
         self._first_position = 1 if config.model_type == PALIGEMMA else 0
 
     def compile(self, **settings: Any) -> None:
-        """Compile the passes through the model, with the settings of `torch.compile`, but for those with a cache.
+        """Compile the forward passes without a cache, with the settings of `torch.compile`.
 
         Copies of the module (a reference policy, an acting one) are not compiled.
         """
@@ -85,18 +88,18 @@ class Trunk(nn.Module):
         self._vision().compile(**settings)
 
     def embed(self, observations: TensorDictBase, instructions: Tensor | None) -> Tokens:
-        """Cameras, then words: tokens of the model's width."""
-        pixels = self.pictures(observations)
+        """Embed the images, then the instruction, as tokens."""
+        pixels = self.preprocess(observations)
         batch, cameras = pixels.shape[:2]
-        ids, is_word = self.words(instructions, batch, pixels.device)
+        ids, is_word = self.tokenize(instructions, batch, pixels.device)
         features = self._image_features(pixels.flatten(0, 1).to(self.model.dtype))
         features = features.reshape(batch, cameras * features.shape[-2], self.width)
         words = self.model.get_input_embeddings()(ids)
-        is_picture = torch.ones(features.shape[:2], dtype=torch.bool, device=ids.device)
-        return Tokens(torch.cat([features.to(words.dtype), words], 1), torch.cat([is_picture, is_word], 1))
+        is_image = torch.ones(features.shape[:2], dtype=torch.bool, device=ids.device)
+        return Tokens(torch.cat([features.to(words.dtype), words], 1), torch.cat([is_image, is_word], 1))
 
     def forward(self, prefix: Tokens, suffix: Tensor | None = None) -> Tensor:
-        """Last hidden states [B, T, H], float32, of a prefix and a suffix [B, S, H] that is read in order after it."""
+        """Last hidden states [B, T, H], float32, of a prefix and a suffix [B, S, H] with causal attention."""
         tokens, mask = prefix
         if suffix is not None:
             tokens = torch.cat([tokens, suffix.to(tokens.dtype)], 1)
@@ -104,17 +107,17 @@ class Trunk(nn.Module):
         return self._forward(tokens, mask, prefix.mask.shape[1], None).last_hidden_state.float()
 
     def begin(self, prefix: Tokens) -> tuple[Tensor, Any]:
-        """Read a prefix; its hidden states, and the cache to go on from (`more`)."""
+        """Run a prefix; return its hidden states and the cache, which `more` extends."""
         cache = transformers_module().DynamicCache(config=self.config.get_text_config())
         output = self._forward(prefix.tokens, prefix.mask, prefix.mask.shape[1], cache)
         return output.last_hidden_state.float(), output.past_key_values
 
     def more(self, tokens: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """Read further tokens [B, S, H]; `mask` covers all that was read, and them. Their hidden states."""
+        """Run further tokens [B, S, H] and return their hidden states; `mask` covers the cache and these."""
         return self._forward(tokens, mask, 0, cache).last_hidden_state.float()
 
     def logits(self, hidden: Tensor, first: int) -> Tensor:
-        """Of the vocabulary from the id `first` on, float32."""
+        """Logits of the vocabulary from the id `first` on, float32."""
         weight = self.model.get_output_embeddings().weight[first:]
         return (hidden.to(weight.dtype) @ weight.T).float()
 
@@ -127,10 +130,10 @@ class Trunk(nn.Module):
             if self.config.model_type == PALIGEMMA:
                 types[:, prefix_length:] = 1
             else:
-                types[:, : prefix_length - self.words.length] = 1
+                types[:, : prefix_length - self.tokenize.length] = 1
             keywords["token_type_ids"] = types
         inner = self._inner()
-        run = inner if cache is None else inner.forward  # a cache grows: compiled, each length would be compiled anew
+        run = inner if cache is None else inner.forward  # a cache grows, and each length would be compiled anew
         return run(
             inputs_embeds=tokens, attention_mask=mask.long(), position_ids=positions, return_dict=True, **keywords
         )
@@ -164,8 +167,8 @@ class VisionLanguageSpec(ProprioSpec, PromptedSpec):
 class VisionLanguageVLA(PretrainedVLA):
     """A Gaussian over action chunks, and a value, on a vision-language model.
 
-    Behind the prefix stand a token for the proprioception, K queries and the value's: new parameters, learned with
-    the heads. `lora` trains low-rank changes in place of the weights, which may then be kept as bfloat16.
+    A token for the proprioception, K action queries and a value query follow the prefix: new parameters, trained with
+    the heads. `lora` trains low-rank adapters instead of the weights, which may then be bfloat16.
     """
 
     spec_class = VisionLanguageSpec
@@ -233,18 +236,18 @@ class VisionLanguageVLA(PretrainedVLA):
         return log_probs.sum(2), masked_sum(entropy, mask), value
 
     def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Mean and log deviation of what `forward` draws from, in the environment's units."""
+        """Mean and log-deviation of the distribution of `forward`, in the environment's units."""
         mean = self.action_statistics.denormalize(self._mean_and_value(observations)[0])
         log_std = self.log_std + self.action_statistics.scale.log()
         return (mean.squeeze(1), log_std.squeeze(0)) if self.chunk_length == 1 else (mean, log_std)
 
     def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
-        """−log π of demonstrated chunks, a mean over their numbers: [B]."""
+        """−log π of demonstrated chunks, divided by their number of dims: [B]."""
         mean, _ = self._mean_and_value(observations)
         log_probs = self._log_probs(mean, self.action_statistics.normalize(self.chunk(actions)))
         return -masked_sum(log_probs, self.real(None, step_mask)) / (self.chunk_length * self.action_dim)
 
-    # How it is computed ----------------------------------------------------------------------------------------------
+    # Computation -----------------------------------------------------------------------------------------------------
 
     def _mean_and_value(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Normalised mean actions [B, K, A] and the value [B, 1]: one pass."""
@@ -261,7 +264,7 @@ class VisionLanguageVLA(PretrainedVLA):
         return -0.5 * standardised.square() - self.log_std - HALF_LOG_2PI - self.action_statistics.scale.log()
 
     def _token_scale(self) -> float:
-        """How large the model's own tokens are: the deviation of its embedded words."""
+        """The standard deviation of the token embeddings of the model."""
         with torch.no_grad():
             ids = torch.arange(min(512, self.backbone.vocabulary))
             return float(self.backbone.model.get_input_embeddings()(ids).float().std())

@@ -160,7 +160,7 @@ def test_a_flow_starts_from_noise_that_is_drawn_and_stored(lerobot: Path) -> Non
 def test_what_does_not_fit_is_said(lerobot: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the policy gives actions of 3 dims; the environment takes 4"):
         load_vla_model(lerobot, "lerobot", SETTINGS | {"action_dim": 4})
-    with pytest.raises(InputError, match=r"nothing is given for observation\.images\.top"):
+    with pytest.raises(InputError, match=r"do not include observation\.images\.top"):
         load_vla_model(lerobot, "lerobot", SETTINGS | {"cameras": {"head_rgb": "observation.images.side"}})
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="no LeRobot policy"):

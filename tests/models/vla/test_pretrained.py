@@ -23,7 +23,7 @@ from deft.errors import InputError
 from deft.models.flow_chain import sample_chain
 from deft.models.vla.openvla import BINS, ActionTokens, TokenVLA
 from deft.models.vla.pi0 import Pi0VLA
-from deft.models.vla.pretrained import Pictures, Statistics, Words, read_statistics
+from deft.models.vla.pretrained import ImagePreprocessor, InstructionTokenizer, Statistics, read_statistics
 from deft.models.vla.vlm import VisionLanguageVLA
 
 
@@ -241,7 +241,7 @@ def test_a_copy_of_a_checkpointed_model_has_layers_of_its_own() -> None:
         ({"chunk_length": 9}, "chunk_length 9 is more than this π0 has: 4"),
         ({"proprio_dim": 9}, "proprio_dim 9 is more than this π0 has: 5"),
         ({"flow_noise": 0.0}, "flow_noise 0.0 must be above 0"),
-        ({"architecture": PALIGEMMA}, "architecture: a model of type 'paligemma'; 'pi0' is wanted here"),
+        ({"architecture": PALIGEMMA}, "architecture: the model has type 'paligemma'; it must be 'pi0'"),
         ({"tokenizer": None}, "tokenizer: missing; name the folder of a tokenizer, or 'bytes'"),
     ],
 )
@@ -277,12 +277,12 @@ def test_pi0_does_not_score_an_action_without_its_chain(pi0: Pi0VLA) -> None:
 def test_cameras_and_words_are_embedded_as_transformers_does(vlm: VisionLanguageVLA) -> None:
     trunk, seen = vlm.backbone, observations()
     prefix = trunk.embed(seen, seen["instruction"])
-    ids, _ = trunk.words(seen["instruction"], 3, torch.device("cpu"))
+    ids, _ = trunk.tokenize(seen["instruction"], 3, torch.device("cpu"))
     ids = torch.cat([torch.full((3, 8), PALIGEMMA["image_token_id"]), ids], 1)  # two cameras of 2 × 2 cells
     with torch.no_grad():
         expected = trunk.model.model(
             input_ids=ids,
-            pixel_values=trunk.pictures(seen).flatten(0, 1),
+            pixel_values=trunk.preprocess(seen).flatten(0, 1),
             attention_mask=prefix.mask.long(),
             token_type_ids=torch.zeros_like(ids),
         ).last_hidden_state
@@ -365,7 +365,7 @@ def test_log_probs_of_tokens_are_the_models_own(openvla: TokenVLA) -> None:
     _, td = acted(openvla)
     seen, drawn = td[schema.OBSERVATION], td[schema.SAMPLE][schema.TOKENS]
     trunk = openvla.backbone
-    ids, is_word = trunk.words(seen["instruction"], 3, torch.device("cpu"))
+    ids, is_word = trunk.tokenize(seen["instruction"], 3, torch.device("cpu"))
     for row in range(3):
         words = ids[row, is_word[row]]
         images = torch.full((8,), PALIGEMMA["image_token_id"])
@@ -375,7 +375,7 @@ def test_log_probs_of_tokens_are_the_models_own(openvla: TokenVLA) -> None:
         with torch.no_grad():
             logits = trunk.model(
                 input_ids=sequence,
-                pixel_values=trunk.pictures(seen[row : row + 1]).flatten(0, 1),
+                pixel_values=trunk.preprocess(seen[row : row + 1]).flatten(0, 1),
                 token_type_ids=types,
                 attention_mask=torch.ones_like(sequence),
             ).logits[0, -len(written) - 1 : -1, -BINS:]
@@ -423,35 +423,35 @@ def test_statistics_lead_to_the_environments_units() -> None:
 
 def test_pictures_are_resized_whole_padded_and_scaled() -> None:
     white = torch.full((1, 10, 20, 3), 255, dtype=torch.uint8)  # channels last
-    found = Pictures(["a"], 28)(TensorDict({"a": white}, [1]))
+    found = ImagePreprocessor(["a"], 28)(TensorDict({"a": white}, [1]))
     assert found.shape == (1, 1, 3, 28, 28)
     assert bool((found[..., :14, :] == 1.0).all())  # 28 × 14, then black below
     assert bool((found[..., 14:, :] == -1.0).all())
     same = torch.randint(0, 256, (1, 3, 28, 28), dtype=torch.uint8)
-    torch.testing.assert_close(Pictures(["a"], 28)(TensorDict({"a": same}, [1]))[0, 0], same[0] / 127.5 - 1)
+    torch.testing.assert_close(ImagePreprocessor(["a"], 28)(TensorDict({"a": same}, [1]))[0, 0], same[0] / 127.5 - 1)
     with pytest.raises(InputError, match="observation 'a' is float32"):
-        Pictures(["a"], 28)(TensorDict({"a": same.float()}, [1]))
+        ImagePreprocessor(["a"], 28)(TensorDict({"a": same.float()}, [1]))
 
 
 def test_the_folder_says_how_pictures_are_scaled(tmp_path: Path) -> None:
     said = {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0], "resample": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     white = TensorDict({"a": torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)}, [1])
-    assert bool((Pictures(["a"], 4, str(tmp_path))(white) == 1.0).all())
+    assert bool((ImagePreprocessor(["a"], 4, str(tmp_path))(white) == 1.0).all())
 
 
 def test_words_are_bytes_or_a_folders_tokens(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ids, mask = Words(None, "bytes", "{instruction}!", 4, 300)(torch.tensor([[97, 0], [97, 98]], dtype=torch.uint8), 2,
-                                                               torch.device("cpu"))  # fmt: skip
+    tokenize = InstructionTokenizer(None, "bytes", "{instruction}!", 4, 300)
+    ids, mask = tokenize(torch.tensor([[97, 0], [97, 98]], dtype=torch.uint8), 2, torch.device("cpu"))
     assert ids.tolist() == [[98, 34, 0, 0], [98, 99, 34, 0]]
     assert mask.tolist() == [[True, True, False, False], [True, True, True, False]]
     tokenizer = Tokenizer(models.WordLevel({"<bos>": 0, "pick": 1, "red": 2, "?": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", unk_token="?").save_pretrained(tmp_path)
-    words = Words(str(tmp_path), None, "{instruction}\n", 4, 300)
+    words = InstructionTokenizer(str(tmp_path), None, "{instruction}\n", 4, 300)
     ids, mask = words(torch.tensor([list(b"pick red")], dtype=torch.uint8), 1, torch.device("cpu"))
     assert (ids.tolist(), mask.tolist()) == ([[0, 1, 2, 0]], [[True, True, True, False]])
     with pytest.raises(InputError, match="an instruction has 5 tokens, and prompt_length is 4"):
@@ -475,7 +475,7 @@ def test_statistics_of_files(tmp_path: Path) -> None:
     assert read_statistics(str(tmp_path), None)["state"] == {"mean": [3.0], "std": [1.0]}
     with pytest.raises(InputError, match=r"statistics.action.q99 has 1 numbers; there are 2 dims"):
         Statistics(2, {"q01": [0, 0], "q99": [4]}, "action")
-    with pytest.raises(InputError, match="no statistics of `action` in it"):
+    with pytest.raises(InputError, match="no statistics of `action`; it has"):
         read_statistics(None, {"states": {}})
 
 
@@ -498,7 +498,7 @@ def test_a_folder_is_loaded_with_its_weights_and_refused_without(
         load_vla_model(folder, "vlm", {**STREAMS, **PROPRIO})
     with pytest.raises(InputError, match="no pretrained model"):
         load_vla_model(tmp_path, "vlm", {**STREAMS, **PROPRIO})
-    with pytest.raises(InputError, match="give the model's folder"):
+    with pytest.raises(InputError, match="set either the folder of the model"):
         load_vla_model(None, "vlm", {**STREAMS, **PROPRIO})
 
 
@@ -531,7 +531,7 @@ def test_a_folder_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names if kind == "AutoTokenizer" else {}))
     load = partial(load_vla_model, tmp_path, "vlm", {**STREAMS, **PROPRIO})
     if kind == "AutoTokenizer":
-        load = partial(Words, str(tmp_path), None, "{instruction}", 8, 600)
+        load = partial(InstructionTokenizer, str(tmp_path), None, "{instruction}", 8, 600)
     with pytest.raises(InputError, match="--trust-remote-code"):
         load()
     assert not mark.exists()

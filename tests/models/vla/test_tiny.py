@@ -210,7 +210,7 @@ def test_a_frozen_eye_learns_nothing_and_sees_the_same():
 
 
 def test_the_body_is_normalised_by_what_was_seen_first(monkeypatch):
-    monkeypatch.setattr("deft.models.vla.tiny.ENOUGH_OBSERVED", 6)
+    monkeypatch.setattr("deft.models.vla.tiny.MAX_OBSERVED", 6)
     model, body = tiny(), torch.full((4, 4), 2.0)
     body[:2] = 4.0  # mean 3, deviation 1
     model.observe({"state": body})
@@ -451,10 +451,8 @@ def test_behind_a_bottleneck_the_trunk_is_taught_with_the_labels(monkeypatch):
         for parameter in model.found[-1].parameters():
             parameter.zero_()
         seen, observations = model.encode_observations(scenes()), scenes().set("places", places)
-        told, blind = (
-            model.trunk_features(seen, model._with_labels(observations, model.found(seen))),
-            model.trunk_features(seen),
-        )
+        told = model.trunk_features(seen, model._with_labels(observations, model.found(seen)))
+        blind = model.trunk_features(seen)
         # What it reads first: the places in deviations, then in metres, coarse and fine
         assert blind[:, :2].abs().max() == 0
         torch.testing.assert_close(told[:, :2], model.places_scale(functional.pad(places, (0, 22)))[:, :2])
