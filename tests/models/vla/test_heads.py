@@ -152,7 +152,7 @@ def test_switches_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="dims 0 to 6"):
         TinyVLAModel(switch_dims=[7])
     for wrong in (-1, True, "abc", ["a"], [0.5]):
-        with pytest.raises(InputError, match="list of whole numbers"):
+        with pytest.raises(InputError, match="list of integers"):
             TinyVLAModel(switch_dims=wrong)
     with pytest.raises(InputError, match="at least one"):
         TinyVLAModel(action_dim=2, switch_dims=[0, -1])

@@ -490,7 +490,7 @@ def test_a_folder_is_loaded_with_its_weights_and_refused_without(
     loaded = load_vla_model(folder, "vlm", {**STREAMS, **PROPRIO})
     for name, value in vlm.backbone.model.state_dict().items():
         assert torch.equal(loaded.backbone.model.state_dict()[name], value)
-    assert "holds no statistics" in caplog.text
+    assert "has no statistics" in caplog.text
     # Without the weights (a checkpoint follows) the architecture alone is read.
     (folder / "model.safetensors").unlink()
     assert VisionLanguageVLA(folder=str(folder), load_weights=False, **STREAMS, **PROPRIO).backbone.width == 32
