@@ -158,7 +158,7 @@ def test_a_flow_starts_from_noise_that_is_drawn_and_stored(lerobot: Path) -> Non
 
 
 def test_what_does_not_fit_is_said(lerobot: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the policy gives actions of 3 dims; the environment takes 4"):
+    with pytest.raises(InputError, match="the policy has actions of 3 dims, the environment 4"):
         load_vla_model(lerobot, "lerobot", SETTINGS | {"action_dim": 4})
     with pytest.raises(InputError, match=r"do not include observation\.images\.top"):
         load_vla_model(lerobot, "lerobot", SETTINGS | {"cameras": {"head_rgb": "observation.images.side"}})
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_said(lerobot: Path, tmp_path: Path) -> None:
 def test_without_the_package_its_needs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lerobot", None)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"need lerobot 0.6, and that Python 3.12 and torch 2.7 to 2.11: pip install"):
+    with pytest.raises(InputError, match=r"need lerobot 0.6, with Python 3.12 and torch 2.7 to 2.11: pip install"):
         load_vla_model(tmp_path, "lerobot", SETTINGS)
 
 
