@@ -134,7 +134,7 @@ class PolicyConfig:
     log_std_init: Number = 0.0
     """Initial log standard deviation of a Gaussian policy."""
     normalize_observation: Switch = True
-    """Normalize vector observations by their running mean and standard deviation."""
+    """Normalize vector observations by their mean and standard deviation."""
     normalize_reward: Switch = True
     """Divide rewards by the running standard deviation of the discounted return (ppo, grpo)."""
     chunk_length: Count = 1

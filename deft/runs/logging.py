@@ -1,6 +1,6 @@
-"""Logging of a run: `RunLogger` writes metrics, episodes and evaluations, shows progress, and sets up the log.
+"""Logging of a run: `RunLogger` writes metrics, episodes and evaluations, shows progress, and sets up logging.
 
-Each run has one, called from one thread. It owns `episode_metrics.jsonl`, `tensorboard/` and `logs/` in the run
+Each run has one logger, used by one thread. It owns `episode_metrics.jsonl`, `tensorboard/` and `logs/` in the run
 directory. The lines of `episode_metrics.jsonl` have a `type` (`update`, `episode` or `evaluation`), a `step` (env
 steps) and a `time` (seconds since 1970). A number that is not finite is written as null, so that every line is JSON.
 """
@@ -16,8 +16,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime, timedelta
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +25,6 @@ from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Column
 from rich.text import Text
 from torch import Tensor
 
@@ -35,13 +33,11 @@ from deft.errors import RunError, Stopped
 from deft.ownership import INDEX, keep_foreign, record, start_index
 from deft.runs.checkpoint import folder_lock
 from deft.runs.processes import Processes
+from deft.runs.progress import ProgressDisplay
 from deft.runs.sinks import TensorBoardSink, open_sinks, write_again
 
 METRICS_FILE = "episode_metrics.jsonl"
-WINDOW = 100  # episodes, at least, that mean_reward, mean_length and success_rate are taken over
-BAR_INTERVAL = 0.25  # seconds between redraws of the progress bar
-LINE_INTERVAL = 10.0  # seconds between progress lines where there is no bar
-RATE_PERIOD = 30.0  # seconds that the shown rate is measured over
+WINDOW = 100  # minimum number of episodes for mean_reward, mean_length and success_rate
 
 logger = logging.getLogger(__name__)
 deft_logger = logging.getLogger("deft")
@@ -49,7 +45,7 @@ Build = TypeVar("Build", bound=Callable[..., Any])
 
 
 class EpisodeRecord(Protocol):
-    """What is logged of an episode (`deft.envs.vector.Episode` has it)."""
+    """The logged attributes of an episode, such as `deft.envs.vector.Episode`."""
 
     episode_return: float
     length: int
@@ -58,13 +54,13 @@ class EpisodeRecord(Protocol):
 
 
 class RunLogger:
-    """Logs one run to its directory, to the console, and to the trackers in the settings.
+    """Log one run to its directory, to the console, and to the trackers in the settings.
 
-    With `start_step` 0 the metrics of an earlier run in the directory are replaced; with a later one, what was logged
-    after that step is dropped, since it will be logged again. Means are over the last `window` episodes.
-    `write_start` writes the other files that a run writes at its start, such as its config: it is called if the
-    directory was removed while the run trains. `early_records` were logged while the run was built
-    (`logged_from_start`); they are written to the log file and removed from the list.
+    With `start_step` 0 the metrics of an earlier run in the directory are replaced. With a later step, lines after
+    that step are removed, since they will be logged again. Means are over the last `window` episodes.
+    `write_start` writes the other initial files of a run, such as its config; it is called if the directory was
+    removed during training. `early_records` were logged while the run was built (`logged_from_start`); they are
+    written to the log file and removed from the list.
     """
 
     def __init__(
@@ -106,33 +102,33 @@ class RunLogger:
             for sink in self._sinks:
                 resources.callback(sink.close)
             terminal = console if settings.progress_bar else None
-            self._progress = _ProgressDisplay(total_timesteps, start_step, terminal, unit)
+            self._progress = ProgressDisplay(total_timesteps, start_step, terminal, unit)
             resources.callback(self._progress.close)
             self._resources = resources.pop_all()
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean undiscounted return of the last episodes; None before the first has ended."""
+        """Mean undiscounted return of the last episodes; None before the first episode has ended."""
         return _mean([episode_return for episode_return, _, _ in self._window])
 
     @property
     def mean_length(self) -> float | None:
-        """Mean length in env steps of the last episodes; None before the first has ended."""
+        """Mean length in env steps of the last episodes; None before the first episode has ended."""
         return _mean([length for _, length, _ in self._window])
 
     @property
     def success_rate(self) -> float | None:
-        """Share of successes in the last episodes; None where the environment does not report success."""
+        """Success rate of the last episodes; None if the environment does not report success."""
         return _mean([success for _, _, success in self._window if success is not None])
 
     @property
     def mean_terms(self) -> dict[str, float]:
-        """Means of the episodes' sums of the reward's named terms, over the last that had any."""
+        """Mean sums per episode of the named reward terms, over the last episodes that have terms."""
         names = sorted({name for terms in self._terms for name in terms})
         return {name: sum(terms.get(name, 0.0) for terms in self._terms) / len(self._terms) for name in names}
 
     def log_metrics(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
-        """Write the metrics of an update under the names given, with the window's means as `rollout/…`."""
+        """Write the metrics of an update, and the means of the window as `rollout/…`."""
         rollout = {
             "rollout/mean_reward": self.mean_reward,
             "rollout/mean_length": self.mean_length,
@@ -162,7 +158,7 @@ class RunLogger:
             self._write_line("episode", step, values)
 
     def log_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
-        """Write the results of an evaluation; their numbers go to the trackers as `evaluation/…`."""
+        """Write the results of an evaluation; trackers receive the numbers as `evaluation/…`."""
         with self._writing():
             self._write_line("evaluation", step, results)
             scalars = dict(_scalars(results, "evaluation"))
@@ -171,17 +167,17 @@ class RunLogger:
             self._lines.flush()
 
     def progress(self, step: int, **shown: float) -> None:
-        """Show the progress of the run, with the values in `shown`; cheap between redraws."""
+        """Show the progress of the run with the values in `shown`; calls between redraws are cheap."""
         self._progress.latest = (step, shown)
         if time.monotonic() >= self._progress.next_draw:
             self._progress.draw(self.mean_reward)
 
     @contextmanager
     def evaluation(self, total: int, stop: Callable[[], bool]) -> Iterator[Callable[[int], None]]:
-        """Show the progress of an evaluation of `total` episodes, and end it when `stop` returns True.
+        """Show the progress of an evaluation of `total` episodes, and interrupt it when `stop` returns True.
 
-        Yields what an evaluation calls at every step with the number of episodes that have just ended; it raises
-        `Stopped`.
+        Yields a function that the evaluation calls at every step with the number of episodes that have just ended.
+        It raises `Stopped`.
         """
         with self._progress.evaluation(total) as count:
 
@@ -193,11 +189,11 @@ class RunLogger:
             yield watch
 
     def expect(self, total_timesteps: int) -> None:
-        """Set the total number of steps, where it becomes known during training."""
+        """Set the total number of steps, if it becomes known during training."""
         self._progress.set_total(total_timesteps)
 
     def restore_folder(self) -> None:
-        """If the run directory was removed, create it again, with the files that a resumed run needs, and warn."""
+        """If the run directory was removed, create it again with the files needed to resume, and warn."""
         if _folder_id(self.run_dir) == self._folder_id or (self.run_dir / INDEX).exists():
             return
         logger.warning("%s was removed: it is written again, without its earlier checkpoints", self.run_dir)
@@ -211,7 +207,7 @@ class RunLogger:
             self._resources.callback(self._lines.close)
             if self._log_file is not None:
                 Path(self._log_file.baseFilename).parent.mkdir(exist_ok=True)
-                self._log_file.close()  # it is opened again by the next message
+                self._log_file.close()  # the next message opens it again
             for sink in self._sinks:
                 if isinstance(sink, TensorBoardSink):
                     sink.restore()
@@ -225,7 +221,7 @@ class RunLogger:
                 sink.flush()
 
     def close(self) -> None:
-        """Finish: last progress, flushed files, handlers removed. A second call does nothing."""
+        """Show the last progress, flush and close the files, and remove the handlers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -234,11 +230,11 @@ class RunLogger:
             self._resources.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The window of episodes, for the checkpoint."""
+        """Return the window of episodes, for the checkpoint."""
         return {"window": [list(episode) for episode in self._window], "terms": [dict(terms) for terms in self._terms]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the window, so that a resumed run's means equal an uninterrupted one's."""
+        """Restore the window, so that a resumed run has the same means as an uninterrupted one."""
         self._terms.clear()
         self._terms.extend(state.get("terms", ()))
         self._window.clear()
@@ -255,7 +251,7 @@ class RunLogger:
         except RunError as close_error:
             if error is None:
                 raise
-            logger.error("%s", close_error)  # what ended the run comes first
+            logger.error("%s", close_error)  # the error that ended the run is raised
 
     def _write_line(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         line = {"type": kind, "step": int(step), "time": round(time.time(), 3)}
@@ -265,7 +261,7 @@ class RunLogger:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn a failure of the disk into one line; those of the log file, which logging swallows, included."""
+        """Convert an OSError to a RunError, including errors of the log file, which logging suppresses."""
         try:
             yield
             error = None
@@ -280,7 +276,7 @@ class RunLogger:
 
 
 def _to_floats(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """The metrics as floats; all tensors come from their device in one transfer."""
+    """Return the metrics as floats; all tensors are copied from their device in one transfer."""
     tensors = {name: value.detach() for name, value in metrics.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if tensor.numel() != 1:
@@ -298,7 +294,7 @@ def _mean(values: list[Any]) -> float | None:
 
 
 def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """The numbers in nested results, named by their path."""
+    """Yield the numbers in nested results, named by their path."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}/{name}")
@@ -307,7 +303,7 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
 
 
 def _plain(value: Any) -> Any:
-    """NumPy scalars, arrays and tensors as Python values."""
+    """Convert NumPy scalars, arrays and tensors to Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be written to {METRICS_FILE}: {value!r}")
@@ -337,7 +333,7 @@ def _finite(value: Any) -> Any:
 
 
 def _folder_id(path: Path) -> tuple[int, int] | None:
-    """Return what identifies a directory, whatever its name; None if it does not exist."""
+    """Return the device and inode of a directory, or None if it does not exist."""
     try:
         about = os.stat(path)
     except FileNotFoundError:
@@ -346,7 +342,7 @@ def _folder_id(path: Path) -> tuple[int, int] | None:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep what was logged up to `step`, whole lines alone: a killed process may have left half of one."""
+    """Remove lines after `step`, and incomplete lines that a killed process left."""
     if step == 0:
         path.unlink(missing_ok=True)
     if not path.exists():
@@ -366,13 +362,13 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def best_logged(run_dir: Path, step: int) -> float:
-    """The highest mean return of the evaluations up to a step; −∞ where there is none."""
+    """Return the highest mean return of the evaluations up to a step; −∞ without evaluations."""
     found = (line.get("mean_reward") for line in logged_evaluations(run_dir, step))
     return max((value for value in found if value is not None), default=-math.inf)
 
 
 def logged_evaluations(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The evaluations in a run's metrics up to a step."""
+    """Return the evaluations in a run's metrics up to a step."""
     path = run_dir / METRICS_FILE
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = (json.loads(line) for line in lines if _step_of(line) <= step)
@@ -380,7 +376,7 @@ def logged_evaluations(run_dir: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; infinite when the line is not whole."""
+    """Return the step of a line; infinity if the line is incomplete."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, TypeError, KeyError):
@@ -388,7 +384,7 @@ def _step_of(line: bytes) -> float:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Terse lines on stderr: above the progress bar on a terminal, plain elsewhere. One for all runs of a process."""
+    """Console handler on stderr: lines above the progress bar, or plain lines. All runs of a process share it."""
 
     STYLES = ((logging.ERROR, "red"), (logging.WARNING, "yellow"), (logging.NOTSET, ""))
 
@@ -398,7 +394,7 @@ class _ConsoleHandler(logging.Handler):
         self.level_before = deft_logger.level
         self.open_runs = 0
         console = Console(stderr=True, highlight=False)
-        # Rich counts a pipe as a terminal when FORCE_COLOR is set; a bar in a file helps nobody.
+        # Rich treats a pipe as a terminal if FORCE_COLOR is set, but files must not contain a bar.
         self.terminal = console if sys.stderr.isatty() and not console.is_dumb_terminal else None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -415,12 +411,12 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _LogFile(logging.FileHandler):
-    """`logs/rl_training_<time>.log`; keeps the first failure to write for `RunLogger` to raise."""
+    """`logs/rl_training_<time>.log`; stores the first write error, which `RunLogger` raises."""
 
     error: OSError | None = None
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called by logging inside the except clause of a failed emit."""
+        """Store a write error; logging calls this in the except clause of a failed emit."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             self.error = self.error or error
@@ -429,14 +425,14 @@ class _LogFile(logging.FileHandler):
 
 
 class _EarlyRecords(logging.Handler):
-    """Keeps the records that are logged while a run is built, for the log file that is opened later."""
+    """Store the records that are logged while a run is built, for the log file that is opened later."""
 
     def __init__(self, level: str) -> None:
         super().__init__(level)
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
+        """Store one record."""
         self.records.append(record)
 
 
@@ -448,7 +444,7 @@ def _set_level() -> None:
 
 @contextmanager
 def _console(level: str) -> Iterator[Console | None]:
-    """The process's console handler on the deft logger, while any run is open; yields the terminal, if it is one."""
+    """Add the shared console handler to the deft logger while a run is open; yields the terminal or None."""
     handler = next((handler for handler in deft_logger.handlers if isinstance(handler, _ConsoleHandler)), None)
     if handler is None:
         handler = _ConsoleHandler(level)
@@ -465,9 +461,9 @@ def _console(level: str) -> Iterator[Console | None]:
 
 
 def logged_from_start(build: Build) -> Build:
-    """Decorate a function that builds a trainer from a config with `logging`: what it logs is in the run's log too.
+    """Decorate a function that builds a trainer from a config, so that its messages are in the run's log file.
 
-    The records appear on the console at once, and in the log file when training opens it (`early_records`).
+    The messages appear on the console at once, and in the log file when training opens it (`early_records`).
     """
 
     @functools.wraps(build)
@@ -491,7 +487,7 @@ def logged_from_start(build: Build) -> Build:
 
 @contextmanager
 def _log_file(directory: Path, level: str) -> Iterator[_LogFile]:
-    """A log file on the deft logger, while its run is open."""
+    """Add a log file to the deft logger while its run is open."""
     directory.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(directory / f"rl_training_{datetime.now():%Y%m%d_%H%M%S}.log", encoding="utf-8")
     handler.setLevel(level)
@@ -506,116 +502,11 @@ def _log_file(directory: Path, level: str) -> Iterator[_LogFile]:
         handler.close()
 
 
-class _ProgressDisplay:
-    """A bar on a terminal, else a log line now and then: steps, rate, elapsed, left, mean_reward, and what is shown."""
-
-    bar_in_use = False  # a terminal has room for one
-
-    def __init__(self, total_timesteps: int, start_step: int, terminal: Console | None, unit: str = "steps") -> None:
-        self._unit = unit
-        self.latest: tuple[int, dict[str, float]] = (start_step, {})
-        self._total = total_timesteps
-        self._started = time.monotonic()
-        self._samples = deque([(self._started, start_step)])
-        self._drawn_step = start_step
-        self._bar: Progress | None = None
-        if terminal is not None and not _ProgressDisplay.bar_in_use:
-            _ProgressDisplay.bar_in_use = True
-            remaining = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-            text = TextColumn("{task.description}", markup=False, table_column=remaining)
-            columns = (TaskProgressColumn(), BarColumn(10), text)
-            self._bar = Progress(*columns, console=terminal, auto_refresh=False, expand=True)
-            self._task = self._bar.add_task("", total=total_timesteps)
-            self._bar.start()
-        self._interval = LINE_INTERVAL if self._bar is None else BAR_INTERVAL
-        self.next_draw = self._started + self._interval
-        if self._bar is not None:
-            self.draw(None)
-
-    def set_total(self, total_timesteps: int) -> None:
-        """Measure progress by another number of steps from now on."""
-        self._total = total_timesteps
-        if self._bar is not None:
-            self._bar.update(self._task, total=total_timesteps)
-
-    def draw(self, mean_reward: float | None) -> None:
-        """Show the latest step now."""
-        step, shown = self.latest
-        now = time.monotonic()
-        self.next_draw = now + self._interval
-        self._samples.append((now, step))
-        while self._samples[0][0] < now - RATE_PERIOD and len(self._samples) > 2:
-            self._samples.popleft()
-        text = self._describe(step, now, mean_reward, shown)
-        self._drawn_step = step
-        if self._bar is None:
-            done = 100 * min(1.0, step / self._total)  # a last round may go beyond
-            logger.info("%.0f%% of %s · %s", done, f"{self._total:,}", text)
-        else:
-            self._update_bar(self._task, step, text)
-
-    @contextmanager
-    def evaluation(self, total: int) -> Iterator[Callable[[int], None]]:
-        """A second bar, or lines, during an evaluation of `total` episodes; yields what counts those that ended."""
-        started = time.monotonic()
-        next_draw, done = started + self._interval, 0
-        task = None if self._bar is None else self._bar.add_task("evaluating", total=total)
-
-        def count(ended: int) -> None:
-            nonlocal next_draw, done
-            done += ended
-            now = time.monotonic()
-            if now < next_draw:
-                return
-            next_draw = now + self._interval
-            left = _clock((total - done) * (now - started) / done) if done else "-:--:--"
-            text = f"evaluating: {done} of {total} episodes · {left} left · {_clock(now - started)} elapsed"
-            if task is None:
-                logger.info("%s", text)
-            else:
-                self._update_bar(task, done, text)
-
-        try:
-            yield count
-        finally:
-            if self._bar is not None and task is not None:
-                self._bar.remove_task(task)
-
-    def _update_bar(self, task: Any, completed: int, text: str) -> None:
-        """Redraw; a terminal that was closed (SIGHUP) must not end the run that is being saved."""
-        if self._bar is not None:
-            with suppress(OSError):
-                self._bar.update(task, completed=completed, description=text, refresh=True)
-
-    def _describe(self, step: int, now: float, mean_reward: float | None, shown: Mapping[str, float]) -> str:
-        (first_time, first_step), (last_time, last_step) = self._samples[0], self._samples[-1]
-        rate = (last_step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
-        left = _clock((self._total - step) / rate) if rate > 0 else "-:--:--"
-        parts = [f"{step:,} {self._unit}", f"{_rate(rate)} {self._unit}/s", f"{left} left"]
-        if mean_reward is not None:
-            parts.append(f"mean_reward {mean_reward:.4g}")
-        parts += [f"{name} {value:.4g}" for name, value in shown.items()]
-        return " · ".join([*parts, f"{_clock(now - self._started)} elapsed"])
-
-    def finish(self, mean_reward: float | None) -> None:
-        """Show the last step, where it has not been shown yet."""
-        if self.latest[0] != self._drawn_step:
-            self.draw(mean_reward)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._bar is not None:
-            with suppress(OSError):
-                self._bar.stop()
-            self._bar = None
-            _ProgressDisplay.bar_in_use = False
-
-
 @contextmanager
 def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
-    """Show progress for a command without a run directory; yields a function that is called with how much is done."""
+    """Show progress of a command without a run directory; yields a function that takes the completed amount."""
     with _console("INFO") as terminal:
-        display = _ProgressDisplay(total, 0, terminal, unit)
+        display = ProgressDisplay(total, 0, terminal, unit)
 
         def update(done: int) -> None:
             display.latest = (done, {})
@@ -631,12 +522,12 @@ def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], N
 
 @contextmanager
 def show_evaluation(num_episodes: int) -> Iterator[Callable[[int], None]]:
-    """The progress of an evaluation outside of training: a bar on a terminal, else a line now and then if it is long.
+    """Show the progress of an evaluation outside of training: a bar on a terminal, otherwise log lines.
 
     Yields the `watch` of `play_episodes`.
     """
     with _console("INFO") as terminal:
-        display = _ProgressDisplay(num_episodes, 0, terminal, "episodes")
+        display = ProgressDisplay(num_episodes, 0, terminal, "episodes")
 
         def watch(ended: int) -> None:
             display.latest = (display.latest[0] + ended, {})
@@ -646,14 +537,6 @@ def show_evaluation(num_episodes: int) -> Iterator[Callable[[int], None]]:
         try:
             yield watch
         finally:
-            if terminal is not None:  # the bar stays where it was drawn last
+            if terminal is not None:  # otherwise the bar remains as it was last drawn
                 display.finish(None)
             display.close()
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"  # an episode may take seconds
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=max(0, round(seconds))))

@@ -93,7 +93,7 @@ def test_a_flow_draws_its_noise_by_the_seed_wherever_it_is_evaluated(tmp_path):
 @pytest.mark.parametrize("command", ["evaluate", "compare"])
 def test_progress_is_shown_while_episodes_are_played(run, tmp_path, monkeypatch, capsys, command):
     """Lines on stderr where it is no terminal; here after every step. Two policies play in the comparison."""
-    monkeypatch.setattr("deft.runs.logging.LINE_INTERVAL", 0.0)
+    monkeypatch.setattr("deft.runs.progress.LINE_INTERVAL", 0.0)
     words = {"evaluate": [str(run)], "compare": [str(run), "random", "--out", str(tmp_path)]}[command]
     assert main([command, *words, "--episodes", "4", "--json"]) == 0
     shown = capsys.readouterr()

@@ -161,7 +161,7 @@ def test_ablations_and_carried_memory(run, monkeypatch, capsys):
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
     batch = batch_episodes(episodes)
-    monkeypatch.setattr("deft.runs.logging.LINE_INTERVAL", 0.0)
+    monkeypatch.setattr("deft.runs.progress.LINE_INTERVAL", 0.0)
     results = measure(policy, [batch], horizon=3)
     # Six passes of two episodes: whole, three ablations, without the head camera, and there without the memory.
     shown = [line for line in capsys.readouterr().err.splitlines() if "% of 12 · " in line]
@@ -206,7 +206,7 @@ def _cut(episode, length):
 
 def test_deft_evaluate_measures_a_teacher(run, capsys, tmp_path, monkeypatch):
     video = tmp_path / "foresight.mp4"
-    monkeypatch.setattr("deft.runs.logging.LINE_INTERVAL", 0.0)
+    monkeypatch.setattr("deft.runs.progress.LINE_INTERVAL", 0.0)
     assert main(["evaluate", str(run), "--episodes", "2", "--device", "cpu", "--video", str(video), "--json"]) == 0
     shown = capsys.readouterr()
     assert "100% of 2 · 2 episodes" in shown.err  # while they are collected

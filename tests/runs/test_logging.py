@@ -21,7 +21,7 @@ import torch
 from deft.config.settings import LoggingConfig
 from deft.errors import InputError, RunError
 from deft.runs import logging as run_logging
-from deft.runs import sinks
+from deft.runs import progress, sinks
 from deft.runs.logging import RunLogger
 
 QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False, enable_file_logging=False)
@@ -295,6 +295,7 @@ def test_progress_lines_off_a_terminal(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(run_logging, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
     with RunLogger(tmp_path, settings, total_timesteps=6000, start_step=1000) as run:
         run.log_episode(1100, FinishedEpisode(12.5))
@@ -319,7 +320,7 @@ def test_a_last_round_may_go_beyond_the_end(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(("rate", "shown"), [(1234.6, "1,235"), (9.94, "9.9"), (0.184, "0.18"), (0.0, "0")])
 def test_slow_rates_are_not_rounded_to_none(rate: float, shown: str) -> None:
-    assert run_logging._rate(rate) == shown
+    assert progress._rate(rate) == shown
 
 
 class Terminal(io.StringIO):
@@ -349,7 +350,7 @@ def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "WARNING above [the] bar" in drawn
     assert "INFO 100% of 10" in drawn
     assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1  # the cursor comes back
-    assert not run_logging._ProgressDisplay.bar_in_use
+    assert not progress.ProgressDisplay.bar_in_use
 
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
