@@ -51,7 +51,7 @@ class WaypointPPO(PPO):
         self.kl_coef, self.kl_target = kl_coef, kl_target
         self.residual_start, self.residual_open_at = residual_start, residual_open_at
         self.accept = accept
-        policy.open_residual(residual_start)
+        policy.set_residual_scale(residual_start)
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """PPO's update, then the penalty's coefficient and the residual's bound for the next rollout."""
@@ -124,7 +124,7 @@ class WaypointPPO(PPO):
     def _open_residual(self) -> None:
         """The share that is open grows linearly from `residual_start` to 1 at `residual_open_at` of training."""
         done = 1.0 if self.residual_open_at == 0 else min(1.0, self.progress / self.residual_open_at)
-        self.policy.open_residual(self.residual_start + (1 - self.residual_start) * done)
+        self.policy.set_residual_scale(self.residual_start + (1 - self.residual_start) * done)
 
     def _remember(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and state as they are now."""

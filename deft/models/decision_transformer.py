@@ -1,6 +1,6 @@
 """The Decision Transformer (Chen et al., 2021): actions as a sequence model of returns-to-go, observations and actions.
 
-`deft.algorithms.decision_transformer` trains it on windows of episodes; evaluation acts with it step by step, from a
+`deft.algorithms.decision_transformer` trains it on windows of episodes; evaluation runs it step by step, with a
 target return and a cache of keys and values.
 """
 
@@ -28,7 +28,8 @@ TOKENS_PER_STEP = 3
 class TransformerBlock(nn.Module):
     """x ← x + attention(LN x),  x ← x + W₂ relu(W₁ LN x): GPT-2's block with the ReLU of the paper.
 
-    Keys and values have no bias: a key's would shift all scores of a query alike, a value's is the output bias's work.
+    Keys and values have no bias: a key bias would shift all scores of a query equally, and the output bias includes a
+    value bias.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -75,13 +76,15 @@ class TransformerBlock(nn.Module):
             torch.matmul(weights, heads[2]).transpose(1, 2).flatten(2), self.output_weight, self.output_bias
         )
 
-    def _attend_one_head(self, normed: Tensor, asking: Tensor, bias: Tensor, masks: Iterator[Tensor] | None) -> Tensor:
+    def _attend_one_head(
+        self, normed: Tensor, query_inputs: Tensor, bias: Tensor, masks: Iterator[Tensor] | None
+    ) -> Tensor:
         """The same for one head, with fewer products: (n W_q + b)(n W_k)ᵀ = (n W_q W_kᵀ + b W_kᵀ) nᵀ, and
         (P n W_v) W_o = (P n)(W_v W_o). The two dim × dim products are small beside one over all tokens."""
         query, key, value = self.query_key_value.chunk(3, -1)
         transposed = key.t() * self.scale
-        question = _product(asking, query @ transposed, self.query_bias @ transposed)
-        weights = torch.baddbmm(bias.expand(len(normed), -1, -1), question, normed.transpose(1, 2)).softmax(-1)
+        projected = _product(query_inputs, query @ transposed, self.query_bias @ transposed)
+        weights = torch.baddbmm(bias.expand(len(normed), -1, -1), projected, normed.transpose(1, 2)).softmax(-1)
         if masks is not None:
             weights = weights * next(masks)
         return _product(torch.bmm(weights, normed), value @ self.output_weight, self.output_bias)
@@ -123,14 +126,14 @@ class _ReluMLP(torch.autograd.Function):
 class DecisionTransformerPolicy(ActionScale, Policy):
     """a_t = tanh(head(h_t)), h_t the output at o_t of a causal transformer over (R̂, o, a) of the last steps.
 
-    R̂ is the return still wanted, in units of `return_scale`; every token carries the embedding of its timestep in the
-    episode, which stays the last one beyond the data's longest episode. Observations are normalised by the data's
+    R̂ is the return-to-go in units of `return_scale`. Every token includes the embedding of its timestep in the episode,
+    limited to the length of the dataset's longest episode. Observations are normalised by the dataset's
     statistics. All these are buffers, saved with the weights.
 
     Acting keeps a window of at most `context_length` steps in `schema.MEMORY`. While it fills, the cached keys and
-    values are reused, and a step computes its own three tokens alone. When it is full its oldest `context_slide` steps
-    are dropped and the rest is encoded anew, because what a key holds in the second layer and above depends on the
-    steps that were dropped. So the action is always that of a plain forward pass over the window.
+    values are reused, and a step computes only its own three tokens. When it is full, its oldest `context_slide` steps
+    are dropped and the rest is encoded again, because keys of the second layer and above depend on the dropped steps.
+    So the action always equals that of a forward pass over the window.
     """
 
     recurrent = True
@@ -176,28 +179,28 @@ class DecisionTransformerPolicy(ActionScale, Policy):
 
     @property
     def target_returns(self) -> list[float]:
-        """The returns to evaluate with: those of the settings, or the one that acts."""
+        """The target returns of an evaluation: those of the settings, or the default target return."""
         return list(self._given_targets or (float(self.target_return),))
 
     def set_data(self, return_scale: float, target_return: float, longest_episode: int) -> None:
-        """What the data says: the scale of returns, the return to aim at, both in its units, and the last timestep."""
+        """Set the dataset's return scale, target return (both in its units) and longest episode."""
         self.return_scale.fill_(return_scale)
         self.target_return.fill_(target_return)
         self.last_timestep.fill_(longest_episode - 1)
 
     def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
-        """Take observations into the normalisation."""
+        """Update the normalisation with observations."""
         self.encoder.observe(td[schema.OBSERVATION])
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def predict(self, batch: Mapping[Any, Any] | TensorDictBase, masks: Iterator[Tensor] | None = None) -> Tensor:
-        """Unit actions [B, K, A] for windows [B, K, …], each from the steps up to its own; differentiable.
+        """Predict unit actions [B, K, A] for windows [B, K, …], each from the steps up to its own; differentiable.
 
-        Padding stands at the end of a window, where nothing real looks. The last action is no token: nothing follows.
+        Padding is at the end of a window, so no real token attends to it. The last action has no token.
         """
         timestep = torch.minimum(batch[schema.TIMESTEP], self.last_timestep)
-        # Not an embedding: whose gradient makes a GPU wait, where the batch is large.
+        # index_select instead of an embedding, whose gradient synchronises the GPU for large batches.
         time = self.timestep.index_select(0, timestep.flatten()).view(*timestep.shape, self.dim)
         action = self.to_unit(batch[schema.ACTION])
         tokens = torch.stack(
@@ -214,12 +217,12 @@ class DecisionTransformerPolicy(ActionScale, Policy):
         bias = self.causal[: x.shape[1], : x.shape[1]]
         for block in self.blocks[:-1]:
             x = block(x, bias, masks=masks)
-        # The last layer answers at the observations' tokens alone.
+        # The last layer computes outputs only at the observation tokens.
         x = self.blocks[-1](x, bias, slice(1, None, TOKENS_PER_STEP), masks)
         return self._head(x)
 
     def mask_shapes(self, batch_size: int, steps: int) -> list[tuple[int, ...]]:
-        """The shapes of the dropout masks of one `predict`, in the order in which it takes them."""
+        """Return the shapes of the dropout masks of one `predict`, in the order of their use."""
         tokens = TOKENS_PER_STEP * steps - 1
         shapes: list[tuple[int, ...]] = [(batch_size, tokens, self.dim)]
         for layer in range(len(self.blocks)):
@@ -229,16 +232,16 @@ class DecisionTransformerPolicy(ActionScale, Policy):
         return shapes
 
     def to_unit(self, action: Tensor) -> Tensor:
-        """Actions of the Box, scaled to [−1, 1] and flat: […, A]."""
+        """Scale actions of the Box to [−1, 1] and flatten them: […, A]."""
         flat = action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape))
         return super().to_unit(flat)
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
     def initial_memory(self, num_envs: int) -> TensorDict:
-        """An empty window an environment. Rows of zeros are the first step of an episode.
+        """Return an empty window for each environment. Rows of zeros are the first step of an episode.
 
-        Step c of a window has the slots 3c (the action before it), 3c + 1 (R̂) and 3c + 2 (the observation). Slot 0 lies
+        Step c of a window has the slots 3c (the action before it), 3c + 1 (R̂) and 3c + 2 (the observation). Slot 0 is
         before the window and is never attended to.
         """
         device, slots = self.timestep.device, TOKENS_PER_STEP * self.context_length
@@ -257,14 +260,14 @@ class DecisionTransformerPolicy(ActionScale, Policy):
         )
 
     def action_selection(self, deterministic: bool) -> str:
-        """Its actions are never sampled."""
+        """Describe the sampling: actions are never sampled."""
         return MODE
 
     @torch.no_grad()
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
-        """The action for the return still wanted: the target, less the rewards so far. Always deterministic.
+        """Choose the action for the return-to-go: the target less the rewards so far. Always deterministic.
 
-        Reads `schema.PREVIOUS_REWARD`. The memory is changed in place, and handed on as the next one.
+        Reads `schema.PREVIOUS_REWARD`. The memory is changed in place and returned as the next memory.
         """
         memory = td[schema.MEMORY]
         count, timestep, first = memory["count"], memory["timestep"], memory["count"] == 0
@@ -298,7 +301,7 @@ class DecisionTransformerPolicy(ActionScale, Policy):
         return td
 
     def _new_tokens(self, observation: Any, last_action: Tensor, return_to_go: Tensor, timestep: Tensor) -> Tensor:
-        """The tokens of the last action, R̂ and the observation, [B, 3, dim]."""
+        """Return the tokens of the last action, R̂ and the observation, [B, 3, dim]."""
         time = self.timestep[torch.minimum(timestep, self.last_timestep)]
         before = self.timestep[torch.minimum((timestep - 1).clamp(min=0), self.last_timestep)]
         tokens = [
@@ -309,9 +312,9 @@ class DecisionTransformerPolicy(ActionScale, Policy):
         return self.embedding_norm(torch.stack(tokens, 1))
 
     def _encode_step(self, new: Tensor, slots: Tensor, memory: TensorDictBase, rows: Tensor) -> Tensor:
-        """The output [B, dim] at the last of three new tokens, with cached keys and values for the others."""
+        """Return the output [B, dim] at the last of three new tokens; earlier keys and values come from the cache."""
         positions = torch.arange(memory["tokens"].shape[1], device=new.device)
-        # Slot 0 is before the window. It attends only to itself, so that its softmax is defined; no other slot uses it.
+        # Slot 0 is before the window. It attends only to itself, so that its softmax is defined; it is never used.
         visible = (positions <= slots[:, :, None]) & ((positions > 0) | (slots[:, :, None] == 0))
         bias = torch.zeros(visible.shape, device=new.device).masked_fill_(~visible, -math.inf).unsqueeze(1)
         x = new
@@ -324,12 +327,12 @@ class DecisionTransformerPolicy(ActionScale, Policy):
         return x[:, -1]
 
     def _encode_window(self, memory: TensorDictBase, rows: Tensor) -> Tensor:
-        """The output [B, dim] at the last token of windows that have just slid, from their tokens anew."""
+        """Return the output [B, dim] at the last token of windows that dropped steps, from all their tokens."""
         steps = self.context_length - self.context_slide + 1
         x = memory["tokens"][rows, 1 : TOKENS_PER_STEP * steps]
         bias = self.causal[: x.shape[1], : x.shape[1]]
         for layer, block in enumerate(self.blocks):
-            if self.context_slide > 1:  # steps will follow that can use them
+            if self.context_slide > 1:  # the next steps reuse them
                 _, key, value = block.project(block.norm_1(x))  # type: ignore[operator]
                 memory["keys"][rows, layer, 1 : TOKENS_PER_STEP * steps] = key
                 memory["values"][rows, layer, 1 : TOKENS_PER_STEP * steps] = value
@@ -357,12 +360,12 @@ def _normal(*shape: int) -> nn.Parameter:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W + b over the last dim, as one matrix product whatever the leading dims."""
+    """Return x W + b over the last dim, as one matrix product for any leading dims."""
     rows = x.reshape(-1, x.shape[-1])
     result = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     return result.view(*x.shape[:-1], weight.shape[-1])
 
 
 def _add(x: Tensor, branch: Tensor, masks: Iterator[Tensor] | None) -> Tensor:
-    """The residual sum, the branch under dropout."""
+    """Add the residual branch, with dropout."""
     return x + branch if masks is None else torch.addcmul(x, branch.float(), next(masks))

@@ -1,8 +1,8 @@
-"""Waypoint policies: a supervised one from camera to waypoints, and PPO's residual on top of it, frozen.
+"""Waypoint policies: a supervised policy from camera to waypoints, and a PPO residual on top of it (frozen).
 
     final_waypoints = sft_waypoints + delta_head(z)
 
-`deft.training.waypoints` trains both; `PPOPolicy` is a `Policy` like any other to collectors and algorithms.
+`deft.training.waypoints` trains both; collectors and algorithms use `PPOPolicy` as any other `Policy`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deft.models.policy import Policy
 
 @dataclass(frozen=True)
 class WaypointShape:
-    """What a waypoint model is made from; saved with its weights."""
+    """The sizes of a waypoint model; saved with its weights."""
 
     camera_size: int
     motion_dim: int
@@ -37,17 +37,17 @@ class WaypointShape:
     hidden_sizes: tuple[int, ...] = (64,)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the sizes as plain data."""
         return asdict(self) | {"hidden_sizes": list(self.hidden_sizes)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WaypointShape:
-        """The inverse of `to_dict`."""
+        """Create from the result of `to_dict`."""
         return cls(**{**values, "hidden_sizes": tuple(values["hidden_sizes"])})
 
 
 def _perceptron(in_dim: int, hidden_sizes: Sequence[int], out_dim: int, last_gain: float) -> nn.Sequential:
-    """Tanh layers, orthogonal; the last one linear, with weights of `last_gain` (zeros for 0)."""
+    """Build an MLP with tanh and orthogonal weights; the last layer is linear, scaled by `last_gain`."""
     layers: list[nn.Module] = []
     sizes = (in_dim, *hidden_sizes, out_dim)
     for fan_in, fan_out in pairwise(sizes):
@@ -65,7 +65,7 @@ def _perceptron(in_dim: int, hidden_sizes: Sequence[int], out_dim: int, last_gai
 class CameraEncoder(nn.Module):
     """uint8 images [B, 3, S, S] through three strided convolutions to `dim` features between −1 and 1.
 
-    A sixth of the arithmetic of the general `ImageEncoder`: it runs at every decision of every copy.
+    It needs a sixth of the operations of `ImageEncoder`, because it runs at every decision of every environment.
     """
 
     def __init__(self, size: int, dim: int) -> None:
@@ -91,7 +91,7 @@ class CameraEncoder(nn.Module):
 class WaypointSFT(nn.Module):
     """The supervised policy: a camera encoder and a waypoint head.
 
-    z = [encoder(camera), motion normalised];  waypoints = mean + deviation · head(z), both over the recording.
+    z = [encoder(camera), motion normalised];  waypoints = mean + deviation · head(z), with statistics of the dataset.
     """
 
     target_mean: Tensor
@@ -116,7 +116,7 @@ class WaypointSFT(nn.Module):
         return torch.addcmul(self.target_mean, self.normalized(latent), self.target_deviation)
 
     def normalized(self, latent: Tensor) -> Tensor:
-        """Waypoints [B, K, 2] in deviations from the recording's mean."""
+        """Waypoints [B, K, 2] in standard deviations from the dataset's mean."""
         return self.head(latent).unflatten(-1, (self.shape.num_waypoints, 2))
 
     def forward(self, observation: TensorDictBase | Mapping[str, Tensor]) -> Tensor:
@@ -125,7 +125,7 @@ class WaypointSFT(nn.Module):
 
     @torch.no_grad()
     def fit_scales(self, motion: Tensor, waypoints: Tensor) -> None:
-        """Take the mean and deviation of motion and waypoints from a recording."""
+        """Set the mean and standard deviation of motion and waypoints from a dataset."""
         self.motion.observe(motion)
         self.target_mean.copy_(waypoints.mean(0))
         self.target_deviation.copy_(waypoints.std(0).clamp(min=0.05))
@@ -141,9 +141,9 @@ def smooth_modes(num_waypoints: int, num_modes: int) -> Tensor:
 class DeltaHead(nn.Module):
     """A small MLP, with a linear layer beside it, from z to the correction of every waypoint; zero at the start.
 
-    δ = modes · c: a path is corrected smoothly, by a few coefficients an axis (freely with as many modes as waypoints).
-    An axis whose largest correction is m is scaled by b tanh(m / b) / m: no coordinate is moved by more than b, and
-    where m ≪ b the bound does not matter, so that opening it changes nothing that was learned inside.
+    δ = modes · c: the correction is smooth, with few coefficients per axis (any correction if modes = waypoints).
+    An axis whose largest correction is m is scaled by b tanh(m / b) / m: no coordinate changes by more than b. For
+    m ≪ b the bound has no effect, so raising it does not change corrections learned within it.
     """
 
     modes: Tensor
@@ -158,7 +158,7 @@ class DeltaHead(nn.Module):
         self.register_buffer("modes", smooth_modes(num_waypoints, num_modes), persistent=False)
 
     def forward(self, latent: Tensor, bound: Tensor | float) -> Tensor:
-        """The correction of each waypoint."""
+        """Return the correction of each waypoint."""
         return self.expand(self.coefficients(latent, bound))
 
     def coefficients(self, latent: Tensor, bound: Tensor | float) -> Tensor:
@@ -191,12 +191,12 @@ class ValueHead(nn.Module):
 class PPOPolicy(Policy):
     """A Gaussian over waypoints around sft_waypoints + delta_head(z), and a value.
 
-    The Gaussian is over the coefficients of the correction, so that exploration is as smooth as what is learned; they
-    and the waypoints determine each other, and its log-prob is exact.
+    The Gaussian is over the coefficients of the correction, so that exploration is smooth too. Coefficients and
+    waypoints determine each other, so the log-prob is exact.
 
-    z is what the frozen encoder makes of the observation, beside the supervised policy's waypoints themselves. Only
-    the two heads and the deviation are trained; a policy that was not trained acts as the supervised one. The frozen
-    part runs once a decision: its outputs travel with the transition in `schema.SAMPLE`.
+    z is the frozen encoder's output; the heads also read the supervised policy's waypoints. Only the two heads and the
+    standard deviation are trained; an untrained policy acts as the supervised one. The frozen part runs once per
+    decision: its outputs are stored with the transition in `schema.SAMPLE`.
     """
 
     residual_scale: Tensor
@@ -213,7 +213,9 @@ class PPOPolicy(Policy):
         super().__init__()
         count = sft.shape.num_waypoints
         if residual_modes > count:
-            raise InputError(f"residual_modes: {residual_modes} of {count} waypoints; choose at most as many")
+            raise InputError(
+                f"residual_modes {residual_modes} is more than the {count} waypoints; choose at most {count}"
+            )
         self.sft = sft.requires_grad_(False).eval()
         in_dim = sft.latent_dim + 2 * count
         self.delta_head = DeltaHead(in_dim, count, hidden_sizes, residual_modes)
@@ -225,13 +227,13 @@ class PPOPolicy(Policy):
         self.register_buffer("residual_scale", torch.ones(()))
 
     def train(self, mode: bool = True) -> PPOPolicy:
-        """The supervised policy stays as it is in evaluation, whatever the mode."""
+        """Set the mode; the supervised policy always stays in evaluation mode."""
         super().train(mode)
         self.sft.eval()
         return self
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
-        """Draw waypoints (their mean when deterministic) and add them with their log-prob and the value."""
+        """Sample waypoints (their mean if deterministic) and add them with their log-prob and the value."""
         latent, base = self._frozen(td)
         inputs = self._inputs(latent, base)
         coefficients, log_prob = self.distribution.sample(self._coefficients(inputs).flatten(-2), None, deterministic)
@@ -243,7 +245,7 @@ class PPOPolicy(Policy):
         return td
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
-        """Score stored waypoints; `reference_kl` is KL(policy ‖ supervised policy with the deviation of the start)."""
+        """Score stored waypoints; `reference_kl` is KL(policy ‖ supervised policy with the initial deviation)."""
         latent, base = self._frozen(td)
         inputs = self._inputs(latent, base)
         mean = self._coefficients(inputs).flatten(-2)
@@ -260,15 +262,15 @@ class PPOPolicy(Policy):
         return self.value_head(self._inputs(*self._frozen(td)))
 
     def value_only_parameters(self) -> Iterator[nn.Parameter]:
-        """The value's head."""
+        """Return the parameters of the value head."""
         return self.value_head.parameters()
 
-    def open_residual(self, share: float) -> None:
-        """How much of `residual_bound` the correction may use from here on."""
+    def set_residual_scale(self, share: float) -> None:
+        """Set the fraction of `residual_bound` that the correction may use."""
         self.residual_scale.fill_(share)
 
     def _frozen(self, td: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """z and the supervised policy's waypoints: those that were kept while acting, else computed."""
+        """Return z and the supervised policy's waypoints: those stored while acting, else computed."""
         kept = td.get(schema.SAMPLE, None)
         if kept is not None and schema.LATENT in kept:
             return kept[schema.LATENT], kept[schema.SFT_WAYPOINTS]
@@ -278,9 +280,9 @@ class PPOPolicy(Policy):
             return latent, self.sft.decode(latent) + observation[schema.SFT_OFFSET]
 
     def _inputs(self, latent: Tensor, base: Tensor) -> Tensor:
-        """What both heads read: z, and by how much the waypoints differ from the recording's mean."""
-        shown = (base - self.sft.target_mean) / self.sft.target_deviation
-        return torch.cat([latent, shown.clamp(-10, 10).flatten(-2)], -1)
+        """Return the input of both heads: z, and the waypoints normalised by the dataset's statistics."""
+        normalized = (base - self.sft.target_mean) / self.sft.target_deviation
+        return torch.cat([latent, normalized.clamp(-10, 10).flatten(-2)], -1)
 
     def _coefficients(self, inputs: Tensor) -> Tensor:
         bound = self.residual_bound * self.residual_scale.clamp(min=1e-6)

@@ -103,7 +103,7 @@ def test_the_residual_is_bounded(share):
     with torch.no_grad():
         for parameter in policy.delta_head.parameters():
             parameter.normal_(0, 5)
-    policy.open_residual(share)
+    policy.set_residual_scale(share)
     td = policy.act(observation(rows=200), deterministic=True)
     residual = td[schema.ACTION] - td[schema.SAMPLE][schema.SFT_WAYPOINTS]
     assert residual.abs().max() <= 2.0 * share + 1e-4

@@ -1,6 +1,6 @@
-"""From transitions to the batches of `F1Policy`, and the memory between them.
+"""Builds the batches of `F1Policy` from transitions, and keeps the memory between them.
 
-Frames and actions are put in step here: an observation's history ends with img_t and a_{t-1}; a prediction of
+Frames and actions are aligned here: an observation's history ends with img_t and a_{t-1}; a prediction of
 img_{t+1} needs [img_{t-3} … img_t] and [a_{t-3} … a_t].
 """
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchBuilder:
-    """Makes batches on a device. Teacher and student differ by the cameras that their observations have."""
+    """Builds batches on a device. The observations of teacher and student have different cameras."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
@@ -29,10 +29,10 @@ class BatchBuilder:
     def build_batch(
         self, transitions: TensorDictBase | Sequence[Mapping[str, Any]], include_memory_states: bool = True
     ) -> dict[str, Tensor]:
-        """A batch of transitions: a TensorDict [B] or [T, B] in the schema, or a list of mappings, one a row.
+        """Build a batch from a TensorDict [B] or [T, B] of transitions, or from a list of mappings, one per row.
 
-        With an `action`, the batch predicts: the action joins the history, and the frame after it, where the transition
-        has one, the frames. Without, the batch is for acting. `memory` is that before the (first) step,
+        With an `action`, the batch is for prediction: the action is appended to the history, and the next frame, if the
+        transition has it, to the frames. Without, it is for acting. `memory` is the memory before the (first) step,
         [B, layers, hidden] in a transition and (layers, B, hidden) in the batch.
         """
         rows = transitions if isinstance(transitions, TensorDictBase) else _stack(transitions)
@@ -62,7 +62,7 @@ class BatchBuilder:
         if include_memory_states:
             if schema.MEMORY not in names:
                 raise InputError(
-                    f"the transitions have no {schema.MEMORY!r}; zeros at an episode's first step, never none"
+                    f"the transitions have no {schema.MEMORY!r}; add it, with zeros at an episode's first step"
                 )
             memory = rows[schema.MEMORY]
             first = memory[0] if memory.ndim == 4 else memory  # of a sequence [T, B, layers, hidden]
@@ -71,7 +71,7 @@ class BatchBuilder:
 
 
 class MemoryStateManager:
-    """The memory (layers, batch, hidden) from step to step of episodes; detached, so that graphs do not grow."""
+    """Holds the memory (layers, batch, hidden) between steps; detached, so that graphs do not grow."""
 
     def __init__(self) -> None:
         self._current: Tensor | None = None
@@ -86,7 +86,7 @@ class MemoryStateManager:
             self._current = self._current.masked_fill(done.to(self._current.device)[None, :, None], 0.0)
 
     def update(self, memory_state: Tensor) -> None:
-        """Keep the memory after a step."""
+        """Store the memory after a step."""
         if memory_state is None:
             raise InputError("memory_state cannot be None: start with zeros (policy.initial_memory)")
         if memory_state.ndim != 3:
@@ -95,12 +95,12 @@ class MemoryStateManager:
         log.debug("memory state: (layers, batch, hidden) = %s", tuple(memory_state.shape))
 
     def get_current(self) -> Tensor | None:
-        """The memory before the next step; None before the first `update`."""
+        """Return the memory before the next step; None before the first `update`."""
         return self._current
 
 
 def _stack(transitions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of nested mappings as one mapping of stacked tensors."""
+    """Stack rows of nested mappings to one mapping of tensors."""
     if not len(transitions):
         raise InputError("a batch of no transitions")
     first = transitions[0]

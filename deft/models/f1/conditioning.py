@@ -1,4 +1,4 @@
-"""The world model's knowledge of what the robot does: actions up to a_t and the state, added to the frame tokens."""
+"""Conditions the world model on the actions up to a_t and the state, which are added to the frame tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deft.models.f1.config import F1Config
 
 
 class ActionConditioning(nn.Module):
-    """[a_{t-3} … a_t] and s_t as one vector in the generation expert's width; exactly 0 until it is trained."""
+    """[a_{t-3} … a_t] and s_t as one vector of the generation expert's width; exactly 0 before training."""
 
     def __init__(self, config: F1Config) -> None:
         super().__init__()
@@ -20,12 +20,12 @@ class ActionConditioning(nn.Module):
         _start(self.output, config.condition_init)
 
     def forward(self, actions: Tensor, known: Tensor, state: Tensor) -> Tensor:
-        """actions [B, H, A], known bool [B] (whether a_t is), state [B, S] → [B, 1, C]."""
+        """actions [B, H, A], known bool [B] (whether a_t is known), state [B, S] → [B, 1, C]."""
         return self.output(torch.nn.functional.silu(self.hidden(robot_features(actions, known, state))))[:, None]
 
 
 def robot_features(actions: Tensor, known: Tensor, state: Tensor) -> Tensor:
-    """Actions with a_t zero where it is not known, that flag, and the state, side by side: [B, H·A + 1 + S]."""
+    """Concatenate the actions (a_t is zero if unknown), the `known` flag and the state: [B, H·A + 1 + S]."""
     flag = known[:, None].to(actions.dtype)
     return torch.cat([actions[:, :-1].flatten(1), actions[:, -1] * flag, flag, state], -1)
 

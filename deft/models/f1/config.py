@@ -1,7 +1,7 @@
-"""The sizes and switches of an F1 model, its three presets, and how configs of the published layout are read.
+"""The config of an F1 model, its three presets, and the reader of configs in the published layout.
 
 `read_f1_config` takes the name of a preset or a JSON/YAML file. `full` has the published sizes; `small` fits one
-consumer GPU; `tiny` learns on a CPU.
+consumer GPU; `tiny` trains on a CPU.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ class TokenizerConfig:
     """Size of the patches that the first layer reads; more than 1 saves the work at full resolution."""
     linear_path: Switch = False
     """A linear map from patches to features, and one back, beside the networks; training starts with principal
-    components there, so that a small tokenizer is of use within minutes."""
+    components there, so that a small tokenizer is usable within minutes."""
     num_residual_convolutions: Count = 4
     residual_ratio: Fraction = 0.5
     commitment: NonNegative = 0.25
-    """β: how much features are drawn to their codes."""
+    """β, the weight of the commitment loss."""
 
     @property
     def patch_size(self) -> int:
-        """Pixels a side for each place of the latent grid."""
+        """Side length in pixels of a cell of the latent grid."""
         return self.stem_stride * 2 ** (len(self.channel_multipliers) - 1)
 
     @property
     def image_size(self) -> int:
-        """Pixels a side of the frames."""
+        """Side length of the frames in pixels."""
         return self.scales[-1] * self.patch_size
 
     @property
     def num_tokens(self) -> int:
-        """L, tokens a frame."""
+        """L, the number of tokens per frame."""
         return sum(scale * scale for scale in self.scales)
 
 
@@ -75,13 +75,13 @@ class VisionConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens an image."""
+        """The number of tokens per image."""
         return (self.image_size // self.patch_size) ** 2
 
 
 @settings
 class ExpertConfig:
-    """The sizes that an expert has to itself; the attention's are common to all."""
+    """The sizes of one expert; the attention sizes are shared by all experts."""
 
     hidden_size: Count = 1024
     intermediate_size: Count = 4096
@@ -101,29 +101,29 @@ class F1Config:
     num_kv_heads: Count = 1
     head_dim: Count = 256
     vocab_size: Count = 257152
-    """Words of the language tokenizer."""
+    """Vocabulary size of the language tokenizer."""
     language_heads: Switch = True
-    """Keep the experts' word output layers: published checkpoints carry them, nothing here uses them."""
+    """Keep the experts' word output layers: published checkpoints include them; Deft does not use them."""
     language_tokenizer_path: str = ""
-    """Folder of the language tokenizer's files; "bytes" is the one that needs none."""
+    """Folder of the language tokenizer's files; "bytes" needs no files."""
     tokenizer_max_length: Count = 48
-    """Words of an instruction at most."""
+    """Maximum number of tokens of an instruction."""
     tokenizer_weights: str = ""
-    """File of the image tokenizer's weights, where no checkpoint brings them; a bare name: one that ships with Deft."""
+    """File of the image tokenizer's weights, used without a checkpoint; a bare name is a file that ships with Deft."""
 
     understanding_weights: str = ""
-    """Folder of a PaliGemma model of this size, to start the understanding expert from where no checkpoint is given."""
+    """Folder of a PaliGemma model of this size, to initialise the understanding expert without a checkpoint."""
 
     n_obs_img_steps: Count = 4
     """Frames of history; also the kernel of the convolution that compresses them to one."""
     obs_img_stride: Count = 1
     """Steps between two frames of the history."""
     n_pred_img_steps: Literal[1] = 1
-    """Frames that are predicted at a time; `roll_out` predicts further frames from its own predictions."""
+    """Frames predicted at a time; `roll_out` predicts further frames from its own predictions."""
     max_state_dim: Count = 32
     max_action_dim: Count = 32
     chunk_size: Count = 50
-    """Actions that are planned at a time."""
+    """Actions predicted at a time."""
     num_steps: Count = 10
     """Euler steps from noise to actions."""
     wm_loss_weight: NonNegative = 0.1
@@ -133,41 +133,41 @@ class F1Config:
     mask_token_rate: Fraction = 0.15
     """… and the share of such codes."""
     top_k: NonNegativeInt = 900
-    """Sampled codes come from this many likeliest; 0: from all."""
+    """Sample codes from this many most likely ones; 0: from all."""
     top_p: Fraction = 0.95
-    """… and from the fewest that hold this probability."""
+    """… and from the smallest set with this total probability."""
 
     memory_enabled: Switch = True
     memory_hidden: Count = 2048
     memory_num_layers: Count = 4
     memory_project_to_vae_dim: Switch = True
-    """The memory joins the frame history in the tokenizer's dims; off: the condition, in the expert's width."""
+    """Add the memory to the frame history in the tokenizer's dims; off: to the condition, in the expert's width."""
     memory_picture: Switch = False
-    """What is remembered also corrects the image that the motion prior expects, place by place."""
+    """The memory also corrects the image predicted by the motion prior."""
     condition_on_actions: Switch = True
-    """The world model sees the actions up to a_t and the state."""
+    """Condition the world model on the actions up to a_t and the state."""
     unknown_action_rate: Fraction = 0.0
     """Share of training steps in which a_t is hidden, so that the model can also predict before it acts."""
     motion_prior: Switch = False
-    """Predict first where each pixel of the last frame moves, and start the codes' logits from the moved frame."""
+    """First warp the last frame by predicted motion, and derive prior logits of the codes from it."""
     motion_channels: Count = 32
     motion_loss_weight: NonNegative = 1.0
     motion_tail: NonNegative = 0.0
-    """ν > 0: codes far from the moved frame's have p ~ ‖z − e‖^−2ν, not e^−β‖z − e‖²; for cameras that stand still."""
+    """ν > 0: codes far from the warped frame's have p ~ ‖z − e‖^−2ν, not e^−β‖z − e‖²; for static cameras."""
     detail_of_motion: Switch = False
-    """Predicted images are the moved frame and what the codes change of it: for what codes can hardly draw."""
+    """Predicted images are the warped frame plus the change due to the codes, which keeps fine detail."""
     condition_init: NonNegative = 0.0
-    """Deviation of the gates and projections of what the published model lacks; 0 leaves its outputs unchanged."""
+    """Initial standard deviation of parts that the published model lacks; 0 leaves its outputs unchanged."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the vision tower and the experts' layers; all else is float32."""
+    """Data type of the vision tower and the experts' layers; the rest is float32."""
     activation_checkpointing: Switch = False
-    """Compute each layer again in the backward pass instead of keeping its activations."""
+    """Recompute each layer in the backward pass instead of storing its activations."""
     initializer_range: Positive = 0.02
 
     @property
     def num_tokens(self) -> int:
-        """L, tokens a frame."""
+        """L, the number of tokens per frame."""
         return self.tokenizer.num_tokens
 
 
@@ -221,11 +221,11 @@ PRESETS = {"tiny": tiny, "small": small, "full": full}
 
 
 def read_f1_config(source: str | Path | Mapping[str, Any] | F1Config) -> F1Config:
-    """A config from a preset's name, a JSON/YAML file, or what such a file holds.
+    """Read a config from the name of a preset, a JSON/YAML file, or a mapping.
 
-    A file is in the published layout (`und_expert_config`, …), with the memory's settings beside it, or names a
-    `preset` and what differs from it. Without a `preset`, sizes differ from `full`; a file without sizes is of the
-    preset with its `memory_hidden`, else of `tiny`.
+    A file is in the published layout (`und_expert_config`, …), with the memory's settings beside it, or has a
+    `preset` and the values that differ from it. Without a `preset`, a file with sizes is based on `full`, a file
+    without sizes on the preset with the same `memory_hidden`, else on `tiny`.
     """
     if isinstance(source, F1Config):
         return copy.deepcopy(source)
@@ -253,12 +253,12 @@ def _from_mapping(mapping: Mapping[str, Any], where: str) -> F1Config:
     return checked(F1Config, base)
 
 
-# Settings that only fit a model of one size.
+# Settings that determine the size of the model.
 _SIZES = ("vision", "understanding", "generation", "action", "tokenizer", "num_layers", "num_heads", "head_dim")
 
 
 def _implied_preset(values: Mapping[str, Any], where: str) -> str:
-    """The preset that a mapping without a `preset` differs from; a choice is logged, for `full` has 4.8 B weights."""
+    """Return the preset on which a mapping without a `preset` is based; log it, because `full` has 4.8 B weights."""
     if any(name in values for name in _SIZES):
         return "full"
     found = next((name for name, make in PRESETS.items() if make().memory_hidden == values.get("memory_hidden")), None)
@@ -268,7 +268,7 @@ def _implied_preset(values: Mapping[str, Any], where: str) -> str:
     return chosen
 
 
-# Where the published config keeps what ours has at the top.
+# Top-level keys that the published config shares with ours.
 _PUBLISHED_TOP = [
     "chunk_size",
     "max_state_dim",

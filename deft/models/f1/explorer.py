@@ -45,10 +45,11 @@ FIRST_VELOCITY = 0.3  # factor on the output layer of new weights
 class ExplorerPolicy(Policy):
     """π(chain | wrist, state, memory) with a value on the action expert's own features.
 
-    An action is the end of a denoising chain x_0 … x_S: x_0 is noise, and so, of a fixed deviation, is added to every
-    Euler step along the learned velocity. The whole chain is stored (`sample`), so that its log-prob can be computed
-    again exactly. Of the 32 dims only those of `action_mask` are ever other than 0 or counted. The robot does
-    `action_scale` times what the chain's end says (`executed`): chains, and so log-probs, do not know of it.
+    An action is the end of a denoising chain x_0 … x_S: x_0 is noise, and noise of a fixed standard deviation is
+    added to every Euler step along the learned velocity. The whole chain is stored (`sample`), so that its
+    log-prob can be recomputed exactly. Of the 32 dims only those in `action_mask` are used; the others are 0.
+    The robot executes `action_scale` times the end of the chain (`executed`); the scale does not affect the
+    chain or its log-prob.
 
     An observation is a TensorDict of `image0` (the wrist's img_t), `frame_tokens` (its codes, [B, L]), `state` and, for
     tasks with a goal, `instruction`. A head camera raises an error. `memory` is [B, layers, hidden], before the step.
@@ -88,21 +89,21 @@ class ExplorerPolicy(Policy):
 
     @property
     def config(self) -> F1Config:
-        """The F1 model's sizes."""
+        """The config of the F1 model."""
         return self.f1.config
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.f1.device
 
     def set_trainable(self) -> None:
-        """All but the world model and unused word outputs."""
+        """Train all parameters except the world model and the unused language heads."""
         for name, parameter in self.f1.named_parameters():
             parameter.requires_grad_(not name.startswith((*WORLD_MODEL, "model.language_heads.")))
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """What learns: the weights that act, and those of the value and the memory."""
+        """Return the trainable parameters: those of the policy, and those of the value and the memory."""
         named = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         beside = ("value_head.", "f1.model.memory.")
         others = [
@@ -114,7 +115,7 @@ class ExplorerPolicy(Policy):
         return [parameter for parameter in named.values() if id(parameter) not in chosen], others
 
     def value_only_parameters(self) -> Iterator[nn.Parameter]:
-        """The value's head, on the action expert's features."""
+        """Return the parameters of the value head."""
         return self.value_head.parameters()
 
     def initial_memory(self, num_envs: int) -> Tensor:
@@ -122,9 +123,9 @@ class ExplorerPolicy(Policy):
         return self.f1.initial_memory(num_envs).transpose(0, 1).contiguous()
 
     def draw_noise(self, num_rows: int, before: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
-        """x_0 [B, 1, 32] of the next step: ρ · x_0 of the step before + √(1 − ρ²) · new; all new where one `begins`.
+        """x_0 [B, 1, 32] of the next step: ρ · last x_0 + √(1 − ρ²) · new noise; only new noise where it `begins`.
 
-        Its density does not depend on the weights, and so its correlation in time changes no ratio.
+        Its density does not depend on the weights, so its correlation in time does not change the PPO ratio.
         """
         fresh = self.initial_deviation * torch.randn(num_rows, 1, len(self.action_mask), device=self.device)
         if before is None:
@@ -138,8 +139,8 @@ class ExplorerPolicy(Policy):
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Add the action [B, 32], its chain (`sample`), log-prob and value, and the memory after the step.
 
-        The chain begins with the `noise` in `sample` (of `draw_noise`), else with new noise. Deterministic: without
-        noise on the way.
+        The chain starts from the `noise` in `sample` (of `draw_noise`), else from new noise. If `deterministic`, the
+        Euler steps add no noise.
         """
         seen, memory = self._observation(td), self._memory(td)
         context = self.f1.encode_observation(seen)
@@ -172,13 +173,13 @@ class ExplorerPolicy(Policy):
         return td
 
     def action_selection(self, deterministic: bool) -> str:
-        """A flow draws the noise that it starts from in any case."""
+        """Describe the sampling: a flow always starts from random noise."""
         return SAMPLED_NOISE if deterministic else SAMPLE
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:
-        """`log_prob`, `entropy` and `value` of stored chains [T, B], the memory run through the T steps.
+        """`log_prob`, `entropy` and `value` of stored chains [T, B]; the memory is unrolled over the T steps.
 
-        Also `remembered`, [T, B, hidden]: what this policy's memory is after each step.
+        Also return `remembered`, [T, B, hidden]: the memory's output after each step.
         """
         seen = self._observation(td)
         before, after = self._unroll(seen, td)
@@ -207,7 +208,7 @@ class ExplorerPolicy(Policy):
         return self.value_head(feature).squeeze(-1)
 
     def executed(self, action: Tensor) -> Tensor:
-        """What of actions […, 32] the robot does: clipped, scaled, zeros in the padding. It enters the memory."""
+        """Return the executed actions […, 32]: clipped, scaled, zeros in the padding. They are the memory's input."""
         return self._real(action.clamp(-1.0, 1.0)) * self.action_scale
 
     # -- its parts -----------------------------------------------------------------------------------------------------
@@ -259,13 +260,13 @@ class ExplorerPolicy(Policy):
         return log_prob.view(len(chain), num_steps).sum(1), feature[::num_steps]
 
     def _step_memory(self, frame: Tensor, state: Tensor, action: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """T steps from (layers, B, hidden): what is remembered after each, [T, B, hidden], and the memory at last."""
+        """Run the memory for T steps: the output after each step, [T, B, hidden], and the final memory."""
         module = self.f1.model.memory
         assert module is not None
         return module(frame, state, self.executed(action), memory)
 
     def _unroll(self, seen: dict[str, Tensor], td: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """What is remembered before and after each of T steps, [T, B, hidden]; zeros where an episode began within."""
+        """Return the memory before and after each of T steps, [T, B, hidden]; zeros at an episode's first step."""
         memory = self._memory(td)[0].transpose(0, 1).contiguous()
         frame, state = self.f1.frame_features(seen[schema.FRAME_TOKENS]), seen[schema.STATE]
         action = td[schema.ACTION].to(self.device)
@@ -287,10 +288,10 @@ class ExplorerPolicy(Policy):
 
 
 def new_explorer(teacher: F1Policy, action_mask: Any, settings: ExplorerSettings) -> ExplorerPolicy:
-    """An explorer with new weights around a copy of the teacher's world model. In float32: ratios need it."""
+    """Create an explorer with new weights and a copy of the teacher's world model, in float32 for exact ratios."""
     config = read_f1_config(teacher.config)
     config.dtype, config.language_heads = "float32", False  # nothing reads the heads
-    # With the teacher's seed it would draw what the teacher began with, and their memories would hardly differ.
+    # With the teacher's seed its initial weights would equal the teacher's, and so would their memories.
     with torch.random.fork_rng([teacher.device] if teacher.device.type == "cuda" else []):
         torch.manual_seed((torch.initial_seed() + EXPLORER_SEED) % 2**63)
         with torch.device(teacher.device):
@@ -304,7 +305,7 @@ def new_explorer(teacher: F1Policy, action_mask: Any, settings: ExplorerSettings
             settings.noise_correlation,
         )
     copy_world_model(teacher, f1)
-    with torch.no_grad():  # at first it does what the noise says: new weights as drawn go the same way in every episode
+    with torch.no_grad():  # small velocities: the first actions follow the noise instead of one fixed direction
         for parameter in f1.model.flow.action_out_proj.parameters():
             parameter.mul_(FIRST_VELOCITY)
     return explorer
@@ -325,12 +326,12 @@ def world_model_weights(f1: F1Policy) -> dict[str, Tensor]:
 
 
 def explorer_extras(explorer: ExplorerPolicy) -> dict[str, Tensor]:
-    """What an explorer has beside its F1 policy: the content of `explorer.pt`."""
+    """Return the tensors of an explorer that are not in its F1 policy: the content of `explorer.pt`."""
     return {name: value.detach().cpu().clone() for name, value in explorer.state_dict().items() if name[:3] != "f1."}
 
 
 def load_explorer(folder: Path, model_file: Path, device: str | torch.device = "cpu") -> ExplorerPolicy:
-    """The explorer of a checkpoint: `model.pt` and `explorer.pt`, strict about keys; `model_file` has its sizes."""
+    """Load an explorer from `model.pt` and `explorer.pt`, with strict keys; `model_file` is its config."""
     path = folder / EXPLORER_FILE
     if not path.is_file():
         raise InputError(f"{folder} is not a checkpoint of an explorer: it has no {EXPLORER_FILE}")
@@ -338,7 +339,7 @@ def load_explorer(folder: Path, model_file: Path, device: str | torch.device = "
     for name in ("action_mask", "deviation"):
         if name not in extras:
             raise InputError(f"{path} does not fit ExplorerPolicy: key {name} is missing")
-    extras.setdefault("action_scale", torch.tensor(1.0))  # earlier explorers did all that they said
+    extras.setdefault("action_scale", torch.tensor(1.0))  # explorers of earlier versions have no scale
     f1 = load_f1_policy(model_file, device, checkpoint_path=folder).policy
     explorer = ExplorerPolicy(f1, extras["action_mask"], len(extras["deviation"]))
     check_fit(explorer_extras(explorer), extras, path, "ExplorerPolicy")

@@ -18,7 +18,7 @@ SHORTEST_PERIOD, LONGEST_PERIOD = 4e-3, 4.0
 
 
 class ActionHead(nn.Module):
-    """Embeddings of state and noisy actions, and the velocity that comes out."""
+    """Embeds the state and noisy actions, and projects the expert's output to the velocity."""
 
     def __init__(self, config: F1Config) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class ActionHead(nn.Module):
         self.action_out_proj = nn.Linear(width, config.max_action_dim)
 
     def embed(self, state: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
-        """Tokens [B, 1 + K, C] from state [B, S], noisy actions [B, K, A] and time [B]."""
+        """Return tokens [B, 1 + K, C] from state [B, S], noisy actions [B, K, A] and time [B]."""
         actions = self.action_in_proj(noisy)
         times = time_embedding(time, actions.shape[-1])[:, None].expand_as(actions)
         hidden = functional.silu(self.action_time_mlp_in(torch.cat([actions, times], -1)))
@@ -63,7 +63,7 @@ def noisy_actions(actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:
 
 
 def integrate(velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, num_steps: int) -> Tensor:
-    """Euler from t = 1 (noise [B, K, A]) to t = 0: the actions."""
+    """Integrate from t = 1 (noise [B, K, A]) to t = 0 (actions) with Euler steps."""
     actions = noise
     for step in range(num_steps):
         time = noise.new_full((noise.shape[0],), 1.0 - step / num_steps)

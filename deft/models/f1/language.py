@@ -20,20 +20,20 @@ PADDING, BEGINNING, FIRST_BYTE = 0, 2, 3
 
 
 class LanguageTokenizer(Protocol):
-    """Texts to tokens of a fixed length."""
+    """Converts texts to tokens of a fixed length."""
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """int64 [B, W] and bool [B, W], which are real."""
+        """Return tokens, int64 [B, W], and their mask, bool [B, W]."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes after a beginning mark, ended by a new line; 259 tokens."""
+    """UTF-8 bytes after a start token, with a newline at the end; 259 tokens."""
 
     def __init__(self, length: Count) -> None:
         self.length = length
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """int64 [B, W] and bool [B, W]. What is too long is cut."""
+        """Return tokens, int64 [B, W], and their mask, bool [B, W]. Long texts are truncated."""
         tokens = np.full((len(texts), self.length), PADDING, np.int64)
         for row, text in zip(tokens, texts, strict=True):
             codes = [BEGINNING, *(FIRST_BYTE + byte for byte in _prompt(text).encode())][: self.length]
@@ -48,11 +48,11 @@ class FolderTokenizer:
     def __init__(self, folder: str, length: int) -> None:
         if not folder:
             raise InputError(
-                "language_tokenizer_path is not set; name the folder of the language tokenizer's files, or 'bytes'"
+                "language_tokenizer_path is not set; set the folder of the language tokenizer's files, or 'bytes'"
             )
         if not Path(folder).is_dir():
             raise InputError(
-                f"language_tokenizer_path {folder} is not a folder; name the one with the tokenizer's files"
+                f"language_tokenizer_path {folder} is not a folder; give the folder with the tokenizer's files"
             )
         try:
             from transformers import AutoTokenizer
@@ -65,12 +65,12 @@ class FolderTokenizer:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             if "trust_remote_code=True" in str(error):
-                reason = "it brings code of its own; if you trust its author, use --trust-remote-code"
+                reason = "it contains its own code; if you trust its author, use --trust-remote-code"
             raise InputError(f"language_tokenizer_path {folder} cannot be read: {reason}") from None
         self.length = length
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """int64 [B, W] and bool [B, W]."""
+        """Return tokens, int64 [B, W], and their mask, bool [B, W]."""
         found = self._tokenizer(
             [_prompt(text) for text in texts],
             padding="max_length",
@@ -83,7 +83,7 @@ class FolderTokenizer:
 
 
 def make_language_tokenizer(config: F1Config) -> LanguageTokenizer:
-    """The tokenizer that a config names."""
+    """Create the tokenizer of a config."""
     if config.language_tokenizer_path == BYTES:
         return ByteTokenizer(config.tokenizer_max_length)
     return FolderTokenizer(config.language_tokenizer_path, config.tokenizer_max_length)

@@ -1,4 +1,4 @@
-"""Build an F1 policy and fill it with weights, of a published checkpoint or of our own. Nothing is guessed.
+"""Builds an F1 policy and loads its weights from a published checkpoint or from one of Deft.
 
 `load_f1_policy` is what users and trainers call; `save_published` writes the published layout.
 """
@@ -30,7 +30,7 @@ from deft.models.vla.loading import check_fit, read_weights
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = Path(__file__).parent / "weights"  # what ships with the package
+WEIGHTS = Path(__file__).parent / "weights"  # weights that ship with the package
 WEIGHT_FILES = ("model.safetensors", "model.pt")
 
 
@@ -56,8 +56,8 @@ def load_f1_policy(
     """Build the policy of a preset or a config file, with the weights of `checkpoint_path`, on `device`.
 
     `checkpoint_path` is a weights file, or a folder with `model.safetensors` or `model.pt` (and `peft_adapter/`), in
-    the published layout or ours. Without it the model starts from new weights and says so; its image tokenizer never
-    does, unless `debug` asks for it. `lora_config` puts new adapters on it where the checkpoint brings none.
+    the published layout or ours. Without it the weights are new, and a warning is logged; the image tokenizer
+    always needs weights, unless `debug` is set. `lora_config` adds new adapters if the checkpoint has none.
     """
     _check_device(device)
     config = read_f1_config(config_file)
@@ -84,12 +84,12 @@ def load_f1_policy(
 
 
 def default_teacher() -> Path:
-    """The weights of the teacher that ships with Deft: `tiny`, trained on the tabletop; how is in the file beside."""
+    """Return the weights of the teacher that ships with Deft: `tiny`, trained on the tabletop (see its JSON file)."""
     return WEIGHTS / "tiny_teacher.safetensors"
 
 
 def published_state_dict(policy: F1Policy) -> dict[str, Tensor]:
-    """The policy's tensors under published names; without what the published model does not have."""
+    """Return the policy's tensors under published names, without parts that the published model lacks."""
     named = {published_name(name): tensor for name, tensor in base_state_dict(policy).items()}
     return {name: tensor for name, tensor in named.items() if name is not None}
 
@@ -120,12 +120,12 @@ def _find_weights(path: Path) -> Path:
 
 
 def load_tokenizer(policy: F1Policy, path: str | Path) -> None:
-    """Fill the image tokenizer from a file of its own tensors, or from a checkpoint of a whole policy."""
+    """Load the image tokenizer from a file of its own tensors, or from a checkpoint of a whole policy."""
     fill_tokenizer(policy.tokenizer, Path(path))
 
 
 def fill_tokenizer(tokenizer: MultiScaleTokenizer, path: Path) -> None:
-    """The same for a tokenizer by itself."""
+    """Load the weights of an image tokenizer without a policy."""
     weights = read_weights(path)
     for prefix in ("tokenizer.", "vae."):
         if any(name.startswith(prefix) for name in weights):
@@ -137,7 +137,7 @@ def fill_tokenizer(tokenizer: MultiScaleTokenizer, path: Path) -> None:
 
 
 def find_tokenizer(name: str, setting: str = "tokenizer_weights") -> Path:
-    """The file of an image tokenizer's weights: a path, the run that made it, or the bare name of one of Deft's."""
+    """Return the file of an image tokenizer's weights from a path, a run directory, or the name of one of Deft's."""
     path = Path(name)
     if path.is_dir() and (own := path / "tokenizer.safetensors").is_file():
         return own
@@ -151,7 +151,7 @@ def find_tokenizer(name: str, setting: str = "tokenizer_weights") -> Path:
 
 
 def load_paligemma(policy: F1Policy, folder: str | Path) -> None:
-    """Fill vision tower, words and understanding expert from a folder with a PaliGemma model's safetensors files."""
+    """Load vision tower, words and understanding expert from the safetensors files of a PaliGemma model."""
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -173,14 +173,14 @@ def load_paligemma(policy: F1Policy, folder: str | Path) -> None:
 
 
 def _filled(config: F1Config, weights: dict[str, Tensor], path: Path) -> F1Policy:
-    """A policy made of the file's tensors; what a published file does not have starts anew, without effect."""
+    """Build a policy from the file's tensors; parts that a published file lacks are initialised without effect."""
     from_published = is_published(weights)
     if from_published:
         probe = weights.get("model.paligemma_with_expert.gemma_wm_expert.model.layers.0.self_attn.q_proj.weight")
         stored = "bfloat16" if probe is not None and probe.dtype == torch.bfloat16 else "float32"
         config.dtype = stored  # type: ignore[assignment]
         weights = {name: value for name, value in weights.items() if not name.startswith(REPEATED)}
-    with torch.device("meta"):  # no memory is taken for weights that are replaced at once
+    with torch.device("meta"):  # allocate no memory for weights that are replaced at once
         policy = F1Policy(config)
     own = policy.state_dict()
     if from_published:
@@ -192,14 +192,14 @@ def _filled(config: F1Config, weights: dict[str, Tensor], path: Path) -> F1Polic
         weights |= added
         if added:
             parts = ", ".join(sorted({name.split(".")[1] for name in added}))
-            logger.info("%s is a published checkpoint: %s start anew, without effect", path, parts)
+            logger.info("%s is a published checkpoint: %s are initialised, without effect", path, parts)
     check_fit(own, weights, path, "F1Policy")
     policy.load_state_dict({name: weights[name].to(own[name].dtype) for name in own}, assign=True)
     return policy
 
 
 def _added_parts(config: F1Config) -> dict[str, Tensor]:
-    """New weights of the parts that are ours alone."""
+    """Return new weights of the parts that the published model lacks."""
     parts: dict[str, Any] = {}
     if config.memory_enabled:
         parts["memory"] = Memory(config)
@@ -217,7 +217,7 @@ def _added_parts(config: F1Config) -> dict[str, Tensor]:
 
 
 def _tokenizer_file(config: F1Config, debug: bool) -> Path | None:
-    """Where the image tokenizer's weights are; None where `debug` allows new ones."""
+    """Return the file of the image tokenizer's weights; None if `debug` allows new weights."""
     name = config.tokenizer_weights
     try:
         if name:

@@ -1,6 +1,6 @@
-"""LoRA on an F1 policy through peft: low-rank changes of chosen layers; memory and the parts beside it learn in full.
+"""LoRA on an F1 policy through peft: adapters on chosen layers; the memory and other added parts are fully trained.
 
-`peft_adapter/` holds all that was trained and loads back on the base model alone; the policy's methods stay the same.
+`peft_adapter/` holds all trained weights and is loaded on top of the base model; the policy's methods are unchanged.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ADAPTER = "default"
 
 
 def has_lora(policy: F1Policy) -> bool:
-    """Whether adapters are on the policy."""
+    """Whether the policy has adapters."""
     return hasattr(policy.model, "peft_config")
 
 
 def add_lora(policy: F1Policy, lora_config: Mapping[str, Any] | LoraSettings | None = None) -> None:
-    """Put new adapters on the policy's model. They start without effect; all but them and the added parts is frozen."""
+    """Add new adapters to the policy's model, initially without effect; only they and the added parts are trained."""
     peft = _peft()
     _check_bare(policy)
     chosen = lora_config if isinstance(lora_config, LoraSettings) else checked(LoraSettings, dict(lora_config or {}))
@@ -48,7 +48,7 @@ def add_lora(policy: F1Policy, lora_config: Mapping[str, Any] | LoraSettings | N
 
 
 def save_adapter(policy: F1Policy, folder: str | Path) -> None:
-    """Write the adapters and the parts that learn in full to a folder of peft's layout."""
+    """Write the adapters and the fully trained parts to a folder in peft's layout."""
     if not has_lora(policy):
         raise InputError("the policy has no LoRA adapters to save")
     wrapped: Any = policy.model
@@ -56,7 +56,7 @@ def save_adapter(policy: F1Policy, folder: str | Path) -> None:
 
 
 def load_adapter(policy: F1Policy, folder: str | Path) -> None:
-    """Put saved adapters on a policy without any; names and shapes must all fit."""
+    """Load saved adapters on a policy without adapters; all names and shapes must fit."""
     folder = Path(folder)
     if not (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} holds no adapter: adapter_config.json is not there")
@@ -80,7 +80,7 @@ def load_adapter(policy: F1Policy, folder: str | Path) -> None:
 
 
 def merge_lora(policy: F1Policy) -> None:
-    """Add the low-rank changes to the weights and take the adapters off."""
+    """Merge the low-rank changes into the weights and remove the adapters."""
     if not has_lora(policy):
         raise InputError("the policy has no LoRA adapters to merge")
     wrapped: Any = policy.model
@@ -88,7 +88,7 @@ def merge_lora(policy: F1Policy) -> None:
 
 
 def base_state_dict(policy: F1Policy) -> dict[str, Tensor]:
-    """The policy's tensors under the names without adapters: base weights, and the parts that learn in full."""
+    """Return the policy's tensors under the names without adapters: base weights and fully trained parts."""
     found = {}
     for name, tensor in policy.state_dict().items():
         if ".lora_" in name or ".original_module." in name:

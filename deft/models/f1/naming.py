@@ -1,10 +1,10 @@
-"""The names of the published checkpoint's tensors, one to one with ours."""
+"""Maps our tensor names to those of the published checkpoint and of PaliGemma."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Ours → theirs, by prefix; the first that fits counts.
+# Our prefixes → published prefixes; the first match is used.
 _PALIGEMMA = "model.paligemma_with_expert.paligemma."
 _PREFIXES = {
     "tokenizer.": "vae.",
@@ -33,13 +33,13 @@ _PREFIXES = {
     "model.flow.": "model.",
 }
 OWN_PREFIXES = ("model.memory.", "model.conditioning.", "model.motion.")
-"""What the published model does not have; all of it starts without effect."""
+"""Parts that the published model lacks; they are initialised without effect."""
 REPEATED = "model.vae."
 """The published file may hold the tokenizer a second time under this name."""
 
 
 def published_name(name: str) -> str | None:
-    """The published name of one of our tensors; None for what is ours alone."""
+    """Return the published name of one of our tensors; None if the published model lacks it."""
     if name.startswith(OWN_PREFIXES):
         return None
     for ours, theirs in _PREFIXES.items():
@@ -61,7 +61,7 @@ _PALIGEMMA_PARTS = {
 
 
 def from_paligemma(name: str) -> str | None:
-    """Our name, within the model, of a tensor of a PaliGemma file; None for its output layer, which is not used."""
+    """Return our name, within the model, of a tensor of a PaliGemma file; None for its unused output layer."""
     plain = name.removeprefix("model.")
     plain = plain.replace("language_model.model.", "language_model.").replace("vision_model.", "")
     if "lm_head." in plain:

@@ -1,4 +1,4 @@
-"""Which weights of an F1 policy learn, and with what optimizer and schedule."""
+"""Selects the trainable weights of an F1 policy, and creates their optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def set_policy_requires_grad(
     train_act_expert_only: bool = False,
     train_gen_expert_only: bool = False,
 ) -> None:
-    """Choose what learns; the image tokenizer and unused word outputs never do.
+    """Set which parameters are trained; the image tokenizer and unused language heads never are.
 
     `train_gen_expert_only`: the world model alone, with the memory, the conditioning on actions and the motion prior.
-    `train_act_expert_only`: the action expert alone. `freeze_gen_expert`: all that predicts frames stays as it is, the
-    memory included. `freeze_vision_encoder`: SigLIP stays. With LoRA the same choice among the adapters and the parts
-    that learn in full.
+    `train_act_expert_only`: the action expert alone. `freeze_gen_expert`: all parts that predict frames are frozen,
+    including the memory. `freeze_vision_encoder`: SigLIP is frozen. With LoRA the same choice applies to the adapters
+    and the fully trained parts.
     """
     if train_act_expert_only and train_gen_expert_only:
         raise InputError("train_act_expert_only and train_gen_expert_only exclude each other")
@@ -58,7 +58,7 @@ def set_policy_requires_grad(
 
 
 def _without_gradient(policy: F1Policy, acts: bool) -> Iterator[Iterator[nn.Parameter]]:
-    """What no loss reaches: of the understanding expert's last layer only keys and values are read."""
+    """Return parameters without a gradient: only keys and values of the understanding expert's last layer are used."""
     understanding = policy.model.experts.understanding
     last: Any = understanding.layers[-1]
     attention = last.self_attn
@@ -70,10 +70,10 @@ def _without_gradient(policy: F1Policy, acts: bool) -> Iterator[Iterator[nn.Para
 
 
 def setup_optimizer(policy: nn.Module, lr: float = 1e-4, weight_decay: float = 0.01) -> torch.optim.AdamW:
-    """AdamW over the weights that learn; norms, biases, gates and position embeddings have no weight decay."""
+    """Create AdamW over the trainable weights; norms, biases, gates and position embeddings have no weight decay."""
     learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not learning:
-        raise InputError("nothing of the policy learns: see set_policy_requires_grad")
+        raise InputError("the policy has no trainable parameters; see set_policy_requires_grad")
     matrices = [parameter for parameter in learning if parameter.ndim == 2 or parameter.ndim == 4]
     others = [parameter for parameter in learning if parameter.ndim not in (2, 4)]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -84,7 +84,7 @@ def setup_optimizer(policy: nn.Module, lr: float = 1e-4, weight_decay: float = 0
 def setup_scheduler(
     optimizer: torch.optim.Optimizer, scheduler_type: str = "cosine", T_max: int = 10_000, eta_min: float = 0.0
 ) -> LRScheduler:
-    """From the optimizer's learning rate to `eta_min` within `T_max` steps, along a cosine or a line; or constant."""
+    """Create a cosine, linear or constant schedule from the optimizer's learning rate to `eta_min` in `T_max` steps."""
     if scheduler_type == "cosine":
         return CosineAnnealingLR(optimizer, T_max, eta_min)
     if scheduler_type == "linear":

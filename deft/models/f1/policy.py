@@ -36,12 +36,12 @@ class Inputs:
     image_masks: list[Tensor | None]  # bool [N]; None: all rows have the image
     words: Tensor
     word_mask: Tensor | None
-    frames: Tensor | None  # [N, H + n, 3, h, w]; None where the codes came with the batch and no pixels are needed
+    frames: Tensor | None  # [N, H + n, 3, h, w]; None if the batch has codes and no pixels are needed
     codes: Tensor  # [N, H + n, L]
     history: Tensor  # [N, H, L − 1, D]
     state: Tensor
     actions: Tensor  # [N, H, A]: a_{t-3} … a_t
-    known: Tensor  # bool [N]: whether a_t is
+    known: Tensor  # bool [N]: whether a_t is known
 
     @property
     def rows(self) -> int:
@@ -65,7 +65,7 @@ class F1Policy(nn.Module):
         self.use_dtype(config.dtype)
 
     def use_dtype(self, dtype: str) -> None:
-        """The type of the vision tower, the words and the experts' layers, as in the published checkpoint."""
+        """Set the dtype of the vision tower, word embeddings and experts' layers, as in the published checkpoint."""
         self.config.dtype = dtype  # type: ignore[assignment]
         model, chosen = self.model, DTYPES[dtype]
         for part in (model.vision, model.words, model.experts.understanding):
@@ -77,22 +77,22 @@ class F1Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.tokenizer.quantize.embedding.weight.device
 
     @property
     def language_tokenizer(self) -> LanguageTokenizer:
-        """Made when an instruction first comes."""
+        """The language tokenizer, created at the first instruction."""
         if self._language is None:
             self._language = make_language_tokenizer(self.config)
         return self._language
 
     def as_teacher(self, phase: str = "teacher") -> TeacherPolicy:
-        """This world model as the reward of one F1 environment, with a memory of its own."""
+        """Return this world model as the reward of one F1 environment, with its own memory."""
         return TeacherPolicy(self, phase)
 
     def initial_memory(self, batch_size: int) -> Tensor:
-        """Zeros (layers, batch, hidden): the memory at an episode's first frame."""
+        """Return zeros (layers, batch, hidden): the memory at an episode's first frame."""
         if self.model.memory is None:
             raise InputError("this F1 model has no memory (memory_enabled: false)")
         return self.model.memory.zeros(batch_size)
@@ -115,19 +115,19 @@ class F1Policy(nn.Module):
         generator: torch.Generator | None = None,
         by_step: bool = False,
     ) -> dict[str, Tensor]:
-        """Losses and accuracies of the frame after [img_{t-3} … img_t] and [a_{t-3} … a_t].
+        """Return losses and accuracies of the frame after [img_{t-3} … img_t] and [a_{t-3} … a_t].
 
-        `loss` is the world model's where the batch has no `action` chunk or `train_gen_expert_only`; else action loss +
+        `loss` is the world model's without an `action` chunk or with `train_gen_expert_only`; else action loss +
         `gen_out_loss_ratio` · world-model loss. `memory_state` (here or in the batch) is the memory before the first
-        step; the one returned is the memory after the last, with its gradient: detach it between chunks. Where episodes
-        end within a sequence, `step_mask` [T, B] says which steps are real: the others do not count. `by_step` adds for
+        step; the returned memory is that after the last step, with its gradient: detach it between chunks. If episodes
+        end within a sequence, `step_mask` [T, B] marks the real steps; the others are ignored. `by_step` adds for
         every row the cross-entropy (`wm_losses`), the accuracy (`wm_accuracies`), the mean entropy of its codes
-        (`wm_entropies`), and what is remembered after it (`remembered`, […, hidden]), for evaluation and rewards.
+        (`wm_entropies`), and the memory's output after it (`remembered`, […, hidden]), for evaluation and rewards.
         """
         self._check_steps(cur_n_obs_img_steps, cur_n_pred_img_steps)
         inputs = self._prepare(batch, with_target=True, hide=self.training, generator=generator)
         before, after, memory_state = self._remember(inputs, self._given_memory(batch, memory_state), memory_backprop)
-        if before is not None and after is not None:  # where a_t is hidden, so is the memory of it
+        if before is not None and after is not None:  # where a_t is hidden, the memory must not include it
             after = torch.where(inputs.known[:, None], after, before)
         prefix = self._prefix(inputs)
         expected = self._expected_frame(inputs)
@@ -161,7 +161,7 @@ class F1Policy(nn.Module):
         if train_gen_expert_only or schema.ACTION not in batch:
             results["loss"] = prediction_loss
         else:
-            # As when acting, the action expert sees the predicted frame, not the true one, and a_t is its own to find.
+            # As when acting, the action expert reads the predicted frame, not the true one, and a_t is unknown.
             unknown = self._without_last_action(inputs)
             predicted_frame = self._predict_frame(unknown, prefix, before, top_k=1, top_p=1.0, generator=None)
             results["action_loss"] = self._action_loss(batch, unknown, predicted_frame, before, noise, time, generator)
@@ -182,8 +182,8 @@ class F1Policy(nn.Module):
     ) -> dict[str, Tensor]:
         """The next frame, uint8 [B, 3, h, w] under `images`, its codes under `frame_tokens`, the memory after the step.
 
-        `top_k` 1 takes the likeliest codes; `config.top_k` and `config.top_p` are the settings for sampling. Of a batch
-        with frames to predict, these are not looked at.
+        `top_k` 1 takes the most likely codes; `config.top_k` and `config.top_p` are the settings for sampling. Target
+        frames in the batch are ignored.
         """
         inputs = self._prepare(batch, with_target=False)
         _, after, memory_state = self._remember(inputs, self._given_memory(batch, memory_state))
@@ -201,7 +201,7 @@ class F1Policy(nn.Module):
         return results
 
     def forward_memory_only(self, batch: Mapping[str, Any], memory_state: Tensor | None = None) -> Tensor:
-        """The memory (layers, batch, hidden) after the batch's steps; nothing is predicted."""
+        """Return the memory (layers, batch, hidden) after the batch's steps, without a prediction."""
         inputs = self._prepare(batch, with_target=False, needs_images=False)
         _, _, found = self._remember(inputs, self._given_memory(batch, memory_state))
         if found is None:
@@ -209,7 +209,7 @@ class F1Policy(nn.Module):
         return found
 
     def forward_motion_only(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The loss of the motion prior alone, from pixels: a small part of a whole step, to train it first."""
+        """Return the pixel loss of the motion prior alone, at a fraction of the cost of a full step."""
         if self.model.motion is None:
             raise InputError("this F1 model has no motion prior (motion_prior: false)")
         state = self._vectors(batch, schema.STATE, self.config.max_state_dim)
@@ -280,8 +280,8 @@ class F1Policy(nn.Module):
         """A chunk of actions [B, K, 32], from noise in `num_steps` Euler steps, after predicting the next frame.
 
         The batch is an observation's: its `action_history` ends with a_{t-1}. Without `predict_action_only` a dict:
-        `action`, `images` and `frame_tokens`. The memory is not moved on: a_t is known after acting
-        (`forward_memory_only`).
+        `action`, `images` and `frame_tokens`. The memory is not updated: a_t is known only after
+        acting (`forward_memory_only`).
         """
         inputs = self._prepare(batch, with_target=False)
         history = inputs.actions
@@ -321,11 +321,11 @@ class F1Policy(nn.Module):
 
     @torch.no_grad()
     def frame_features(self, codes: Tensor) -> Tensor:
-        """What the memory gets of frames with codes […, L]: the features they stand for, of all scales, […, F]."""
+        """Return the memory's input for frames with codes […, L]: their quantised features, […, F]."""
         features = self.tokenizer.quantized(codes.flatten(0, -2))
         return features.flatten(2).transpose(1, 2).reshape(*codes.shape[:-1], -1)
 
-    # What a batch becomes
+    # Preparing a batch
 
     def _prepare(
         self,
@@ -370,7 +370,7 @@ class F1Policy(nn.Module):
         )
 
     def _vectors(self, batch: Mapping[str, Any], name: str, size: int) -> Tensor:
-        """Floats of the padded size; smaller ones are padded with zeros."""
+        """Return float vectors, padded with zeros to `size`."""
         if name not in batch:
             raise InputError(f"the batch has no {name!r}; it has {', '.join(sorted(batch.keys()))}")
         values = batch[name].to(self.device, torch.float32)
@@ -382,7 +382,7 @@ class F1Policy(nn.Module):
     def _frames(
         self, batch: Mapping[str, Any], leading: torch.Size, length: int, pixels_needed: bool
     ) -> tuple[Tensor | None, Tensor]:
-        """The frames [N, length, 3, h, w], where they are needed, and their codes [N, length, L]."""
+        """Return the frames [N, length, 3, h, w], if needed, and their codes [N, length, L]."""
         names = set(batch.keys())
         given = schema.FRAME_TOKENS in names
         pixels = None
@@ -417,14 +417,14 @@ class F1Policy(nn.Module):
         return images, image_masks
 
     def _words(self, batch: Mapping[str, Any], num_rows: int) -> tuple[Tensor, Tensor | None]:
-        """The instruction's tokens, and which are real; a task without one has no words."""
+        """Return the instruction's tokens and their mask; no tokens for a task without an instruction."""
         instruction = batch.get(schema.INSTRUCTION, None)
         if instruction is None:
             return torch.zeros(num_rows, 0, dtype=torch.long, device=self.device), None
         if isinstance(instruction, Tensor):
             instruction = instruction_texts(instruction.flatten(0, -2))
         words, mask = self.language_tokenizer(instruction)
-        longest = int(mask.sum(1).max())  # padding changes nothing, and costs time
+        longest = int(mask.sum(1).max())  # remove common padding: it changes nothing and costs time
         words, mask = words[:, :longest], mask[:, :longest]
         return words.to(self.device), None if bool(mask.all()) else mask.to(self.device)
 
@@ -437,7 +437,7 @@ class F1Policy(nn.Module):
                 raise InputError(f"{name} is {given}; this model has {own}")
 
     def _hidden_codes(self, num_rows: int, generator: torch.Generator | None) -> Tensor | None:
-        """In training, a few codes of the true frame are hidden from the finer scales: bool [N, L − 1]."""
+        """Choose codes of the true frame to hide from the finer scales in training: bool [N, L − 1]."""
         rows, tokens = self.config.mask_sequence_rate, self.config.mask_token_rate
         if not self.training or rows == 0 or tokens == 0:
             return None
@@ -464,7 +464,7 @@ class F1Policy(nn.Module):
     def _remember(
         self, inputs: Inputs, memory: Tensor | None, backprop: bool = True
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What is remembered before and after each step, [N, hidden], and the memory after the last."""
+        """Return the memory's output before and after each step, [N, hidden], and the memory after the last step."""
         if self.model.memory is None or memory is None:
             return None, None, None
         frame = self.frame_features(inputs.codes[:, self.config.n_obs_img_steps - 1])  # img_t
@@ -480,7 +480,7 @@ class F1Policy(nn.Module):
             before = before.detach()
         return before.flatten(0, 1), after.flatten(0, 1), last
 
-    # The parts of a pass
+    # Steps of a forward pass
 
     def _prefix(self, inputs: Inputs) -> Prefix:
         return self.model.understand(inputs.images, inputs.image_masks, inputs.words, inputs.word_mask)
@@ -508,7 +508,7 @@ class F1Policy(nn.Module):
     def _condition(self, inputs: Inputs, remembered: Tensor | None, expected: Tensor | None) -> Condition:
         features = None
         if expected is not None:
-            with torch.no_grad():  # the motion learns from pixels, not through the tokenizer
+            with torch.no_grad():  # the motion prior is trained on pixels, not through the tokenizer
                 features = self.tokenizer.features(expected.clamp(-1, 1))
             features = self._corrected(features, remembered)
         return self.model.condition(inputs.history, remembered, (inputs.actions, inputs.known, inputs.state), features)
@@ -546,7 +546,7 @@ class F1Policy(nn.Module):
         time: Tensor | None,
         generator: torch.Generator | None,
     ) -> Tensor:
-        """Mean (ε − a − v)² over the real dims of the real steps."""
+        """Return the mean of (ε − a − v)² over the real dims of the real steps."""
         actions = self._vectors(batch, schema.ACTION, self.config.max_action_dim).flatten(0, -3)
         noise = torch.randn(actions.shape, device=self.device, generator=generator) if noise is None else noise
         time = flow.sample_time(len(actions), self.device, generator) if time is None else time
@@ -572,7 +572,7 @@ def token_entropy(logits: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, real: Tensor | None) -> Tensor:
-    """The mean of [N, …] over the rows that are `real`, [T, B] with T · B = N; over all where it is None."""
+    """Average [N, …] over the rows marked `real`, [T, B] with T · B = N; over all rows if it is None."""
     if real is None:
         return values.mean()
     weight = real.to(values.device, values.dtype).flatten()

@@ -1,4 +1,4 @@
-"""Choosing codes from logits."""
+"""Samples codes from logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def choose(logits: Tensor, top_k: int, top_p: float, generator: torch.Generator | None = None) -> Tensor:
-    """A code for each place of [B, n, K]: of the `top_k` likeliest (0: all) the fewest that hold `top_p`."""
+    """Sample a code for each token of [B, n, K] by top-k (0: all codes) and nucleus sampling (`top_p`)."""
     if top_k == 1:
         return logits.argmax(-1)
     if 0 < top_k < logits.shape[-1]:
@@ -15,7 +15,7 @@ def choose(logits: Tensor, top_k: int, top_p: float, generator: torch.Generator 
     if top_p < 1.0:
         ordered, order = logits.sort(-1, descending=True)
         probabilities = ordered.softmax(-1)
-        # Dropped are those before which top_p is already reached; so the likeliest stays.
+        # Drop codes after top_p is reached; the most likely code always stays.
         dropped = probabilities.cumsum(-1) - probabilities >= top_p
         logits = logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
     probabilities = logits.softmax(-1)

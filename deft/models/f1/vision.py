@@ -1,6 +1,6 @@
-"""SigLIP's vision tower and the projection of its features to word embeddings; `F1Model` calls it for every image.
+"""SigLIP's vision tower and the projection of its features to word embeddings; `F1Model` applies it to every image.
 
-Tensor names are those of transformers' SigLIP and PaliGemma, so their weights load as they are.
+Tensor names are those of transformers' SigLIP and PaliGemma, so that their weights can be loaded directly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class VisionLayer(nn.Module):
 
 
 class PatchEmbeddings(nn.Module):
-    """An image as patches with learned positions."""
+    """Embeds the patches of an image, with learned positions."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class PatchEmbeddings(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Images in -1 … 1 to features in the width of the words."""
+    """Maps images in -1 … 1 to features of the word embeddings' width."""
 
     def __init__(self, config: VisionConfig, out_size: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class VisionTower(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, h, w] → [B, P, out_size], at the scale of the words' embeddings.
 
-        PaliGemma divides these features by √width, and Gemma multiplies all it reads by √width: neither is done here.
+        PaliGemma divides these features by √width and Gemma multiplies its inputs by √width; both are omitted here.
         """
         x = self.embeddings(images.to(self.projector.weight.dtype))
         for layer in self.layers:

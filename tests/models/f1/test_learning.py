@@ -77,7 +77,7 @@ def test_choices_that_exclude_each_other():
         set_policy_requires_grad(policy, train_act_expert_only=True, train_gen_expert_only=True)
     with pytest.raises(InputError, match="freeze_gen_expert and train_gen_expert_only exclude each other"):
         set_policy_requires_grad(policy, freeze_gen_expert=True, train_gen_expert_only=True)
-    with pytest.raises(InputError, match="nothing of the policy learns"):
+    with pytest.raises(InputError, match="the policy has no trainable parameters"):
         setup_optimizer(policy.requires_grad_(False))
 
 

@@ -111,7 +111,7 @@ def test_several_processes_are_refused(sft, tmp_path, toy, quiet, monkeypatch):
 
 
 def test_more_modes_than_waypoints_are_refused(sft, tmp_path, toy, quiet):
-    with pytest.raises(InputError, match="residual_modes: 20 of"):
+    with pytest.raises(InputError, match="residual_modes 20 is more than the"):
         train_ppo(config(sft, tmp_path, toy, residual_modes=20), quiet)
 
 
