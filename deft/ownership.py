@@ -192,8 +192,8 @@ def keep_foreign(path: Path) -> None:
 
 def free_place(path: Path) -> Path:
     """Return a free path with the suffix `.kept`, and a number if needed, for a file that Deft did not write."""
-    places = (path.with_name(f"{path.name}{KEPT}{number or ''}") for number in itertools.count())
-    return next(place for place in places if not os.path.lexists(place))
+    candidates = (path.with_name(f"{path.name}{KEPT}{number or ''}") for number in itertools.count())
+    return next(candidate for candidate in candidates if not os.path.lexists(candidate))
 
 
 def has_format(path: Path) -> bool:

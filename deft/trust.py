@@ -193,10 +193,10 @@ def _check_module(module: str, given: str, setting: str, flag: str) -> None:
     _state.modules.add(module)
 
 
-def check(given: str, setting: str, refusal: str, instead: str, more: str = "") -> None:
+def check(given: str, setting: str, reason: str, instead: str, more: str = "") -> None:
     """Raise InputError if the value `given` of a setting runs code and is not the user's own.
 
-    `refusal` is the reason in the message; `instead` is how the user can give the name.
+    `reason` is the reason in the message; `instead` is how the user can give the name.
     """
     text = given.strip()
     key = _key(text)
@@ -208,14 +208,14 @@ def check(given: str, setting: str, refusal: str, instead: str, more: str = "") 
         log.warning("%s %s%s runs code of its author, as %s allows", setting, given, place, FLAG)
         return
     trust = FLAG if _state.command_line else "trust_remote_code=True"
-    raise InputError(f"{setting} {given!r}{place}: {refusal}; if you trust it, use {trust} or {instead}{more}")
+    raise InputError(f"{setting} {given!r}{place}: {reason}; if you trust it, use {trust} or {instead}{more}")
 
 
 def check_env_kwargs(env_name: str, kwargs: Mapping[str, Any]) -> None:
     """Raise InputError if the arguments of a registered environment name a module that is not the user's own."""
     if env_name in OTHER_REGISTRIES and ":" in (other := str(kwargs.get("env_id"))):
-        refusal = "Deft does not import a module that only a file names"
-        check(other, "env.kwargs.env_id", refusal, f"--env-kwargs env_id={other}")
+        reason = "Deft does not import a module that only a file names"
+        check(other, "env.kwargs.env_id", reason, f"--env-kwargs env_id={other}")
 
 
 def _is_installed_for_deft(module: str) -> bool:
