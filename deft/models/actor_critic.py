@@ -181,13 +181,13 @@ class ActorCritic(Policy):
             return None
         assert self.policy_config is not None
         parameter: Any = self.towers.head_weight_0
-        place = parameter.data_ptr()  # an optimizer or a copy may move the parameters
-        if self._small_actor is None or self._small_actor[0] != place:
+        address = parameter.data_ptr()  # an optimizer or a copy may move the parameters
+        if self._small_actor is None or self._small_actor[0] != address:
             if not SmallActor.fits(self.encoder, self.head, self.policy_config.activation, parameter):
                 return None
             vector: Any = self.encoder.streams["observation"]
             actor = SmallActor(vector, self.towers, self.towers.depth, self.head, self.policy_config.activation)
-            self._small_actor = (place, actor)
+            self._small_actor = (address, actor)
         return self._small_actor[1].act(observation)
 
     def evaluate_actions(self, td: TensorDictBase) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Vision-language-action models: the interface, the policy around it, loading, and one small model of our own."""
+"""Vision-language-action models: the interface, the policy around it, loading, and two small models."""
 
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.interface import BaseVLAModel, VLAModelInterface

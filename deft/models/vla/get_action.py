@@ -1,4 +1,4 @@
-"""A plain object with `get_action(obs, deterministic=False)` as a policy that PPO, GRPO and SAC can train.
+"""Wrap an object with `get_action(obs, deterministic=False)` as a policy that PPO, GRPO and SAC can train.
 
 `build_trainer` calls `wrap_policy` for a `policy` argument that is not a `Policy`.
 """
@@ -36,7 +36,7 @@ def wrap_policy(
     action_space: gymnasium.Space,
     config: PolicyConfig,
 ) -> Policy:
-    """Wrap what a user passes as a policy, a VLA model or an object with `get_action`, as a `Policy`."""
+    """Wrap a VLA model, or an object with `get_action`, as a `Policy`."""
     if isinstance(policy, Policy):
         return policy
     lacks = missing_methods(policy)
@@ -82,11 +82,11 @@ class GetActionModel(BaseVLAModel):
         self.parts = nn.ModuleDict()
         self.weights = nn.ParameterDict()
         if not isinstance(policy, nn.Module):
-            for place, part in find_modules(policy):
+            for path, part in find_modules(policy):
                 if isinstance(part, nn.Module):
-                    self.parts[place] = part
+                    self.parts[path] = part
                 else:
-                    self.weights[place] = part
+                    self.weights[path] = part
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise InputError(
                 f"nothing to train in {self.name}: none of its attributes holds a torch module or parameter that "
@@ -107,7 +107,7 @@ class GetActionModel(BaseVLAModel):
         self._is_checked = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GetActionModel:
-        """A copy with a copy of the object: for a collector in another thread, and for GRPO's reference."""
+        """Copy the model and the object, for a collector in another thread and for the reference of GRPO."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         try:
@@ -159,19 +159,19 @@ class GetActionModel(BaseVLAModel):
         yield from self.encoder.parameters()
         yield from self.value.parameters()
 
-    # -- the border to the object --------------------------------------------------------------------------------------
+    # -- calls of the object -------------------------------------------------------------------------------------------
 
     def _mean(self, observations: Any) -> Tensor:
         """The object's action in half ranges of the Box: [B, dims of the action]."""
         streams = self._streams(observations)
         if not self._is_checked:
             self._check(streams)
-        mean = self._ask(streams)
+        mean = self._call_object(streams)
         if torch.is_grad_enabled() and not mean.requires_grad:
             self._raise_without_gradient()
         return mean
 
-    def _ask(self, streams: dict[str, Any]) -> Tensor:
+    def _call_object(self, streams: dict[str, Any]) -> Tensor:
         keywords = {"deterministic": True} if self._takes_deterministic else {}
         try:
             action = self.policy.get_action(streams, **keywords)
@@ -180,7 +180,7 @@ class GetActionModel(BaseVLAModel):
         except KeyError as error:
             if error.args and error.args[0] not in streams:
                 raise InputError(
-                    f"{self.name}.get_action asks for obs[{error}]; the environment's streams are {', '.join(streams)}"
+                    f"{self.name}.get_action reads obs[{error}]; the environment's streams are {', '.join(streams)}"
                 ) from error
             raise RunError(f"{self.name}.get_action raised {_one_line(error)}") from error
         except Exception as error:
@@ -203,7 +203,7 @@ class GetActionModel(BaseVLAModel):
         """Check once that gradients flow, and that equal observations give equal actions."""
         with torch.inference_mode(False), torch.enable_grad():
             copies = {name: part.clone() if isinstance(part, Tensor) else part for name, part in streams.items()}
-            first, second = self._ask(copies), self._ask(copies)
+            first, second = self._call_object(copies), self._call_object(copies)
         if not first.requires_grad:
             self._raise_without_gradient()
         if not bool(first.isfinite().all()):
@@ -223,7 +223,7 @@ class GetActionModel(BaseVLAModel):
             )
 
     def _streams(self, observations: Any) -> dict[str, Any]:
-        """A batch of observations as the object takes it: tensors by name, instructions as a list of str."""
+        """Convert a batch of observations for the object: tensors by name, instructions as a list of str."""
         if isinstance(observations, Tensor):
             return {self._single: observations}
         streams: dict[str, Any] = {_name(key): part for key, part in observations.items()}
@@ -252,19 +252,19 @@ class GetActionPolicy(VLAPolicy):
 
 
 def find_modules(owner: Any) -> list[tuple[str, nn.Module | nn.Parameter]]:
-    """The torch modules and parameters in an object's attributes, by place, none of them inside another."""
+    """The torch modules and parameters in an object's attributes, by path, without those inside another module."""
     found: list[tuple[str, nn.Module | nn.Parameter]] = []
     seen: set[int] = set()
 
-    def search(value: Any, place: str, level: int) -> None:
+    def search(value: Any, path: str, level: int) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))
         if isinstance(value, nn.Module | nn.Parameter):
-            found.append((place, value))
+            found.append((path, value))
         elif level < MOST_LEVELS:
             for key, inner in _attributes(value):
-                search(inner, f"{place}/{key}" if place else key, level + 1)
+                search(inner, f"{path}/{key}" if path else key, level + 1)
 
     search(owner, "", 0)
     inside: set[int] = set()
@@ -272,7 +272,7 @@ def find_modules(owner: Any) -> list[tuple[str, nn.Module | nn.Parameter]]:
         if isinstance(part, nn.Module):
             inside |= {id(inner) for inner in part.modules() if inner is not part}
             inside |= {id(parameter) for parameter in part.parameters()}
-    return [(place, part) for place, part in found if id(part) not in inside]
+    return [(path, part) for path, part in found if id(part) not in inside]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

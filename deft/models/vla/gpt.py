@@ -1,4 +1,4 @@
-"""A small vision-language-action model: images, proprioception and an instruction in, a chunk of actions out.
+"""`gpt-vla`: a small VLA model that maps images, proprioception and an instruction to a chunk of actions.
 
 The entry point `gpt-vla` of the group `deft.vla_models`; loaded by `load_vla_model`, trained behind `VLAPolicy`.
 The instruction runs through a causal byte-level GPT. Visual tokens, a proprioception token, one query per action step
@@ -44,7 +44,7 @@ class VisionSpec:
 
     @property
     def pixels_per_token(self) -> int:
-        """Side of the square of pixels that one visual token stands on."""
+        """Side of the square of pixels that one visual token covers."""
         return self.stem_stride * (2 if self.stem_pool else 1) * math.prod(self.strides)
 
 
@@ -70,7 +70,7 @@ LANGUAGE_MODELS = {
 
 
 class ConvNorm(nn.Sequential):
-    """Convolution and GroupNorm: independent of the batch, so acting and training see the same function."""
+    """Convolution and GroupNorm: independent of the batch, so acting and training compute the same function."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
         padding = 0 if kernel == stride else kernel // 2
@@ -132,7 +132,7 @@ class VisionEncoder(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """A pre-norm GPT-2 block in two halves, so that some tokens can lend their keys and values to others.
+    """A pre-norm GPT-2 block in two halves, so that other tokens can use the keys and values of some.
 
     ReLU in place of GELU: the gradient costs a tenth on a CPU.
     """
@@ -164,7 +164,7 @@ class TransformerBlock(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
     ) -> Tensor:
-        """The tokens of `query` after attention and MLP; `mask` is True where a key may be seen."""
+        """The tokens of `query` after attention and MLP; `mask` is True where a key may be attended to."""
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         tokens = tokens + self.dropout(self.attention_out(attended.transpose(1, 2).flatten(2)))
         hidden = functional.relu(self.mlp_in(self.mlp_norm(tokens)))
@@ -173,9 +173,9 @@ class TransformerBlock(nn.Module):
 
 @dataclass(frozen=True)
 class InstructionMemory:
-    """What the scene's tokens attend to: each layer's keys and values of the instruction, and who may see what."""
+    """Keys and values of the instruction in each layer, which scene tokens attend to, and the attention mask."""
 
-    keys: list[Tensor]  # a layer each: [B, heads, length, width / heads]
+    keys: list[Tensor]  # one per layer: [B, heads, length, width / heads]
     values: list[Tensor]
     mask: Tensor  # bool [B, 1, 1, length + scene tokens]: False at padding
 
@@ -238,8 +238,10 @@ class GPTVLAModel(BaseVLAModel):
         if spec.instruction_key is not None:
             self.byte_embedding = nn.Embedding(BYTE_VALUES, width)
             self.instruction_position = nn.Parameter(torch.empty(spec.max_instruction_length, width))
-        self.queries = nn.Parameter(torch.empty(spec.chunk_length + 1, width))  # one an action step, then the value's
-        # Any: a ModuleList forgets that these are TransformerBlocks.
+        self.queries = nn.Parameter(
+            torch.empty(spec.chunk_length + 1, width)
+        )  # one per action step, then that of the value
+        # Any: a ModuleList does not keep the type of its modules.
         self.blocks: Any = nn.ModuleList(
             TransformerBlock(width, language.heads, spec.dropout) for _ in range(language.layers)
         )
@@ -253,7 +255,7 @@ class GPTVLAModel(BaseVLAModel):
             self.vision.requires_grad_(False)
 
     def _initialise(self) -> None:
-        """Unit-variance layers, embeddings weaker than what they mark, and a mean action near 0."""
+        """Initialise layers of unit variance, smaller embeddings, and a mean action near 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=1.0 / math.sqrt(module.in_features))
@@ -265,7 +267,7 @@ class GPTVLAModel(BaseVLAModel):
                 nn.init.normal_(parameter, std=0.3)
             elif name.endswith(("attention_out.weight", "mlp_out.weight")):
                 with torch.no_grad():
-                    parameter.div_(math.sqrt(2 * len(self.blocks)))  # two residual sums a block, as in GPT-2
+                    parameter.div_(math.sqrt(2 * len(self.blocks)))  # two residual sums per block, as in GPT-2
         nn.init.normal_(self.action_head.weight, std=0.002)
 
     # The interface of a VLA model ------------------------------------------------------------------------------------
@@ -319,15 +321,15 @@ class GPTVLAModel(BaseVLAModel):
         return log_probs.sum(2), _sum_real_dims(entropy, action_mask), value
 
     def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Mean [B, A] and log deviation [A] of what `forward` draws from; [B, K, A] and [K, A] with chunks."""
+        """Mean [B, A] and log-deviation [A] of the distribution of `forward`; [B, K, A] and [K, A] with chunks."""
         mean, _ = self._distribution_and_value(observations)
         return (mean.squeeze(1), self.log_std.squeeze(0)) if self.chunk_length == 1 else (mean, self.log_std)
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
-        """The value's head: the actions' queries attend to the value's, and share all else with it."""
+        """The value head; all other layers are shared, and the action queries attend to the value query."""
         return self.value_head.parameters()
 
-    # How it is computed ----------------------------------------------------------------------------------------------
+    # Computation -----------------------------------------------------------------------------------------------------
 
     def _draw(self, mean: Tensor, deterministic: bool, action_mask: Tensor | None) -> Tensor:
         action = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
@@ -339,9 +341,9 @@ class GPTVLAModel(BaseVLAModel):
         return self._log_probs(mean, actions, action_mask).sum((1, 2))
 
     def _log_probs(self, mean: Tensor, actions: Tensor, action_mask: Tensor | None) -> Tensor:
-        """Of every dim of every step, [B, K, A]; 0 in padded dims."""
+        """Log-probs of every dim of every step, [B, K, A]; 0 in padded dims."""
         actions = actions.reshape(mean.shape)
-        if action_mask is not None:  # whatever stands in a padded dim must not reach the gradient either
+        if action_mask is not None:  # values in padded dims must not affect the gradient either
             actions = actions.masked_fill(~action_mask.unsqueeze(1), 0.0)
         # log N(a; mu, sigma) = -((a - mu) / sigma)^2 / 2 - log sigma - log sqrt(2 pi)
         standardised = (actions - mean) * (-self.log_std).exp()
@@ -383,7 +385,7 @@ class GPTVLAModel(BaseVLAModel):
         return self.dropout(torch.cat(tokens, 1))
 
     def _read_instruction(self, observations: TensorDictBase, num_scene_tokens: int) -> InstructionMemory | None:
-        """Keys and values of the instructions, each different one read once; None where there is no text at all."""
+        """Keys and values of the instructions, each distinct one encoded once; None if all are empty."""
         if self.instruction_key is None:
             return None
         text = self._stream(observations, self.instruction_key)
@@ -410,7 +412,7 @@ class GPTVLAModel(BaseVLAModel):
             keys.append(key[which])
             values.append(value[which])
             if index < len(self.blocks) - 1:  # nothing reads the tokens after the last layer
-                # Causal, and padding stands at the end: no real byte sees it.
+                # Causal, and padding is at the end: no real byte attends to it.
                 tokens = block.attend(tokens, query, key, value, causal=True)
         visible = columns[:longest] <= lengths.unsqueeze(1)
         visible = functional.pad(visible, (0, num_scene_tokens), value=True)

@@ -105,7 +105,7 @@ class GaussianChunks(Chunks):
         return action, self._log_prob(mean, action, mask).sum((1, 2)), {}
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """By the density; the entropy of a dim of a step, given those before, is ½ log 2πe (σ_k² + v)."""
+        """Score by the density; the entropy of a dim of a step, given the steps before, is ½ log 2πe (σ_k² + v)."""
         mean = self.mean(features)
         variances = torch.stack([variance for variance, _ in self._steps()])
         entropy = _real((0.5 * variances.log() + (0.5 + HALF_LOG_2PI)).expand_as(mean), mask)
@@ -173,12 +173,12 @@ class TokenChunks(Chunks):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sample bins; deterministic: the most likely bin of each dim, since the mean of two modes is neither."""
         logs = self._log_probs(features)
-        bins = logs.argmax(-1) if deterministic else _draw(logs)
+        bins = logs.argmax(-1) if deterministic else _sample(logs)
         chosen = logs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
         return self.centers[bins], _real(chosen, mask).sum((1, 2)), {}
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """By the bins that the actions lie in."""
+        """Score by the bins that contain the actions."""
         logs = self._log_probs(features)
         chosen = logs.gather(-1, self._bins(actions).unsqueeze(-1)).squeeze(-1)
         entropy = _real(-(logs.exp() * logs).sum(-1), mask)
@@ -186,7 +186,7 @@ class TokenChunks(Chunks):
 
 
 class FlowChunks(Chunks):
-    """A velocity field on chunks, trained by flow matching; drawn and scored as a noised chain (`flow_chain`)."""
+    """A velocity field on chunks, trained by flow matching; sampled and scored as a noised chain (`flow_chain`)."""
 
     def __init__(self, width: int, chunk_length: int, action_dim: int, num_steps: int, noise: float) -> None:
         super().__init__(chunk_length, action_dim)
@@ -233,7 +233,7 @@ class FlowChunks(Chunks):
         return tokens, chain_entropy(deviation, actions.shape, mask)
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """‖v(x_t, t) − (ε − a)‖², with one t and one ε a row."""
+        """‖v(x_t, t) − (ε − a)‖², with one t and one ε per row."""
         mask = None
         if step_mask is not None:
             actions, mask = hold_last(actions, step_mask), step_mask.unsqueeze(-1)
@@ -263,32 +263,32 @@ class SwitchedChunks(Chunks):
         self, features: Tensor, deterministic: bool, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sample of the other dims, and a sequence for each switch; deterministic: the most likely one."""
-        drawn, log_prob, sample = self.others.draw(features, deterministic, self._of_the_rest(mask))
+        drawn, log_prob, sample = self.others.draw(features, deterministic, self._mask_of_others(mask))
         logs = self._log_probs(features)
-        way = logs.argmax(-1) if deterministic else _draw(logs)
+        way = logs.argmax(-1) if deterministic else _sample(logs)
         action = drawn.new_empty(len(drawn), *self.shape)
         action[..., self.rest] = drawn
         action[..., self.dims] = self.ways[way].transpose(1, 2).to(drawn)
         return action, log_prob + self._chosen(logs, way, mask).sum(1), sample
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """As the head of the other dims; the sequence of a switch counts to the first step."""
-        tokens, entropy = self.others.score(features, actions[..., self.rest], self._of_the_rest(mask), sample)
+        """Score with the head of the other dims; the log-prob of a switch is added to the first step."""
+        tokens, entropy = self.others.score(features, actions[..., self.rest], self._mask_of_others(mask), sample)
         logs = self._log_probs(features)
         chosen = self._chosen(logs, self.way(actions), mask).sum(1)
-        doubt = -(logs.exp() * logs).sum(-1)
+        switch_entropy = -(logs.exp() * logs).sum(-1)
         if mask is not None:
-            doubt = doubt.masked_fill(~mask[:, 0, self.dims], 0.0)
-        return torch.cat([tokens[:, :1] + chosen.unsqueeze(1), tokens[:, 1:]], 1), entropy + doubt.sum(1)
+            switch_entropy = switch_entropy.masked_fill(~mask[:, 0, self.dims], 0.0)
+        return torch.cat([tokens[:, :1] + chosen.unsqueeze(1), tokens[:, 1:]], 1), entropy + switch_entropy.sum(1)
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
         """The loss of the other dims, and −log p of the switches in chunks that end within the episode."""
-        missed = self.others.imitation_loss(features, actions[..., self.rest], step_mask)
+        loss = self.others.imitation_loss(features, actions[..., self.rest], step_mask)
         chosen = self._chosen(self._log_probs(features), self.way(actions), None).mean(1)
         if step_mask is not None:
             chosen = chosen * step_mask.all(1)
         share = len(self.rest) / self.shape[1]
-        return share * missed - SWITCH_WEIGHT * chosen
+        return share * loss - SWITCH_WEIGHT * chosen
 
     def way(self, actions: Tensor) -> Tensor:
         """The sequence of each switch, [B, switches]: the one that agrees with the sign of the most steps."""
@@ -303,7 +303,7 @@ class SwitchedChunks(Chunks):
         chosen = logs.gather(-1, way.unsqueeze(-1)).squeeze(-1)
         return chosen if mask is None else chosen.masked_fill(~mask[:, 0, self.dims], 0.0)
 
-    def _of_the_rest(self, mask: Tensor | None) -> Tensor | None:
+    def _mask_of_others(self, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else mask[..., self.rest]
 
 
@@ -315,7 +315,7 @@ def _small_output(width: int, size: int) -> nn.Linear:
     return out
 
 
-def _draw(logs: Tensor) -> Tensor:
+def _sample(logs: Tensor) -> Tensor:
     """Sample an index of the last dim by its log-probs: the argmax of log p + Gumbel noise."""
     return (logs - torch.empty_like(logs).exponential_().log()).argmax(-1)
 

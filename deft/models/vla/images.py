@@ -1,4 +1,4 @@
-"""A camera's images as Deft's own models read them: uint8 [B, 3, size, size]. Called by `vla-tiny` and `gpt-vla`."""
+"""Scale camera images to uint8 [B, 3, size, size]. Called by `vla-tiny` and `gpt-vla`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from deft.errors import InputError
 
 
 def square_images(images: Tensor, size: int, key: str) -> Tensor:
-    """Images [B, 3, h, w] scaled to size × size by area averaging, height and width each by itself.
+    """Scale images [B, 3, h, w] to size × size by area averaging; the aspect ratio may change.
 
-    That is what the option `image_size` of the LeRobot loader does: a model sees the same, whether images are scaled
-    when they are read or here.
+    The option `image_size` of the LeRobot loader scales images in the same way.
     """
-    if images.ndim == 4 and images.shape[1] != 3 and images.shape[-1] == 3:  # of a caller that does not turn them
+    if images.ndim == 4 and images.shape[1] != 3 and images.shape[-1] == 3:  # channels last
         images = images.permute(0, 3, 1, 2)
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
         raise InputError(

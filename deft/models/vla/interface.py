@@ -1,4 +1,4 @@
-"""What Deft expects of a vision-language-action model: `BaseVLAModel`, or any `nn.Module` with its three methods.
+"""The interface of a vision-language-action model: `BaseVLAModel`, or any `nn.Module` with its three methods.
 
 `VLAPolicy` calls a model through this interface. `as_vla_model` adds the defaults of `BaseVLAModel` to a plain module.
 """
@@ -53,10 +53,13 @@ class BaseVLAModel(nn.Module, ABC):
     action_dim: Any = None
     """Number of action dims; None: not fixed by the model."""
     chunk_length: Any = None
-    """Steps that one inference decides; None: not fixed by the model."""
-    image_keys: Any
-    proprio_key: Any
-    instruction_key: Any
+    """Number of action steps per inference; None: not fixed by the model."""
+    image_keys: Any = ""
+    """Names of the image streams; "": not set."""
+    proprio_key: Any = ""
+    """Name of the stream of proprioception; None: the model reads none; "": not set."""
+    instruction_key: Any = ""
+    """Name of the stream of instructions; None: the model reads none; "": not set."""
     takes_deterministic: bool = True
     """Whether `forward` and `act` have the keyword `deterministic`. Without it, evaluation samples."""
     takes_action_mask: bool = True
@@ -172,7 +175,7 @@ class BaseVLAModel(nn.Module, ABC):
         """Loss [B] that SFT minimises and IQL weighs in place of −log_prob, for heads such as a flow.
 
         `step_mask` is bool [B, K]: which steps of a chunk lie within the episode. A model with `shares_features` has
-        a further keyword `features`, those of the observations where they are known already. A model without this
+        a further keyword `features`, those of the observations if they are already computed. A model without this
         method is trained by its log-prob: with `takes_step_mask` that of the real steps, else with its own actions
         in the padded steps.
         """
@@ -236,12 +239,12 @@ class BaseVLAModel(nn.Module, ABC):
         """Layers that are called as modules, whose weights FSDP gathers one at a time."""
         return []
 
-    # -- what the policy derives ---------------------------------------------------------------------------------------
+    # -- derived properties -------------------------------------------------------------------------------------------
 
     @property
     def streams(self) -> frozenset[str] | None:
         """Names of the streams in `image_keys`, `proprio_key` and `instruction_key`; None (all) if one is not set."""
-        keys = [getattr(self, name, "") for name in ("image_keys", "proprio_key", "instruction_key")]
+        keys = [self.image_keys, self.proprio_key, self.instruction_key]
         if "" in keys:
             return None
         images, *others = keys
@@ -254,7 +257,7 @@ class BaseVLAModel(nn.Module, ABC):
 
 
 class ScoredInParts(BaseVLAModel):
-    """A model whose `evaluate_tokens` scores the parts of a decision: `evaluate` and `evaluate_actions` follow."""
+    """A model whose `evaluate_tokens` scores the parts of a decision: `evaluate` and `evaluate_actions` use it."""
 
     def evaluate(
         self,
@@ -289,9 +292,9 @@ def missing_methods(model: object) -> list[str]:
 
 
 def as_vla_model(model: Any) -> BaseVLAModel:
-    """The model with the defaults of `BaseVLAModel`: a plain module with the three methods becomes an instance of one.
+    """Add the defaults of `BaseVLAModel` to a plain module with the three methods, and return it.
 
-    Its class is replaced in place by a subclass of the same name, so that the caller's object stays the model.
+    Its class is replaced in place by a subclass of the same name; the object stays the same.
     """
     name = type(model).__name__
     if missing := missing_methods(model):
@@ -330,7 +333,7 @@ def overrides(model: nn.Module, name: str) -> bool:
 
 
 def check_outputs(model: nn.Module, method: str, number: int, outputs: Any) -> tuple[Tensor, ...]:
-    """The outputs of a method, which must be as many as `number`."""
+    """Return the outputs of a method; raise an error if their number is not `number`."""
     if not isinstance(outputs, tuple | list) or len(outputs) != number:
         what = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
         raise InputError(f"{type(model).__name__}.{method} must return {number} tensors; it returned {what}")

@@ -71,15 +71,15 @@ class VLAPolicy(ActionScale, Policy):
         if action_space is not None and action_space.shape:
             shape = action_space.shape
             action_dim, chunk_length = int(shape[-1]), shape[0] if len(shape) == 2 else 1
-        self.step_dim = self._agree("action_dim", action_dim)
-        self.chunk_length = self._agree("chunk_length", chunk_length) or 1
+        self.step_dim = self._agree("action_dim", action_dim, self.model.action_dim)
+        self.chunk_length = self._agree("chunk_length", chunk_length, self.model.chunk_length) or 1
         self.action_shape = (self.chunk_length, self.step_dim or -1)[self.chunk_length == 1 :]
         self.has_box = config.unit_actions and action_space is not None
         if self.has_box:
             assert action_space is not None
             self.set_box(action_space)
         else:
-            # Where neither model nor caller fixes the number of dims, one number stands for all of them.
+            # If neither model nor caller sets the number of dims, one number is the scale of all of them.
             size = 1 if self.step_dim is None else self.chunk_length * self.step_dim
             self.action_dim = self.step_dim
             self.set_scale(torch.zeros(size), torch.ones(size))
@@ -166,7 +166,7 @@ class VLAPolicy(ActionScale, Policy):
         keywords: dict[str, Any] = self._mask_keyword(td)
         if self.model.keeps_sample:
             if td.get(schema.SAMPLE, None) is None:
-                raise InputError(f"{self.model_name} needs what an action was sampled with; no `sample` is stored")
+                raise InputError(f"{self.model_name} needs the sample of an action to score it; no `sample` is stored")
             keywords["sample"] = td[schema.SAMPLE]
         by_token = self.reports_tokens and overrides(self.model, "evaluate_tokens")
         method = "evaluate_tokens" if by_token else self._score_method
@@ -243,7 +243,7 @@ class VLAPolicy(ActionScale, Policy):
         return self.model.object_positions(_streams(observation))
 
     def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
-        """By the model's own loss where it has one, in one pass."""
+        """Use the model's own loss where it has one, in one pass."""
         if loss == "mse" or not self._has_own_loss:
             return super().imitation(observation, unit, step_mask, loss)
         losses = self.model.imitation_loss(_streams(observation), self._as_chunks(unit[0]), step_mask=step_mask)
@@ -295,7 +295,7 @@ class VLAPolicy(ActionScale, Policy):
         if self._padded_batches & (self._padded_batches - 1):
             return
         one = self._sampled_action(state)
-        other = one.roll(1, -2)  # those of other rows: nothing more is sampled
+        other = one.roll(1, -2)  # actions of other rows, so that nothing more is sampled
         mixed = [real_steps(one, other, state.step_mask), real_steps(other, one, state.step_mask)]
         scores = [self.log_prob(state, unit) for unit in (one, other, *mixed)]
         difference = (scores[0] + scores[1] - scores[2] - scores[3]).abs()
@@ -308,7 +308,7 @@ class VLAPolicy(ActionScale, Policy):
 
     @torch.no_grad()
     def _sampled_action(self, state: Encoded) -> Tensor:
-        """As the model samples it, before clipping."""
+        """Sample an action of the model, before clipping."""
         return self.model(state.observation).flatten(1).unsqueeze(0)
 
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
@@ -354,7 +354,7 @@ class VLAPolicy(ActionScale, Policy):
     def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights with the policy's own value network where they have none, and without one where it has none.
 
-        So a model continues with its action scale, whether V was a part of it or not.
+        A model keeps its action scale, whether V was a part of it or not.
         """
         completed = keep_reward_normalizer(self, weights)
         _complete(self, completed)
@@ -397,11 +397,10 @@ class VLAPolicy(ActionScale, Policy):
         logs = self.width.log().view(self.chunk_length, -1).sum(0)
         return logs.sum() if mask is None else (logs * mask).sum(-1)
 
-    # -- checks of what the model returns ------------------------------------------------------------------------------
+    # -- checks of the outputs of the model ----------------------------------------------------------------------------
 
-    def _agree(self, name: str, given: int | None) -> int | None:
-        """The size that caller and model give, where they do not contradict each other."""
-        own = getattr(self.model, name)
+    def _agree(self, name: str, given: int | None, own: int | None) -> int | None:
+        """Return a size that the caller or the model sets; raise an error if they differ."""
         if given is not None and own is not None and given != own:
             raise InputError(f"{name} {given} does not fit VLA model {self.model_name}, built with {name} {own}")
         return own if given is None else given

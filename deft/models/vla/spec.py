@@ -17,7 +17,7 @@ from deft.errors import InputError
 
 @dataclass(kw_only=True)
 class StreamSpec:
-    """The observation streams that a model reads, and the actions that it decides."""
+    """The observation streams that a model reads, and the size of its actions."""
 
     action_dim: int = 7
     chunk_length: int = 1
@@ -39,7 +39,7 @@ class StreamSpec:
 
 @dataclass(kw_only=True)
 class ProprioSpec(StreamSpec):
-    """The same with a vector of proprioception."""
+    """A `StreamSpec` with a vector of proprioception."""
 
     proprio_key: str | None = "state"
     proprio_dim: int = 7
@@ -69,7 +69,7 @@ class PretrainedSpec(StreamSpec):
 
 @dataclass(kw_only=True)
 class PromptedSpec(PretrainedSpec):
-    """The same with a prompt, for models that `torch.compile` can compile."""
+    """A `PretrainedSpec` with a prompt, for models that `torch.compile` can compile."""
 
     prompt: str = ""
     compile: bool = False
@@ -78,7 +78,7 @@ class PromptedSpec(PretrainedSpec):
 def model_keywords(model_class: type[nn.Module]) -> dict[str, Any]:
     """Return the keywords that a model's constructor names and their defaults.
 
-    The fields of its specification count as keywords, where it takes one as `spec`.
+    If it has the parameter `spec`, the fields of the specification count as keywords.
     """
     parameters = dict(inspect.signature(model_class).parameters)
     spec_class: Any = getattr(model_class, "spec_class", None)

@@ -270,7 +270,7 @@ def test_what_is_lacking_is_said_in_one_line() -> None:
         "nothing to train in SimpleNamespace: none of its attributes": SimpleNamespace(get_action=reads),
         "gives actions without a gradient": object_with(lambda obs: reads(obs).detach()),
         "returned ndarray; it must return a torch tensor": object_with(lambda obs: np.zeros((2, 1))),
-        "asks for obs['image']; the environment's streams are camera, command": object_with(lambda obs: obs["image"]),
+        "reads obs['image']; the environment's streams are camera, command": object_with(lambda obs: obs["image"]),
         "returned actions [1, 2] for 2 observations; it must be [2, 1]": object_with(lambda obs: reads(obs).T),
         "returned actions that are not finite": object_with(lambda obs: reads(obs) * float("nan")),
         "returns other actions when it is called again": object_with(lambda obs: reads(obs) + torch.rand(2, 1)),
