@@ -1,8 +1,8 @@
 """Two checkouts of Deft side by side: how fast each trains with PPO, SAC, IQL and the Decision Transformer.
 
-Every workload is one `deft train` command, run with the code of each checkout in turn, `--rounds` times. The figure is
-the ratio of the medians of the training seconds that the command reports (without the start of Python): above 1, this
-checkout is faster.
+Every workload is one `deft train` command, run with the code of each checkout in turn, `--rounds` times, each in a new
+process that first runs a short command, so that imports and first calls do not count. The figure is the ratio of the
+medians of the training seconds that the command reports: above 1, this checkout is faster.
 
     git worktree add ../before v0.1 && python benchmarks/two_versions.py --before ../before
 """
@@ -10,6 +10,8 @@ checkout is faster.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import statistics
@@ -33,14 +35,27 @@ WORKLOADS: dict[str, list[object]] = {
 
 
 def train(checkout: Path, words: list[str], folder: Path) -> float:
-    """Training seconds of one command with the code of one checkout."""
+    """Training seconds of one command with the code of one checkout, in a process of its own."""
     environment = worker_environment(1)
     environment["PYTHONPATH"] = os.pathsep.join([str(checkout), environment["PYTHONPATH"]])
-    command = [sys.executable, "-m", "deft", "train", *words, "--output-dir", str(folder), "--overwrite", "--json"]
+    command = [sys.executable, __file__, "--worker", *words, "--output-dir", str(folder)]
     done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"failed ({done.returncode}): {' '.join(command)}\n{done.stderr[-2000:]}")
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["seconds"])
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def measure(words: list[str]) -> None:
+    """Run the command twice, the first time for a few steps only, and print the training seconds of the second."""
+    from deft.cli import main as deft
+
+    length = next(flag for flag in ("--total-timesteps", "--updates-per-epoch") if flag in words)
+    short = [*words, length, "256" if length == "--total-timesteps" else "4"]  # the last value of a flag counts
+    for arguments in (short, words):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            assert deft(["train", *arguments, "--overwrite", "--json"]) == 0
+    print(json.loads(output.getvalue().strip().splitlines()[-1])["seconds"])
 
 
 def main() -> None:
@@ -73,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure(sys.argv[2:]) if sys.argv[1:2] == ["--worker"] else main()
