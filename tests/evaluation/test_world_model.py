@@ -33,7 +33,7 @@ from deft.training.phases.teacher_evaluation import evaluate_teacher
 
 
 class FakeTokenizer:
-    """Frames of one colour: the code is the grey level, one token a frame, and the picture that a code stands for."""
+    """Frames of one colour: the code is the grey level, one token a frame, and the image that a code stands for."""
 
     sizes = (1,)
 
@@ -46,7 +46,7 @@ class FakeTokenizer:
     def features(self, frames):
         return (frames[:, 0, 0, 0] + 1) * 127.5
 
-    def missing(self, features, codes):
+    def residuals(self, features, codes):
         return features[:, None, None]
 
     def encode(self, frames):
