@@ -116,6 +116,7 @@ def _svg(title: str, draw: Callable[[Axes], None], description: str) -> str:
         draw(figure.subplots())
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
+    text = text.replace("xlink:href", "href")  # which inline SVG knows without a namespace
     view, content = re.findall(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', text, re.DOTALL)[0]
     content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
     content = re.sub(r' id="((?:line|raw|bar|seeds)-\d+)"', r' class="\1"', content)  # ids are unique in a page
@@ -125,6 +126,6 @@ def _svg(title: str, draw: Callable[[Axes], None], description: str) -> str:
     content = re.sub(r">\s+<", "><", content).strip()
     label = escape(title)
     return (
-        f'<svg class="chart" viewBox="{view}" role="img" aria-label="{label}" '
-        f'xmlns:xlink="http://www.w3.org/1999/xlink"><title>{escape(f"{title}: {description}")}</title>{content}</svg>'
+        f'<svg class="chart" viewBox="{view}" role="img" aria-label="{label}">'
+        f"<title>{escape(f'{title}: {description}')}</title>{content}</svg>"
     )

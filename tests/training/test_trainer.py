@@ -98,19 +98,21 @@ def test_vla_mode_bounds_the_age_and_hands_out_once(tmp_path):
 
 def test_collection_runs_beside_training(tmp_path):
     """Environments step during an update in VLA mode, and never in standard mode (`benchmarks/vla_mode.py`: speed)."""
-    updating, overlapping = threading.Event(), []
+    updating, stepped, overlapping = threading.Event(), threading.Event(), []
 
     class Watched(Counting):
         def step(self, action):
             if updating.is_set():
                 overlapping.append(1)
+                stepped.set()
             return super().step(action)
 
     class SlowPPO(PPO):
         def update(self, batches):
             result = super().update(batches)
             updating.set()
-            time.sleep(0.1)
+            if not overlapping:
+                stepped.wait(limit)
             updating.clear()
             return result
 
@@ -123,7 +125,9 @@ def test_collection_runs_beside_training(tmp_path):
         trainer.train(160)
         return len(overlapping)
 
+    limit = 0.02
     assert run(tmp_path / "a", buffer_type="standard") == 0
+    limit = 10.0  # reached only if nothing collects
     assert run(tmp_path / "b", buffer_type="vla") > 0
 
 
