@@ -88,7 +88,7 @@ class EpisodePool:
 
     def sample(self, batch_size: int) -> Batch:
         """Return a random batch in the schema's keys."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not define sample")
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches without end."""
