@@ -1,6 +1,7 @@
 """Closed roads: their tables agree, and none leaves the map."""
 
 import numpy as np
+from driving_simulators import new_simulator
 
 from deft.envs.driving.road import MAP_RADIUS
 from deft.envs.driving.simulator import (
@@ -9,12 +10,6 @@ from deft.envs.driving.simulator import (
     WHEELBASE,
     DrivingSimulator,
 )
-
-
-def new_simulator(num_envs: int = 1, difficulty: str = "medium", seed: int = 0) -> DrivingSimulator:
-    simulator = DrivingSimulator(num_envs, difficulty)
-    simulator.reset(seeds=range(seed, seed + num_envs))
-    return simulator
 
 
 def test_a_road_closes_and_its_tables_agree() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from driving_simulators import new_simulator
 
 from deft.envs.driving.road import MAP_RADIUS
 from deft.envs.driving.simulator import (
@@ -23,12 +24,6 @@ from deft.envs.driving.simulator import (
     DrivingSimulator,
 )
 from deft.errors import InputError
-
-
-def new_simulator(num_envs: int = 1, difficulty: str = "medium", seed: int = 0) -> DrivingSimulator:
-    simulator = DrivingSimulator(num_envs, difficulty)
-    simulator.reset(seeds=range(seed, seed + num_envs))
-    return simulator
 
 
 def keep_lane(simulator: DrivingSimulator) -> np.ndarray:
