@@ -1,4 +1,4 @@
-"""Kills `deft collect` at random moments and fills its disk, and counts whole episodes that are lost: none may be.
+"""Kills `deft collect` at random times and fills its disk, and counts whole episodes that are lost: none may be.
 
     python benchmarks/collect_faults.py --kills 20 --disks 5
 

@@ -91,8 +91,8 @@ def play_random(episodes: int) -> dict[str, Any]:
             found["steps"] += 64
             found["episodes"] += len(step.episodes)
             found["nan"] += int(np.isnan(step.observation).sum() + np.isnan(step.reward).sum())
-            for places in (simulator.position, simulator.other_position[simulator.other_active]):
-                found["outside"] += int(((places < low) | (places > high)).sum())
+            for positions in (simulator.position, simulator.other_position[simulator.other_active]):
+                found["outside"] += int(((positions < low) | (positions > high)).sum())
             found["collisions"] += sum(episode.terms["collision"] < 0 for episode in step.episodes)
             found["off_road"] += sum(episode.terms["off_road"] < 0 for episode in step.episodes)
     return found

@@ -66,7 +66,7 @@ class WroteOutside(Exception):
 # ------------------------------------------------------------------------------------------------------ mutations
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def locations(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every container and key of a nested value."""
     stack = [value]
     while stack:
@@ -81,7 +81,7 @@ def mutate(value: Any, chance: random.Random) -> Any:
     """A copy of plain data with one to three changes."""
     value = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
-        found = list(places(value))
+        found = list(locations(value))
         if not found:
             return chance.choice(ODD)
         container, key = chance.choice(found)
@@ -302,7 +302,7 @@ class Guard:
 
 
 def run_case(kind: str, source: Path, number: int, seed: int, root: Path, guard: Guard) -> tuple[str, str]:
-    """What came of one case: `loaded`, `rejected` or `failed`, and the message."""
+    """Return the outcome of one case: `loaded`, `rejected` or `failed`, and the message."""
     _, change, opens = KINDS[kind]
     folder = Path(os.path.realpath(root)) / f"{kind}-{number}-v0"
     shutil.copytree(source, folder)
@@ -342,7 +342,7 @@ def _judged(message: str) -> tuple[str, str]:
 
 
 def run_cases(cases: Sequence[tuple[str, int]], seed: int, root: Path, pipe: Connection) -> None:
-    """In a process of its own: run cases and send what came of each, with the CPU time it took."""
+    """In a process of its own: run cases and send the outcome of each, with the CPU time it took."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -355,7 +355,7 @@ def run_cases(cases: Sequence[tuple[str, int]], seed: int, root: Path, pipe: Con
 
 
 def outcomes(cases: Sequence[tuple[str, int]], seed: int, root: Path) -> Iterator[tuple[str, str, float]]:
-    """What came of each case. A worker that dies or hangs in one is replaced, and the case has failed."""
+    """Return the outcome of each case. A worker that dies or hangs in one is replaced, and the case has failed."""
     fork, done = multiprocessing.get_context("fork"), 0
     while done < len(cases):
         reader, writer = fork.Pipe(duplex=False)
@@ -409,7 +409,7 @@ def fuzz(kinds: Sequence[str], numbers: Sequence[int], seed: int = 0) -> dict[st
 
 
 def main() -> None:
-    """Run the cases and print what came of them; exit status 1 where one failed."""
+    """Run the cases and print the outcomes; exit status 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000, help="in all, over the kinds in turn")
     parser.add_argument("--kind", choices=list(KINDS), help="this kind alone")

@@ -1,6 +1,6 @@
 """GRPO and PPO on `driving`, medium, from one behaviour-cloned start: success before and after, in a table.
 
-The scripted expert drives with noise on its actions, a policy clones it, and both algorithms go on from that policy for
+The scripted expert drives with noise on its actions, a policy clones it, and both algorithms start from that policy for
 the same number of env steps. Success is over fresh episodes of the most likely actions, of the last checkpoint. Exit
 status 1 if GRPO gains fewer than 30 points for any seed.
 

@@ -10,9 +10,9 @@ each plays the same held-out episodes: the four tasks, combinations of colour an
 shuffled words. Each run has `--cores` cores of its own (2), and as many run side by side as there are; a run is stopped
 after `--minutes`.
 
-What is finished is not done again: the same command goes on where it was stopped, also within a run. Everything is in
-RESULTS; the figures in RESULTS/results.json. Exit status 1 where a bar is missed. Flags that are not known here are
-settings of both PPO runs, over those of this file.
+The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
+RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to both
+PPO runs and override the settings of this file.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from common import (
     worker_environment,
 )
 
-# The places of things are recorded as labels: SFT teaches the model to tell them, and what acts online goes on with it,
-# while the reward trains what stands on them. What is compared in the end does without.
+# Object positions are recorded as labels: SFT trains the model to predict them, and online training keeps that loss
+# while the reward trains the layers after the prediction. The compared policies act without labels.
 WORLD = ["--env", "tabletop", "--task", "all", "--env-kwargs", "observation=labelled"]
 UNLABELLED = ["--env-kwargs", "observation=images"]
 MODEL = ["--model", "vla-tiny", "--vla-model-config", "bottleneck=8", "switch_dims=[-1]"]
 SFT = [*MODEL, "--batch_size", 64, "--learning_rate", 1e-3, "--learning_rate_schedule", "cosine"]
 SFT += ["--weight_decay", 1e-2, "--eval_freq", 0, "--save_freq", 5]
-# What the SFT policy did it aimed at what it saw, often wrongly: IQL's policy reads the places as that one saw them,
-# and goes by what an episode came to. The eyes learn from the labels of every row.
+# The SFT policy aimed at the positions that it predicted, often wrongly: IQL's policy reads the positions as the SFT
+# policy predicted them and is weighted by the episode's return. The vision encoder learns from the labels of every row.
 IQL = ["--batch_size", 128, "--learning_rate", 3e-4, "--policy_learning_rate", 3e-5, "--auxiliary_learning_rate", 1e-3]
 IQL += ["--weight_decay", 1e-2, "--reward_scaling", "none", "--expectile", 0.8, "--advantage", "return"]
 IQL += [
@@ -72,16 +72,17 @@ IQL += [
 ONLINE = ["--env", "tabletop", "--env-kwargs", "observation=labelled", "--vector", "process", "--keep_checkpoints", 1]
 ONLINE += ["--model", "vla-tiny", "--vla-model-config", "freeze_vision=true"]
 ONLINE += ["--auxiliary_learning_rate", 1e-3, "--auxiliary_epochs", 2, "--max_grad_norm", 1.0]
-# Each update begins near a KL of 0.1 over the 16 numbers of a chunk: the deviation is small, and so are the steps that
-# leave the policy whole. Then the step size falls, and what was learned settles.
+# Each update begins near a KL of 0.1 over the 16 numbers of a chunk: the standard deviation is small, so
+# only small steps keep the policy intact. The learning rate then decays to zero.
 ONLINE += ["--batch_size", 512, "--n_epochs", 4, "--learning_rate", 1e-4, "--learning_rate_schedule", "linear"]
 # One rollout: 32 environments, 64 decisions each, of 4 env steps: 8,192 env steps.
 PPO = ["--num_envs", 32, "--rollout_steps", 64, "--gamma", 0.99, "--gae_lambda", 0.95]
 PPO += ["--entropy_coef", 0]
-WARM = ["--value_warmup", 10]  # after SFT the value knows nothing
-WARM_IQL = ["--value_warmup", 3]  # after IQL it knows what the data were worth
-# Members of a group share a scene, and seeing takes many scenes: groups are pairs, and there are many.
-# The return from each step on, less the group's mean: over its deviation, late steps of failures would count the most.
+WARM = ["--value_warmup", 10]  # after SFT the value head is untrained
+WARM_IQL = ["--value_warmup", 3]  # IQL has trained the value head on the dataset
+# The members of a group share a scene, and the vision encoder needs many scenes: many groups of two.
+# Advantage: return-to-go minus the group's mean, not divided by the standard deviation, which would make the late steps
+# of failures dominate.
 GRPO = ["--num_envs", 128, "--group_size", 2, "--max_resamples", 0, "--auxiliary_warmup", 12, "--kl_coef", 0]
 GRPO += ["--advantage", "process", "--no-normalize-std", "--gamma", 0.98, "--target_kl", 0.1]
 GRPO += ["--clip_range", 0.2, "--clip_range_high", 0.28]
@@ -92,24 +93,24 @@ STOPPED = 128 + signal.SIGTERM
 
 
 class Bench:
-    """One call of this script: its settings, and the cores that runs take turns on."""
+    """One call of this script: its settings, and a queue of free sets of cores."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.root: Path = arguments.results
         cores = sorted(os.sched_getaffinity(0))
         width = min(arguments.cores, len(cores))
-        self.places: queue.Queue[list[int]] = queue.Queue()
+        self.free_cores: queue.Queue[list[int]] = queue.Queue()
         for first in range(0, len(cores) - width + 1, width):
-            self.places.put(cores[first : first + width])
+            self.free_cores.put(cores[first : first + width])
         self.width = width
 
     def deft(self, *words: object, minutes: float | None = None) -> dict[str, Any]:
-        """One command on cores of its own: what it prints as JSON, and how long it took.
+        """One command on cores of its own: return what it prints as JSON, and its duration.
 
-        After `minutes` it is told to stop; a run then saves what it has learned.
+        After `minutes` it receives SIGTERM; a run then saves a checkpoint.
         """
-        place = self.places.get()
+        core_set = self.free_cores.get()
         try:
             started = time.monotonic()
             process = subprocess.Popen(
@@ -118,7 +119,7 @@ class Bench:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, place),
+                preexec_fn=lambda: os.sched_setaffinity(0, core_set),
             )
             try:
                 output, errors = process.communicate(timeout=None if minutes is None else 60 * minutes)
@@ -132,10 +133,10 @@ class Bench:
             found = json.loads(lines[-1]) if process.returncode == 0 and lines else {}
             return {**found, "seconds": round(seconds, 1)}
         finally:
-            self.places.put(place)
+            self.free_cores.put(core_set)
 
     def step(self, seed: int, name: str, *words: object, minutes: float | None = None) -> dict[str, Any]:
-        """A command whose result is kept: done once, whatever happens afterwards."""
+        """Run a command once and keep its result in a file."""
         kept = self.root / f"seed-{seed}" / f"{name}.json"
         if kept.is_file():
             return json.loads(kept.read_text())
@@ -148,7 +149,7 @@ class Bench:
         return found
 
     def train(self, seed: int, name: str, *words: object) -> dict[str, Any]:
-        """A training run into the seed's folder; one that was cut off goes on."""
+        """Train in the folder of the seed; resume an interrupted run."""
         common = ["--seed", seed, "--device", self.arguments.device, "--console_level", "WARNING", "--auto_resume"]
         common += ["--threads", self.width]  # workers wait while the model learns: both may use all cores
         folder = self.root / f"seed-{seed}" / name

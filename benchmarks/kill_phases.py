@@ -1,4 +1,4 @@
-"""`kill -9` in each of the three phases, then `--auto-resume`: the run must go on, and end as if nothing had been.
+"""`kill -9` in each of the three phases, then `--auto-resume`: the run must resume and end like an uninterrupted run.
 
     python benchmarks/kill_phases.py [--results FOLDER] [flags of deft train all]
 
@@ -90,7 +90,7 @@ def main() -> None:
         lines = [json.loads(line) for line in (folder / phase / "episode_metrics.jsonl").read_text().splitlines()]
         steps = [line["step"] for line in lines if line["type"] == "update"]
         assert steps == sorted(set(steps)), f"{phase}: lines of the metrics out of order or twice: {steps}"
-        assert steps[-1] > int(row[1].rpartition("-")[2]) - 1, f"{phase} did not go on"
+        assert steps[-1] > int(row[1].rpartition("-")[2]) - 1, f"{phase} did not resume"
         row += [steps[-1], (folder / phase / "best").resolve().name]
     assert (folder / "report.html").is_file()
     print_table(["phase", "killed after", "ended at", "best"], rows)

@@ -1,8 +1,8 @@
-"""`kill -9` at random moments of 14 kinds of training, then `--auto-resume`: does each end as if nothing had happened?
+"""`kill -9` at random times of 14 kinds of training, then `--auto-resume`: does each end as if nothing had happened?
 
 For each kind: a run that is never killed, and one that is killed `--kills` times and resumed each time. A kill comes
 before the first checkpoint (`early`), between two checkpoints (`between`), or while a checkpoint is written
-(`mid-save`), each at a random moment. After each kill every checkpoint on disk must match its manifest. The final
+(`mid-save`), each at a random time. After each kill every checkpoint on disk must match its manifest. The final
 checkpoint must equal, bit for bit, that of the run that was never killed: weights, optimizers, targets, buffers,
 environments, random state. Every update must be logged once, and no temporary file may be left. Exit status 1 if any
 of this fails.
@@ -30,7 +30,7 @@ from common import print_machine, print_table, run_deft, worker_environment, wri
 from deft.errors import InputError
 from deft.ownership import read_manifest, verify_folder
 
-MOMENTS = ("mid-save", "between", "early", "between")
+KILL_TIMES = ("mid-save", "between", "early", "between")
 LIMIT_SECONDS = 1800
 QUIET = ["--device", "cpu", "--threads", 1, "--seed", 0]
 ONLINE = [*QUIET, "--eval-freq", 0, "--log-freq", 1, "--keep-checkpoints", 2]
@@ -68,7 +68,7 @@ KINDS: dict[str, list[object]] = {
     ]
     + ["--batch-size", 16, "--save-interval", 1, "--eval-interval", 20, "--eval-episodes", 2, *QUIET],
 }
-# Of a training state: what is of the process and not of the run.
+# Of a training state: entries that belong to the process, not to the run.
 NOT_COMPARED = {"log", "config", "elapsed", "threads"}
 
 
@@ -82,10 +82,10 @@ def prepare(folder: Path) -> dict[str, Path]:
     return {"data": data, "waypoints": waypoints}
 
 
-def command(kind: str, run_dir: Path, places: dict[str, Path], resumes: bool) -> list[str]:
+def command(kind: str, run_dir: Path, inputs: dict[str, Path], resumes: bool) -> list[str]:
     """The training command of a run, started or resumed."""
-    words = [str(word).format(**places) for word in KINDS[kind]]
-    if words[0] == "waypoint-ppo":  # which knows --resume alone, and only where there is a checkpoint
+    words = [str(word).format(**inputs) for word in KINDS[kind]]
+    if words[0] == "waypoint-ppo":  # it has no --auto-resume, and --resume needs a checkpoint
         more = ["--out-dir", str(run_dir), *(["--resume"] if resumes and saved(run_dir) else [])]
     else:
         more = ["--output-dir", str(run_dir), *(["--auto-resume"] if resumes else [])]
@@ -102,10 +102,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def run_to_end(kind: str, run_dir: Path, places: dict[str, Path], resumes: bool) -> str:
+def run_to_end(kind: str, run_dir: Path, inputs: dict[str, Path], resumes: bool) -> str:
     """What went wrong in a whole run; empty if it ended well."""
     done = subprocess.run(
-        command(kind, run_dir, places, resumes),
+        command(kind, run_dir, inputs, resumes),
         env=worker_environment(1),
         capture_output=True,
         text=True,
@@ -115,7 +115,7 @@ def run_to_end(kind: str, run_dir: Path, places: dict[str, Path], resumes: bool)
     return "" if done.returncode == 0 else f"exit status {done.returncode}: {lines[-1] if lines else ''}"
 
 
-def moment(kind: str, run_dir: Path, last: int, first_save: float, dice: random.Random) -> Callable[[float], bool]:
+def kill_time(kind: str, run_dir: Path, last: int, first_save: float, dice: random.Random) -> Callable[[float], bool]:
     """A function of the process's age that says when to kill it; `last`: the step of the last checkpoint of the run."""
     if kind == "early":
         age_to_kill = dice.uniform(0.3, 1.0) * first_save
@@ -140,7 +140,7 @@ def moment(kind: str, run_dir: Path, last: int, first_save: float, dice: random.
 
 
 def kill_once(words: list[str], come: Callable[[float], bool]) -> bool:
-    """Start a process and kill it at its moment; False if it had ended before."""
+    """Start a process and kill it when `come` returns True; False if it had ended before."""
     start = time.perf_counter()
     process = subprocess.Popen(
         words, env=worker_environment(1), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -213,8 +213,8 @@ def logged_twice(run_dir: Path) -> str:
     return "" if steps == sorted(set(steps)) else "updates are logged out of order or twice"
 
 
-def trial(kind: str, folder: Path, places: dict[str, Path], kills: int, dice: random.Random) -> list[object]:
-    """A row of the table: the kind, its kills, and what came of it."""
+def trial(kind: str, folder: Path, inputs: dict[str, Path], kills: int, dice: random.Random) -> list[object]:
+    """A row of the table: the kind, its kills, and its outcome."""
     began = time.perf_counter()
     reference, run_dir = folder / "reference", folder / "killed"
     first_save: list[float] = []
@@ -224,21 +224,21 @@ def trial(kind: str, folder: Path, places: dict[str, Path], kills: int, dice: ra
             first_save.append(age)
         return False
 
-    kill_once(command(kind, reference, places, resumes=False), watch)
+    kill_once(command(kind, reference, inputs, resumes=False), watch)
     if not saved(reference) or not first_save:
-        problem = run_to_end(kind, folder / "failed", places, resumes=False)
+        problem = run_to_end(kind, folder / "failed", inputs, resumes=False)
         return [kind, 0, "", f"the reference run failed: {problem}", round(time.perf_counter() - began)]
     last = step_of(saved(reference)[-1])
     killed, problem = [], ""
     for number in range(kills):
-        when = MOMENTS[number % len(MOMENTS)]
-        come = moment(when, run_dir, last, first_save[0], dice)
-        if not kill_once(command(kind, run_dir, places, resumes=number > 0), come):
+        when = KILL_TIMES[number % len(KILL_TIMES)]
+        come = kill_time(when, run_dir, last, first_save[0], dice)
+        if not kill_once(command(kind, run_dir, inputs, resumes=number > 0), come):
             break  # it has finished
         unfinished = any(run_dir.glob(".tmp-checkpoint-*"))
         killed.append(f"{when} {step_of(saved(run_dir)[-1]) if saved(run_dir) else 0}{'*' if unfinished else ''}")
         problem = problem or damaged(run_dir)
-    problem = problem or run_to_end(kind, run_dir, places, resumes=True)
+    problem = problem or run_to_end(kind, run_dir, inputs, resumes=True)
     problem = problem or logged_twice(run_dir)
     if not problem and any(run_dir.glob(".tmp-*")):
         problem = f"left behind: {[path.name for path in run_dir.glob('.tmp-*')]}"
@@ -253,7 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--kills", type=int, default=4, help="of each kind")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="of the kill times")
     parser.add_argument("--keep", type=Path, help="leave the run folders here, to look into")
     parser.add_argument("--json", help="write the results here")
     arguments = parser.parse_args()
@@ -262,11 +262,13 @@ def main() -> int:
     rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
-        places = prepare(folder)
+        inputs = prepare(folder)
         for kind in arguments.kinds:
-            rows.append(trial(kind, folder / kind.replace(" ", "-"), places, arguments.kills, dice))
+            rows.append(trial(kind, folder / kind.replace(" ", "-"), inputs, arguments.kills, dice))
             print(*rows[-1], sep=" | ", flush=True)
-    print_table(["kind", "kills", "moment and last checkpoint (*: half-written beside it)", "result", "seconds"], rows)
+    print_table(
+        ["kind", "kills", "time of kill and last checkpoint (*: half-written beside it)", "result", "seconds"], rows
+    )
     good = sum(row[3] == "bit-equal" for row in rows)
     print(
         f"{good} of {len(rows)} kinds equal an uninterrupted run bit for bit, after {sum(row[1] for row in rows)} kills"

@@ -4,17 +4,16 @@
     python benchmarks/phases_results.py --student-minutes 2 --game-minutes 10 --noise-minutes 2 --device cuda
 
 From one teacher, for each seed: a student is trained on it (phase 2) and plays against its world model (phase 3). In
-step with the game a copy of the teacher goes on with random exploration alone (phase 1): of each batch as many episodes
-are new, and every update has the learning rate of the game's. Both world models are measured on the same held-out
-scenes of another explorer (scripted pushes and grasps, and random actions, half each; every scene counts the same).
-Then the game is played in a world where half of the scenes have a patch of noise, and it is measured what noise pays
-beside the same scenes without; at last the student, against random actions and against one before training. Did either
-side collapse? Seeds run side by side in processes of their own; a run that was stopped goes on. With
-`--comparison-only` the two world models are compared, and that is all.
+step with the game, a copy of the teacher continues training with random exploration alone (phase 1): each batch has as
+many new episodes, and every update has the learning rate of the game's. Both world models are evaluated on the same
+held-out scenes of another explorer (half scripted pushes and grasps, half random actions; every scene counts the same).
+Then the game is played with a patch of noise in half of the scenes, and the reward for noise is compared with that of
+the same scenes without it. At last the student is compared with random actions and with an untrained student. Seeds run
+side by side in their own processes; a stopped run resumes. `--comparison-only` compares the two world models only.
 
-What is known of a seed is in RESULTS/seed-N/results.json as soon as it is, with its page report.html; all of it in
-RESULTS/results.json. `--tables` prints what is there, `--again` measures the world models once more, all in the
-same new scenes. Other flags are settings of `deft train all`.
+The results of a seed are in RESULTS/seed-N/results.json as soon as they are known, with a page report.html; all of them
+in RESULTS/results.json. `--tables` prints the saved results, `--again` evaluates the world models once more, all in
+the same new scenes. Other flags are settings of `deft train all`.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def main() -> None:
         if arguments.job == "seed":
             result = run_seed(seed, config, root, arguments)
         elif arguments.job == "random":
-            result = go_on_at_random(config, root, arguments.random_workers)
+            result = continue_at_random(config, root, arguments.random_workers)
         else:
             result = play_with_noise(seed, config, root, arguments)
         _result_file(root, arguments.job).write_text(json.dumps(result, indent=1, default=float))
@@ -181,7 +180,7 @@ def chosen_settings(config: PhaseConfig, path: Path | None) -> dict[str, Any]:
 
 
 def run_seed(seed: int, config: PhaseConfig, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The phases of one seed, phase 1 beside, and all measures; each is written down when it is known."""
+    """The phases of one seed, phase 1 beside, and all measures; each is saved as soon as it is known."""
     found: dict[str, Any] = {"collapsed": {}, "updates": {"teacher": 0}}
     scenes, device = arguments.evaluation_seed + seed, arguments.device
     where = choose_device(device)
@@ -259,10 +258,10 @@ def _gains(scenes: np.ndarray) -> list[str]:
 
 
 class PacedGame(AdversarialTrainer):
-    """A game that writes down, after every iteration, how many updates it has had and how far its schedule was."""
+    """A game that saves, after every iteration, how many updates it has had and how far its schedule was."""
 
     def train(self) -> dict[str, Any]:
-        """Also when it fails, phase 1 beside it is told that it is over."""
+        """Train, and mark the end in the pace file for the phase 1 run, also after an error."""
         self.pace = _read_pace(self.run_dir.parent)["pace"]
         try:
             return super().train()
@@ -271,7 +270,7 @@ class PacedGame(AdversarialTrainer):
 
     def train_round(self) -> tuple[int, Metrics]:
         """An iteration."""
-        self.pace = [row for row in self.pace if row[0] <= self.num_updates]  # it may have gone on from a checkpoint
+        self.pace = [row for row in self.pace if row[0] <= self.num_updates]  # it may have resumed from a checkpoint
         progress = self.progress
         found = super().train_round()
         self.pace.append((self.num_updates, progress))
@@ -285,7 +284,7 @@ class PacedGame(AdversarialTrainer):
 class TeacherInStep(TeacherTrainer):
     """Phase 1 that makes the game's updates after it: as many, each at the same place of the schedule."""
 
-    _game: dict[str, Any] = {"pace": [], "over": False}  # as it was written down last  # noqa: RUF012
+    _game: dict[str, Any] = {"pace": [], "over": False}  # the last version read  # noqa: RUF012
 
     def __init__(self, config: PhaseConfig) -> None:
         super().__init__(config)
@@ -318,7 +317,7 @@ class TeacherInStep(TeacherTrainer):
 
 
 def _read_pace(root: Path) -> dict[str, Any]:
-    """What the game of a seed has written down."""
+    """Return the progress that the game of a seed has saved."""
     path = root / PACE_FILE
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"pace": [], "over": False}
     return found
@@ -337,7 +336,7 @@ class PacedExplorer(ProcessExplorer):
         return self.take(self._count) if self._batches % self._every_batches == 0 else []
 
 
-def go_on_at_random(config: PhaseConfig, root: Path, num_workers: int) -> dict[str, Any]:
+def continue_at_random(config: PhaseConfig, root: Path, num_workers: int) -> dict[str, Any]:
     """Phase 1 from the same teacher, in step with the game: as many updates, on as many new episodes."""
     longer = longer_teacher(config, root / "random")
     trainer = TeacherInStep(longer)
@@ -424,7 +423,7 @@ def comparison(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
                 "… scripted": losses(key, "scripted"),
                 "… random": losses(key, "random"),
                 "… over all frames": column(key, "cross_entropy"),
-                "codes foreseen, %": column(key, "wm_acc", 100.0),
+                "codes predicted, %": column(key, "wm_acc", 100.0),
                 "PSNR where it moves, dB": column(key, "psnr"),
             },
         }

@@ -4,7 +4,7 @@ A cluster of several nodes on one machine (Ray's own test cluster): the learner 
 nodes. Every `--every` seconds one worker is killed; after a third of the time a node is removed, after two thirds one
 is added. `--spares` workers wait for the place of one that dies; the clock runs from when they are there. Every
 observation carries who made it and the number of the step in its maker's life: no pair may be learned from twice.
-Prints what was done when, and at the end whether training went on, and how soon throughput recovered.
+Prints what was done when, and at the end whether training continued, and how soon throughput recovered.
 
     python benchmarks/ray_faults.py --seconds 120 --every 5
 """
@@ -24,7 +24,7 @@ import numpy as np
 from common import print_machine, write_json
 
 RECOVERED = 0.8  # of the rate before: throughput counts as recovered
-WINDOW = 2.0  # seconds that a rate is taken over
+WINDOW = 2.0  # seconds over which a rate is averaged
 LONGEST_START = 120.0  # seconds after which it begins, also where no spare worker has come
 
 

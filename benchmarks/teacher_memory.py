@@ -36,7 +36,7 @@ from deft.training.phases.teacher import TeacherTrainer, make_exploration
 AWAY, BACK = 10, 10  # steps
 TURN = 1.0  # of the largest delta of the arm's first joint: a radian in all, more than the camera sees
 CHUNK = 8
-LEARNING_RATE = 5e-4  # at most: it goes on from a trained teacher
+LEARNING_RATE = 5e-4  # at most: training starts from a trained teacher
 
 
 @dataclass
@@ -95,7 +95,7 @@ def measure_memory(policy: F1Policy, config: PhaseConfig, num_scenes: int, seed:
 
 
 def train_on_sweeps(run: Path, folder: Path, minutes: float, device: str) -> Path:
-    """Go on from a teacher run with sweeps in the place of random actions."""
+    """Continue a teacher run with sweeps instead of random actions."""
     source = checkpoint.find_checkpoint(run)
     config = read_phase_config(source.parent / CONFIG_FILE)
     config.model.config_file, config.model.checkpoint_path = str(source.parent / MODEL_FILE), str(source)

@@ -142,7 +142,7 @@ def run(name: str, folder: Path, scale: int = 1, **changes: Any) -> dict[str, An
 
 
 def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> dict[str, Any]:
-    """Train a small F1 policy whose weights are shared out, from another run's weights and moments where given."""
+    """Train a small F1 policy with sharded weights, from the weights and optimizer state of another run if given."""
     policy = wake(micro_policy())
     share = sharding.local_bytes(policy)
     sharding.shard(policy, processes, torch.device("cpu"), (GatedMLP, VisionLayer))
@@ -150,7 +150,7 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
     if start is not None:
         saved = torch.load(start, weights_only=False)
         sharding.load_full_weights(policy, saved["weights"])
-        load_optimizer_state(optimizer, saved["moments"], hyperparameters=True)
+        load_optimizer_state(optimizer, saved["optimizer_state_dict"], hyperparameters=True)
     for step in range(num_steps):
         batch = {name: value[:, processes.rank :: processes.count] for name, value in f1_batch(3, 6, seed=step).items()}
         memory = policy.initial_memory(6 // processes.count)
@@ -158,8 +158,8 @@ def shard_f1(processes: Processes, start: Path | None, num_steps: int = 2) -> di
         policy(batch, memory_state=memory)["loss"].backward()
         optimizer.step()
     share = sharding.local_bytes(policy) / share
-    weights, moments = sharding.full_weights(policy), optimizer_state(optimizer)
-    return {"weights": weights, "moments": moments, "share": share}
+    weights, optimizer_state_dict = sharding.full_weights(policy), optimizer_state(optimizer)
+    return {"weights": weights, "optimizer_state_dict": optimizer_state_dict, "share": share}
 
 
 def teach(folder: Path, fsdp: bool, start: Path | None = None, num_episodes: int = 12) -> dict[str, Any]:

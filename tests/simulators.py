@@ -30,7 +30,7 @@ URDF = """<robot name="panda">
 class ManiSkillTask:
     """A BaseEnv: batched tensors everywhere. An environment succeeds in the step whose first action dim is above 0.9.
 
-    Each environment shows its seed of the episode and its own step count in `extra/told`, and in its pictures' red.
+    Each environment returns its episode seed and step count in `extra/counters`, and in the red channel of its images.
     """
 
     made: list[dict[str, Any]] = []  # noqa: RUF012 (looked at by tests)
@@ -76,7 +76,7 @@ class ManiSkillTask:
         rows = self.num_envs
         observation: dict[str, Any] = {
             "agent": {"qpos": torch.full((rows, 9), 0.5), "qvel": torch.zeros(rows, 9), "controller": {}},
-            "extra": {"is_grasped": self.steps > 1, "told": torch.stack([self.seeds, self.steps], dim=1)},
+            "extra": {"is_grasped": self.steps > 1, "counters": torch.stack([self.seeds, self.steps], dim=1)},
         }
         if self.settings["obs_mode"] == "rgb":
             size = (self.settings["sensor_configs"]["height"], self.settings["sensor_configs"]["width"])

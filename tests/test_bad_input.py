@@ -291,7 +291,7 @@ OFFLINE = (
     "--num-epochs 1 --batch-size 20 --hidden-dim 8 --eval-freq 0 --device cpu --no-tensorboard "
     "--no-enable-file-logging --console-level CRITICAL"
 )
-REFUSED = [
+REJECTED = [
     # The command line
     ("trian", "trian", "no such command", "'train'"),
     ("train", "ppo", "--config FILE"),
@@ -391,7 +391,7 @@ REFUSED = [
     ("train ppo {new} --env bad/Faulty-v0 --model-path {place}/weights.pth", "{place}/weights.pth", "does not fit"),
     ("evaluate {place}/nowhere", "{place}/nowhere", "no such checkpoint"),
     ("evaluate {place}/empty", "{place}/empty", "neither a checkpoint"),
-    ("evaluate {place}/run --video film.mp4", "bad/Faulty-v0", "cannot be rendered"),
+    ("evaluate {place}/run --video video.mp4", "bad/Faulty-v0", "cannot be rendered"),
     ("evaluate {place}/no-config", "{place}/no-config/config.yaml", "missing"),
     ("evaluate {place}/cut-model", "{place}/cut-model/checkpoint-64/model.pt", "cut short"),
     # Offline: the command line
@@ -481,7 +481,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("command", "named"), [(command, named) for command, *named in REFUSED])
+@pytest.mark.parametrize(("command", "named"), [(command, named) for command, *named in REJECTED])
 def test_bad_input_is_refused_in_one_line(
     command: str, named: list[str], place: Path, tmp_path: Path, deft: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,7 +545,7 @@ def test_a_renderer_that_is_not_installed(tmp_path: Path, deft: Command, monkeyp
     run = tmp_path / "run"
     assert deft(f"train ppo {TINY} --env CartPole-v1 --output-dir {run}") == (0, [])
     monkeypatch.setitem(sys.modules, "pygame", None)  # as where it is not installed
-    status, lines = deft(f"evaluate {run} --episodes 1 --video {tmp_path}/film.mp4")
+    status, lines = deft(f"evaluate {run} --episodes 1 --video {tmp_path}/video.mp4")
     assert status == 2
     assert_one_line(lines, "CartPole-v1", "cannot be rendered", "pygame")
 
@@ -615,7 +615,7 @@ FAILURES = [
 
 
 def assert_resumes(run: Path, deft: Command, flags: str = "") -> None:
-    """The latest checkpoint is whole, and the run goes on from it to its end."""
+    """The latest checkpoint is complete, and the run resumes from it to its end."""
     latest, problems = checkpoint.latest_whole_checkpoint(run)
     assert latest is not None
     assert not problems
@@ -835,7 +835,7 @@ def _stepped(env: Any, actions: np.ndarray) -> Any:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_call_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_wrong_call_raises_an_error(name: str, tmp_path: Path) -> None:
     call, message = CALLS[name]
     with pytest.raises(InputError, match=message) as caught:
         call(tmp_path)

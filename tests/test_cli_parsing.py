@@ -1,4 +1,4 @@
-"""The command line: what it understands, what it refuses and how, and its exit status."""
+"""The command line: accepted and rejected arguments, messages, exit status."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_train_calls_the_offline_run(calls: list[Any], capsys: pytest.CaptureFix
     ((kind, config),) = calls
     assert (kind, config.algorithm.name, config.dataset.path) == ("offline", "td3-bc", "a.hdf5")
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"updates": 7}
-    # The config.yaml of such a run is enough to repeat it, and to go on with it.
+    # The config.yaml of such a run is enough to repeat and to resume it.
     write_config(config, tmp_path / "config.yaml")
     assert parsed("--config", str(tmp_path / "config.yaml")) == config
     assert parsed("--resume", str(tmp_path)) == replace(config, resume=str(tmp_path))

@@ -389,9 +389,9 @@ def test_what_the_map_names_exists() -> None:
 def test_scripts_run_their_algorithm(script: Path) -> None:
     """`run_offline_rl_td3bc.sh FLAGS` is `python -m deft train td3-bc FLAGS`, and the map knows the script."""
     environment = {"PYTHON": "echo", "PATH": os.environ["PATH"]}
-    told = subprocess.run([script, "--seed", "a b"], env=environment, capture_output=True, text=True, check=True)
+    completed = subprocess.run([script, "--seed", "a b"], env=environment, capture_output=True, text=True, check=True)
     name = {"td3bc": "td3-bc"}.get(script.stem.rpartition("_")[2], script.stem.rpartition("_")[2])
-    assert told.stdout == f"-m deft train {name} --seed a b\n"
+    assert completed.stdout == f"-m deft train {name} --seed a b\n"
     assert f"`scripts/{script.name}" in (DOCS / "reference" / "from-the-documents.md").read_text()
 
 

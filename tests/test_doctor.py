@@ -96,6 +96,6 @@ def test_the_command_measures_this_machine(capfd, monkeypatch):
     assert set(results["tabletop"]["steps_per_second"]) == {"both_cameras_64_px", "both_cameras_224_px", "state_only"}
 
 
-def test_words_are_refused(capsys):
+def test_positional_arguments_raise_an_error(capsys):
     assert main(["doctor", "who"]) == 2
     assert "unexpected 'who'" in capsys.readouterr().err

@@ -332,8 +332,8 @@ def test_worker_processes_decide_as_their_parent(mark, tmp_path):
     """What the user named reaches the worker; what a file named does not, whoever asks for it there."""
     ask = "trust.import_module('lair.evil', 'lair.evil:Evil-v0', 'env.id', '--env')"
     with trust.command_line(False):
-        refused = subprocess.run(trust.child_command(ask), capture_output=True, text=True)
-        assert "--trust-remote-code" in refused.stderr
+        rejected = subprocess.run(trust.child_command(ask), capture_output=True, text=True)
+        assert "--trust-remote-code" in rejected.stderr
         assert not mark.exists()
         trust.name(ID)
         subprocess.run(trust.child_command(ask), check=True)
