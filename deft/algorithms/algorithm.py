@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
+import gymnasium
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from deft.algorithms import optimization
 from deft.algorithms.auxiliary import Auxiliary
 from deft.algorithms.experience import Experience, Rollouts
 from deft.config.algorithm_settings import AlgorithmSettings
+from deft.config.settings import PolicyConfig
+from deft.models.building import make_policy
 from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
 from deft.models.targets import soft_update
@@ -47,7 +50,15 @@ class Algorithm:
     policy: Policy
     settings: AlgorithmSettings
     can_shard: ClassVar[bool] = False
-    """Whether it trains weights that are shared out among processes, each of which takes the same passes."""
+    """Whether it trains sharded weights: every process then makes the same forward and backward passes."""
+    exchanges_policies: ClassVar[bool] = True
+    """Whether it can train a policy that another run built, and other algorithms can train its policies."""
+    vla_settings: ClassVar[Mapping[str, Any]] = {}
+    """Fields of `PolicyConfig` that it requires of a VLA policy from another run."""
+    fixed_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that must be those that the weights were trained with, and that no weight's shape shows."""
+    distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = None
+    """The action distribution of a new policy, if it needs a particular one."""
     version: int = 0
     """How many updates the policy's weights have seen; transitions carry it as `schema.POLICY_VERSION`."""
     progress: float = 0.0
@@ -60,6 +71,23 @@ class Algorithm:
 
     processes: SharedTraining | None = None
     """The processes that train this policy together; None where it is this one alone."""
+
+    @classmethod
+    def make_policy(
+        cls,
+        observation_space: gymnasium.Space,
+        action_space: gymnasium.Space,
+        config: PolicyConfig,
+        settings: Any,
+        num_members: int = 1,
+        weights_follow: bool = False,
+        where: str = "the dataset",
+    ) -> Policy:
+        """Build the policy that this algorithm trains, for the spaces of `where`, an environment or a dataset.
+
+        `weights_follow`: weights of a checkpoint are loaded next, so the pretrained file of the config is not read.
+        """
+        return make_policy(config, observation_space, action_space, where, num_members, weights_follow=weights_follow)
 
     @property
     def experience(self) -> Experience:

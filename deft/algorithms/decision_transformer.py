@@ -39,6 +39,8 @@ class DecisionTransformer(OfflineAlgorithm):
     """
 
     name = "dt"
+    exchanges_policies = False
+    fixed_settings = ("n_head",)
     settings: DTSettings
     policy: DecisionTransformerPolicy
 
@@ -63,6 +65,7 @@ class DecisionTransformer(OfflineAlgorithm):
         settings: DTSettings,
         num_members: int = 1,
         weights_follow: bool = False,
+        where: str = "the dataset",
     ) -> DecisionTransformerPolicy:
         """A transformer for the spaces."""
         if num_members > 1:

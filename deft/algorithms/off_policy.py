@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import gymnasium
 import torch
@@ -40,8 +40,12 @@ class ActorAlgorithm(OfflineAlgorithm):
 
     settings: OfflineSettings
     policy: Policy
-    distribution: Literal["tanh_gaussian", "gaussian"] = "gaussian"
-    """The action distribution of a new network from scratch."""
+    vla_settings: ClassVar[Mapping[str, Any]] = {
+        "unit_actions": True,
+        "separate_value": True,
+        "normalize_reward": False,
+    }
+    distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = "gaussian"
     needs_next_observation: bool = True
     """Whether its batches hold the observation that a transition leads to."""
 
@@ -79,6 +83,7 @@ class ActorAlgorithm(OfflineAlgorithm):
         settings: Any,
         num_members: int = 1,
         weights_follow: bool = False,
+        where: str = "the dataset",
     ) -> Policy:
         """Build the policy of a config, with this algorithm's distribution where the config gives none."""
         if config.distribution is None:
@@ -86,7 +91,7 @@ class ActorAlgorithm(OfflineAlgorithm):
         if config.distribution == "tanh_gaussian" and config.log_std_init != PolicyConfig.log_std_init:
             log.warning("log_std_init: not used: the deviation of %s's policy depends on the state", cls.name)
         dtype = PRECISIONS[settings.precision]
-        return make_policy(config, observation_space, action_space, "the dataset", num_members, dtype, weights_follow)
+        return make_policy(config, observation_space, action_space, where, num_members, dtype, weights_follow)
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
         """Sample single transitions, from memory or from disk."""

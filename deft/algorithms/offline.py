@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import torch
 from torch import Tensor
 
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.experience import DatasetBatches, Experience
 from deft.config.algorithm_settings import OfflineSettings
-from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import Dataset
-from deft.models.policy import Policy
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,22 +43,6 @@ class OfflineAlgorithm(Algorithm):
     def experience(self) -> Experience:
         """Batches of a dataset."""
         return DatasetBatches()
-
-    @classmethod
-    def make_policy(
-        cls,
-        observation_space: gymnasium.Space,
-        action_space: gymnasium.Space,
-        config: PolicyConfig,
-        settings: Any,
-        num_members: int = 1,
-        weights_follow: bool = False,
-    ) -> Policy:
-        """Build the policy that this algorithm trains.
-
-        `weights_follow`: weights of a checkpoint are loaded next, so the pretrained file of the config is not read.
-        """
-        raise TypeError(f"{cls.__name__} does not define make_policy")
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
         """Return the sampler of its batches."""

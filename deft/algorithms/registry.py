@@ -21,3 +21,4 @@ OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "dt": DecisionTransformer,
     "sft": SFT,
 }
+ALGORITHMS: dict[str, type[Algorithm]] = {**ONLINE_ALGORITHMS, **OFFLINE_ALGORITHMS}

@@ -36,7 +36,7 @@ from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import CONFIG_FILE, checkpoint_choice
 from deft.runs.logging import show_evaluation
-from deft.runs.policies import build_offline_policy, build_policy, saved_config
+from deft.runs.policies import build_policy, saved_config
 from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.runs.random_state import seed_everything
 
@@ -202,8 +202,7 @@ def rebuild_policy(
     device: str = "auto",
 ) -> Policy:
     """The policy of a checkpoint, built for these spaces, with its weights."""
-    build: Any = build_offline_policy if isinstance(config, OfflineRunConfig) else build_policy
-    policy: Policy = build(config, observation, action, weights_follow=True)
+    policy = build_policy(config, observation, action, weights_follow=True)
     weights = checkpoint.load_part(folder, checkpoint.MODEL)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
     return policy.to(choose_device(device))

@@ -6,17 +6,14 @@ The builders of runs and `deft evaluate`, `deft.load_policy` and `deft collect` 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import gymnasium
 
 from deft import trust
-from deft.algorithms.offline import PRECISIONS
-from deft.algorithms.registry import OFFLINE_ALGORITHMS
+from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import load_config, resolve
-from deft.config.settings import OfflineRunConfig, ReplayRunConfig, RunConfig
+from deft.config.settings import OfflineRunConfig, RunConfig
 from deft.errors import InputError
-from deft.models.building import make_policy
 from deft.models.policy import Policy
 from deft.runs import checkpoint
 from deft.runs.directory import CONFIG_FILE
@@ -35,45 +32,24 @@ def space_for_weights(
 
 
 def build_policy(
-    config: RunConfig, observation: gymnasium.Space, action: gymnasium.Space, weights_follow: bool = False
+    config: RunConfig | OfflineRunConfig,
+    observation: gymnasium.Space,
+    action: gymnasium.Space,
+    weights_follow: bool = False,
 ) -> Policy:
-    """The policy that a config names, for the spaces of an environment.
+    """The policy that a config's algorithm trains, for the spaces of an environment or a dataset.
 
     `weights_follow`: a checkpoint's weights are loaded next, so the pretrained file is not read, nor needed any more.
     """
-    _check_action_dim(config, action)
-    settings: Any = config.algorithm.cfg
-    precision = settings.precision if isinstance(config, ReplayRunConfig) else "fp32"
-    where = config.env.id if config.policy.name == "vla" else "the environment"
-    return make_policy(
-        config.policy, observation, action, where, dtype=PRECISIONS[precision], weights_follow=weights_follow
-    )
-
-
-def _check_action_dim(config: RunConfig, action: gymnasium.Space) -> None:
-    wanted = config.policy.action_dim
-    if wanted is None:
-        return
-    actual = int(action.shape[-1]) if action.shape else 1
-    if wanted != actual:
-        raise InputError(f"policy.action_dim: {wanted} was given, but {config.env.id} takes actions of {actual} dims")
-
-
-def build_offline_policy(
-    config: OfflineRunConfig,
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    weights_follow: bool = False,
-) -> Policy:
-    """The policy that a config's algorithm trains, for the spaces of a dataset.
-
-    `weights_follow`: a checkpoint's are loaded next, so a pretrained file that the config names is not read.
-    """
-    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
-    settings, members = config.algorithm.cfg, config.trainer.num_seeds
-    return algorithm_class.make_policy(
-        observation_space, action_space, config.policy, settings, members, weights_follow
-    )
+    kind, settings = ALGORITHMS[config.algorithm.name], config.algorithm.cfg
+    if isinstance(config, OfflineRunConfig):
+        members, where = config.trainer.num_seeds, "the dataset"
+    else:
+        members, where = 1, config.env.id
+    wanted, actual = config.policy.action_dim, int(action.shape[-1]) if action.shape else 1
+    if wanted not in (None, actual):
+        raise InputError(f"policy.action_dim: {wanted} was given, but {where} takes actions of {actual} dims")
+    return kind.make_policy(observation, action, config.policy, settings, members, weights_follow, where)
 
 
 def load_policy_weights(policy: Policy, path: str | Path) -> None:

@@ -10,10 +10,10 @@ import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deft.algorithms.off_policy import ActorAlgorithm, OffPolicy
-from deft.algorithms.registry import OFFLINE_ALGORITHMS
+from deft.algorithms.off_policy import OffPolicy
+from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import replace, to_dict
-from deft.config.settings import MODEL_CHUNKS, OfflineRunConfig, PolicyConfig, ReplayRunConfig, RunConfig
+from deft.config.settings import MODEL_CHUNKS, OfflineRunConfig, PolicyConfig, RunConfig
 from deft.envs.make import full_id
 from deft.errors import InputError
 from deft.models.policy import Policy
@@ -29,16 +29,17 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
 
     Settings that the config itself changes from their defaults override those of that run.
     """
+    kind = ALGORITHMS[config.algorithm.name]
     if policy is not None:
         built_from = policy.policy_config if isinstance(policy, Policy) else None
         return config if built_from is None else replace(config, policy=_for_algorithm(config, to_dict(built_from)))
-    if config.model_path is None or not _trains_policies_of_others(config):
+    if config.model_path is None or not kind.exchanges_policies:
         return config
     source = config_beside(resume_from or Path(config.model_path))
     if source is None:
         return config
+    _check_source(config, source)
     if isinstance(config, RunConfig):
-        _check_source(config, source)
         config = _with_env_settings(config, source)
     own, theirs = config.policy, source.policy
     if own.vla_config is not None:
@@ -53,33 +54,25 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
         section["vla_config"]["model_config"] |= given["model_config"]
         if given.get("model_path") is not None:
             section["vla_config"]["model_path"] = given["model_path"]
-    if section["distribution"] is None and isinstance(source, OfflineRunConfig):
-        section["distribution"] = getattr(OFFLINE_ALGORITHMS[source.algorithm.name], "distribution", None)
+    if section["distribution"] is None:
+        section["distribution"] = ALGORITHMS[source.algorithm.name].distribution
     return replace(config, policy=_for_algorithm(config, section | changed))
 
 
-def _trains_policies_of_others(config: RunConfig | OfflineRunConfig) -> bool:
-    """False for the Decision Transformer, whose settings describe its network."""
-    kind = OFFLINE_ALGORITHMS.get(config.algorithm.name)
-    return kind is None or issubclass(kind, ActorAlgorithm)
-
-
 def _for_algorithm(config: RunConfig | OfflineRunConfig, section: dict[str, Any]) -> dict[str, Any]:
-    """The section with a value network and a Box for critics, where the algorithm has critics."""
-    if isinstance(config, OfflineRunConfig | ReplayRunConfig) and section["vla_config"] is not None:
-        return section | {"unit_actions": True, "separate_value": True, "normalize_reward": False}
-    return section
+    """The section with what the algorithm requires of a VLA policy."""
+    if section["vla_config"] is None:
+        return section
+    return section | dict(ALGORITHMS[config.algorithm.name].vla_settings)
 
 
-def _check_source(config: RunConfig, source: RunConfig | OfflineRunConfig) -> None:
-    if not isinstance(source, OfflineRunConfig):
-        return
-    if not issubclass(OFFLINE_ALGORITHMS[source.algorithm.name], ActorAlgorithm):
+def _check_source(config: RunConfig | OfflineRunConfig, source: RunConfig | OfflineRunConfig) -> None:
+    if not ALGORITHMS[source.algorithm.name].exchanges_policies:
         raise InputError(
             f"model_path: a {source.algorithm.name} policy needs a target return and cannot be trained with "
             f"{config.algorithm.name}; start from a run of iql, cql, td3-bc or sft"
         )
-    if source.trainer.num_seeds > 1:
+    if isinstance(config, RunConfig) and isinstance(source, OfflineRunConfig) and source.trainer.num_seeds > 1:
         raise InputError(
             f"model_path: a run of {source.trainer.num_seeds} seeds holds as many policies; train one with "
             "num_seeds 1, or select one in Python: policy.member(i)"
@@ -112,14 +105,17 @@ def _with_env_settings(config: RunConfig, source: RunConfig | OfflineRunConfig) 
     return replace(config, **changes)
 
 
-def check_heads(config: OfflineRunConfig, start: str | Path | None) -> None:
-    """Raise an error for another number of heads than the weights had, which no weight's shape shows."""
-    source = None if start is None or config.algorithm.name != "dt" else config_beside(Path(start))
-    if source is None or source.algorithm.name != "dt":
+def check_fixed_settings(config: OfflineRunConfig, start: str | Path | None) -> None:
+    """Raise an error if a setting that the weights depend on is not the one that they were trained with."""
+    names = ALGORITHMS[config.algorithm.name].fixed_settings
+    source = config_beside(Path(start)) if start is not None and names else None
+    if source is None or source.algorithm.name != config.algorithm.name:
         return
-    was, now = (to_dict(one.algorithm.cfg)["n_head"] for one in (source, config))
-    if was != now:
-        raise InputError(f"n_head: {now}, and the weights of {start} were trained with {was}; give --n_head {was}")
+    before, after = to_dict(source.algorithm.cfg), to_dict(config.algorithm.cfg)
+    for name in names:
+        was, now = before[name], after[name]
+        if was != now:
+            raise InputError(f"{name}: {now}, and the weights of {start} were trained with {was}; give --{name} {was}")
 
 
 def load_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] | None = None) -> None:

@@ -21,7 +21,7 @@ from deft.data.offline_buffer import OfflineReplayBuffer
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.runs import checkpoint
-from deft.runs.policies import build_offline_policy, load_policy_weights
+from deft.runs.policies import build_policy, load_policy_weights
 from deft.runs.random_state import seed_everything
 from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
@@ -77,7 +77,7 @@ class OfflineRLTrainer:
                 observation_space or _box("obs_dim", obs_dim, np.inf),
                 action_space or _box("action_dim", action_dim, 1.0),
             )
-            policy = build_offline_policy(self.config, *self._spaces)
+            policy = build_policy(self.config, *self._spaces)
         self._policy = policy
         self._dataset: Dataset | None = None
         self._source: Path | None = None

@@ -32,14 +32,14 @@ from deft.runs import sharding
 from deft.runs.compute import choose_device
 from deft.runs.directory import place_run, run_opener
 from deft.runs.logging import logged_from_start
-from deft.runs.policies import build_offline_policy, load_policy_weights, space_for_weights
+from deft.runs.policies import build_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.processes import Processes
 from deft.runs.random_state import seed_everything
 from deft.runs.seeds import EVALUATION_SEED
 from deft.runs.sinks import check_extras
 from deft.training.evaluator import Evaluator, check_space
-from deft.training.handover import check_heads, use_policy_section
+from deft.training.handover import check_fixed_settings, use_policy_section
 from deft.training.offline import OfflineSpec, OfflineTrainer
 from deft.training.run import run_trainer
 from deft.training.validation import make_validation, split
@@ -78,7 +78,7 @@ def build_offline_trainer(
     algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
     shards = sharding.should_shard(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
     config = use_policy_section(config, policy, resume_from)
-    check_heads(config, resume_from or config.model_path)
+    check_fixed_settings(config, resume_from or config.model_path)
     seed_everything(config.seed)
     check_extras(config.logging)
     if dataset is None:
@@ -127,7 +127,7 @@ def build_offline_trainer(
     observation_space = space_for_weights(config, resume_from, dataset.observation_space, f"dataset {dataset.name}")
     if policy is None:
         weights_follow = resume_from is not None or config.model_path is not None
-        policy = build_offline_policy(config, observation_space, action_space, weights_follow)
+        policy = build_policy(config, observation_space, action_space, weights_follow)
     observation_space = getattr(getattr(policy, "encoder", None), "space", observation_space)
     check_streams(policy, observation_space, dataset.observation_space, f"dataset {dataset.name}")
     if played_in is not None:

@@ -13,7 +13,7 @@ import gymnasium
 
 from deft.algorithms.registry import ONLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
-from deft.config.settings import ReplayRunConfig, RunConfig
+from deft.config.settings import RunConfig
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.rename import rename
 from deft.envs.reward_weights import weigh
@@ -75,7 +75,8 @@ def build_trainer(
     placed = place_run(config, config.env.id) if processes.is_first else None
     config, resume_from, replaces = processes.broadcast(placed)
     is_asynchronous = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
-    if processes.count > 1 and is_asynchronous and isinstance(config, ReplayRunConfig):
+    uses_replay = config.algorithm.cfg.LEARNS_FROM == "replay"
+    if processes.count > 1 and is_asynchronous and uses_replay:
         name = config.algorithm.name.upper()
         raise InputError(f"max_staleness: {name} in several processes cannot collect during updates; use 0")
     kind: Any = ONLINE_ALGORITHMS[config.algorithm.name]
@@ -88,7 +89,7 @@ def build_trainer(
     seed_everything(config.seed)
     check_extras(config.logging)
     chunk_length: int = getattr(policy, "chunk_length", config.policy.chunk_length)
-    if isinstance(config, ReplayRunConfig) and chunk_length > 1:
+    if uses_replay and chunk_length > 1:
         raise InputError(_no_chunks(config, policy, chunk_length))
     gamma = config.algorithm.cfg.gamma
     video_env: Callable[[], gymnasium.Env]
@@ -149,7 +150,7 @@ def build_trainer(
     return trainer
 
 
-def _no_chunks(config: ReplayRunConfig, policy: Any, length: int) -> str:
+def _no_chunks(config: RunConfig, policy: Any, length: int) -> str:
     """Return the error message for a policy of action chunks, where the replay buffer holds single steps."""
     name = config.algorithm.name
     if policy is not None:
