@@ -17,6 +17,8 @@ suppress_warnings = ["misc.highlighting_failure"]  # JSON with comments, and she
 
 html_theme = "furo"
 html_title = "Deft"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_show_copyright = False
 
 autodoc_member_order = "bysource"
