@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import json
 import logging
-import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +22,21 @@ from deft.config.settings import CompareRunsConfig, EnvConfig
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
-from deft.errors import InputError, RunError
+from deft.errors import InputError
 from deft.evaluation.acting import EXPERT, RANDOM, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, merge_env_kwargs
-from deft.evaluation.plots import PALETTE, _figure, _save, _style
+from deft.evaluation.plots import draw_bars, drawing
 from deft.evaluation.rollouts import EVALUATION_ENVS, action_selection, play_episodes, summarize
 from deft.evaluation.success import (
     EPISODES,
     ONE_SIDE,
     SEEDS,
     difference,
-    interval_text,
     reward_interval,
     success_tables,
 )
 from deft.models.policy import Policy, members_of
+from deft.runs.json_files import write_json
 from deft.runs.logging import show_evaluation
 from deft.runs.random_state import seed_everything
 
@@ -75,7 +73,7 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     folder = Path(config.out or (Path(last) / "comparison" if last and Path(last).is_dir() else "comparison"))
     results["plots"] = [str(plot_successes(results, folder / "success.png"))] if _judged(results) else []
     results["comparison"] = str(folder / COMPARISON)
-    _write(results, folder / COMPARISON)
+    write_json(results, folder / COMPARISON)
     return results
 
 
@@ -111,7 +109,9 @@ class _Contender:
     ) -> list[list[Episode]]:
         """The episodes of one column, by each policy; `watch` as in `play_episodes`."""
         seed_everything(config.seed)
-        with _vector_env(self._env_config, kwargs, self._chunk_length, config.episodes) as env:
+        env_config = dataclasses.replace(self._env_config, kwargs={**self._env_config.kwargs, **kwargs})
+        num_envs = min(config.episodes, EVALUATION_ENVS)
+        with closing(make_vector_env(env_config, chunk_length=self._chunk_length, num_envs=num_envs)) as env:
             if self._policies is None:
                 self._policies = [None] if self._load is None else [*self._load(env)]
             if self._policies[0] is not None:
@@ -223,16 +223,6 @@ def _columns(config: CompareRunsConfig, contenders: dict[str, list[_Contender]])
     return columns
 
 
-@contextmanager
-def _vector_env(config: EnvConfig, kwargs: dict[str, Any], chunk_length: int, episodes: int) -> Iterator[VectorEnv]:
-    merged = dataclasses.replace(config, kwargs={**config.kwargs, **kwargs})
-    env = make_vector_env(merged, chunk_length=chunk_length, num_envs=min(episodes, EVALUATION_ENVS))
-    try:
-        yield env
-    finally:
-        env.close()
-
-
 def _check_same_scenes(contenders: dict[str, list[_Contender]]) -> None:
     (first, members), *_ = contenders.items()
     scenes = members[0].scenes
@@ -310,48 +300,49 @@ def _judged(results: dict[str, Any]) -> bool:
 
 def comparison_lines(results: dict[str, Any]) -> str:
     """The table for a person: a block for each column, a line for each policy."""
-    blocks = []
+    blocks, judged = [], _judged(results)
     for column, policies in results["columns"].items():
-        judged = _judged(results)
         tasks = list(next(iter(policies.values())).get("tasks", {})) if judged else []
         title = [column, "success"] if judged else ["", "mean reward"]
         rows = [[*title, "95 % interval", "over", "difference to the first", "over", "by seed", *tasks]]
         for label, values in policies.items():
-            row = _success_cells(values) if judged else _reward_cells(values)
-            rows.append([label, *row, *(f"{values['tasks'][task]['success_rate']:.1%}" for task in tasks)])
+            by_task = [f"{values['tasks'][task]['success_rate']:.1%}" for task in tasks]
+            rows.append([label, *_cells(values, judged), *by_task])
         kept = [cells for cells in zip(*rows, strict=True) if any(cells[1:])]
-        widths = [max(map(len, cells)) for cells in kept]
-        lines = [
-            "  ".join(
-                f"{cell:<{width}}" if not index else f"{cell:>{width}}" for index, (cell, width) in enumerate(row)
-            )
-            for row in (list(zip(cells, widths, strict=True)) for cells in zip(*kept, strict=True))
-        ]
-        blocks.append("\n".join(line.rstrip() for line in lines))
+        padded = []
+        for index, cells in enumerate(kept):
+            width = max(map(len, cells))
+            padded.append([cell.rjust(width) if index else cell.ljust(width) for cell in cells])
+        blocks.append("\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True)))
     chosen = ", ".join(f"{label}: {how}" for label, how in results["action_selection"].items())
     return "\n\n".join([*blocks, f"actions: {chosen}"])
 
 
-def _success_cells(values: dict[str, Any]) -> list[str]:
-    """Success rate, its interval, what that is over; difference to the first row and what it is over; rate by seed."""
+def _cells(values: dict[str, Any], is_rate: bool) -> list[str]:
+    """Return success rate or mean return, its interval and what that is over, the same of the difference, by seed."""
+    mean, interval, prefix, by_seed = "mean_reward", "mean_reward_interval", "reward_", "mean_rewards"
+    scale, digits = 1, 2
+    if is_rate:
+        mean, interval, prefix, by_seed = "success_rate", "success_interval", "", "success_rates"
+        scale, digits = 100, 1
+
+    def text(value: float, sign: str = "") -> str:
+        return f"{scale * value:{sign}.{digits}f}"
+
+    def bounds(name: str, sign: str = "") -> str:
+        return " to ".join(text(bound, sign) for bound in values[name])
+
     gap = ""
-    if "difference" in values:
-        low, high = (100 * bound for bound in values["difference_interval"])
-        gap = f"{100 * values['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
-    by_seed = " ".join(f"{100 * rate:.1f}" for rate in values.get("success_rates", ()))
-    return [f"{values['success_rate']:.1%}", interval_text(values), _over(values), gap, _gap_over(values), by_seed]
-
-
-def _reward_cells(values: dict[str, Any]) -> list[str]:
-    """The same of mean returns."""
-    gap, interval = "", ""
-    if "mean_reward_interval" in values:
-        interval = "{:.2f} to {:.2f}".format(*values["mean_reward_interval"])
-    if "reward_difference" in values:
-        low, high = values["reward_difference_interval"]
-        gap = f"{values['reward_difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-    by_seed = " ".join(f"{mean:.2f}" for mean in values.get("mean_rewards", ()))
-    return [f"{values['mean_reward']:.2f}", interval, _over(values), gap, _gap_over(values, "reward_"), by_seed]
+    if f"{prefix}difference" in values:
+        gap = f"{text(values[f'{prefix}difference'], '+')} ({bounds(f'{prefix}difference_interval', '+')})"
+    return [
+        text(values[mean]) + "%" * is_rate,
+        bounds(interval) + " %" * is_rate if interval in values else "",
+        _over(values),
+        gap,
+        _gap_over(values, prefix),
+        " ".join(map(text, values.get(by_seed, ()))),
+    ]
 
 
 def _over(values: dict[str, Any]) -> str:
@@ -361,7 +352,7 @@ def _over(values: dict[str, Any]) -> str:
     return f"{values['seeds' if values['interval_over'] == SEEDS else 'episodes']} {values['interval_over']}"
 
 
-def _gap_over(values: dict[str, Any], prefix: str = "") -> str:
+def _gap_over(values: dict[str, Any], prefix: str) -> str:
     """What the interval of the difference is over: `3 seeds`, `100 episodes` or `3 seeds of the other side only`."""
     over = values.get(f"{prefix}difference_over", "")
     count = values["episodes"] if over == EPISODES else len(values.get(f"{prefix}differences", ()))
@@ -375,35 +366,21 @@ def plot_successes(results: dict[str, Any], path: Path) -> Path:
     by_column = [measures[policies[0]].get("tasks", {}) for measures in columns.values()]
     tasks = [task for task in by_column[0] if all(task in known for known in by_column)]
     groups = [TOGETHER, *tasks] if len(tasks) > 1 else [TOGETHER]
-    with _style():
-        width = max(3.4, 0.45 * len(groups) * (len(policies) + 1) + 1.2)
-        figure = _figure(width * len(columns), 3.6)
+    width = max(3.4, 0.45 * len(groups) * (len(policies) + 1) + 1.2)
+    with drawing(path, width * len(columns), 3.6) as figure:
         panels = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
         for axes, (column, measures) in zip(panels, columns.items(), strict=True):
-            for index, label in enumerate(policies):
+            rates, errors = {}, {}
+            for label in policies:
                 values = [measures[label] if group == TOGETHER else measures[label]["tasks"][group] for group in groups]
-                rates = np.array([value["success_rate"] for value in values])
+                rates[label] = np.array([value["success_rate"] for value in values])
                 bounds = np.array([value["success_interval"] for value in values])
-                errors = np.stack([rates - bounds[:, 0], bounds[:, 1] - rates]).clip(min=0.0)
-                bar = 0.8 / len(policies)
-                positions = np.arange(len(groups)) + (index - (len(policies) - 1) / 2) * bar
-                style: dict[str, Any] = {"color": PALETTE[index % len(PALETTE)], "capsize": 2, "label": label}
-                axes.bar(positions, rates, 0.92 * bar, yerr=errors, error_kw={"elinewidth": 1.0}, **style)
-            axes.set_xticks(np.arange(len(groups)), groups)
+                errors[label] = np.stack([rates[label] - bounds[:, 0], bounds[:, 1] - rates[label]]).clip(min=0.0)
+            draw_bars(axes, groups, rates, errors)
             axes.set_ylim(0.0, 1.02)
             axes.grid(axis="x", visible=False)
             axes.set_title(column)
         panels[0].set_ylabel(f"success in {results['episodes']} episodes")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
-        return _save(figure, path)
-
-
-def _write(results: dict[str, Any], path: Path) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+    return path

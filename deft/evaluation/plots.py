@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,54 +41,26 @@ UPDATE_PANELS = {
 
 BLUE, ORANGE, GRAY = "#2a6fbb", "#e07b39", "#9aa5b1"
 PALETTE = (BLUE, ORANGE, "#3a9d6e", "#b8478f", "#7a63c4", "#8c6d46", "#c9a227", "#4fb3bf")
-STYLE: dict[str, Any] = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#6b7683",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 10,
-    "axes.labelcolor": "#3c4650",
-    "axes.formatter.limits": (-3, 5),
-    "axes.formatter.use_mathtext": True,
-    "grid.color": "#e6eaee",
-    "xtick.color": "#3c4650",
-    "ytick.color": "#3c4650",
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "font.family": "DejaVu Sans",
-}
+STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
 def plot_run(run_dir: Path) -> list[Path]:
     """Draw the learning curve and the measures of the updates into `<run>/plots`; returns what there was data for."""
     run_dir = Path(run_dir)
     lines = read_lines(run_dir)
-    plots = run_dir / "plots"
     drawn = []
-    with _style():
-        if lines["episode"] or lines["evaluation"]:
-            drawn.append(_plot_learning_curve(run_dir.name, lines, plots / "learning_curve.png"))
-        panels = _update_curves(lines["update"])
-        if panels:
-            drawn.append(_plot_updates(run_dir.name, panels, plots / "updates.png"))
+    if lines["episode"] or lines["evaluation"]:
+        drawn.append(_plot_learning_curve(run_dir.name, lines, run_dir / "plots" / "learning_curve.png"))
+    if panels := _update_curves(lines["update"]):
+        drawn.append(_plot_updates(run_dir.name, panels, run_dir / "plots" / "updates.png"))
     return drawn
 
 
 def plot_metrics(run_dir: Path, panels: Mapping[str, str], file: str, x_label: str) -> Path | None:
     """Draw metrics of the updates, name → title, into `<run>/plots/<file>`; None if there are none."""
     updates = read_lines(Path(run_dir))["update"]
-    curves = {title: metric_curve(updates, name) for name, title in panels.items()}
-    curves = {title: curve for title, curve in curves.items() if len(curve[0])}
-    if not curves:
-        return None
-    with _style():
-        return _plot_updates(Path(run_dir).name, curves, Path(run_dir) / "plots" / file, x_label)
+    curves = _curves(updates, {title: name for name, title in panels.items()})
+    return _plot_updates(Path(run_dir).name, curves, Path(run_dir) / "plots" / file, x_label) if curves else None
 
 
 def read_curve(run_dir: Path, window: int = WINDOW) -> Curve:
@@ -109,8 +81,7 @@ def plot_comparison(
     The curves of a group are brought to common steps, over the range that all of them cover.
     """
     groups = {label: _mean_and_deviation(label, seeds) for label, seeds in curves.items()}
-    with _style():
-        figure = _figure(7.2, 4.4)
+    with drawing(path, 7.2, 4.4) as figure:
         axes = figure.subplots()
         for index, (label, (steps, mean, deviation)) in enumerate(groups.items()):
             count = len(curves[label])
@@ -118,9 +89,9 @@ def plot_comparison(
             axes.plot(steps, mean, color=color, linewidth=2, label=f"{label} ({count} seeds)" if count > 1 else label)
             if count > 1:
                 axes.fill_between(steps, mean - deviation, mean + deviation, color=color, alpha=0.18, linewidth=0)
-        _finish_axes(axes, title, y_label, x_label)
+        finish_axes(axes, title, y_label, x_label)
         axes.legend(loc="best")
-        return _save(figure, Path(path))
+    return Path(path)
 
 
 def plot_bars(
@@ -132,19 +103,24 @@ def plot_bars(
     y_label: str = "",
 ) -> Path:
     """Draw bars side by side: for each label one of every group, with its error."""
-    width = 0.8 / len(groups)
-    with _style():
-        figure = _figure(7.2, 4.4)
+    with drawing(path, 7.2, 4.4) as figure:
         axes = figure.subplots()
-        for index, (name, values) in enumerate(groups.items()):
-            positions = np.arange(len(labels)) + (index - (len(groups) - 1) / 2) * width
-            axes.bar(positions, values, width, yerr=errors[name], capsize=3, color=PALETTE[index], label=name)
+        draw_bars(axes, labels, groups, errors)
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set_title(title)
         axes.set_ylabel(y_label)
-        axes.set_xticks(range(len(labels)), labels)
         axes.legend(loc="best")
-        return _save(figure, Path(path))
+    return Path(path)
+
+
+def draw_bars(axes: Axes, labels: Sequence[str], groups: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
+    """Draw bars side by side: for each label one of every group, with its error."""
+    width = 0.8 / len(groups)
+    for index, (name, values) in enumerate(groups.items()):
+        positions = np.arange(len(labels)) + (index - (len(groups) - 1) / 2) * width
+        color = PALETTE[index % len(PALETTE)]
+        axes.bar(positions, values, 0.96 * width, yerr=errors[name], capsize=2, color=color, label=name)
+    axes.set_xticks(range(len(labels)), labels)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -188,6 +164,11 @@ def _update_curves(updates: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     for part, name in by_last_part.items():
         if part not in UPDATE_PANELS and (part == "loss" or part.endswith("_loss")):
             panels[part.replace("_", " ").capitalize()] = name
+    return _curves(updates, panels)
+
+
+def _curves(updates: Sequence[Mapping[str, Any]], panels: Mapping[str, str]) -> dict[str, Curve]:
+    """Return the curves of some metrics, title → name, that have values."""
     curves = {title: metric_curve(updates, name) for title, name in panels.items()}
     return {title: curve for title, curve in curves.items() if len(curve[0])}
 
@@ -196,26 +177,24 @@ def _plot_learning_curve(name: str, lines: Mapping[str, list[dict[str, Any]]], p
     success_steps, success = metric_curve(lines["episode"], "success")
     evaluated_success = metric_curve(lines["evaluation"], "success_rate")
     with_success = len(success_steps) > 0 or len(evaluated_success[0]) > 0
-    figure = _figure(7.2, 6.4 if with_success else 4.4)
     heights = [2, 1] if with_success else [1]
-    rows = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-
-    steps, returns = metric_curve(lines["episode"], "episode_return")
-    if len(steps):
-        chosen = np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int)
-        rows[0].plot(steps[chosen], returns[chosen], ".", color=GRAY, markersize=4, alpha=0.5, markeredgewidth=0)
-        label = f"mean of the last {_window(len(steps))} episodes"
-        rows[0].plot(*_course(steps, returns), color=BLUE, linewidth=2, label=label)
-    _draw_evaluations(rows[0], lines["evaluation"])
-    _finish_axes(rows[0], name, "Episode return", "" if with_success else "Environment steps")
-    rows[0].legend(loc="best")
-
-    if with_success:
-        rows[1].plot(*_course(success_steps, success), color=BLUE, linewidth=2)
-        rows[1].plot(*evaluated_success, "o", color=ORANGE, markersize=5)
-        rows[1].set_ylim(-0.03, 1.03)
-        _finish_axes(rows[1], "", "Success rate", "Environment steps")
-    return _save(figure, path)
+    with drawing(path, 7.2, 6.4 if with_success else 4.4) as figure:
+        rows = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        steps, returns = metric_curve(lines["episode"], "episode_return")
+        if len(steps):
+            chosen = np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int)
+            rows[0].plot(steps[chosen], returns[chosen], ".", color=GRAY, markersize=4, alpha=0.5, markeredgewidth=0)
+            label = f"mean of the last {_window(len(steps))} episodes"
+            rows[0].plot(*_smoothed(steps, returns), color=BLUE, linewidth=2, label=label)
+        _draw_evaluations(rows[0], lines["evaluation"])
+        finish_axes(rows[0], name, "Episode return", "" if with_success else "Environment steps")
+        rows[0].legend(loc="best")
+        if with_success:
+            rows[1].plot(*_smoothed(success_steps, success), color=BLUE, linewidth=2)
+            rows[1].plot(*evaluated_success, "o", color=ORANGE, markersize=5)
+            rows[1].set_ylim(-0.03, 1.03)
+            finish_axes(rows[1], "", "Success rate", "Environment steps")
+    return path
 
 
 def _window(count: int) -> int:
@@ -223,7 +202,7 @@ def _window(count: int) -> int:
     return min(max(count // 20, 10), WINDOW)
 
 
-def _course(steps: np.ndarray, values: np.ndarray) -> Curve:
+def _smoothed(steps: np.ndarray, values: np.ndarray) -> Curve:
     """The running mean to draw, without its start, where the mean of a few episodes jumps."""
     window = _window(len(steps))
     start = max(0, min(window // 4, len(steps) - 1))
@@ -248,23 +227,23 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> N
 def _plot_updates(name: str, panels: Mapping[str, Curve], path: Path, x_label: str = "Environment steps") -> Path:
     columns = min(len(panels), 4 if len(panels) in (4, 7, 8) else 3)
     rows = -(-len(panels) // columns)
-    figure = _figure(3.7 * columns, 2.5 * rows + 0.4)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
-    figure.suptitle(name, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    for index, (axes, (title, (steps, values))) in enumerate(zip(grid.flat, panels.items(), strict=False)):
-        if len(steps) > 2 * WINDOW:  # many updates: their course over the noise
-            axes.plot(steps, values, color=GRAY, linewidth=0.6, alpha=0.6)
-            axes.plot(steps, running_mean(values, len(steps) // 40), color=BLUE, linewidth=1.8)
-        else:
-            axes.plot(steps, values, color=BLUE, linewidth=1.6, marker="." if len(steps) < 3 else None)
-        if title == "Explained variance":
-            axes.set_ylim(max(-1.05, min(-0.05, values.min())), 1.05)
-        lowest_in_column = index + columns >= len(panels)
-        _finish_axes(axes, title, "", x_label if lowest_in_column else "")
-        axes.tick_params(labelbottom=lowest_in_column)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
-    return _save(figure, path)
+    with drawing(path, 3.7 * columns, 2.5 * rows + 0.4) as figure:
+        grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
+        figure.suptitle(name, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        for index, (axes, (title, (steps, values))) in enumerate(zip(grid.flat, panels.items(), strict=False)):
+            if len(steps) > 2 * WINDOW:  # many updates: their course over the noise
+                axes.plot(steps, values, color=GRAY, linewidth=0.6, alpha=0.6)
+                axes.plot(steps, running_mean(values, len(steps) // 40), color=BLUE, linewidth=1.8)
+            else:
+                axes.plot(steps, values, color=BLUE, linewidth=1.6, marker="." if len(steps) < 3 else None)
+            if title == "Explained variance":
+                axes.set_ylim(max(-1.05, min(-0.05, values.min())), 1.05)
+            lowest_in_column = index + columns >= len(panels)
+            finish_axes(axes, title, "", x_label if lowest_in_column else "")
+            axes.tick_params(labelbottom=lowest_in_column)
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.set_visible(False)
+    return path
 
 
 def _mean_and_deviation(label: str, seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -279,24 +258,27 @@ def _mean_and_deviation(label: str, seeds: Sequence[Curve]) -> tuple[np.ndarray,
     return grid, values.mean(0), values.std(0)
 
 
-def _style() -> AbstractContextManager[None]:
-    from matplotlib import rc_context
-
-    style: Any = STYLE
-    return rc_context(style)
-
-
-def _figure(width: float, height: float) -> Figure:
-    """A figure that needs no display and leaves pyplot's state alone."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+@contextmanager
+def drawing(path: str | Path, width: float, height: float) -> Iterator[Figure]:
+    """Yield a figure in Deft's style and write it to `path` as PNG afterwards; pyplot is not used."""
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    path = Path(path)
+    with style.context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            keep_foreign(path)
+            figure.savefig(path, dpi=150, format="png")
+            record(path)
+        except OSError as error:
+            raise RunError(f"cannot write the plot {path}: {error.strerror or error}") from error
 
 
-def _finish_axes(axes: Axes, title: str, y_label: str, x_label: str) -> None:
+def finish_axes(axes: Axes, title: str, y_label: str, x_label: str) -> None:
+    """Set title, labels and the format of the steps."""
     axes.set_title(title)
     axes.set_ylabel(y_label)
     axes.set_xlabel(x_label)
@@ -310,14 +292,3 @@ def _short_number(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        keep_foreign(path)
-        figure.savefig(path, dpi=150, format="png")
-        record(path)
-    except OSError as error:
-        raise RunError(f"cannot write the plot {path}: {error.strerror or error}") from error
-    return path

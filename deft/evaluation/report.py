@@ -19,7 +19,6 @@ from deft.config.loading import read_mapping
 from deft.config.rl_yaml import CONFIG_FILE, PHASES, phase_of_file
 from deft.errors import InputError, RunError
 from deft.evaluation.plots import METRICS_FILE, metric_curve, read_lines
-from deft.evaluation.report_style import STYLE
 from deft.evaluation.svg_charts import bar_chart, line_chart
 from deft.evaluation.world_model import EVALUATION_FILE
 from deft.ownership import record
@@ -103,11 +102,12 @@ def page(folder: Path, runs: Mapping[str, Path]) -> str:
     sections += [_phase(phase, run) for phase, run in runs.items()]
     links = "".join(f'<a href="#{phase}">{escape(TITLES[phase][0])}</a>' for phase in runs)
     name = escape(folder.resolve().name)
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     written = f"{datetime.now():%Y-%m-%d %H:%M}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8" />'
         '<meta name="viewport" content="width=device-width, initial-scale=1" />'
-        f"<title>Deft · {name}</title><style>{STYLE}</style></head><body>"
+        f"<title>Deft · {name}</title><style>{style}</style></head><body>"
         f"<header><div><h1>{name}</h1><p>Deft · F1 training · {written}</p></div><nav>{links}</nav></header>"
         f"<main>{''.join(sections)}</main>"
         f"<footer>Written by <code>deft report {escape(str(folder))}</code>; all of it is in this one file.</footer>"

@@ -11,12 +11,11 @@ import gymnasium
 import numpy as np
 import torch
 
-from deft import schema
-from deft.data.tensors import check_log_prob, policy_inputs, zero_rows
 from deft.envs.layout import Observation
 from deft.envs.make import wrap
 from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError
+from deft.evaluation.acting import Actor, PolicyActor, ScriptedActor
 from deft.evaluation.video import write_video
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.policy import Policy
@@ -43,25 +42,29 @@ def play_episodes(
     episodes that ended since its last call; an exception that it raises ends the evaluation.
     """
     check_num_episodes(num_episodes)
-    players = _Players(policy, env, deterministic, act or partial(random_actions, env, np.random.default_rng(seed)))
+    scripted = ScriptedActor(act or partial(random_actions, env, np.random.default_rng(seed)), "random")
     episodes: list[Episode] = []
     while len(episodes) < num_episodes:
+        actor: Actor = scripted
+        if policy is not None:
+            actor = PolicyActor(policy, env.num_envs, env.action_mask, deterministic, chunk_length=1)
         wanted = min(env.num_envs, num_episodes - len(episodes))
-        episodes += _play_round(players, env, wanted, seed + len(episodes), frames, watch or (lambda _: None))
+        episodes += _play_round(actor, env, wanted, seed + len(episodes), frames, watch or (lambda _: None))
     return episodes
 
 
 def _play_round(
-    players: _Players,
+    actor: Actor,
     env: VectorEnv,
     wanted: int,
     seed: int,
     frames: list[np.ndarray] | None,
     watch: Callable[[int], None],
 ) -> list[Episode]:
-    """One episode in each of the first `wanted` environments."""
+    """Play one episode in each of the first `wanted` environments."""
     finished: dict[int, Episode] = {}
     num_watched = 0
+    reward = np.zeros(env.num_envs, np.float32)
 
     def report() -> None:
         nonlocal num_watched
@@ -72,64 +75,21 @@ def _play_round(
         report()
         if frames is not None and 0 not in finished and (frame := env.render(0)) is not None:
             frames.append(frame)
-        return players.act(observation)
+        return actor.act(observation, reward)
 
     def sink(_: Any, __: Any, step: VectorStep) -> bool:
-        players.take(step)
+        nonlocal reward
+        reward = step.reward.astype(np.float32)
+        reward[step.done_index] = 0.0
+        actor.ended(step.done_index)
         for episode in step.episodes:
             if episode.env_index < wanted:
                 finished.setdefault(episode.env_index, episode)
         return len(finished) >= wanted
 
-    observation = env.reset(seed)
-    players.reset()
-    rollout(env, act, sink, observation)
+    rollout(env, act, sink, env.reset(seed))
     report()
     return [finished[index] for index in range(wanted)]
-
-
-class _Players:
-    """The actor of an evaluation: a policy with its memory, or `act` if there is no policy."""
-
-    def __init__(
-        self, policy: Policy | None, env: VectorEnv, deterministic: bool, act: Callable[[], np.ndarray]
-    ) -> None:
-        self._policy, self._num_envs, self._deterministic, self._without_policy = (
-            policy,
-            env.num_envs,
-            deterministic,
-            act,
-        )
-        self._device = torch.device("cpu") if policy is None else next(iter(policy.parameters())).device
-        self._mask: torch.Tensor | None = None
-        if env.action_mask is not None:
-            self._mask = torch.as_tensor(env.action_mask, device=self._device).expand(env.num_envs, -1)
-
-    def reset(self) -> None:
-        """Start new episodes in all environments."""
-        policy = self._policy
-        self._memory = None if policy is None else policy.initial_memory(self._num_envs)
-        needs_reward = policy is not None and policy.needs_reward
-        self._reward = np.zeros(self._num_envs, np.float32) if needs_reward else None
-
-    def act(self, observation: Observation) -> np.ndarray:
-        """Actions [N, …] for the observations."""
-        if self._policy is None:
-            return self._without_policy()
-        inputs = policy_inputs(observation, self._device, self._memory, self._mask, self._reward)
-        td = self._policy.act(inputs, self._deterministic)
-        check_log_prob(td.get(schema.LOG_PROB, None))
-        self._memory = td.get(schema.NEXT_MEMORY, None)
-        actions: np.ndarray = td[schema.ACTION].numpy(force=True)
-        return actions
-
-    def take(self, step: VectorStep) -> None:
-        """Carry memory and rewards on, from zero where an episode ended."""
-        if self._memory is not None:
-            self._memory = zero_rows(self._memory, step.done_index)
-        if self._reward is not None:
-            self._reward = step.reward.astype(np.float32)
-            self._reward[step.done_index] = 0.0
 
 
 def num_played(policy: Policy | None, num_episodes: int) -> int:
@@ -156,27 +116,21 @@ def evaluate_policy(
 
     A policy with several target returns plays for each; the first one's results lead, and its episodes are kept.
     """
-    if not isinstance(policy, DecisionTransformerPolicy):
-        episodes = play_episodes(policy, env, num_episodes, seed, deterministic, watch=watch)
-        if played is not None:
-            played += episodes
-        return {**summarize(episodes), "action_selection": action_selection(policy, deterministic)}
-    targets = policy.target_returns
+    targets: list[Any] = policy.target_returns if isinstance(policy, DecisionTransformerPolicy) else [None]
     summaries: list[dict[str, Any]] = []
     try:
         for target in targets:
-            policy.target_return.fill_(target)
-            episodes = play_episodes(policy, env, num_episodes, seed, watch=watch)
+            if isinstance(policy, DecisionTransformerPolicy):
+                policy.target_return.fill_(target)
+            episodes = play_episodes(policy, env, num_episodes, seed, deterministic, watch=watch)
             if played is not None and not summaries:
                 played += episodes
             summaries.append(summarize(episodes))
     finally:
-        policy.target_return.fill_(targets[0])
-    results = {
-        "target_return": targets[0],
-        **summaries[0],
-        "action_selection": action_selection(policy, deterministic),
-    }
+        if isinstance(policy, DecisionTransformerPolicy):
+            policy.target_return.fill_(targets[0])
+    results: dict[str, Any] = {} if targets[0] is None else {"target_return": targets[0]}
+    results |= {**summaries[0], "action_selection": action_selection(policy, deterministic)}
     for target, summary in zip(targets[1:], summaries[1:], strict=True):
         results[f"target_{target:g}/mean_reward"] = summary["mean_reward"]
     return results

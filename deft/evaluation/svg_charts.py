@@ -6,11 +6,13 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deft.evaluation.plots import PALETTE, Curve, _figure, _finish_axes, _style, running_mean
+from deft.evaluation import plots
+from deft.evaluation.plots import PALETTE, Curve, finish_axes, running_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,25 +25,7 @@ INK, SOFT, LINE, CARD = "#1c2530", "#5c6874", "#dfe4ea", "#fefefe"
 VARIABLES = {INK: "--ink", SOFT: "--soft", LINE: "--line", CARD: "--card"} | {
     color: f"--c{index}" for index, color in enumerate(COLORS)
 }
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "text.color": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 9.5,
-    "axes.edgecolor": SOFT,
-    "axes.spines.left": False,
-    "axes.labelcolor": SOFT,
-    "axes.labelsize": 8,
-    "axes.grid.axis": "y",
-    "grid.color": LINE,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "ytick.left": False,
-    "legend.fontsize": 8,
-    "legend.labelcolor": SOFT,
-}
+STYLE = Path(__file__).with_name("svg_charts.mplstyle")
 
 
 def line_chart(title: str, curves: Mapping[str, Curve], x_label: str = "") -> str:
@@ -63,7 +47,7 @@ def line_chart(title: str, curves: Mapping[str, Curve], x_label: str = "") -> st
                 values = running_mean(values, len(values) // 30)
             marker = "o" if len(steps) == 1 else None
             axes.plot(steps[chosen], values[chosen], color=color, marker=marker, label=name, gid=f"line-{index}")
-        _finish_axes(axes, title, "", x_label)
+        finish_axes(axes, title, "", x_label)
         if len(finite) > 1:
             axes.legend(loc="best")
 
@@ -107,12 +91,12 @@ def _two_lines(text: str, width: int) -> str:
 
 
 def _svg(title: str, draw: Callable[[Axes], None], description: str) -> str:
-    from matplotlib import rc_context
+    from matplotlib import style
+    from matplotlib.figure import Figure
 
     file = io.StringIO()
-    style: Any = STYLE
-    with _style(), rc_context(style):
-        figure = _figure(3.6, 2.2)
+    with style.context([plots.STYLE, STYLE]):
+        figure = Figure(figsize=(3.6, 2.2), layout="constrained")
         draw(figure.subplots())
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

@@ -18,7 +18,7 @@ from deft import schema
 from deft.data.tensors import policy_inputs
 from deft.envs.waypoints.make import env_kwargs_of, make_waypoint_simulator
 from deft.envs.waypoints.protocol import WaypointEpisode, WaypointVectorEnv
-from deft.evaluation.plots import BLUE, GRAY, ORANGE, _figure, _save, _style
+from deft.evaluation.plots import BLUE, GRAY, ORANGE, drawing
 from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.waypoint import PPOPolicy
 from deft.runs.random_state import separate_random_state
@@ -115,8 +115,7 @@ def plot_waypoints(
     assert isinstance(observation, dict)
     near, far, right, left = env.simulator.view
     count = min(count, env.num_envs)
-    with _style():
-        figure = _figure(3.1 * count, 3.9)
+    with drawing(path, 3.1 * count, 3.9) as figure:
         for index, axes in enumerate(np.atleast_1d(figure.subplots(1, count))):
             axes.imshow(
                 observation[schema.CAMERA][index].transpose(1, 2, 0), extent=(left, right, near, far), aspect="equal"
@@ -135,7 +134,7 @@ def plot_waypoints(
         figure.axes[0].set_ylabel("ahead, m")
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), facecolor=GRAY, frameon=True)
-        return _save(figure, path)
+    return path
 
 
 def plot_safety(
@@ -143,8 +142,7 @@ def plot_safety(
 ) -> Path:
     """Plot measures on the held-out set over a run: of the deployed, the supervised and the rejected policies."""
     train_metrics = [entry for entry in train_metrics if "rolled_back" in entry and f"safety/{measures[0]}" in entry]
-    with _style():
-        figure = _figure(5.2 * len(measures), 3.2)
+    with drawing(path, 5.2 * len(measures), 3.2) as figure:
         for axes, measure in zip(np.atleast_1d(figure.subplots(1, len(measures))), measures, strict=True):
             steps = [entry["iteration"] for entry in train_metrics]
             deployed = [entry[f"safety/{measure}"] for entry in train_metrics]
@@ -161,7 +159,7 @@ def plot_safety(
             axes.set_title(measure.replace("_", " "))
             axes.set_xlabel("iteration")
             axes.legend()
-        return _save(figure, path)
+    return path
 
 
 def _waypoints(policy: PPOPolicy, observation: Any) -> np.ndarray:

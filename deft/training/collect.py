@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -24,7 +24,7 @@ from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.envs.wrappers import close_env
 from deft.errors import DeftError, InputError
-from deft.evaluation.acting import EXPERT, RANDOM, PolicyActor, check_expert, expert_actions
+from deft.evaluation.acting import EXPERT, RANDOM, Actor, PolicyActor, ScriptedActor, check_expert, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
 from deft.evaluation.rollouts import random_actions, summarize
 from deft.models.policy import members_of
@@ -125,32 +125,6 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
 # -------------------------------------------------------------------------------------------------------------- acting
 
 
-class Actor(Protocol):
-    """Decides one step of every environment."""
-
-    action_selection: str
-    """How actions are selected before any noise: `Policy.action_selection`, or the script's name."""
-
-    def act(self, observation: Observation) -> np.ndarray:
-        """Actions [N, …], as `VectorEnv.step` takes them."""
-
-    def ended(self, done_index: np.ndarray) -> None:
-        """Start a new episode in these environments."""
-
-
-class _Function:
-    """Actions that depend on nothing but the environment's present state."""
-
-    def __init__(self, function: Callable[[], np.ndarray], action_selection: str) -> None:
-        self._function, self.action_selection = function, action_selection
-
-    def act(self, observation: Observation) -> np.ndarray:
-        return self._function()
-
-    def ended(self, done_index: np.ndarray) -> None:
-        """Nothing is remembered."""
-
-
 class _Noisy:
     """Another actor with noise on its actions, clipped to the bounds of the space.
 
@@ -168,8 +142,8 @@ class _Noisy:
             if env.action_mask is not None:
                 self._scale = self._scale * env.action_mask
 
-    def act(self, observation: Observation) -> np.ndarray:
-        actions = self._actor.act(observation)
+    def act(self, observation: Observation, reward: np.ndarray | None = None) -> np.ndarray:
+        actions = self._actor.act(observation, reward)
         if isinstance(self._space, spaces.Box):
             return actions + self._scale * self._generator.standard_normal(actions.shape)
         counts = self._space.n if isinstance(self._space, spaces.Discrete) else self._space.nvec  # type: ignore[attr-defined]
@@ -205,9 +179,9 @@ def _actor(
             )
         actor = PolicyActor(policy, env.num_envs, env.action_mask, config.deterministic)
     elif config.policy == RANDOM:
-        actor = _Function(lambda: random_actions(env, generator), RANDOM)
+        actor = ScriptedActor(lambda: random_actions(env, generator), RANDOM)
     else:
-        actor = _Function(expert_actions(env, action_space), EXPERT)
+        actor = ScriptedActor(expert_actions(env, action_space), EXPERT)
     return _Noisy(actor, env, config.noise, generator) if config.noise else actor
 
 
