@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deft.config.groups import Precision
+from deft.config.groups import (
+    ActorCriticSettings,
+    ClippingSettings,
+    CompileSettings,
+    DecaySettings,
+    DiscountSettings,
+    MicroBatchSettings,
+    PolicyGradientSettings,
+    Precision,
+)
 from deft.config.validation import (
     Count,
     Fraction,
@@ -14,26 +23,21 @@ from deft.config.validation import (
     NonNegativeInt,
     Number,
     Positive,
+    Several,
     Switch,
     settings,
 )
 
+Source = Literal["rollouts", "replay", "dataset"]
 DEFAULT_GROUPS = 8  # of GRPO, if neither num_envs nor groups_per_iteration is given
 
 
 @settings
-class AlgorithmSettings:
+class AlgorithmSettings(DiscountSettings):
     """Settings that every algorithm has."""
 
-    LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "rollouts"
+    LEARNS_FROM: ClassVar[Source] = "rollouts"
     """Source of the training data: rollouts or a replay buffer in an environment, or a dataset."""
-
-    learning_rate: Positive = 3e-4
-    """Learning rate of Adam."""
-    gamma: Fraction = 0.99
-    """Discount factor."""
-    batch_size: Count = 64
-    """Transitions per minibatch (sequences × steps for recurrent policies)."""
 
     @property
     def envs_per_group(self) -> int:
@@ -46,58 +50,44 @@ class AlgorithmSettings:
 
 
 @settings
-class PPOSettings(AlgorithmSettings):
+class RolloutSettings(AlgorithmSettings, PolicyGradientSettings, MicroBatchSettings):
+    """Settings of the algorithms that learn from rollouts."""
+
+    sequence_length: Count = 16
+    """Steps per training sequence of recurrent policies."""
+    adam_epsilon: Positive = 1e-5
+    """Epsilon of Adam."""
+    auxiliary_learning_rate: NonNegative = 0.0
+    """Initial learning rate of the auxiliary loss (object positions of `vla-tiny`, from labels); 0: none."""
+    auxiliary_epochs: Count = 1
+    """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
+
+
+@settings
+class PPOSettings(RolloutSettings, ActorCriticSettings, CompileSettings):
     """Proximal policy optimization."""
 
-    gae_lambda: Fraction = 0.95
-    """λ of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
-    n_epochs: Count = 4
-    """Epochs per rollout."""
-    clip_range: Positive = 0.2
-    """Clip the probability ratio to 1 ± this."""
     clip_range_vf: Positive | None = None
     """Clip the value to its old estimate ± this; None: no clipping."""
-    value_coef: NonNegative = 0.5
-    """Weight of the value loss."""
-    entropy_coef: NonNegative = 0.01
-    """Weight of the entropy bonus."""
-    max_grad_norm: Positive | None = 0.5
-    """Clip the gradient norm to this; None: no clipping."""
-    gradient_accumulation: Count = 1
-    """Micro-batches per minibatch: the same update with less memory."""
     normalize_advantage: Switch = True
     """Normalize the advantages of each minibatch."""
-    target_kl: Positive | None = None
-    """Stop the epochs of an update when the approximate KL divergence exceeds 1.5 × this."""
     learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "constant"
     """`linear`: decay to 0 at the end; `adaptive`: keep the KL divergence of an update near `desired_kl`."""
     desired_kl: Positive = 0.01
     """KL divergence per update of the adaptive schedule."""
     behavior_weight_cap: Positive = 5.0
     """Largest importance weight of a transition collected by an older policy (VLA mode)."""
-    sequence_length: Count = 16
-    """Steps per training sequence of recurrent policies."""
-    adam_epsilon: Positive = 1e-5
-    """Epsilon of Adam."""
-    value_warmup: NonNegativeInt = 0
-    """Updates at the start that train only the layers of the value function."""
-    auxiliary_learning_rate: NonNegative = 0.0
-    """Initial learning rate of the auxiliary loss (object positions of `vla-tiny`, from labels); 0: none."""
-    auxiliary_epochs: Count = 1
-    """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
-    compile: Switch = False
-    """Compile the update with torch.compile."""
 
 
 @settings
-class GRPOSettings(AlgorithmSettings):
+class GRPOSettings(RolloutSettings):
     """Group relative policy optimization."""
 
-    gamma: Fraction = 1.0
-    """Discount factor of an episode's return; 1: the undiscounted return."""
-    batch_size: Count = 256
-    """Transitions per minibatch (sequences × steps for recurrent policies)."""
-    group_size: Count = 4
+    gamma = Field(1.0, description="Discount factor of an episode's return; 1: the undiscounted return.")
+    batch_size = 256
+    entropy_coef = 0.0
+    sequence_length = 64
+    group_size: Several = 4
     """Episodes per group; they start from the same state and are compared."""
     groups_per_iteration: Count | None = None
     """Groups per iteration; None: `num_envs` / `group_size`, or 8 if `num_envs` is not given."""
@@ -109,8 +99,6 @@ class GRPOSettings(AlgorithmSettings):
     """Divide advantages by the group's standard deviation; false: subtract the mean only (Dr. GRPO)."""
     reward_weights: dict[str, Number] = Field(default_factory=dict)
     """Weights of reward terms that are normalised per group (default 1); empty: use the total reward."""
-    n_epochs: Count = 4
-    """Epochs per iteration."""
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Clip the probability ratio to 1 − this, and to 1 + this if `clip_range_high` is not given."""
     clip_range_high: Positive | None = None
@@ -121,33 +109,10 @@ class GRPOSettings(AlgorithmSettings):
     """Iterations between updates of the reference to the current policy; None: never."""
     ratio: Literal["step", "token"] = "step"
     """Compute one probability ratio per action, or one per token (action dimension and step of a chunk)."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus."""
-    max_grad_norm: Positive | None = 0.5
-    """Clip the gradient norm to this; None: no clipping."""
-    gradient_accumulation: Count = 1
-    """Micro-batches per minibatch: the same update with less memory."""
-    target_kl: Positive | None = None
-    """Stop the epochs of an update when the approximate KL divergence exceeds 1.5 × this."""
     learning_rate_schedule: Literal["constant", "linear"] = "constant"
     """`linear`: decay to 0 at the end of training."""
-    sequence_length: Count = 64
-    """Steps per training sequence of recurrent policies."""
-    adam_epsilon: Positive = 1e-5
-    """Epsilon of Adam."""
-
-    auxiliary_learning_rate: NonNegative = 0.0
-    """Initial learning rate of the auxiliary loss (object positions of `vla-tiny`, from labels); 0: none."""
-    auxiliary_epochs: Count = 1
-    """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
     auxiliary_warmup: NonNegativeInt = 0
     """Iterations at the start that train only the auxiliary loss."""
-
-    @model_validator(mode="after")
-    def _a_group_compares(self) -> GRPOSettings:
-        if self.group_size < 2:
-            raise ValueError(f"group_size {self.group_size}: a group compares at least 2 episodes")
-        return self
 
     @model_validator(mode="after")
     def _something_warms_up(self) -> GRPOSettings:
@@ -168,15 +133,12 @@ class GRPOSettings(AlgorithmSettings):
 
 
 @settings
-class OfflineSettings(AlgorithmSettings):
+class OfflineSettings(AlgorithmSettings, DecaySettings):
     """Settings of the algorithms that learn from a dataset."""
 
-    LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "dataset"
+    LEARNS_FROM: ClassVar[Source] = "dataset"
 
-    batch_size: Count = 256
-    """Transitions (or windows) per batch."""
-    weight_decay: NonNegative = 1e-6
-    """Decoupled weight decay (AdamW)."""
+    batch_size = Field(256, description="Transitions (or windows) per batch.")
     precision: Precision = "fp32"
     """Number format of matrix products; `bf16` is faster with hardware support; `tf32` is for GPUs."""
 
@@ -194,7 +156,27 @@ class OffPolicySettings(OfflineSettings):
 
 
 @settings
-class IQLSettings(OffPolicySettings):
+class StochasticPolicySettings(OffPolicySettings):
+    """Settings of the algorithms with critics whose policy has a learning rate of its own."""
+
+    policy_learning_rate: Positive | None = None
+    """Learning rate of the policy and the temperature; None: `learning_rate`, which the critics use."""
+    learning_rate_schedule: Literal["constant", "cosine"] = "constant"
+    """Schedule of the policy's and temperature's learning rate; `cosine`: decay to 0 at the end of training."""
+
+
+@settings
+class TemperatureSettings(StochasticPolicySettings):
+    """Settings of the algorithms with critics and an entropy bonus."""
+
+    alpha: Literal["auto"] | NonNegative = "auto"
+    """Entropy temperature; `auto`: learn it so that the entropy is `target_entropy`."""
+    target_entropy: Literal["auto"] | Number = "auto"
+    """Target entropy of the policy's actions in [-1, 1]; `auto`: −(number of action dimensions)."""
+
+
+@settings
+class IQLSettings(StochasticPolicySettings):
     """Implicit Q-learning."""
 
     expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
@@ -209,24 +191,18 @@ class IQLSettings(OffPolicySettings):
     """Object positions that `vla-tiny` acts on in training: labels, or predictions of the initial model."""
     reward_scaling: Literal["none", "return_range"] = "return_range"
     """`return_range`: multiply rewards by 1000 / (best − worst return), as in the paper for locomotion."""
-    policy_learning_rate: Positive | None = None
-    """Learning rate of the policy; None: `learning_rate`, which the critics and V use."""
     auxiliary_learning_rate: NonNegative = 0.0
     """Learning rate of the auxiliary loss (object positions of `vla-tiny`); 0: that of the policy."""
-    learning_rate_schedule: Literal["constant", "cosine"] = "cosine"
-    """Schedule of the policy's learning rate; `cosine`: decay to 0 at the end of training."""
+    learning_rate_schedule = "cosine"
     allow_constant_reward: Switch = False
     """Allow rewards that are all 0, or all equal where no episode terminates; this is behaviour cloning."""
 
 
 @settings
-class CQLSettings(OffPolicySettings):
+class CQLSettings(TemperatureSettings):
     """Conservative Q-learning, CQL(H)."""
 
-    policy_learning_rate: Positive = 1e-4
-    """Learning rate of the policy and the temperature; `learning_rate` is that of the critics."""
-    learning_rate_schedule: Literal["constant", "cosine"] = "constant"
-    """Schedule of the policy's learning rate; `cosine`: decay to 0 at the end of training."""
+    policy_learning_rate = 1e-4
     cql_alpha: NonNegative = 5.0
     """Weight of the conservative penalty."""
     cql_samples: Count = 10
@@ -243,10 +219,6 @@ class CQLSettings(OffPolicySettings):
     """Target of the Q gap with `cql_lagrange`."""
     cal_ql: Switch = False
     """Cal-QL: bound the Q values of policy actions from below by the dataset's returns, for online fine-tuning."""
-    alpha: Literal["auto"] | NonNegative = "auto"
-    """Entropy temperature; `auto`: learn it so that the entropy is `target_entropy`."""
-    target_entropy: Literal["auto"] | Number = "auto"
-    """Target entropy of the policy's actions in [-1, 1]; `auto`: −(number of action dimensions)."""
     backup_entropy: Switch = False
     """Include the policy's entropy in the target."""
     backup_action: Literal["sample", "likeliest"] = "sample"
@@ -268,11 +240,9 @@ class TD3BCSettings(OffPolicySettings):
 
 
 @settings
-class SFTSettings(OfflineSettings):
+class SFTSettings(OfflineSettings, MicroBatchSettings):
     """Supervised fine-tuning (behaviour cloning)."""
 
-    gradient_accumulation: Count = 1
-    """Micro-batches per batch: the same update with less memory."""
     loss: Literal["log_prob", "mse"] = "log_prob"
     """`log_prob`: negative log-likelihood, which also trains the standard deviation; `mse`: squared error."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
@@ -300,25 +270,20 @@ class SFTSettings(OfflineSettings):
 
 
 @settings
-class SACSettings(OffPolicySettings):
+class SACSettings(TemperatureSettings, CompileSettings):
     """Soft actor-critic."""
 
-    LEARNS_FROM: ClassVar[Literal["rollouts", "replay", "dataset"]] = "replay"
+    LEARNS_FROM = "replay"
 
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay (AdamW)."""
+    weight_decay = 0.0
     buffer_size: Count = 1_000_000
     """Capacity of the replay buffer in transitions; at most `total_timesteps` are allocated."""
     learning_starts: NonNegativeInt = 10_000
     """Env steps before the first update."""
     random_steps: NonNegativeInt | None = None
     """Env steps with uniformly random actions at the start; None: `learning_starts`, or 0 with `model_path`."""
-    alpha: Literal["auto"] | NonNegative = "auto"
-    """Entropy temperature; `auto`: learn it so that the entropy is `target_entropy`."""
     alpha_start: Positive | None = None
     """Initial value of a learned temperature; None: 1, or with `model_path` that of its run, else 0.05."""
-    target_entropy: Literal["auto"] | Number = "auto"
-    """Target entropy of the policy's actions in [-1, 1]; `auto`: −(number of action dimensions)."""
     train_freq: Count = 1
     """Steps per environment between two rounds of updates."""
     updates_per_step: Positive = 1.0
@@ -327,10 +292,6 @@ class SACSettings(OffPolicySettings):
     """Number of rewards in an n-step target."""
     policy_delay: Count = 1
     """Critic updates per policy update."""
-    policy_learning_rate: Positive | None = None
-    """Learning rate of the policy and the temperature; None: `learning_rate`, which the critics use."""
-    learning_rate_schedule: Literal["constant", "cosine"] = "constant"
-    """Schedule of the policy's and temperature's learning rate; `cosine`: decay to 0 at the end of training."""
     critic_warmup: NonNegativeInt = 0
     """Updates at the start that train only the critics."""
     anchor_coef: NonNegative = 0.0
@@ -349,8 +310,6 @@ class SACSettings(OffPolicySettings):
     """Fraction of a batch that comes from `prior_data`."""
     random_shift: NonNegativeInt = 4
     """Largest random shift of images in pixels; 0: none."""
-    compile: Switch = False
-    """Compile the update with torch.compile."""
     capture: Literal["auto", "on", "off"] = "auto"
     """Capture the update as a CUDA graph and replay it; `auto`: on a GPU."""
 
@@ -370,13 +329,13 @@ class SACSettings(OffPolicySettings):
 
 
 @settings
-class DTSettings(OfflineSettings):
+class DTSettings(OfflineSettings, ClippingSettings):
     """Decision Transformer."""
 
-    learning_rate: Positive = 1e-4
-    """Learning rate of AdamW after the warm-up."""
-    batch_size: Count = 64
-    """Windows per batch."""
+    learning_rate = Field(1e-4, description="Learning rate of AdamW after the warm-up.")
+    batch_size = Field(64, description="Windows per batch.")
+    weight_decay = 1e-4
+    max_grad_norm = 0.25
     context_length: Count = 20
     """Steps per window; each step is a return-to-go, an observation and an action."""
     n_layer: Count = 3
@@ -387,12 +346,8 @@ class DTSettings(OfflineSettings):
     """Embedding size of the transformer."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Dropout probability of embeddings, attention and residual branches."""
-    weight_decay: NonNegative = 1e-4
-    """Decoupled weight decay (AdamW)."""
     warmup_steps: NonNegativeInt = 10_000
     """Updates of the linear learning rate warm-up."""
-    max_grad_norm: Positive | None = 0.25
-    """Clip the gradient norm to this; None: no clipping."""
     target_return: tuple[Number, ...] | None = None
     """Target returns in evaluation, one or several; None: the best return of the dataset."""
     return_scale: Positive | None = None

@@ -1,4 +1,4 @@
-"""Settings of the three training phases of F1, one class per section of an `rl_config.yaml`.
+"""Settings of the three training phases of F1, one class per section of an `rl_config.yaml`, and of its tokenizer.
 
 `deft.config.rl_yaml` reads these files and makes flags from the classes. The trainers in `deft.training.phases` use
 them. The section `environment` is validated by `deft.envs.robot_env.TaskConfig`.
@@ -6,12 +6,26 @@ them. The section `environment` is validated by `deft.envs.robot_env.TaskConfig`
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from deft.config.algorithm_settings import PPOSettings
-from deft.config.groups import AutoPrecision, CheckpointSettings, ComputeSettings, ResumeSettings
+from deft.config.groups import (
+    AutoPrecision,
+    ClippingSettings,
+    CompileSettings,
+    DecaySettings,
+    DirectorySettings,
+    EnvKwargsSettings,
+    ImageDatasetSettings,
+    LearningSettings,
+    LoggedCheckpoints,
+    MicroBatchSettings,
+    ResumeSettings,
+    RunSettings,
+    ShardSettings,
+)
 from deft.config.settings import LoggingConfig
 from deft.config.validation import (
     Count,
@@ -19,7 +33,6 @@ from deft.config.validation import (
     Noise,
     NonNegative,
     NonNegativeInt,
-    OutputPath,
     Positive,
     Several,
     Share,
@@ -45,13 +58,9 @@ class ModelSection:
 
 
 @settings
-class RecordedVideo:
+class RecordedVideo(ImageDatasetSettings):
     """Train a world model on recorded video instead of random exploration."""
 
-    dataset: str | None = None
-    """Train on this dataset with images: a name or a path."""
-    dataset_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the dataset's loader, such as `skip_missing`."""
     wrist_camera: str | None = None
     """Image stream of the dataset to predict; by default found by its name."""
     head_camera: str | None = None
@@ -60,30 +69,20 @@ class RecordedVideo:
     """Keep every Nth frame of a recording, with the mean of the actions in between."""
     holdout: Fraction = 0.1
     """Fraction of the dataset's episodes to hold out for `deft evaluate`; at least one episode."""
-    shift_augmentation: NonNegativeInt = 0
-    """Largest random shift of a recorded episode's images, in pixels."""
 
 
 @settings
-class WorldModelTraining(RecordedVideo):
+class WorldModelTraining(RecordedVideo, DecaySettings, ClippingSettings, MicroBatchSettings, CompileSettings):
     """Training of a world model."""
 
-    batch_size: Count = 8
-    """Episodes per batch and process."""
-    gradient_accumulation: Count = 1
-    """Micro-batches per batch: the same update with less memory."""
-    compile: Switch = False
-    """Compile the world model's layers with torch.compile."""
-    learning_rate: Positive = 2e-3
-    """Peak learning rate of AdamW."""
-    weight_decay: NonNegative = 0.01
-    """Weight decay of AdamW, on matrices only."""
+    batch_size = Field(8, description="Episodes per batch and process.")
+    learning_rate = Field(2e-3, description="Peak learning rate of AdamW.")
+    weight_decay = Field(0.01, description="Weight decay of AdamW, on matrices only.")
+    max_grad_norm = 1.0
     scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate to `min_learning_rate` over the run."""
     min_learning_rate: NonNegative = 1e-5
     """Learning rate at the end."""
-    max_grad_norm: Positive | None = 1.0
-    """Clip the gradient norm to this; none: no clipping."""
     sequential_training: Switch = True
     """Train on chunks of episodes in order and carry the memory over; false: train on random steps."""
     bptt_length: Count = 8
@@ -113,26 +112,22 @@ class WorldModelTraining(RecordedVideo):
 
 
 @settings
-class TrainingConfig(WorldModelTraining, ComputeSettings, CheckpointSettings):
+class TrainingConfig(WorldModelTraining, ShardSettings, LoggedCheckpoints):
     """Training of a phase."""
 
-    UNIT: ClassVar[str] = "episodes"
+    UNIT = "episodes"
 
     num_episodes: Count = 10_000
     """Episodes to collect and train on (with `dataset`, to draw from it), in whole batches; repeats do not count."""
     steps_per_episode: Count = 50
     """Steps per episode."""
-    fsdp: Switch = False
-    """Shard weights, gradients and optimizer state over the processes (FSDP), for large models; phase 1."""
     action_dim: Literal[32] = 32
     """Size of an action, with padding."""
     state_dim: Literal[32] = 32
     """Size of a state, with padding."""
     n_pred_img_steps: Literal[1] = 1
     """Frames to predict."""
-    save_freq: NonNegativeInt = 200
-    log_freq: Count = 10
-    """Log metrics every this many {unit}."""
+    save_freq = 200
     video_freq: NonNegativeInt = 200
     """Write a video every this many {unit} (`videos/episode_n.mp4`: head, wrist, predicted wrist); 0: never."""
     sample_freq: NonNegativeInt = 200
@@ -146,11 +141,10 @@ class TrainingConfig(WorldModelTraining, ComputeSettings, CheckpointSettings):
 
 
 @settings
-class TeacherSection:
+class TeacherSection(DirectorySettings):
     """Phase 1: the world model (teacher)."""
 
-    output_dir: OutputPath = "./outputs/teacher_rl"
-    """Run directory."""
+    output_dir = "./outputs/teacher_rl"
 
 
 @settings
@@ -181,22 +175,18 @@ class StudentRewards:
 class ExplorerSettings(PPOSettings):
     """Action sampling and PPO training of the explorer."""
 
-    learning_rate: Positive = 3e-4
-    """Learning rate of the value and memory; the action weights start with a tenth of it."""
-    gamma: Fraction = 0.95
-    """Discount factor."""
-    batch_size: Count = 100
-    """Steps per minibatch."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus; it has no effect, because the action noise is fixed."""
-    learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "adaptive"
-    """`adaptive`: keep the KL divergence of an update near `desired_kl`."""
-    desired_kl: Positive = 0.1
-    """KL divergence per update of the adaptive schedule."""
-    clip_range: Positive = 0.3
-    """Clip the probability ratio to 1 ± this."""
-    sequence_length: Count = 10
-    """Steps of backpropagation through the memory."""
+    learning_rate = Field(
+        3e-4, description="Learning rate of the value and memory; the action weights start with a tenth of it."
+    )
+    gamma = 0.95
+    batch_size = Field(100, description="Steps per minibatch.")
+    entropy_coef = Field(
+        0.0, description="Weight of the entropy bonus; it has no effect, because the action noise is fixed."
+    )
+    learning_rate_schedule = "adaptive"
+    desired_kl = 0.1
+    clip_range = 0.3
+    sequence_length = Field(10, description="Steps of backpropagation through the memory.")
     episodes_per_update: Count = 8
     """Episodes per rollout and process; with fewer environments, each plays several."""
     denoising_steps: Count = 2
@@ -212,27 +202,29 @@ class ExplorerSettings(PPOSettings):
 
 
 @settings
-class StudentSection:
-    """Phase 2: the explorer (student)."""
+class AfterTeacher(DirectorySettings):
+    """A phase that starts from a world model."""
 
-    output_dir: OutputPath = "./outputs/student_rl"
-    """Run directory."""
     teacher_checkpoint: str | None = None
     """Load the world model from this run, checkpoint or weights file; by default the one included in Deft (`tiny`)."""
+
+
+@settings
+class StudentSection(AfterTeacher):
+    """Phase 2: the explorer (student)."""
+
+    output_dir = "./outputs/student_rl"
     rewards: StudentRewards = Field(default_factory=StudentRewards)
     explorer: ExplorerSettings = Field(default_factory=ExplorerSettings)
 
 
 @settings
-class AdversarialSection:
+class AdversarialSection(AfterTeacher):
     """Phase 3: adversarial training of world model and explorer."""
 
-    output_dir: OutputPath = "./outputs/adversarial_rl"
-    """Run directory."""
+    output_dir = "./outputs/adversarial_rl"
     iterations: Count = 100_000
     """Iterations: collect episodes, train the world model `wm_updates` times, update the explorer once."""
-    teacher_checkpoint: str | None = None
-    """Load the world model from this run or checkpoint of phase 1; by default the one included in Deft."""
     student_checkpoint: str | None = None
     """Load the explorer from this run or checkpoint of phase 2; none: a new explorer."""
     wm_learning_rate: Positive = 1e-4
@@ -270,11 +262,10 @@ class AdversarialSection:
 
 
 @settings
-class AllSection:
+class AllSection(DirectorySettings):
     """All three phases in order; each starts from the best checkpoint of the previous one."""
 
-    output_dir: OutputPath = "./outputs/all"
-    """Directory for a run directory per phase and `report.html`."""
+    output_dir = Field("./outputs/all", description="Directory for a run directory per phase and `report.html`.")
     teacher_episodes: Count = 2_000
     """Episodes of phase 1."""
     student_episodes: Count = 1_000
@@ -305,3 +296,51 @@ class PhaseConfig:
     adversarial: AdversarialSection = Field(default_factory=AdversarialSection)
     all: AllSection = Field(default_factory=AllSection)
     run: ResumeSettings = Field(default_factory=ResumeSettings)
+
+
+@settings
+class TokenizerTrainingConfig(
+    DirectorySettings, RunSettings, LoggedCheckpoints, ImageDatasetSettings, EnvKwargsSettings, LearningSettings
+):
+    """Train an image tokenizer on rendered images of the tabletop or on a dataset."""
+
+    UNIT = "updates"
+
+    model: str = "tiny"
+    """F1 preset (`tiny`, `small`, `full`) or config file whose tokenizer is trained."""
+    cameras: tuple[str, ...] | None = None
+    """Image streams of the dataset; by default all."""
+    init_weights: str | None = None
+    """Initialise from this tokenizer: a file, or `tiny_tokenizer`, which ships with Deft."""
+    output_dir = Field("outputs/tokenizer", description="Run directory; the result is its `tokenizer.safetensors`.")
+    num_updates: Count = 1600
+    """Gradient updates."""
+    batch_size = Field(16, description="Images per update.")
+    learning_rate = Field(
+        2e-3, description="Peak learning rate of AdamW: a warm-up of 50 updates, then a cosine decay to 0."
+    )
+    num_frames: Count = 16384
+    """Images to train on: rendered, or sampled evenly from the dataset."""
+    held_out_frames: Count = 512
+    """Held-out images for evaluation."""
+    held_out_episodes: Fraction = 0.1
+    """Fraction of a dataset's episodes that is held out; at least one."""
+    pictures_per_scene: Count = 4
+    """Time steps at which a rendered scene is captured by both cameras."""
+    num_workers: NonNegativeInt | None = None
+    """Rendering processes; by default all cores but one. 0: a thread of this process."""
+    plain_share: Fraction = 0.1
+    """Fraction of the updates, at the start, that train the decoder on unquantized features."""
+    gradient_weight: NonNegative = 0.5
+    """Weight of the image gradient error in the loss."""
+    color_jitter: Fraction = 0.2
+    """Strength of the random colour scaling."""
+    revive_interval: NonNegativeInt = 50
+    """Reinitialise rarely used codes every this many updates; 0: never."""
+    eval_freq: NonNegativeInt = 250
+    """Evaluate every this many {unit}; 0: only at the end."""
+    save_freq = 250
+    log_freq = 25
+    keep_checkpoints = 2
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the convolutions; `auto`: bf16 on a GPU that supports it. Codes are computed in fp32."""

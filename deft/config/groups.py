@@ -1,6 +1,8 @@
 """Settings that several commands share, declared once: the classes of `deft.config` are composed of these groups.
 
-A class that counts in other units than steps names them in `UNIT`, which the help texts of its frequencies show.
+A class that uses a setting with another default assigns it (`gamma = 0.95`), or `Field(0.95, description=…)` with
+another help text; the type and the check are those of the declaration. A class that counts in other units than steps
+names them in `UNIT`, which the help texts of its frequencies show.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from pydantic import Field
 
 from deft.config.validation import (
     Count,
+    Fraction,
+    NonNegative,
     NonNegativeInt,
     OutputPath,
     Place,
+    Positive,
     Seed,
     Switch,
     settings,
@@ -21,6 +26,8 @@ from deft.config.validation import (
 
 Precision = Literal["fp32", "tf32", "bf16"]
 AutoPrecision = Literal["auto", "fp32", "tf32", "bf16"]
+
+# ------------------------------------------------------------------------------------------------------------- a run
 
 
 @settings
@@ -39,6 +46,14 @@ class ComputeSettings(SeedSettings):
 
     threads: Count | None = None
     """CPU threads of PyTorch; by default OMP_NUM_THREADS, else a number chosen by the size of the network."""
+
+
+@settings
+class ShardSettings(ComputeSettings):
+    """Seed, device, threads and sharding of a training run."""
+
+    fsdp: Switch = False
+    """Shard weights, gradients and optimizer state over the processes (FSDP); ppo, sft and phase 1."""
 
 
 @settings
@@ -62,15 +77,37 @@ class RunSettings(ComputeSettings, ResumeSettings):
 
 
 @settings
-class CheckpointSettings:
+class DirectorySettings:
+    """The directory of a run that has a fixed default."""
+
+    output_dir: OutputPath = "outputs"
+    """Run directory."""
+
+
+@settings
+class SaveSettings:
     """When checkpoints are saved."""
 
     UNIT: ClassVar[str] = "env steps"
 
     save_freq: NonNegativeInt = 10_000
     """Save a checkpoint every this many {unit}; 0: only at the end."""
+
+
+@settings
+class CheckpointSettings(SaveSettings):
+    """When checkpoints are saved, and how many are kept."""
+
     keep_checkpoints: Count = 3
     """Keep this many of the latest checkpoints, and the best."""
+
+
+@settings
+class LoggedCheckpoints(CheckpointSettings):
+    """When a run of the F1 model logs and saves."""
+
+    log_freq: Count = 10
+    """Log metrics every this many {unit}."""
 
 
 @settings
@@ -95,19 +132,126 @@ class ProgressSettings(CheckpointSettings, EvaluationSettings):
     """Log metrics every this many {unit}."""
 
 
+# ---------------------------------------------------------------------------------------------------------- learning
+
+
 @settings
-class EnvironmentChoice(SeedSettings):
+class LearningSettings:
+    """Learning rate and batch size of every kind of training."""
+
+    learning_rate: Positive = 3e-4
+    """Learning rate of Adam."""
+    batch_size: Count = 64
+    """Transitions per minibatch (sequences × steps for recurrent policies)."""
+
+
+@settings
+class DecaySettings(LearningSettings):
+    """Training with AdamW."""
+
+    weight_decay: NonNegative = 1e-6
+    """Decoupled weight decay (AdamW)."""
+
+
+@settings
+class ClippingSettings(LearningSettings):
+    """Training with clipped gradients."""
+
+    max_grad_norm: Positive | None = 0.5
+    """Clip the gradient norm to this; none: no clipping."""
+
+
+@settings
+class MicroBatchSettings(LearningSettings):
+    """Training with micro-batches."""
+
+    gradient_accumulation: Count = 1
+    """Micro-batches per minibatch: the same update with less memory."""
+
+
+@settings
+class CompileSettings:
+    """Compilation of the update."""
+
+    compile: Switch = False
+    """Compile the update with torch.compile."""
+
+
+@settings
+class DiscountSettings(LearningSettings):
+    """Training on discounted rewards."""
+
+    gamma: Fraction = 0.99
+    """Discount factor."""
+
+
+@settings
+class PolicyGradientSettings(DiscountSettings, ClippingSettings):
+    """Clipped policy gradients over several epochs of each rollout: PPO, GRPO, and PPO of waypoints."""
+
+    n_epochs: Count = 4
+    """Epochs per rollout."""
+    clip_range: Positive = 0.2
+    """Clip the probability ratio to 1 ± this."""
+    entropy_coef: NonNegative = 0.01
+    """Weight of the entropy bonus."""
+    target_kl: Positive | None = None
+    """Stop the epochs of an update when the approximate KL divergence exceeds 1.5 × this."""
+
+
+@settings
+class ActorCriticSettings(PolicyGradientSettings):
+    """Policy gradients with a value function: PPO, and PPO of waypoints."""
+
+    gae_lambda: Fraction = 0.95
+    """λ of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+    value_warmup: NonNegativeInt = 0
+    """Updates at the start that train only the layers of the value function."""
+
+
+@settings
+class ImageDatasetSettings:
+    """A dataset with images to train a model of the robot's cameras on."""
+
+    dataset: str | None = None
+    """Train on this dataset with images (a name or a path) instead of the tabletop."""
+    dataset_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the dataset's loader (`skip_missing=true`, `image_size=128`, …), as in `load_dataset`."""
+    shift_augmentation: NonNegativeInt = 0
+    """Largest random shift of an episode's images, in pixels."""
+
+
+# ---------------------------------------------------------------------------------------------------------- episodes
+
+
+@settings
+class EnvKwargsSettings:
+    """Arguments of an environment."""
+
+    env_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment's constructor; where a run is played, they are added to its own."""
+
+
+@settings
+class EpisodeSettings(SeedSettings, EnvKwargsSettings):
+    """Episodes that a command plays."""
+
+    episodes: Count = 10
+    """Episodes to play."""
+    seed = Field(0, description="Episode i starts from seed + i.")
+
+
+@settings
+class EnvironmentChoice(EpisodeSettings):
     """The environment in which a policy is played."""
 
     env: str | None = None
     """Gymnasium id or name of a Deft environment; by default the environment of the run."""
     task: str | None = None
     """Task of the environment; the same as `--env-kwargs task=TASK`."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor, added to those of the run."""
     rename_streams: dict[str, str] = Field(default_factory=dict)
     """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
     deterministic: Switch = True
     """Play the most likely actions; `--stochastic` samples actions as in training."""
-    seed: Seed = 0
-    """Episode i starts from seed + i."""

@@ -7,12 +7,12 @@ in `deft.config.algorithm_settings`.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
-from deft.config.groups import EnvironmentChoice, ProgressSettings, RunSettings
+from deft.config.groups import EnvironmentChoice, ProgressSettings, RunSettings, ShardSettings
 from deft.config.validation import (
     Count,
     Fraction,
@@ -22,7 +22,6 @@ from deft.config.validation import (
     OutputPath,
     Place,
     Positive,
-    Seed,
     Switch,
     VideoPath,
     quoted,
@@ -66,7 +65,21 @@ class CurriculumConfig:
 
 
 @settings
-class EnvConfig:
+class EvaluationEnvConfig:
+    """The environment to evaluate in."""
+
+    id: str | None = None
+    """Gymnasium id; by default the environment of the dataset."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
+    max_episode_steps: Count | None = None
+    """Time limit that replaces the environment's own."""
+    rename_streams: dict[str, str] = Field(default_factory=dict)
+    """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
+
+
+@settings
+class EnvConfig(EvaluationEnvConfig):
     """The environment to train in."""
 
     id: str = "deft/Reach-v0"
@@ -77,18 +90,12 @@ class EnvConfig:
     """Run the environments in this process, in worker processes, in envpool or in a GPU simulator (ManiSkill)."""
     num_workers: Count | None = None
     """Worker processes (`vector: process`) or Ray workers; by default one per core, at most one per environment."""
-    max_episode_steps: Count | None = None
-    """Time limit that replaces the environment's own."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
     timeout: Positive = 60.0
     """Timeout of one environment step in seconds (`vector: process` and VLA mode)."""
     restart_workers: NonNegativeInt = 3
     """Consecutive restarts of a worker that hangs or dies, without its open episodes; 0: raise an error."""
     reward_weights: dict[str, Number] = Field(default_factory=dict)
     """Weights of the named reward terms; the reward is their weighted sum. Other terms have weight 1."""
-    rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
     curriculum: CurriculumConfig | None = None
     """Difficulty levels of the environment; None: no curriculum."""
 
@@ -176,18 +183,18 @@ class PolicyConfig:
 class DatasetPolicyConfig(PolicyConfig):
     """The policy of an offline algorithm, and its critics."""
 
-    name: Literal["actor_critic", "actor", "vla"] = "actor"
-    normalize_reward: Switch = False
-    unit_actions: Switch = True
-    separate_value: Switch = True
+    name = "actor"
+    normalize_reward = False
+    unit_actions = True
+    separate_value = True
 
 
 @settings
 class ReplayPolicyConfig(DatasetPolicyConfig):
     """The policy of an algorithm with a replay buffer, and its critics."""
 
-    distribution: Literal["tanh_gaussian", "gaussian"] | None = "tanh_gaussian"
-    normalize_observation: Switch = False
+    distribution = "tanh_gaussian"
+    normalize_observation = False
 
 
 @settings
@@ -280,11 +287,11 @@ class AlgorithmConfig:
 
 
 @settings
-class TrainingRun(RunSettings):
+class TrainingRun(RunSettings, ShardSettings):
     """Settings of every run of an algorithm."""
 
-    fsdp: Switch = False
-    """Shard weights, gradients and optimizer state over the processes (FSDP), for large models; ppo and sft."""
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
     model_path: Place | None = None
     """Initialise from the weights of this run, checkpoint or weights file."""
 
@@ -295,10 +302,8 @@ class RunConfig(TrainingRun):
 
     env: EnvConfig = Field(default_factory=EnvConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
 
 @settings
@@ -328,24 +333,10 @@ class DatasetConfig:
 
 
 @settings
-class EvaluationEnvConfig:
-    """The environment to evaluate in."""
-
-    id: str | None = None
-    """Gymnasium id; by default the environment of the dataset."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
-    max_episode_steps: Count | None = None
-    """Time limit that replaces the environment's own."""
-    rename_streams: dict[str, str] = Field(default_factory=dict)
-    """Rename observation streams of the environment, as NEW_NAME=STREAM; by default as in the dataset."""
-
-
-@settings
 class OfflineTrainerConfig(ProgressSettings):
     """How long to train on a dataset, and when to evaluate, log and save."""
 
-    UNIT: ClassVar[str] = "epochs"
+    UNIT = "epochs"
 
     num_epochs: Count = 100
     """Total epochs of training."""
@@ -353,10 +344,9 @@ class OfflineTrainerConfig(ProgressSettings):
     """Gradient updates per epoch; by default one pass over the dataset, transitions / batch_size."""
     num_seeds: Count = 1
     """Independent learners trained in one batched update, each with its own weights and batches."""
-    eval_freq: NonNegativeInt = 5
-    log_freq: NonNegativeInt = 1_000
-    """Log metrics every this many updates."""
-    save_freq: NonNegativeInt = 10
+    eval_freq = 5
+    log_freq = Field(1_000, description="Log metrics every this many updates.")
+    save_freq = 10
     capture: Literal["auto", "on", "off"] = "auto"
     """Capture the update as a CUDA graph and replay it; `auto`: on a GPU."""
 
@@ -368,9 +358,7 @@ class OfflineRunConfig(TrainingRun):
     dataset: DatasetConfig = Field(default_factory=DatasetConfig)
     env: EvaluationEnvConfig = Field(default_factory=EvaluationEnvConfig)
     policy: DatasetPolicyConfig = Field(default_factory=DatasetPolicyConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: OfflineTrainerConfig = Field(default_factory=OfflineTrainerConfig)
-    logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
 
 def run_class(algorithm_class: type[AlgorithmSettings]) -> Any:
@@ -387,8 +375,6 @@ class EvaluateConfig(EnvironmentChoice):
 
     path: str
     """Run directory (its best or latest checkpoint) or checkpoint."""
-    episodes: Count = 10
-    """Episodes to play."""
     video: VideoPath | None = None
     """Write a video of the first episodes to this file (`.mp4`)."""
     videos: OutputPath | None = None
@@ -407,8 +393,7 @@ class CompareRunsConfig(EnvironmentChoice):
 
     runs: tuple[str, ...]
     """Runs or checkpoints; `ppo=RUN,RUN` or `ppo=runs/ppo_*`: several seeds of a method; `random`; `expert`."""
-    episodes: Count = 100
-    """Episodes per policy and column of the table."""
+    episodes = Field(100, description="Episodes per policy and column of the table.")
     split: tuple[Split, ...] | None = None
     """Columns of the table; by default `train` and `held-out` where the environment has these splits."""
     shuffle_instructions: Switch = False
@@ -427,11 +412,19 @@ class CompareRunsConfig(EnvironmentChoice):
 
 
 @settings
-class CollectConfig(EnvironmentChoice):
-    """Record episodes of a policy as a dataset."""
+class PolicyChoice(EnvironmentChoice):
+    """A policy to play, and the environment."""
 
     policy: str
     """Run directory or checkpoint, `random` (uniform actions), or `expert` (the environment's scripted policy)."""
+    max_episode_steps: Count | None = None
+    """Time limit that replaces the environment's own."""
+
+
+@settings
+class CollectConfig(PolicyChoice):
+    """Record episodes of a policy as a dataset."""
+
     out: OutputPath
     """Directory of the dataset, with a Minari-style name: `datasets/reach/expert-v0`."""
     format: Literal["minari", "lerobot"] = "minari"
@@ -442,22 +435,22 @@ class CollectConfig(EnvironmentChoice):
     """Store the cameras of a LeRobot dataset as mp4; `--no-use-videos` stores lossless PNG images."""
     steps: Count | None = None
     """Record exactly this many env steps; unfinished episodes are truncated."""
-    episodes: Count | None = None
+    episodes: Count | None = None  # type: ignore[assignment]
     """Record this many whole episodes."""
     noise: NonNegative = 0.0
     """Noise on the actions. Box: standard deviation in half ranges; discrete: probability of a random action."""
-    deterministic: Switch = False
-    """Play the most likely actions; by default actions are sampled as in training."""
+    deterministic = Field(
+        False, description="Play the most likely actions; by default actions are sampled as in training."
+    )
     num_envs: Count = 1
     """Parallel environments."""
     vector: Literal["sync", "process"] = "sync"
     """Run the environments in this process or in worker processes."""
-    max_episode_steps: Count | None = None
-    """Time limit that replaces the environment's own."""
     append: Switch = False
     """Append to an existing dataset."""
-    seed: Seed = 0
-    """Seed of the recording; appended episodes start from seed + the number of existing episodes."""
+    seed = Field(
+        0, description="Seed of the recording; appended episodes start from seed + the number of existing episodes."
+    )
 
     @model_validator(mode="after")
     def _has_one_end(self) -> CollectConfig:
@@ -467,17 +460,13 @@ class CollectConfig(EnvironmentChoice):
 
 
 @settings
-class PlayConfig(EnvironmentChoice):
+class PlayConfig(PolicyChoice):
     """Play episodes of a policy, a scripted expert or random actions, and record a video."""
 
-    policy: str = "expert"
-    """Run directory or checkpoint, `random` (uniform actions), or `expert` (the environment's scripted policy)."""
+    policy = "expert"
     video: VideoPath | None = None
     """Write a video of the episodes to this file (`.mp4`)."""
-    episodes: Count = 3
-    """Episodes to play."""
-    max_episode_steps: Count | None = None
-    """Time limit that replaces the environment's own."""
+    episodes = 3
 
 
 @settings

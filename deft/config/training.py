@@ -12,13 +12,13 @@ from typing import Any
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.aliases import field_for, translate
+from deft.config.f1_settings import TokenizerTrainingConfig
 from deft.config.fields import default_of, setting_names
 from deft.config.flags import CONFIG_FLAG, MODEL_CLASS, FlagGroup, class_flags, parse, peek, run_flags
 from deft.config.loading import find_config, read_mapping, reject_overwrite, resolve, to_dict
 from deft.config.output_base import below_output_base
 from deft.config.rl_yaml import PHASE_TRAINING, PHASES, parse_phase
 from deft.config.settings import MODEL_CHUNKS
-from deft.config.tokenizer_settings import TokenizerTrainingConfig
 from deft.config.waypoint_settings import PPOConfig, WaypointSFTConfig
 from deft.errors import CommandExit, InputError
 

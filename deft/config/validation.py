@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -67,8 +68,10 @@ VideoPath = Annotated[str, AfterValidator(check_output_path), AfterValidator(_vi
 def settings(cls: type[Settings]) -> type[Settings]:
     """Make a validated dataclass. Its constructor and its attributes also accept the names in `aliases`.
 
-    A wrong value raises an `InputError` of one line, in the constructor and in assignments.
+    A wrong value raises an `InputError` of one line, in the constructor and in assignments. A class may assign a
+    setting of a base class without a type (`gamma = 0.95`): it has the type of the base class and this default.
     """
+    _inherit_types(cls)
     is_derived = any(hasattr(base, "__pydantic_fields__") for base in cls.__mro__[1:])
     made: Any = dataclass(config=STRICT, kw_only=is_derived)(cls)  # a required setting may follow those of its base
     construct, assign = made.__init__, made.__setattr__
@@ -98,6 +101,18 @@ def settings(cls: type[Settings]) -> type[Settings]:
 
     made.__init__, made.__setattr__, made.__getattr__ = __init__, __setattr__, __getattr__
     return made
+
+
+def _inherit_types(cls: type) -> None:
+    """Annotate the settings of base classes that a class assigns with the types that the base classes declare."""
+    bases = [base for base in cls.__mro__[1:] if hasattr(base, "__pydantic_fields__")]
+    own = inspect.get_annotations(cls)
+    for name in [name for name in vars(cls) if name not in own]:
+        declared = next((base for base in bases if name in inspect.get_annotations(base)), None)
+        if declared is not None and name in declared.__pydantic_fields__:
+            own[name] = get_type_hints(declared, include_extras=True)[name]
+    in_order = [*(name for name in own if name not in vars(cls)), *vars(cls)]  # settings without a default come first
+    cls.__annotations__ = {name: own[name] for name in in_order if name in own}
 
 
 def checked(

@@ -18,7 +18,7 @@ from deft.config.fields import default_of, sections_of, setting_names
 from deft.config.flags import run_flags
 from deft.config.loading import resolve, set_path, to_dict
 from deft.config.settings import CurriculumConfig, OfflineRunConfig, RunConfig, run_class
-from deft.config.validation import OutputPath, settings, shown, suggestion
+from deft.config.validation import settings, shown, suggestion
 from deft.errors import InputError
 
 View = TypeVar("View")
@@ -127,7 +127,7 @@ class RLConfig:
     """Online reinforcement learning: the algorithm, its settings, and the run's."""
 
     algorithm: Literal["ppo", "sac", "grpo"] = "ppo"
-    output_dir: OutputPath | None = "./output/online_rl"
+    output_dir = "./output/online_rl"
     curriculum: CurriculumConfig | None = None
 
     if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class RLConfig:
 class OfflineRLConfig:
     """Reinforcement learning from a dataset: what all its algorithms share, and the run's settings."""
 
-    output_dir: OutputPath | None = "./output/offline_rl"
+    output_dir = "./output/offline_rl"
 
     if TYPE_CHECKING:
 

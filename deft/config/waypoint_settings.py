@@ -5,20 +5,27 @@ One class per command; a run's `config.json` holds the same settings.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deft.config.groups import EvaluationSettings, RunSettings, SeedSettings
+from deft.config.groups import (
+    ActorCriticSettings,
+    DecaySettings,
+    DirectorySettings,
+    EnvKwargsSettings,
+    EpisodeSettings,
+    EvaluationSettings,
+    RunSettings,
+    SaveSettings,
+)
 from deft.config.validation import (
     Count,
     Fraction,
     NonNegative,
-    NonNegativeInt,
     Number,
     OutputPath,
     Positive,
-    Seed,
     Switch,
     quoted,
     settings,
@@ -43,43 +50,32 @@ def _known_envs(names: Any) -> Any:
 
 
 @settings
-class PPOConfig(RunSettings, EvaluationSettings):
+class DifficultySettings(EnvKwargsSettings):
+    """The difficulty of a waypoint environment, and its number of copies."""
+
+    difficulty: Difficulty = "medium"
+    """Difficulty of the environment."""
+    num_envs: Count | None = None
+    """Parallel environments; by default 32 in training, 16 in recordings, and 1 for `carla`."""
+
+
+@settings
+class PPOConfig(
+    DirectorySettings, RunSettings, SaveSettings, EvaluationSettings, ActorCriticSettings, DifficultySettings
+):
     """PPO for a residual on the waypoints of a frozen supervised policy."""
 
-    UNIT: ClassVar[str] = "iterations"
+    UNIT = "iterations"
 
     sft_checkpoint: str
     """Supervised policy: `model.pt` of `deft train waypoint-sft`, or its directory. Its weights are frozen."""
-    output_dir: OutputPath = "out/rl_delta_ppo_v0"
-    """Run directory."""
+    output_dir = "out/rl_delta_ppo_v0"
     env: tuple[str, ...] = ("toy",)
     """`toy`, `driving`, `highway` or `carla`; several environments share `num_envs`."""
     iterations: Count = 100
     """Rollouts, each followed by one update."""
-    batch_size: Count = 64
-    """Transitions per minibatch."""
-    learning_rate: Positive = 3e-4
-    """Learning rate of Adam."""
-    clip_range: Positive = 0.2
-    """Clip the probability ratio to 1 ± this."""
-    value_coef: NonNegative = 0.5
-    """Weight of the value loss."""
-    entropy_coef: NonNegative = 0.01
-    """Weight of the entropy bonus."""
-    gamma: Fraction = 0.99
-    """Discount factor."""
-    gae_lambda: Fraction = 0.95
-    """λ of generalized advantage estimation."""
-    n_epochs: Count = 5
-    """Epochs over each rollout."""
-    max_grad_norm: Positive | None = 0.5
-    """Clip the gradient norm to this; none: no clipping."""
-    target_kl: Positive | None = None
-    """End the epochs of an update when its approximate KL divergence exceeds 1.5 times this."""
-    value_warmup: NonNegativeInt = 0
-    """Iterations at the start that train only the value head."""
-    num_envs: Count | None = None
-    """Parallel environments; by default 32, and 1 for `carla`."""
+    n_epochs = 5
+    value_warmup = Field(0, description="Iterations at the start that train only the value head.")
     rollout_steps: Count = 16
     """Decisions per rollout and environment."""
     hidden_sizes: tuple[Count, ...] = (64, 64)
@@ -98,8 +94,6 @@ class PPOConfig(RunSettings, EvaluationSettings):
     """Weight of KL(policy ‖ supervised policy); with `kl_target` its initial value."""
     kl_target: Positive | None = None
     """Adapt `kl_coef` to keep that KL divergence near this value."""
-    difficulty: Difficulty = "medium"
-    """Difficulty of the environment."""
     curriculum: Switch = False
     """Start easy and increase the difficulty up to `difficulty` as episodes succeed."""
     curriculum_success: Fraction = 0.8
@@ -110,14 +104,9 @@ class PPOConfig(RunSettings, EvaluationSettings):
     """Measures of the held-out episodes that `safety` compares."""
     safety_episodes: Count = 64
     """Held-out episodes per environment that `safety` plays."""
-    eval_freq: NonNegativeInt = 10
-    """Evaluate every this many iterations; 0: only at the start and the end."""
-    eval_episodes: Count = 64
-    """Episodes per evaluation and environment."""
-    save_freq: NonNegativeInt = 25
-    """Save a checkpoint every this many iterations; 0: only at the end."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
+    eval_freq = Field(10, description="Evaluate every this many iterations; 0: only at the start and the end.")
+    eval_episodes = Field(64, description="Episodes per evaluation and environment.")
+    save_freq = 25
 
     _envs_are_known = field_validator("env", mode="before")(_known_envs)
 
@@ -136,21 +125,19 @@ class PPOConfig(RunSettings, EvaluationSettings):
 
 
 @settings
-class WaypointSFTConfig(RunSettings):
+class WaypointSFTConfig(DirectorySettings, RunSettings, DecaySettings):
     """Supervised training of a waypoint policy on recorded driving."""
 
     dataset: str
     """Recording made by `deft collect waypoints`."""
-    output_dir: OutputPath = "out/sft_waypoint_bc_torch_v0"
-    """Run directory: `model.pt`, `config.json` and `train_metrics.json`."""
+    output_dir = Field(
+        "out/sft_waypoint_bc_torch_v0", description="Run directory: `model.pt`, `config.json`, `train_metrics.json`."
+    )
     num_epochs: Count = 15
     """Epochs over the recording."""
-    batch_size: Count = 64
-    """Decisions per minibatch."""
-    learning_rate: Positive = 1e-3
-    """Initial learning rate of AdamW; it decays to 0 as a cosine."""
-    weight_decay: NonNegative = 1e-4
-    """Weight decay of AdamW."""
+    batch_size = Field(64, description="Decisions per minibatch.")
+    learning_rate = Field(1e-3, description="Initial learning rate of AdamW; it decays to 0 as a cosine.")
+    weight_decay = 1e-4
     encoder_dim: Count = 64
     """Width of the camera features."""
     hidden_sizes: tuple[Count, ...] = (64,)
@@ -160,27 +147,18 @@ class WaypointSFTConfig(RunSettings):
 
 
 @settings
-class WaypointRecordingConfig(SeedSettings):
+class WaypointRecordingConfig(EpisodeSettings, DifficultySettings):
     """Record demonstrations of an environment's scripted driver."""
 
     out: OutputPath
     """Output file (`.npz`)."""
     env: str = "driving"
     """`toy`, `driving`, `highway` or `carla`."""
-    episodes: Count = 100
-    """Episodes to record."""
+    episodes = Field(100, description="Episodes to record.")
     noise: NonNegative = 0.3
     """Standard deviation, in metres, of the noise on the driven waypoints; the recorded plan has none."""
     label_noise: NonNegative = 0.0
     """Standard deviation, in metres, of the noise on the recorded waypoints."""
-    difficulty: Difficulty = "medium"
-    """Difficulty of the environment."""
-    num_envs: Count | None = None
-    """Parallel environments; by default 16, and 1 for `carla`."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
-    seed: Seed = 0
-    """Episode i starts from seed + i."""
     overwrite: Switch = False
     """Replace an existing file."""
 
@@ -191,7 +169,7 @@ class WaypointRecordingConfig(SeedSettings):
 
 
 @settings
-class CompareConfig(SeedSettings):
+class CompareConfig(EpisodeSettings):
     """Compare a supervised waypoint policy with the policy that PPO trained from it."""
 
     sft_checkpoint: str
@@ -202,14 +180,10 @@ class CompareConfig(SeedSettings):
     """Environments; by default those of the PPO run."""
     difficulty: Difficulty | None = None
     """Difficulty of the environment; by default that of the PPO run."""
-    episodes: Count = 200
-    """Held-out episodes, the same for both policies."""
-    seed: Seed = 1_000_000
-    """Episode i starts from seed + i; training uses seeds from 2^24 on."""
+    episodes = Field(200, description="Held-out episodes, the same for both policies.")
+    seed = Field(1_000_000, description="Episode i starts from seed + i; training uses seeds from 2^24 on.")
     out: OutputPath | None = None
     """Directory for `comparison.json` and its plot; by default the PPO run's."""
-    env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor, added to those of the PPO run."""
 
     @field_validator("env", mode="before")
     @classmethod

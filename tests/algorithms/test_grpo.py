@@ -424,7 +424,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"group_size": 1}, "group_size 1: a group compares at least 2 episodes"),
+        ({"group_size": 1}, "group_size: 1 is out of range; must be at least 2"),
         ({"clip_range": 1.0}, "clip_range: 1.0 is out of range; must be less than 1"),
         ({"advantage": "gae"}, "advantage: 'gae' is not allowed; one of 'outcome', 'process'"),
     ],

@@ -18,7 +18,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from deft.config.tokenizer_settings import TokenizerTrainingConfig
+from deft.config.f1_settings import TokenizerTrainingConfig
 from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset
 from deft.envs.process import ProcessVectorEnv

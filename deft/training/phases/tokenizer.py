@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deft.config.f1_settings import TokenizerTrainingConfig
 from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
-from deft.config.tokenizer_settings import TokenizerTrainingConfig
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.image_quality import psnr, ssim
 from deft.models.f1.codebook import CodebookAverages

@@ -13,10 +13,9 @@ from f1_worlds import micro_config
 from safetensors.torch import load_file
 
 from deft.cli import main
-from deft.config.f1_settings import TrainingConfig
+from deft.config.f1_settings import TokenizerTrainingConfig, TrainingConfig
 from deft.config.loading import to_dict
 from deft.config.settings import LoggingConfig
-from deft.config.tokenizer_settings import TokenizerTrainingConfig
 from deft.envs.tabletop.images import TabletopImages
 from deft.errors import InputError, Stopped
 from deft.evaluation.image_quality import psnr
