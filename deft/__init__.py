@@ -42,9 +42,17 @@ if TYPE_CHECKING:
     from deft.models.vla.loading import load_vla_model
     from deft.models.vla.policy import VLAPolicy
     from deft.models.waypoint import DeltaHead, PPOPolicy, ValueHead
-    from deft.training.api import GRPOTrainer, PPOTrainer, SACTrainer
+    from deft.training.api import (
+        CQLTrainer,
+        DecisionTransformerTrainer,
+        GRPOTrainer,
+        IQLTrainer,
+        PPOTrainer,
+        SACTrainer,
+        SFTTrainer,
+        TD3BCTrainer,
+    )
     from deft.training.offline import OfflineTrainer
-    from deft.training.offline_api import CQLTrainer, DecisionTransformerTrainer, IQLTrainer, SFTTrainer, TD3BCTrainer
     from deft.training.phases.adversarial import AdversarialTrainer
     from deft.training.phases.base import BaseRLTrainer
     from deft.training.phases.student import StudentTrainer
@@ -109,11 +117,11 @@ _MODULES = {
     "PPOTrainer": "deft.training.api",
     "SACTrainer": "deft.training.api",
     "OfflineTrainer": "deft.training.offline",
-    "CQLTrainer": "deft.training.offline_api",
-    "DecisionTransformerTrainer": "deft.training.offline_api",
-    "IQLTrainer": "deft.training.offline_api",
-    "SFTTrainer": "deft.training.offline_api",
-    "TD3BCTrainer": "deft.training.offline_api",
+    "CQLTrainer": "deft.training.api",
+    "DecisionTransformerTrainer": "deft.training.api",
+    "IQLTrainer": "deft.training.api",
+    "SFTTrainer": "deft.training.api",
+    "TD3BCTrainer": "deft.training.api",
     "Trainer": "deft.training.trainer",
 }
 

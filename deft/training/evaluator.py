@@ -6,19 +6,22 @@ With a GPU the trainer sends a copy of the weights and continues training, while
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import multiprocessing
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import gymnasium
 import torch
 
 from deft import trust
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import evaluate_policy
+from deft.evaluation.rollouts import evaluate_policy, record_video
 from deft.models.policy import Policy
 from deft.runs.random_state import separate_random_state
 from deft.runs.signals import STOPPING, never
@@ -30,11 +33,17 @@ class Evaluator:
     """Plays `episodes` episodes with each of the policies it is given, always from the same seeds."""
 
     def __init__(
-        self, make_env: Callable[[], VectorEnv], seed: int, in_background: bool = False, deterministic: bool = True
+        self,
+        make_env: Callable[[], VectorEnv],
+        seed: int,
+        in_background: bool = False,
+        deterministic: bool = True,
+        video_env: Callable[[], gymnasium.Env] | None = None,
+        separates_random_state: bool = True,
     ) -> None:
-        self._make_env = make_env
-        self._seed = seed
-        self._deterministic = deterministic
+        """Without `separates_random_state` another thread draws from the generators, which cannot be restored then."""
+        self._make_env, self._seed, self._deterministic = make_env, seed, deterministic
+        self._video_env, self._separates = video_env, separates_random_state
         self.in_background = in_background
         self._env: VectorEnv | None = None
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
@@ -47,15 +56,25 @@ class Evaluator:
         return self._env
 
     def evaluate(
-        self, policies: list[Policy], episodes: int, watch: Callable[[int], None] | None = None
+        self,
+        policies: list[Policy],
+        episodes: int,
+        watch: Callable[[int], None] | None = None,
+        video: Path | None = None,
     ) -> list[dict[str, Any]]:
-        """The results of each policy, now; `watch` as in `play_episodes`."""
-        with separate_random_state(self._seed):
-            deterministic = self._deterministic
-            return [
-                evaluate_policy(policy, self.env(), episodes, self._seed, deterministic=deterministic, watch=watch)
+        """The results of each policy, now, with a `video` of the first; `watch` as in `play_episodes`."""
+        seed, deterministic = self._seed, self._deterministic
+        if video is not None and self._video_env is None:
+            raise InputError("video: there is no environment to record")
+        with separate_random_state(seed) if self._separates else contextlib.nullcontext():
+            results = [
+                evaluate_policy(policy, self.env(), episodes, seed, deterministic=deterministic, watch=watch)
                 for policy in policies
             ]
+            if video is not None and self._video_env is not None:
+                written = record_video(policies[0], self._video_env(), video, 1, seed, deterministic, watch)
+                results[0]["video"] = str(written)
+        return results
 
     def start(
         self, step: int, policies: list[Policy], episodes: int, watch: Callable[[int], None] | None = None

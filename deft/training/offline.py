@@ -14,31 +14,27 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.config.settings import OfflineTrainerConfig
 from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import merge_results, num_played, record_video
+from deft.evaluation.rollouts import merge_results, num_played
 from deft.models.policy import Policy, members_of
-from deft.runs import checkpoint, sharding
-from deft.runs.compute import is_small, threads_for
+from deft.runs import checkpoint
 from deft.runs.intervals import crossed
 from deft.runs.metric_ranges import OFFLINE_RANGES, RangeWatch
 from deft.runs.precision import set_precision
 from deft.runs.seeds import process_seed
 from deft.training.capture import CapturedUpdate, Sampler
 from deft.training.evaluator import Evaluator
-from deft.training.lifecycle import Run, RunSpec
-from deft.training.loop import Intervals, Loop, Metrics, floats
+from deft.training.lifecycle import RunSpec
+from deft.training.loop import Intervals, Metrics, floats
+from deft.training.policy_loop import PolicyLoop
 from deft.training.validation import Validation, check_held_out
 
 log = logging.getLogger(__name__)
 LOOK_INTERVAL = 256  # updates between looks for evaluations that ended in another process
-STATE_KEYS = (
-    "algorithm_name", "algorithm", "num_updates", "updates_per_epoch", "sampler", "transitions", "fingerprint", "log",
-    "random",
-)  # fmt: skip
 
 
 def _no_score(mean_return: float) -> float | None:
@@ -55,12 +51,11 @@ class OfflineSpec(RunSpec):
     evaluator: Evaluator | None = None
     score: Callable[[float], float | None] = _no_score
     fingerprint: str | None = None
-    video_env: Callable[[], Any] | None = None
     check_weights: Callable[[Mapping[str, Tensor]], None] | None = None
     validation: Validation | None = None
 
 
-class OfflineTrainer(Loop):
+class OfflineTrainer(PolicyLoop):
     """Trains one policy by one algorithm on batches of one dataset.
 
     An epoch is as many updates as one pass over the dataset takes (batches are drawn at random), or
@@ -69,6 +64,12 @@ class OfflineTrainer(Loop):
     """
 
     stop_interval: ClassVar[int] = 20
+    state_keys = (
+        "algorithm_name", "algorithm", "num_updates", "updates_per_epoch", "sampler", "transitions", "fingerprint",
+        "log", "random",
+    )  # fmt: skip
+    cures = "lower learning_rate, or look at the dataset's rewards"
+    algorithm: OfflineAlgorithm
 
     def __init__(
         self,
@@ -83,13 +84,11 @@ class OfflineTrainer(Loop):
         if spec.output_dir is None:
             raise InputError("output_dir: missing; name the run directory")
         self.settings = OfflineTrainerConfig(**settings)
-        self.policy, self.algorithm, self.sampler, self.seed = policy, algorithm, sampler, spec.seed
-        self.device = next(iter(policy.parameters())).device
-        processes = spec.processes
-        processes.open(self.device)
+        super().__init__(policy, algorithm, spec, Path(spec.output_dir))
+        self.sampler = sampler
         self.num_transitions = len(sampler)  # of all processes
+        processes = self.processes
         if processes.count > 1:
-            algorithm.share(processes)
             sampler.shard(processes.rank, processes.count)
             sampler.generator.manual_seed(process_seed(spec.seed, processes.rank))
         self.num_updates = 0
@@ -100,8 +99,6 @@ class OfflineTrainer(Loop):
         self._watch = RangeWatch(OFFLINE_RANGES)
         set_precision(self.device, algorithm.settings.precision)
         self._captured = self._capture()
-        threads = threads_for(spec.threads, policy, self.batch_size, cores=processes.cores)
-        self.run = Run(self, spec, Path(spec.output_dir), threads)
 
     def _capture(self) -> CapturedUpdate | None:
         """Return the update as a CUDA graph, where it can be recorded; collectives of several processes cannot."""
@@ -112,11 +109,6 @@ class OfflineTrainer(Loop):
         if not can_capture or self.settings.capture == "off":
             return None
         return CapturedUpdate(self.algorithm, self.sampler, self.batch_size)
-
-    @property
-    def acting(self) -> Policy:
-        """The policy that is evaluated: the trained one, or its copy with whole weights."""
-        return self.policy if self.spec.acting is None else self.spec.acting.policy
 
     @property
     def global_step(self) -> int:
@@ -133,11 +125,6 @@ class OfflineTrainer(Loop):
         """As in `OfflineTrainerConfig`, in updates."""
         own, epoch = self.settings, self.updates_per_epoch
         return Intervals(own.log_freq, own.eval_freq * epoch, own.save_freq * epoch, own.keep_checkpoints)
-
-    @property
-    def uses_small_matrices(self) -> bool:
-        """Whether oneDNN is left out; without it bf16 products are emulated."""
-        return is_small(self.policy) and self.algorithm.settings.precision != "bf16"
 
     def train(self, num_epochs: int | None = None, evaluates_last: bool = False) -> dict[str, Any]:
         """Train to `num_epochs` epochs in all, and return a summary; see `Run.execute`."""
@@ -161,12 +148,6 @@ class OfflineTrainer(Loop):
             log.warning("not evaluated: there is no environment; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.in_background:
             self.evaluator.env()
-
-    @property
-    def modules(self) -> Iterable[nn.Module]:
-        """The policy and the networks of the algorithm."""
-        parts = [part for part in vars(self.algorithm).values() if isinstance(part, nn.Module)]
-        return [self.policy, *(part for part in parts if part is not self.policy)]
 
     @property
     def is_over(self) -> bool:
@@ -214,30 +195,26 @@ class OfflineTrainer(Loop):
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
             raise RunError(
-                f"{bad[0]} is no longer finite at update {self.num_updates}: lower learning_rate, or look at the "
-                "dataset's rewards; any checkpoint saved before is good"
+                f"{bad[0]} is no longer finite at update {self.num_updates}: {self.cures}; any checkpoint saved before "
+                "is good"
             )
         self._watch.check(self.num_updates, values)
 
     def end(self) -> None:
         """Gather sharded parameters, for an evaluation after training."""
-        if self.spec.acting is not None:
-            self.spec.acting.take()
+        self.gather_weights()
 
     def summary(self) -> dict[str, Any]:
         """Return what a command reports at the end."""
-        best = self.best_reward if math.isfinite(self.best_reward) else None
-        summary: dict[str, Any] = {
-            "run_dir": str(self.run_dir),
-            "updates": self.num_updates,
-            "epochs": self.num_updates / self.updates_per_epoch,
-            "best_reward": best,
-            "seconds": self.run.seconds,
-            **self.run.last_metrics,
-        }
+        summary = {**super().summary(), **self.run.last_metrics}
+        best = summary["best_reward"]
         if best is not None and (score := self.spec.score(best)) is not None:
             summary["best_normalized_score"] = score
         return summary
+
+    def counts(self) -> dict[str, Any]:
+        """Return updates and epochs."""
+        return {"updates": self.num_updates, "epochs": self.num_updates / self.updates_per_epoch}
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -257,15 +234,7 @@ class OfflineTrainer(Loop):
         if self.evaluator is None:
             raise InputError("evaluate: the dataset names no environment; give one (--env, or env=)")
         episodes = self.settings.eval_episodes if num_episodes is None else num_episodes
-        results = self.evaluator.evaluate(members_of(self.acting), episodes)
-        summary = merge_results(results, self.spec.score)
-        if video is not None:
-            if self.spec.video_env is None:
-                raise InputError("video: there is no environment to record")
-            first, deterministic = members_of(self.acting)[0], self.settings.eval_deterministic
-            filmed = record_video(first, self.spec.video_env(), video, 1, self.seed, deterministic)
-            summary["video"] = str(filmed)
-        return summary
+        return merge_results(self.evaluator.evaluate(members_of(self.acting), episodes, None, video), self.spec.score)
 
     def start_evaluation(self, video: Path | None) -> list[tuple[int, dict[str, Any]]]:
         """Evaluate now, or in another process: then the results come later."""
@@ -292,26 +261,18 @@ class OfflineTrainer(Loop):
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """Gather sharded parameters, and free them if training continues."""
-        if self.spec.acting is not None:
-            self.spec.acting.take()
+        self.gather_weights()
         yield
-        if self.spec.acting is not None and not self.is_over:
-            self.spec.acting.free()
+        if not self.is_over:
+            self.free_weights()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def check_finite(self, state: dict[str, Any]) -> None:
         """Raise an error if the policy's weights or the algorithm's state are not finite."""
-        finite = sharding.are_finite(self.policy, self.processes, self.device)
-        if not finite or not _is_finite(state["algorithm"]):
-            raise RunError(
-                f"the networks are no longer finite after {self.num_updates} updates, so nothing was saved: lower "
-                "learning_rate, or look at the dataset's rewards; any checkpoint saved before is good"
-            )
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The policy's, whole."""
-        return sharding.full_weights(self.policy) if self.is_sharded else self.policy.state_dict()
+        super().check_finite(state)
+        if not _is_finite(state["algorithm"]):
+            raise self.not_finite()
 
     def state_dict(self, after_failure: bool = False) -> dict[str, Any]:
         """Return algorithm, sampler, validation and counters, and what identifies the dataset."""
@@ -337,11 +298,7 @@ class OfflineTrainer(Loop):
 
     def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
         """Load weights, algorithm, sampler and counters, in the middle of an epoch too."""
-        missing = [name for name in STATE_KEYS if name not in state]
-        if missing:
-            raise InputError(f"{folder}: its training state lacks {', '.join(missing)}; it is not of an offline run")
-        if state["algorithm_name"] != self.algorithm.name:
-            raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
+        self.check_state(state, folder)
         validation = self.spec.validation
         check_held_out(state.get("validation"), [] if validation is None else validation.held_out)
         self._check_dataset(state, folder)

@@ -93,7 +93,7 @@ def build_offline_trainer(
         log.warning("no evaluation: the dataset's environment cannot be used: %s", missing)
         env_config = None
     config = _with_metadata(config, dataset, env_config, eval_env)
-    evaluator, video_env = None, None
+    evaluator = None
     action_space, played_in, action_mask = dataset.action_space, None, None
     make: Callable[..., VectorEnv] | None = None
     names = config.env.rename_streams
@@ -118,6 +118,7 @@ def build_offline_trainer(
             config.seed + EVALUATION_SEED,
             in_background=device.type == "cuda",
             deterministic=config.trainer.eval_deterministic,
+            video_env=video_env,
         )
         name = env_config.id if env_config else str(eval_env)
         played_in, action_space, action_mask = _checked_env(partial(make, num_envs=1), dataset, name)
@@ -162,7 +163,6 @@ def build_offline_trainer(
         evaluator=evaluator,
         score=partial(normalized_score, reference_returns=config.dataset.reference_returns),
         fingerprint=dataset.fingerprint(),
-        video_env=video_env,
         check_weights=partial(_check_scale, policy, action_space),
         validation=validation,
     )

@@ -9,14 +9,13 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import gymnasium
-from torch import Tensor, nn
 
 from deft.algorithms.algorithm import Algorithm
 from deft.config.output_base import output_base
@@ -24,33 +23,28 @@ from deft.config.settings import CurriculumConfig, TrainerConfig
 from deft.envs.make import make_another, wrap
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
-from deft.errors import InputError, RunError
-from deft.evaluation.rollouts import evaluate_policy, record_video
+from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy
-from deft.runs import checkpoint, sharding
-from deft.runs.compute import is_small, threads_for
+from deft.runs import checkpoint
+from deft.runs.compute import is_small
 from deft.runs.logging import WINDOW
 from deft.runs.metric_ranges import ON_POLICY_RANGES, RangeWatch
 from deft.runs.policy_spaces import PolicySpaces
-from deft.runs.random_state import separate_random_state
 from deft.runs.seeds import EVALUATION_SEED, training_seed
 from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import UNKNOWN_COLLECTOR
 from deft.training.curriculum import Curriculum
+from deft.training.evaluator import Evaluator
 from deft.training.experience import make_collection, rollout_steps
-from deft.training.lifecycle import Run, RunSpec
-from deft.training.loop import Intervals, Loop, Metrics
+from deft.training.lifecycle import RunSpec
+from deft.training.loop import Intervals, Metrics
+from deft.training.policy_loop import PolicyLoop
 
 log = logging.getLogger(__name__)
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
 # The settings of `env` that define what the environments are.
 ENV_SETTINGS = ("id", "kwargs", "max_episode_steps", "reward_weights", "rename_streams")
-# What `Trainer.load` reads of a checkpoint's training state.
-STATE_KEYS = (
-    "algorithm_name", "algorithm", "num_timesteps", "observation_space", "action_space", "collector", "buffer", "log",
-    "random",
-)  # fmt: skip
 Env: TypeAlias = gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv
 EnvSource: TypeAlias = Callable[[], VectorEnv | gymnasium.Env] | VectorEnv | gymnasium.Env | None
 
@@ -69,7 +63,7 @@ class OnlineSpec(RunSpec):
     curriculum: CurriculumConfig | None = None
 
 
-class Trainer(Loop):
+class Trainer(PolicyLoop):
     """Trains one policy by one algorithm in one environment.
 
     `env` is a Gymnasium environment, a list of them, or a vector environment. Keywords beyond the named ones are fields
@@ -77,6 +71,10 @@ class Trainer(Loop):
     """
 
     unit: ClassVar[str] = "steps"
+    state_keys = (
+        "algorithm_name", "algorithm", "num_timesteps", "observation_space", "action_space", "collector", "buffer",
+        "log", "random",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -98,32 +96,32 @@ class Trainer(Loop):
         self.spec = spec = OnlineSpec.take(spec, settings)
         buffer_size = rollout_steps(algorithm, buffer_size)
         self.settings = TrainerConfig(buffer_size=buffer_size, buffer_type=buffer_type, **settings)  # type: ignore[arg-type]
-        self.policy, self.algorithm, self.seed = policy, algorithm, spec.seed
         if batch_size is not None:
             algorithm.settings.batch_size = batch_size
         algorithm.check_policy(spec.fresh_policy)
-        self.env = own = self._wrap(env)
+        wrap_env = partial(wrap, chunk_length=policy.chunk_length, gamma=algorithm.settings.gamma)
+        self.env = own = wrap_env(env)
         spec.spaces = spec.spaces or PolicySpaces(own.observation_space, own.env_action_space, own.action_mask)
-        self.device = next(iter(policy.parameters())).device
-        processes = spec.processes
-        processes.open(self.device)
-        if processes.count > 1:
-            algorithm.share(processes)
-        self.num_timesteps = 0
-        self._most_updates: int | None = None
-        self._eval_env = eval_env if eval_env is not None else partial(make_another, env)
-        self._own_eval_env: VectorEnv | None = None
-        self._video_env = spec.video_env or partial(make_another, env, render_mode="rgb_array")
-        self._watch = RangeWatch(ON_POLICY_RANGES if algorithm.experience.on_policy else {}, "step")
-        # Workers and a background collector compute during the update; otherwise they wait for it.
-        reserved = own.num_workers + 1 if self.settings.buffer_type == "vla" else 0
-        threads = threads_for(spec.threads, policy, algorithm.settings.batch_size, reserved, processes.cores)
         name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         directory = Path(spec.output_dir) if spec.output_dir is not None else output_base() / name
-        self.run = Run(self, spec, directory, threads)
-        self._gather_weights()
+        # Workers and a background collector compute during the update; otherwise they wait for it.
+        reserved = own.num_workers + 1 if self.settings.buffer_type == "vla" else 0
+        super().__init__(policy, algorithm, spec, directory, reserved)
+        self.num_timesteps = 0
+        self._most_updates: int | None = None
+        self._video_env = spec.video_env or partial(make_another, env, render_mode="rgb_array")
+        source = eval_env if eval_env is not None else partial(make_another, env)
+        self.evaluator = Evaluator(
+            lambda: _like(wrap_env(_made(source)), own),
+            spec.seed + EVALUATION_SEED,
+            deterministic=self.settings.eval_deterministic,
+            video_env=self._video_env,
+            separates_random_state=not self._collects_during_updates,
+        )
+        self._watch = RangeWatch(ON_POLICY_RANGES if algorithm.experience.on_policy else {}, "step")
+        self.gather_weights()
         # No two environments of a run start alike, nor do those of two runs with other seeds.
-        env_seed = training_seed(spec.seed) + processes.rank * own.num_envs
+        env_seed = training_seed(spec.seed) + self.processes.rank * own.num_envs
         planned = math.ceil(self.settings.total_timesteps / self._num_envs) * own.num_envs
         self.collection = make_collection(
             own, self.acting, algorithm, self.settings, env_seed, spec.fresh_policy, planned, spec.timeout
@@ -131,11 +129,6 @@ class Trainer(Loop):
         self.curriculum = None
         if spec.curriculum is not None:
             self.curriculum = Curriculum(spec.curriculum, own, self.collection.paused)
-
-    @property
-    def acting(self) -> Policy:
-        """The policy that acts: the trained one, or its copy with whole weights where parameters are sharded."""
-        return self.policy if self.spec.acting is None else self.spec.acting.policy
 
     @property
     def global_step(self) -> int:
@@ -162,11 +155,6 @@ class Trainer(Loop):
     def is_over(self) -> bool:
         """Whether all steps, or all `iterations`, are done."""
         return super().is_over or self.algorithm.version == self._most_updates
-
-    @property
-    def uses_small_matrices(self) -> bool:
-        """Whether oneDNN is left out; bf16 needs it."""
-        return is_small(self.policy) and getattr(self.algorithm.settings, "precision", None) != "bf16"
 
     @property
     def window(self) -> int:
@@ -199,7 +187,7 @@ class Trainer(Loop):
     def prepare(self) -> None:
         """Create the evaluation environment, so that what prevents it is known before training."""
         if self.settings.eval_freq:
-            self._evaluation_env()
+            self.evaluator.env()
         if self.settings.video_freq:
             close_env(self._video_env())
         obstacle = self.env.state_obstacle()
@@ -212,15 +200,9 @@ class Trainer(Loop):
     def _collects_during_updates(self) -> bool:
         return self.settings.buffer_type == "vla" and self.settings.max_staleness > 0
 
-    @property
-    def modules(self) -> Iterable[nn.Module]:
-        """The policy and the networks of the algorithm."""
-        parts = [part for part in vars(self.algorithm).values() if isinstance(part, nn.Module)]
-        return [self.policy, *(part for part in parts if part is not self.policy)]
-
     def begin(self) -> None:
         """Start to collect."""
-        self._gather_weights()
+        self.gather_weights()
         self.collection.collector.set_version(self.algorithm.version)
         # With chunks the number of environment steps in a rollout is known only afterwards.
         exact = self.env.chunk_length == 1
@@ -244,9 +226,10 @@ class Trainer(Loop):
         if not collection.in_update and not collection.gather(steps, self._show_progress):
             return None
         self.algorithm.progress = self.progress
-        self._free_weights()
+        if self.settings.buffer_type != "vla" and not isinstance(self.env, ClusterEnv):  # which act meanwhile
+            self.free_weights()
         metrics = collection.update(self.algorithm, steps, self.stop_requested)
-        self._gather_weights()
+        self.gather_weights()
         if metrics is None:
             return None
         count = collection.collector.take_step_count(steps)
@@ -273,17 +256,6 @@ class Trainer(Loop):
             per_step = self._num_envs * self.env.chunk_length
             self.run.log.progress(self.num_timesteps + self.collection.steps_under_way(per_step))
         return self.stop_requested()
-
-    def _gather_weights(self) -> None:
-        """Give the acting copy of sharded parameters the current weights: it is whole from one update to the next."""
-        if self.spec.acting is not None:
-            self.spec.acting.take()
-
-    def _free_weights(self) -> None:
-        """Free the acting copy during an update, unless a collector acts with it meanwhile."""
-        acts_meanwhile = self.settings.buffer_type == "vla" or isinstance(self.env, ClusterEnv)
-        if self.spec.acting is not None and not acts_meanwhile:
-            self.spec.acting.free()
 
     def further_metrics(self, previous: int, logs: bool) -> dict[str, float]:
         """Record the episodes that ended, and advance the curriculum."""
@@ -318,15 +290,10 @@ class Trainer(Loop):
         self.halt()
         self._record_episodes()
 
-    def summary(self) -> dict[str, Any]:
-        """Return what a command reports at the end."""
-        return {
-            "run_dir": str(self.run_dir),
-            "timesteps": self.num_timesteps,
-            "mean_reward": None if self.run.log is None else self.run.log.mean_reward,
-            "best_reward": self.best_reward if math.isfinite(self.best_reward) else None,
-            "seconds": self.run.seconds,
-        }
+    def counts(self) -> dict[str, Any]:
+        """Return the steps, and the mean return of the latest training episodes."""
+        mean_reward = None if self.run.log is None else self.run.log.mean_reward
+        return {"timesteps": self.num_timesteps, "mean_reward": mean_reward}
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -346,39 +313,12 @@ class Trainer(Loop):
 
     def evaluate(self, num_episodes: int | None = None, video: Path | None = None) -> dict[str, Any]:
         """Return mean and deviation of the return over whole episodes (`eval_deterministic`), in an own environment."""
-        seed = self.seed + EVALUATION_SEED
         count = self.settings.eval_episodes if num_episodes is None else num_episodes
-        # A collector in another thread draws from the same generators, which then cannot be restored.
-        random_state = contextlib.nullcontext() if self._collects_during_updates else separate_random_state(seed)
-        deterministic = self.settings.eval_deterministic
-        with self.run.evaluation(count) as watch, random_state:
-            results = evaluate_policy(
-                self._evaluated_policy(), self._evaluation_env(), count, seed, deterministic=deterministic, watch=watch
-            )
-            if video is not None:
-                filmed = record_video(self.acting, self._video_env(), video, 1, seed, deterministic, watch)
-                results["video"] = str(filmed)
-        return results
-
-    def _evaluated_policy(self) -> Policy:
-        """The policy that evaluations play with; one of small matrices acts three times as fast on the CPU."""
-        if self.device.type == "cpu" or not is_small(self.acting):
-            return self.acting
-        return frozen_copy(self.acting).cpu()
-
-    def _evaluation_env(self) -> VectorEnv:
-        """An environment of its own: the training one is in the middle of a rollout."""
-        if self._own_eval_env is None:
-            source = self._eval_env
-            made = source() if callable(source) and not isinstance(source, gymnasium.Env) else source
-            self._own_eval_env = self._wrap(made)
-            for kind in ("observation_space", "action_space"):
-                if str(getattr(self._own_eval_env, kind)) != str(getattr(self.env, kind)):
-                    raise InputError(f"eval_env: its {kind} differs from the training environment's; use the same")
-        return self._own_eval_env
-
-    def _wrap(self, env: Any) -> VectorEnv:
-        return wrap(env, chunk_length=self.policy.chunk_length, gamma=self.algorithm.settings.gamma)
+        policy = self.acting
+        if self.device.type != "cpu" and is_small(policy):  # one of small matrices acts three times as fast on the CPU
+            policy = frozen_copy(policy).cpu()
+        with self.run.evaluation(count) as watch:
+            return self.evaluator.evaluate([policy], count, watch, video)[0]
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -398,18 +338,6 @@ class Trainer(Loop):
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Hold a collector that runs in the background."""
         return self.collection.paused()
-
-    def check_finite(self, state: dict[str, Any]) -> None:
-        """Raise an error if weights are not finite."""
-        if not sharding.are_finite(self.policy, self.processes, self.device):
-            raise RunError(
-                f"the policy's weights are no longer finite after {self.num_timesteps} steps, so nothing was saved: "
-                "lower learning_rate; any checkpoint saved before is good"
-            )
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The policy's, whole."""
-        return self.acting.state_dict()
 
     def state_dict(self, after_failure: bool = False) -> dict[str, Any]:
         """Return algorithm, environments, buffer and counters; where the environments' state is unknown, without it."""
@@ -450,11 +378,7 @@ class Trainer(Loop):
 
     def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
         """Load weights, algorithm, environments, buffer and counters."""
-        missing = [name for name in STATE_KEYS if name not in state]
-        if missing:
-            raise InputError(f"{folder}: its training state lacks {', '.join(missing)}; it cannot be resumed")
-        if state["algorithm_name"] != self.algorithm.name:
-            raise InputError(f"{folder}: a checkpoint of {state['algorithm_name']}, not of {self.algorithm.name}")
+        self.check_state(state, folder)
         for kind in ("observation_space", "action_space"):
             if state[kind] != str(getattr(self.env, kind)):
                 raise InputError(f"{folder}: its {kind} is {state[kind]}, this environment's {getattr(self.env, kind)}")
@@ -469,7 +393,7 @@ class Trainer(Loop):
         self._load_collection(state)
         if self.curriculum is not None and state.get("curriculum") is not None:
             self.curriculum.load_state_dict(state["curriculum"])
-        self._gather_weights()
+        self.gather_weights()
 
     def _load_collection(self, state: dict[str, Any]) -> None:
         collection, saved = self.collection, state["collector"]
@@ -488,8 +412,21 @@ class Trainer(Loop):
         """Free the environments, and destroy the process group."""
         self.collection.close()
         super().close()
-        for env in {id(env): env for env in (self.env, self._own_eval_env) if env is not None}.values():
-            env.close()
+        self.evaluator.close()
+        self.env.close()
+
+
+def _made(source: EnvSource) -> Any:
+    """Return the environment that a user gave for evaluations, or what the function that a user gave creates."""
+    return source() if callable(source) and not isinstance(source, gymnasium.Env) else source
+
+
+def _like(env: VectorEnv, training: VectorEnv) -> VectorEnv:
+    """Return an evaluation environment; an error if its spaces are not those of the training environment."""
+    for kind in ("observation_space", "action_space"):
+        if str(getattr(env, kind)) != str(getattr(training, kind)):
+            raise InputError(f"eval_env: its {kind} differs from the training environment's; use the same")
+    return env
 
 
 def _env_settings(run_config: dict[str, Any] | None) -> dict[str, Any]:
