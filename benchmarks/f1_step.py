@@ -31,7 +31,7 @@ from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.lora import LoraSettings
 from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer
 from deft.models.f1.policy import F1Policy
-from deft.runs.precision import autocast, choose_precision
+from deft.runs.compute import autocast, choose_precision
 
 WARM_UP, TOP = 2, 16
 BACKENDS = {

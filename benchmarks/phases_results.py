@@ -43,10 +43,9 @@ from deft.evaluation.world_model import coded_batches, episode_losses
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
-from deft.runs.compute import choose_device
+from deft.runs.compute import choose_device, set_precision
 from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
-from deft.runs.precision import set_precision
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import BaseRLTrainer, Metrics
 from deft.training.phases.exploration import Exploration, ProcessExplorer

@@ -156,7 +156,7 @@ class House:
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a module from its path: `deft/runs/seeds.py` gives `deft.runs.seeds`."""
+    """The dotted name of a module from its path: `deft/runs/compute.py` gives `deft.runs.compute`."""
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 

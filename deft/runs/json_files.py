@@ -18,7 +18,7 @@ def write_json(content: Any, path: Path) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(plain(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         record(unfinished.replace(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
@@ -32,9 +32,12 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: cannot be read as JSON") from error
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: NumPy arrays and tensors as lists or numbers, null for what is not finite."""
     if isinstance(value, Mapping):
-        return {str(name): _finite(nested) for name, nested in value.items()}
+        return {str(name): plain(nested) for name, nested in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(nested) for nested in value]
+        return [plain(nested) for nested in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value

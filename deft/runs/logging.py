@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from logging.handlers import BufferingHandler
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ from deft.config.settings import LoggingConfig
 from deft.errors import RunError, Stopped
 from deft.ownership import INDEX, keep_foreign, record, start_index
 from deft.runs.checkpoint import folder_lock
+from deft.runs.json_files import plain
 from deft.runs.processes import Processes
 from deft.runs.progress import ProgressDisplay
 from deft.runs.sinks import TensorBoardSink, open_sinks, write_again
@@ -59,8 +61,7 @@ class RunLogger:
     With `start_step` 0 the metrics of an earlier run in the directory are replaced. With a later step, lines after
     that step are removed, since they will be logged again. Means are over the last `window` episodes.
     `write_start` writes the other initial files of a run, such as its config; it is called if the directory was
-    removed during training. `early_records` were logged while the run was built (`logged_from_start`); they are
-    written to the log file and removed from the list.
+    removed during training.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class RunLogger:
         unit: str = "steps",
         window: int = WINDOW,
         write_start: Callable[[], None] | None = None,
-        early_records: list[logging.LogRecord] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self._write_start = write_start
@@ -88,11 +88,6 @@ class RunLogger:
             self._log_file: _LogFile | None = None
             if settings.enable_file_logging:
                 self._log_file = resources.enter_context(_log_file(self.run_dir / "logs", settings.file_level))
-                for early in early_records or ():
-                    if early.levelno >= self._log_file.level:
-                        self._log_file.handle(early)
-            if early_records is not None:
-                early_records.clear()
             path = self.run_dir / METRICS_FILE
             keep_foreign(path)
             _drop_lines_after(path, start_step)
@@ -105,6 +100,13 @@ class RunLogger:
             self._progress = ProgressDisplay(total_timesteps, start_step, terminal, unit)
             resources.callback(self._progress.close)
             self._resources = resources.pop_all()
+
+    def log_early(self, records: list[logging.LogRecord]) -> None:
+        """Write what was logged while the run was built (`logged_from_start`) to the log file, and empty the list."""
+        for early in records:
+            if self._log_file is not None and early.levelno >= self._log_file.level:
+                self._log_file.handle(early)
+        records.clear()
 
     @property
     def mean_reward(self) -> float | None:
@@ -257,7 +259,7 @@ class RunLogger:
         line = {"type": kind, "step": int(step), "time": round(time.time(), 3)}
         if not line.keys().isdisjoint(values):
             raise ValueError(f"{line.keys() & values.keys()} cannot name a metric: every line has its own")
-        self._lines.write(_to_json(line | dict(values)))
+        self._lines.write(json.dumps(plain(line | dict(values)), allow_nan=False).encode() + b"\n")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -300,36 +302,6 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
             yield from _scalars(value, f"{prefix}/{name}")
         elif isinstance(value, Real):
             yield f"{prefix}/{name}", float(value)
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy scalars, arrays and tensors to Python values."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} cannot be written to {METRICS_FILE}: {value!r}")
-
-
-_encoder = json.JSONEncoder(allow_nan=False, default=_plain)
-
-
-def _to_json(line: dict[str, Any]) -> bytes:
-    try:
-        text = _encoder.encode(line)
-    except ValueError:  # a number that is not finite
-        text = _encoder.encode(_finite(line))
-    return text.encode() + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if value is None or isinstance(value, str | int):
-        return value
-    return _finite(_plain(value))
 
 
 def _folder_id(path: Path) -> tuple[int, int] | None:
@@ -424,21 +396,9 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-class _EarlyRecords(logging.Handler):
-    """Store the records that are logged while a run is built, for the log file that is opened later."""
-
-    def __init__(self, level: str) -> None:
-        super().__init__(level)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Store one record."""
-        self.records.append(record)
-
-
 def _set_level() -> None:
     """Set the deft logger to the lowest level of its handlers."""
-    kinds = _ConsoleHandler | _LogFile | _EarlyRecords
+    kinds = _ConsoleHandler | _LogFile | BufferingHandler
     deft_logger.setLevel(min(handler.level for handler in deft_logger.handlers if isinstance(handler, kinds)))
 
 
@@ -463,14 +423,15 @@ def _console(level: str) -> Iterator[Console | None]:
 def logged_from_start(build: Build) -> Build:
     """Decorate a function that builds a trainer from a config, so that its messages are in the run's log file.
 
-    The messages appear on the console at once, and in the log file when training opens it (`early_records`).
+    The messages appear on the console at once, and in the log file when training opens it (`log_early`).
     """
 
     @functools.wraps(build)
     def building(config: Any, *args: Any, **keywords: Any) -> Any:
         if not Processes().is_first:
             return build(config, *args, **keywords)
-        handler = _EarlyRecords(config.logging.file_level)
+        handler = BufferingHandler(sys.maxsize)  # records are kept for the log file that is opened later
+        handler.setLevel(config.logging.file_level)
         with _console(config.logging.console_level):
             deft_logger.addHandler(handler)
             _set_level()
@@ -479,7 +440,7 @@ def logged_from_start(build: Build) -> Build:
             finally:
                 deft_logger.removeHandler(handler)
                 _set_level()
-        trainer.run.early_records = handler.records
+        trainer.run.early_records = handler.buffer
         return trainer
 
     return cast(Build, building)
@@ -503,8 +464,11 @@ def _log_file(directory: Path, level: str) -> Iterator[_LogFile]:
 
 
 @contextmanager
-def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
-    """Show progress of a command without a run directory; yields a function that takes the completed amount."""
+def show_progress(total: int, unit: str = "steps", always_ends: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show progress of a command without a run directory; yields a function that takes the completed amount.
+
+    A bar on a terminal, otherwise log lines: the one of the end only if it `always_ends` with one.
+    """
     with _console("INFO") as terminal:
         display = ProgressDisplay(total, 0, terminal, unit)
 
@@ -516,27 +480,20 @@ def show_progress(total: int, unit: str = "steps") -> Iterator[Callable[[int], N
         try:
             yield update
         finally:
-            display.finish(None)
+            if always_ends or terminal is not None:
+                display.finish(None)
             display.close()
 
 
 @contextmanager
 def show_evaluation(num_episodes: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of an evaluation outside of training: a bar on a terminal, otherwise log lines.
-
-    Yields the `watch` of `play_episodes`.
-    """
-    with _console("INFO") as terminal:
-        display = ProgressDisplay(num_episodes, 0, terminal, "episodes")
+    """Show the progress of an evaluation outside of training; yields the `watch` of `play_episodes`."""
+    done = 0
+    with show_progress(num_episodes, "episodes", always_ends=False) as update:
 
         def watch(ended: int) -> None:
-            display.latest = (display.latest[0] + ended, {})
-            if time.monotonic() >= display.next_draw:
-                display.draw(None)
+            nonlocal done
+            done += ended
+            update(done)
 
-        try:
-            yield watch
-        finally:
-            if terminal is not None:  # otherwise the bar remains as it was last drawn
-                display.finish(None)
-            display.close()
+        yield watch

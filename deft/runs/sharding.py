@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -157,15 +156,21 @@ def local_bytes(policy: nn.Module) -> int:
 
 def full_weights(policy: nn.Module) -> dict[str, Any]:
     """Return all weights on the CPU, in the first process; the others call it too, and get nothing."""
-    return dict(get_model_state_dict(policy, options=_whole()))
+    from torch.distributed.checkpoint import state_dict  # a quarter of a second, which other runs need not wait for
+
+    return dict(state_dict.get_model_state_dict(policy, options=_whole()))
 
 
 def load_full_weights(policy: nn.Module, weights: dict[str, Any]) -> None:
     """Shard weights that the first process has; they may have been saved by another number of processes."""
-    set_model_state_dict(policy, weights, options=_whole())
+    from torch.distributed.checkpoint import state_dict
+
+    state_dict.set_model_state_dict(policy, weights, options=_whole())
 
 
-def _whole() -> StateDictOptions:
+def _whole() -> Any:
     """Return options for a full state on the CPU, from and to the first process."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
     together = torch.distributed.is_initialized()
     return StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=together)

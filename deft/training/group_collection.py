@@ -22,9 +22,8 @@ from deft.envs.layout import Observation
 from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.models.policy import Policy
-from deft.runs.random_state import get_random_state, set_random_state
+from deft.runs.random_state import TRAINING_SEEDS, get_random_state, set_random_state
 from deft.runs.rollout import rollout
-from deft.runs.seeds import TRAINING_SEEDS
 from deft.training.collection import Collection, Collector
 
 log = logging.getLogger(__name__)

@@ -22,14 +22,12 @@ from deft.config.settings import LoggingConfig
 from deft.errors import InputError, RunError, Stopped
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import Threads
-from deft.runs.intervals import crossed
 from deft.runs.logging import RunLogger, best_logged, logged_evaluations
 from deft.runs.policy_spaces import PolicySpaces
 from deft.runs.processes import Processes, SilentLogger
-from deft.runs.random_state import get_random_state, seed_everything, set_random_state
-from deft.runs.seeds import process_seed
+from deft.runs.random_state import get_random_state, process_seed, seed_everything, set_random_state
 from deft.runs.signals import StopSignal, never
-from deft.training.loop import Intervals, Loop, Metrics, floats
+from deft.training.loop import Intervals, Loop, Metrics, crossed, floats
 
 log = logging.getLogger(__name__)
 LINE_FIELDS = ("type", "step", "time")  # of a logged evaluation, beside its results
@@ -163,8 +161,8 @@ class Run:
             loop.unit,
             loop.window,
             spec.on_start,
-            self.early_records,
         )
+        run_log.log_early(self.early_records)
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)
         return run_log

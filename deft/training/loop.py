@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from deft.runs.compute import Threads
-from deft.runs.intervals import crossed
 from deft.runs.logging import WINDOW
 from deft.runs.processes import Processes
 from deft.runs.signals import never
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
     from deft.training.lifecycle import Run
 
 Metrics: TypeAlias = Mapping[str, float | Tensor]
+
+
+def crossed(previous: int, step: int, interval: int) -> bool:
+    """Whether a multiple of `interval` lies in (previous, step]: steps come in thousands. Never for interval 0."""
+    return interval > 0 and step // interval > previous // interval
 
 
 class Intervals(NamedTuple):

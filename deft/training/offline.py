@@ -22,14 +22,13 @@ from deft.errors import InputError, RunError
 from deft.evaluation.rollouts import merge_results, num_played
 from deft.models.policy import Policy, members_of
 from deft.runs import checkpoint
-from deft.runs.intervals import crossed
+from deft.runs.compute import set_precision
 from deft.runs.metric_ranges import OFFLINE_RANGES, RangeWatch
-from deft.runs.precision import set_precision
-from deft.runs.seeds import process_seed
+from deft.runs.random_state import process_seed
 from deft.training.capture import CapturedUpdate, Sampler
 from deft.training.evaluator import Evaluator
 from deft.training.lifecycle import RunSpec
-from deft.training.loop import Intervals, Metrics, floats
+from deft.training.loop import Intervals, Metrics, crossed, floats
 from deft.training.policy_loop import PolicyLoop
 from deft.training.validation import Validation, check_held_out
 

@@ -35,8 +35,7 @@ from deft.runs.logging import logged_from_start
 from deft.runs.policies import build_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.processes import Processes
-from deft.runs.random_state import seed_everything
-from deft.runs.seeds import EVALUATION_SEED
+from deft.runs.random_state import EVALUATION_SEED, seed_everything
 from deft.runs.sinks import check_extras
 from deft.training.evaluator import Evaluator, check_space
 from deft.training.handover import check_fixed_settings, use_policy_section

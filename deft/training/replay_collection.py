@@ -19,7 +19,7 @@ from deft.data.tensors import Batch
 from deft.data.transition_ring import TransitionRing
 from deft.errors import InputError
 from deft.models.normalization import has_seen_data
-from deft.runs.precision import set_precision
+from deft.runs.compute import set_precision
 from deft.training.capture import CapturedUpdate
 from deft.training.collection import Collection, Collector
 from deft.training.evaluator import check_spaces

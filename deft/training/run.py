@@ -29,8 +29,7 @@ from deft.runs.logging import logged_from_start
 from deft.runs.policies import build_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.processes import Processes
-from deft.runs.random_state import seed_everything
-from deft.runs.seeds import process_seed
+from deft.runs.random_state import process_seed, seed_everything
 from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
 from deft.training.handover import load_critics, use_policy_section

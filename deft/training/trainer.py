@@ -31,7 +31,7 @@ from deft.runs.compute import is_small
 from deft.runs.logging import WINDOW
 from deft.runs.metric_ranges import ON_POLICY_RANGES, RangeWatch
 from deft.runs.policy_spaces import PolicySpaces
-from deft.runs.seeds import EVALUATION_SEED, training_seed
+from deft.runs.random_state import EVALUATION_SEED, training_seed
 from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import UNKNOWN_COLLECTOR
 from deft.training.curriculum import Curriculum

@@ -25,8 +25,7 @@ from deft.data.tensors import Key
 from deft.data.transition_ring import TransitionRing
 from deft.envs.layout import Observation
 from deft.models.policy import Policy
-from deft.runs.random_state import get_random_state, set_random_state
-from deft.runs.seeds import training_seed
+from deft.runs.random_state import get_random_state, set_random_state, training_seed
 from deft.training.cluster.blocks import Block, End, Order, unpack_tensor
 from deft.training.cluster.packing import Segment, assemble, like, plain, segments_of, take_steps
 from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost, parts_of

@@ -29,9 +29,9 @@ from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extr
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.rollout import encode_frames
 from deft.runs import checkpoint
+from deft.runs.compute import set_precision
 from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
-from deft.runs.precision import set_precision
 from deft.training.phases.base import Metrics, find_start
 from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_envs

@@ -32,16 +32,14 @@ from deft.models.f1.optimization import set_policy_requires_grad, setup_optimize
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.vision import VisionLayer
 from deft.runs import checkpoint, sharding
-from deft.runs.compute import Threads, choose_device, thread_counts
+from deft.runs.compute import Threads, choose_device, choose_precision, thread_counts
 from deft.runs.directory import ELAPSED, MODEL_FILE, directory_opener, place_directory
-from deft.runs.intervals import crossed
 from deft.runs.json_files import write_json
-from deft.runs.precision import choose_precision
 from deft.runs.processes import Processes
 from deft.runs.random_state import get_random_state, seed_everything, set_random_state
 from deft.runs.signals import interruptible
 from deft.training.lifecycle import Run, RunSpec
-from deft.training.loop import Intervals, Loop, floats
+from deft.training.loop import Intervals, Loop, crossed, floats
 
 log = logging.getLogger(__name__)
 WARMUP_UPDATES = 50  # over which the learning rate rises to its highest

@@ -44,8 +44,8 @@ from deft.models.f1.explorer import ExplorerPolicy
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy
 from deft.runs.processes import Processes
+from deft.runs.random_state import process_seed
 from deft.runs.rollout import rollout
-from deft.runs.seeds import process_seed
 from deft.runs.signals import raise_if_stopped
 from deft.training.phases.exploration import Exploration
 from deft.training.phases.rewards import Measures

@@ -33,8 +33,8 @@ from deft.models.f1.explorer import (
 from deft.models.f1.loading import default_teacher, load_f1_policy
 from deft.models.f1.lora import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
+from deft.runs.compute import autocast, set_precision
 from deft.runs.directory import MODEL_FILE
-from deft.runs.precision import autocast, set_precision
 from deft.training.phases.base import BaseRLTrainer, Metrics, find_start, moved_with
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_envs
 from deft.training.phases.rewards import Measures, StudentReward

@@ -30,7 +30,7 @@ from deft.models.f1.motion import TAIL, fit_sharpness
 from deft.models.f1.optimization import setup_optimizer
 from deft.models.f1.policy import F1Policy
 from deft.runs import sharding
-from deft.runs.precision import autocast
+from deft.runs.compute import autocast
 from deft.training.phases.base import Metrics
 from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import DatasetExplorer, warn_of_seen_episodes

@@ -35,12 +35,11 @@ from deft.ownership import record
 from deft.runs import checkpoint
 from deft.runs.compute import Threads, choose_device, thread_counts
 from deft.runs.directory import directory_opener, place_directory
-from deft.runs.intervals import crossed
 from deft.runs.json_files import write_json
 from deft.runs.random_state import seed_everything
 from deft.runs.signals import interruptible, raise_if_stopped
 from deft.training.lifecycle import Run, RunSpec
-from deft.training.loop import Intervals, Loop, Metrics
+from deft.training.loop import Intervals, Loop, Metrics, crossed
 from deft.training.phases.frames import DatasetFrames, FrameStore, TabletopFrames
 
 CONFIG, RESULTS, WEIGHTS, SAMPLES = "config.json", "results.json", "tokenizer.safetensors", "samples"

@@ -22,7 +22,7 @@ from deft.errors import InputError
 from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.models.f1.batch import MemoryStateManager
 from deft.models.f1.rollout import encode_frames
-from deft.runs.precision import autocast
+from deft.runs.compute import autocast
 from deft.training.phases.base import BaseRLTrainer, Metrics
 
 log = logging.getLogger(__name__)

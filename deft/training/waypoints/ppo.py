@@ -33,8 +33,7 @@ from deft.models.waypoint import PPOPolicy, WaypointSFT
 from deft.runs.compute import choose_device
 from deft.runs.directory import directory_opener, place_directory
 from deft.runs.json_files import read_json, write_json
-from deft.runs.random_state import seed_everything
-from deft.runs.seeds import EVALUATION_SEED, training_seed
+from deft.runs.random_state import EVALUATION_SEED, seed_everything, training_seed
 from deft.runs.waypoint_files import (
     CONFIG,
     EVAL_METRICS,

@@ -12,7 +12,7 @@ from deft.config.waypoint_settings import CompareConfig, PPOConfig
 from deft.errors import InputError
 from deft.evaluation.waypoints import HeldOut
 from deft.models.waypoint import PPOPolicy
-from deft.runs.seeds import EVALUATION_SEED
+from deft.runs.random_state import EVALUATION_SEED
 from deft.runs.waypoint_files import load_ppo, load_sft, same_sft
 from deft.training.waypoints.compare import compare_policies
 from deft.training.waypoints.ppo import SAFETY_SEED, WaypointTrainer, build_waypoint_trainer, train_ppo

@@ -11,7 +11,7 @@ from deft import PPO, ActorCritic, Trainer
 from deft.algorithms.grpo import GRPO
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.config.settings import LoggingConfig
-from deft.runs.seeds import EVALUATION_SEED, TRAINING_SEEDS, process_seed, training_seed
+from deft.runs.random_state import EVALUATION_SEED, TRAINING_SEEDS, process_seed, training_seed
 
 QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False)
 

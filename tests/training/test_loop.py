@@ -1,6 +1,6 @@
 import itertools
 
-from deft.runs.intervals import crossed
+from deft.training.loop import crossed
 
 
 def test_intervals_fire_when_they_are_crossed():
