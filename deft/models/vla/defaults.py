@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from torch import nn
 
+from deft.models.vla.interface import as_vla_class
 from deft.models.vla.spec import model_keywords
 from deft.schema import has_channels_last
 
@@ -33,7 +34,7 @@ def model_defaults(
     has no such stream. Among several streams of one kind the default of the class is chosen; where it is not among
     them, or where images differ in size, the keyword is not set.
     """
-    own = model_keywords(model_class)
+    own, _ = model_keywords(model_class)
     streams = observation_space.spaces
     answers: dict[str, Any] = {"action_dim": int(action_space.shape[-1]), "chunk_length": chunk_length}
 
@@ -44,7 +45,7 @@ def model_defaults(
     names = chosen if isinstance(chosen, list | tuple) else []
     sides = {side for name, space in streams.items() if name in names for side in _image_sides(space)}
     if len(sides) == 1:
-        multiple = getattr(model_class, "image_multiple", 1)  # the model scales its images to its own size
+        multiple = as_vla_class(model_class).image_multiple  # the model scales its images to its own size
         answers["image_size"] = max(multiple, sides.pop() // multiple * multiple)
 
     vectors, texts = _rows(streams, np.floating), _rows(streams, np.uint8)

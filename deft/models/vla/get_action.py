@@ -71,8 +71,6 @@ class GetActionModel(BaseVLAModel):
     ) -> None:
         super().__init__()
         self.name = type(policy).__name__
-        if not callable(getattr(policy, "get_action", None)):
-            raise InputError(f"policy: {self.name} has no get_action(obs, deterministic=False)")
         if not isinstance(action_space, spaces.Box):
             raise InputError(
                 f"{self.name}.get_action gives the mean of a Gaussian, which needs actions in a Box; the environment's "
@@ -136,12 +134,6 @@ class GetActionModel(BaseVLAModel):
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of given actions."""
         return self.head.score(self._mean(observations), actions, action_mask)
-
-    def evaluate(
-        self, observations: Any, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob, entropy and value of given actions."""
-        return *self.evaluate_actions(observations, actions, action_mask), self.get_value(observations)
 
     def gaussian(self, observations: Any) -> tuple[Tensor, Tensor]:
         """The mean in the units of the head, and the log of the deviation."""

@@ -9,7 +9,6 @@ gives actions, log-probs and value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft.errors import InputError
-from deft.models.vla.images import square_images
-from deft.models.vla.interface import BaseVLAModel
 from deft.models.vla.spec import ProprioSpec
+from deft.models.vla.streams import GaussianVLA, Sample, Statistics, read_stream, square_images
 
 BYTE_VALUES = 256
 PADDING_BYTE = 0  # never part of UTF-8 text, except for the character NUL
 CHANNELS_PER_GROUP = 16  # of a GroupNorm
-HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
 @dataclass(frozen=True)
@@ -195,9 +192,7 @@ class GPTSpec(ProprioSpec):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name, known in (("vision_encoder", VISION_ENCODERS), ("language_model", LANGUAGE_MODELS)):
-            if (chosen := getattr(self, name)) not in known:
-                raise InputError(f"{name} {chosen!r} is none of {', '.join(known)}")
+        self.check_choice(vision_encoder=VISION_ENCODERS, language_model=LANGUAGE_MODELS)
         pixels = VISION_ENCODERS[self.vision_encoder].pixels_per_token
         if self.image_size < 1 or self.image_size % pixels:
             raise InputError(f"image_size {self.image_size} is no multiple of {pixels} ({self.vision_encoder})")
@@ -205,7 +200,7 @@ class GPTSpec(ProprioSpec):
         self.check_least(max_instruction_length=1)
 
 
-class GPTVLAModel(BaseVLAModel):
+class GPTVLAModel(GaussianVLA):
     """A Gaussian policy over action chunks and a value, from images, proprioception and an instruction.
 
     `vision_encoder` and `language_model` name a shape (`VISION_ENCODERS`, `LANGUAGE_MODELS`), not pretrained weights:
@@ -216,16 +211,10 @@ class GPTVLAModel(BaseVLAModel):
 
     def __init__(self, spec: GPTSpec | None = None, **given: Any) -> None:
         spec = GPTSpec(**given) if spec is None else spec
-        super().__init__()
+        super().__init__(spec)
         vision, language = VISION_ENCODERS[spec.vision_encoder], LANGUAGE_MODELS[spec.language_model]
         self.freeze_vision_encoder = spec.freeze_vision_encoder
-        self.action_dim = spec.action_dim
-        self.chunk_length = spec.chunk_length
-        self.image_keys = tuple(spec.image_keys)
         self.image_size = spec.image_size
-        self.proprio_key = spec.proprio_key
-        self.proprio_dim = spec.proprio_dim
-        self.instruction_key = spec.instruction_key
         self.max_instruction_length = spec.max_instruction_length
 
         width = language.width
@@ -238,9 +227,8 @@ class GPTVLAModel(BaseVLAModel):
         if spec.instruction_key is not None:
             self.byte_embedding = nn.Embedding(BYTE_VALUES, width)
             self.instruction_position = nn.Parameter(torch.empty(spec.max_instruction_length, width))
-        self.queries = nn.Parameter(
-            torch.empty(spec.chunk_length + 1, width)
-        )  # one per action step, then that of the value
+        # One per action step, then that of the value
+        self.queries = nn.Parameter(torch.empty(spec.chunk_length + 1, width))
         # Any: a ModuleList does not keep the type of its modules.
         self.blocks: Any = nn.ModuleList(
             TransformerBlock(width, language.heads, spec.dropout) for _ in range(language.layers)
@@ -249,6 +237,7 @@ class GPTVLAModel(BaseVLAModel):
         self.action_head = nn.Linear(width, spec.action_dim)
         self.value_head = nn.Linear(width, 1)
         self.log_std = nn.Parameter(torch.full((spec.chunk_length, spec.action_dim), float(spec.log_std_init)))
+        self.action_statistics = Statistics(spec.action_dim, None, "action", persistent=False)  # actions are unscaled
         self.dropout = nn.Dropout(spec.dropout)
         self._initialise()
         if spec.freeze_vision_encoder:
@@ -270,87 +259,8 @@ class GPTVLAModel(BaseVLAModel):
                     parameter.div_(math.sqrt(2 * len(self.blocks)))  # two residual sums per block, as in GPT-2
         nn.init.normal_(self.action_head.weight, std=0.002)
 
-    # The interface of a VLA model ------------------------------------------------------------------------------------
-
-    def forward(
-        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
-    ) -> Tensor:
-        """Actions [B, A], or [B, K, A] with chunks of K > 1 steps; padded dims are 0."""
-        mean, _ = self._distribution_and_value(observations)
-        return self._draw(mean, deterministic, action_mask)
-
-    def get_value(self, observations: TensorDictBase) -> Tensor:
-        """Value of each observation: [B, 1]."""
-        return self._distribution_and_value(observations)[1]
-
-    def evaluate_actions(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        step_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] over the real dims of the whole chunk, or of its steps in `step_mask` [B, K]."""
-        tokens, entropy, _ = self.evaluate_tokens(observations, actions, action_mask)
-        return (tokens if step_mask is None else tokens.masked_fill(~step_mask, 0.0)).sum(1), entropy
-
-    def act(
-        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Actions, their log-prob [B], and the value [B, 1], in one forward pass."""
-        mean, value = self._distribution_and_value(observations)
-        action = self._draw(mean, deterministic, action_mask)
-        return action, self._log_prob(mean, action, action_mask), value
-
-    def evaluate(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] of given actions, and the value [B, 1], in one forward pass."""
-        mean, value = self._distribution_and_value(observations)
-        # Entropy of a Gaussian dim: 1/2 + log sqrt(2 pi) + log sigma
-        entropy = (0.5 + HALF_LOG_TWO_PI + self.log_std).expand_as(mean)
-        return self._log_prob(mean, actions, action_mask), _sum_real_dims(entropy, action_mask), value
-
-    def evaluate_tokens(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `evaluate`, with the log-prob of each step of the chunk, [B, K]."""
-        mean, value = self._distribution_and_value(observations)
-        entropy = (0.5 + HALF_LOG_TWO_PI + self.log_std).expand_as(mean)
-        log_probs = self._log_probs(mean, actions, action_mask)
-        return log_probs.sum(2), _sum_real_dims(entropy, action_mask), value
-
-    def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Mean [B, A] and log-deviation [A] of the distribution of `forward`; [B, K, A] and [K, A] with chunks."""
-        mean, _ = self._distribution_and_value(observations)
-        return (mean.squeeze(1), self.log_std.squeeze(0)) if self.chunk_length == 1 else (mean, self.log_std)
-
-    def value_parameters(self) -> Iterator[nn.Parameter]:
-        """The value head; all other layers are shared, and the action queries attend to the value query."""
-        return self.value_head.parameters()
-
-    # Computation -----------------------------------------------------------------------------------------------------
-
-    def _draw(self, mean: Tensor, deterministic: bool, action_mask: Tensor | None) -> Tensor:
-        action = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
-        if action_mask is not None:
-            action = action.masked_fill(~action_mask.unsqueeze(1), 0.0)
-        return action.squeeze(1) if self.chunk_length == 1 else action
-
-    def _log_prob(self, mean: Tensor, actions: Tensor, action_mask: Tensor | None) -> Tensor:
-        return self._log_probs(mean, actions, action_mask).sum((1, 2))
-
-    def _log_probs(self, mean: Tensor, actions: Tensor, action_mask: Tensor | None) -> Tensor:
-        """Log-probs of every dim of every step, [B, K, A]; 0 in padded dims."""
-        actions = actions.reshape(mean.shape)
-        if action_mask is not None:  # values in padded dims must not affect the gradient either
-            actions = actions.masked_fill(~action_mask.unsqueeze(1), 0.0)
-        # log N(a; mu, sigma) = -((a - mu) / sigma)^2 / 2 - log sigma - log sqrt(2 pi)
-        standardised = (actions - mean) * (-self.log_std).exp()
-        return _real_dims(-0.5 * standardised.square() - self.log_std - HALF_LOG_TWO_PI, action_mask)
-
-    def _distribution_and_value(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """One pass through the trunk: mean actions [B, K, A] and value [B, 1]."""
+    def mean_and_value(self, observations: TensorDictBase, sample: Sample = None) -> tuple[Tensor, Tensor]:
+        """Mean actions [B, K, A] and the value [B, 1], in one pass through the trunk."""
         tokens = self._scene_tokens(observations)
         instruction = self._read_instruction(observations, tokens.shape[1])
         num_queries = self.chunk_length + 1
@@ -374,26 +284,16 @@ class GPTVLAModel(BaseVLAModel):
         batch = visual.shape[0]
         tokens = [self.vision_projection(visual) + self.visual_position]
         if self.proprio_key is not None:
-            proprio = self._stream(observations, self.proprio_key)
-            if proprio.shape != (batch, self.proprio_dim):
-                raise InputError(
-                    f"observation {self.proprio_key!r} has shape {list(proprio.shape)}; the model was built for "
-                    f"[{batch}, {self.proprio_dim}] (proprio_dim)"
-                )
+            proprio = self.proprio_vectors(observations, batch, visual.device)
             tokens.append(self.proprio_projection(proprio.to(visual.dtype)).unsqueeze(1))
         tokens.append(self.queries.expand(batch, -1, -1))
         return self.dropout(torch.cat(tokens, 1))
 
     def _read_instruction(self, observations: TensorDictBase, num_scene_tokens: int) -> InstructionMemory | None:
         """Keys and values of the instructions, each distinct one encoded once; None if all are empty."""
-        if self.instruction_key is None:
+        text = self.instructions(observations)
+        if text is None:
             return None
-        text = self._stream(observations, self.instruction_key)
-        if text.dtype != torch.uint8 or text.ndim != 2:
-            raise InputError(
-                f"observation {self.instruction_key!r} is {text.dtype} {list(text.shape)}; "
-                "instructions are rows of bytes, uint8 [B, length]"
-            )
         columns = torch.arange(1, text.shape[1] + 1, device=text.device)
         longest = int(((text != PADDING_BYTE) * columns).amax())
         if longest > self.max_instruction_length:
@@ -420,24 +320,5 @@ class GPTVLAModel(BaseVLAModel):
 
     def _scaled_image(self, observations: TensorDictBase, key: str) -> Tensor:
         """A camera's images as floats in [-1, 1], [B, 3, image_size, image_size]."""
-        image = square_images(self._stream(observations, key), self.image_size, key)
+        image = square_images(read_stream(observations, key), self.image_size, key)
         return image.to(self.queries.dtype, memory_format=torch.contiguous_format) / 127.5 - 1.0
-
-    def _stream(self, observations: TensorDictBase, key: str) -> Tensor:
-        stream = observations.get(key, None)
-        if stream is None:
-            raise InputError(
-                f"the observation has no {key!r}; it has {sorted(map(str, observations.keys()))}: "
-                "set image_keys, proprio_key and instruction_key in model_config"
-            )
-        return stream
-
-
-def _real_dims(values: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Values [B, K, A], 0 in the dims where `action_mask` [B, A] is False."""
-    return values if action_mask is None else values.masked_fill(~action_mask.unsqueeze(1), 0.0)
-
-
-def _sum_real_dims(values: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Sum [B, K, A] over steps and over the dims where `action_mask` [B, A] is True."""
-    return _real_dims(values, action_mask).sum((1, 2))

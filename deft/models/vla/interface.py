@@ -256,39 +256,15 @@ class BaseVLAModel(nn.Module, ABC):
         return overrides(self, "features") and overrides(self, "value_of")
 
 
-class ScoredInParts(BaseVLAModel):
-    """A model whose `evaluate_tokens` scores the parts of a decision: `evaluate` and `evaluate_actions` use it."""
-
-    def evaluate(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1], in one pass."""
-        parts, entropy, value = self.evaluate_tokens(observations, actions, action_mask, sample)
-        return parts.sum(1), entropy, value
-
-    def evaluate_actions(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
-        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
-        return log_prob, entropy
-
-
 def missing_methods(model: object) -> list[str]:
     """Names of the required methods that a model, or a model class, does not have."""
-    owner = model if isinstance(model, type) else type(model)
-    missing = []
-    for name in REQUIRED_METHODS:
-        method = getattr(model, name, None)
-        # nn.Module has a `forward` that only raises.
-        is_inherited = name == "forward" and getattr(owner, "forward", None) is nn.Module.forward
-        if not callable(method) or is_inherited or getattr(method, "__isabstractmethod__", False):
-            missing.append(name)
-    return missing
+    kind = model if isinstance(model, type) else type(model)
+    undefined: set[str] = set()
+    if issubclass(kind, BaseVLAModel):
+        undefined |= kind.__abstractmethods__
+    elif issubclass(kind, nn.Module) and kind.forward is nn.Module.forward:  # which only raises
+        undefined.add("forward")
+    return [name for name in REQUIRED_METHODS if name in undefined or not callable(getattr(model, name, None))]
 
 
 def as_vla_model(model: Any) -> BaseVLAModel:
@@ -301,35 +277,36 @@ def as_vla_model(model: Any) -> BaseVLAModel:
         raise InputError(f"VLA model {name} lacks {', '.join(missing)}: see deft.VLAModelInterface")
     if not isinstance(model, nn.Module):
         raise InputError(f"VLA model {name} must be a torch.nn.Module")
-    if isinstance(model, BaseVLAModel):
-        return model
     plain: Any = model
-    acts, evaluates = hasattr(plain, "act"), hasattr(plain, "evaluate")
-    samples = plain.act if acts else plain.forward
-    scores = [plain.evaluate if evaluates else plain.evaluate_actions, *([] if acts else [plain.evaluate_actions])]
-    found = {
-        "takes_deterministic": takes_keyword(samples, "deterministic"),
-        "takes_action_mask": all(takes_keyword(method, "action_mask") for method in [samples, *scores]),
-        "takes_step_mask": takes_keyword(plain.evaluate_actions, "step_mask"),
-        "keeps_sample": acts and evaluates and "sample" in inspect.signature(plain.evaluate).parameters,
-    }
-    found = {key: value for key, value in found.items() if not hasattr(plain, key)}
-    kind: Any = type(plain)
-    plain.__class__ = _with_defaults(kind)
-    for key, value in found.items():
-        setattr(plain, key, value)
+    plain.__class__ = as_vla_class(type(model))
     return plain
 
 
+def as_vla_class(kind: Any) -> type[BaseVLAModel]:
+    """Return a model class, or a subclass of a plain one with the defaults of `BaseVLAModel`."""
+    return kind if issubclass(kind, BaseVLAModel) else _with_defaults(kind)
+
+
 @functools.cache
-def _with_defaults(kind: type[nn.Module]) -> type[BaseVLAModel]:
+def _with_defaults(kind: Any) -> type[BaseVLAModel]:
+    """A subclass of a plain class; what its methods accept is inspected."""
+    own: Any = {name: getattr(kind, name, None) for name in dir(BaseVLAModel)}
+    samples, scores = own["act"] or own["forward"], own["evaluate"] or own["evaluate_actions"]
+    masked = [samples, scores] if own["act"] else [samples, scores, own["evaluate_actions"]]
+    found = {
+        "takes_deterministic": takes_keyword(samples, "deterministic"),
+        "takes_action_mask": all(takes_keyword(method, "action_mask") for method in masked),
+        "takes_step_mask": takes_keyword(own["evaluate_actions"], "step_mask"),
+        "keeps_sample": bool(own["act"] and own["evaluate"] and "sample" in keywords_of(own["evaluate"])),
+    }
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    names |= {name: value for name, value in found.items() if own[name] is None}
     return types.new_class(kind.__name__, (kind, BaseVLAModel), {}, lambda space: space.update(names))
 
 
 def overrides(model: nn.Module, name: str) -> bool:
     """Whether a model defines this method of `BaseVLAModel` itself."""
-    return name in vars(model) or getattr(type(model), name) is not getattr(BaseVLAModel, name)
+    return name in vars(model) or getattr(type(model), name) is not vars(BaseVLAModel)[name]
 
 
 def check_outputs(model: nn.Module, method: str, number: int, outputs: Any) -> tuple[Tensor, ...]:
@@ -340,7 +317,12 @@ def check_outputs(model: nn.Module, method: str, number: int, outputs: Any) -> t
     return tuple(outputs)
 
 
+def keywords_of(function: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a method, or of a constructor, by name; `*args` and `**keywords` among them."""
+    return dict(inspect.signature(function).parameters)
+
+
 def takes_keyword(method: Any, keyword: str) -> bool:
     """Whether a method may be called with this keyword."""
-    parameters = inspect.signature(method).parameters.values()
-    return any(parameter.name == keyword or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    parameters = keywords_of(method)
+    return keyword in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())

@@ -10,7 +10,7 @@ import inspect
 import json
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from torch.nn import functional
 
 from deft import schema, trust
 from deft.errors import InputError
-from deft.models.distributions import HALF_LOG_2PI
-from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead, decode_texts, masked_sum, stream
+from deft.models.vla.interface import takes_keyword
+from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead
 from deft.models.vla.spec import ProprioSpec
+from deft.models.vla.streams import GaussianVLA, Sample, Statistics, check_images, read_stream
 
 POOLED = 8  # side of the pooled images that the value reads
 STATE, ACTION, TASK = "observation.state", "action", "task"
@@ -40,7 +41,7 @@ class LeRobotSpec(ProprioSpec):
     log_std_init: float = -1.0
 
 
-class LeRobotVLA(PretrainedVLA):
+class LeRobotVLA(PretrainedVLA, GaussianVLA):
     """A LeRobot policy; LeRobot's processors normalise inputs and outputs, images are floats in [0, 1].
 
     `cameras` maps Deft's streams to the cameras of the policy (`{head_rgb: observation.images.top}`); without it they
@@ -80,16 +81,16 @@ class LeRobotVLA(PretrainedVLA):
         wanted, taken = int(config.action_feature.shape[0]), spec.action_dim
         if wanted != taken:
             raise InputError(f"{spec.folder}: the policy has actions of {wanted} dims, the environment {taken}")
-        self.cameras = self._match(spec.image_keys, spec.cameras)
+        self.cameras = self._match(spec.cameras)
+        self.image_keys = tuple(self.cameras)
+        # LeRobot's processors have the statistics of actions.
+        self.action_statistics = Statistics(spec.action_dim, None, "action", persistent=False)
         self.log_std = nn.Parameter(torch.full((spec.chunk_length, spec.action_dim), float(spec.log_std_init)))
         inputs = len(self.cameras) * 3 * POOLED**2 + spec.proprio_dim + spec.chunk_length * spec.action_dim
         self.value_head = ValueHead(inputs, gradient=False)
         # LeRobot's decorator disables gradients: call the undecorated method.
         self._predict = inspect.unwrap(type(self.backbone).predict_action_chunk)
-        takes_noise = inspect.signature(self._predict).parameters
-        self.starts_from_noise = hasattr(config, "max_action_dim") and (
-            "noise" in takes_noise or any(p.kind is p.VAR_KEYWORD for p in takes_noise.values())
-        )
+        self.starts_from_noise = hasattr(config, "max_action_dim") and takes_keyword(self._predict, "noise")
         self._checked = False
 
     @property
@@ -102,68 +103,60 @@ class LeRobotVLA(PretrainedVLA):
     def get_value(self, observations: TensorDictBase) -> Tensor:
         """Value of each observation: [B, 1]."""
         with torch.no_grad():
-            mean = self._mean(observations, self._noise(observations))
+            mean = self._mean(observations, self.draw_sample(observations))
         return self._value(observations, mean)
 
     def act(
         self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
     ) -> tuple[Any, ...]:
         """Actions, their log-prob [B], the value [B, 1], and the noise that a flow started from."""
-        noise = self._noise(observations)
-        mean = self._mean(observations, noise)
         if not self._checked:
-            self._checked = True
-            if not torch.equal(mean, self._mean(observations, noise)):
+            self._checked, sample = True, self.draw_sample(observations)
+            if not torch.equal(self._mean(observations, sample), self._mean(observations, sample)):
                 raise InputError(
                     f"LeRobot's {self.config.type} gives another chunk for the same observation: its noise cannot be "
                     "set, and a sampled action has no log-prob"
                 )
-        drawn = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
-        log_prob = masked_sum(self._log_probs(mean, drawn), self.real(action_mask))
-        outputs = (self.shaped(drawn, action_mask), log_prob, self._value(observations, mean))
-        return outputs if noise is None else (*outputs, {schema.NOISE: noise})
+        return super().act(observations, deterministic, action_mask)
 
-    def evaluate_actions(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
-        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
-        return log_prob, entropy
-
-    def evaluate(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+    def evaluate_tokens(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1]; a flow starts from the noise in `sample`."""
+        """As `evaluate`, with the log-prob of each step, [B, K]; a flow starts from the noise in `sample`."""
         if self.starts_from_noise and sample is None:
             raise InputError(
                 f"LeRobot's {self.config.type} scores an action given the noise that it started from, and no noise is "
                 "stored with this action: train it with ppo, grpo or sft"
             )
-        noise = sample[schema.NOISE] if self.starts_from_noise and sample is not None else None
-        mean, mask = self._mean(observations, noise), self.real(action_mask)
+        return super().evaluate_tokens(observations, actions, action_mask, sample)
+
+    def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """Mean squared error of the chunk: [B]."""
+        error = (self._mean(observations, self.draw_sample(observations)) - self.chunk(actions)).square()
+        return self.mean_over_steps(error, step_mask)
+
+    def mean_and_value(self, observations: TensorDictBase, sample: Sample = None) -> tuple[Tensor, Tensor]:
+        """The first K actions of the policy's chunk in the environment's units, [B, K, A], and the value [B, 1]."""
+        mean = self._mean(observations, sample)
         if torch.is_grad_enabled() and not mean.requires_grad:
             raise InputError(
                 f"LeRobot's {self.config.type} gives no gradient through its chunk of actions: evaluate it, or train "
                 "pi0 or vlm instead"
             )
-        log_prob = masked_sum(self._log_probs(mean, self.chunk(actions)), mask)
-        entropy = masked_sum((0.5 + HALF_LOG_2PI + self.log_std).expand_as(mean), mask)
-        return log_prob, entropy, self._value(observations, mean)
+        return mean, self._value(observations, mean)
 
-    def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
-        """Mean squared error of the chunk: [B]."""
-        error = (self._mean(observations, self._noise(observations)) - self.chunk(actions)).square()
-        return masked_sum(error, self.real(None, step_mask)) / (self.chunk_length * self.action_dim)
+    def draw_sample(self, observations: TensorDictBase) -> dict[str, Tensor]:
+        """Sample the noise that a flow policy starts from; nothing for other policies."""
+        if not self.starts_from_noise:
+            return {}
+        size = (observations.batch_size[0], self.config.chunk_size, self.config.max_action_dim)
+        return {schema.NOISE: torch.randn(size, device=self.log_std.device)}
 
     # Computation -----------------------------------------------------------------------------------------------------
 
-    def _match(self, image_keys: Sequence[str], cameras: Mapping[str, str] | None) -> dict[str, str]:
+    def _match(self, cameras: Mapping[str, str] | None) -> dict[str, str]:
         """Map streams to cameras of the policy by their full name or its last part; a single one needs no name."""
-        wanted = list(self.config.image_features)
+        wanted, image_keys = list(self.config.image_features), self.image_keys
         if cameras is not None:
             found = dict(cameras)
         elif len(wanted) == len(image_keys) == 1:
@@ -182,33 +175,20 @@ class LeRobotVLA(PretrainedVLA):
         """Convert the observation to LeRobot's names and types."""
         batch: dict[str, Any] = {}
         for key, name in self.cameras.items():
-            image = stream(observations, key)
-            if image.dtype != torch.uint8:
-                raise InputError(f"observation {key!r} is {image.dtype}; images are uint8, 0 to 255")
-            image = image.permute(0, 3, 1, 2) if image.shape[-1] == 3 and image.shape[1] != 3 else image
-            batch[name] = image.float() / 255.0
+            batch[name] = check_images(read_stream(observations, key), key).float() / 255.0
         size = len(next(iter(batch.values()))) if batch else observations.batch_size[0]
         if self.config.robot_state_feature is not None:
-            batch[STATE] = self.proprio(observations, size, self.log_std.device)
+            batch[STATE] = self.proprio_vectors(observations, size, self.log_std.device)
         rows = self.instructions(observations)
-        batch[TASK] = [""] * size if rows is None else decode_texts(rows)
+        batch[TASK] = [""] * size if rows is None else [schema.decode_text(row) for row in rows.cpu().numpy()]
         return batch
 
-    def _noise(self, observations: TensorDictBase) -> Tensor | None:
-        """Sample the noise that a flow policy starts from; None for other policies."""
-        if not self.starts_from_noise:
-            return None
-        size = (observations.batch_size[0], self.config.chunk_size, self.config.max_action_dim)
-        return torch.randn(size, device=self.log_std.device)
-
-    def _mean(self, observations: TensorDictBase, noise: Tensor | None) -> Tensor:
-        """The first K actions of the policy's chunk, in the environment's units, [B, K, A]."""
+    def _mean(self, observations: TensorDictBase, sample: Sample) -> Tensor:
         device = self.log_std.device
         batch = self._before(self._batch(observations))
         batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        keywords: dict[str, Any] = {} if noise is None else {"noise": noise}
-        if callable(getattr(self.backbone, "reset", None)):
-            self.backbone.reset()  # its queues contain the last observation
+        keywords = {"noise": sample[schema.NOISE]} if sample is not None and self.starts_from_noise else {}
+        self.backbone.reset()  # its queues contain the last observation
         chunk = self._predict(self.backbone, batch, **keywords)
         if chunk.ndim != 3 or chunk.shape[1] < self.chunk_length:
             raise InputError(
@@ -225,11 +205,8 @@ class LeRobotVLA(PretrainedVLA):
     def _value(self, observations: TensorDictBase, mean: Tensor) -> Tensor:
         batch = self._batch(observations)
         images = [functional.adaptive_avg_pool2d(batch[name], POOLED).flatten(1) for name in self.cameras.values()]
-        state = self.proprio(observations, len(mean), mean.device)
+        state = self.proprio_vectors(observations, len(mean), mean.device)
         return self.value_head(torch.cat([*images, state, mean.flatten(1)], 1))
-
-    def _log_probs(self, mean: Tensor, actions: Tensor) -> Tensor:
-        return -0.5 * ((actions - mean) * (-self.log_std).exp()).square() - self.log_std - HALF_LOG_2PI
 
 
 def check_processors(folder: Path) -> None:
@@ -258,7 +235,7 @@ def lerobot_modules() -> tuple[Any, Any]:
         from lerobot.configs import policies as configs
         from lerobot.policies import factory
     except ImportError as error:
-        missing = "" if getattr(error, "name", "lerobot") in (None, "lerobot") else f" ({error})"
+        missing = "" if error.name in (None, "lerobot") else f" ({error})"
         raise InputError(
             'LeRobot policies need lerobot 0.6, with Python 3.12 and torch 2.7 to 2.11: pip install "deft[lerobot]"'
             f" there; this is Python {platform.python_version()} with torch {torch.__version__}{missing}"

@@ -26,8 +26,8 @@ from deft import trust
 from deft.config.settings import VLAConfig
 from deft.errors import InputError, RunError
 from deft.models.vla.defaults import model_defaults
-from deft.models.vla.interface import missing_methods
-from deft.models.vla.spec import model_keywords, takes_any_keyword
+from deft.models.vla.interface import as_vla_class, missing_methods
+from deft.models.vla.spec import model_keywords
 from deft.ownership import verify
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def load_vla_model(
         trust.name(model_class)
     found_class = find_vla_class(model_class)
     path = None if model_path is None else Path(model_path)
-    if path is not None and path.is_dir() and getattr(found_class, "reads_folder", False):
+    if path is not None and path.is_dir() and as_vla_class(found_class).reads_folder:
         return _to_device(build_vla_model(found_class, {**(model_config or {}), "folder": str(path)}), device)
     if path is not None:
         _check_weights_path(path)  # before the model is built, which may be slow
@@ -112,7 +112,7 @@ def load_vla_model_for(
     given = config.model_config
     keywords = model_defaults(model_class, given, observation_space, action_space, chunk_length) | given
     if weights_follow:
-        if getattr(model_class, "reads_folder", False) and config.model_path is not None:
+        if as_vla_class(model_class).reads_folder and config.model_path is not None:
             keywords |= {"folder": config.model_path, "load_weights": False}
         return build_vla_model(model_class, keywords)
     return load_vla_model(config.model_path, model_class, keywords)
@@ -173,12 +173,13 @@ def _import_class(name: str) -> Any:
         raise InputError(
             f"model_class {name!r}: importing {module_name!r} failed: {type(error).__name__}: {_first_line(error)}"
         ) from error
-    if not hasattr(module, class_name):
+    found = getattr(module, class_name, None)
+    if found is None:
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         near_class = _nearest(class_name, classes)
         hint = f"; did you mean '{module_name}.{near_class}'?" if near_class else hint
         raise InputError(f"model_class {name!r}: module {module_name!r} has no class {class_name!r}{hint}")
-    return getattr(module, class_name)
+    return found
 
 
 def _registered_hint(name: str, class_name: str, registered: dict[str, str]) -> str:
@@ -195,9 +196,9 @@ def build_vla_model(model_class: type[nn.Module], model_config: Mapping[str, Any
     name = model_class.__name__
     if not isinstance(model_config, Mapping):
         raise InputError(f"model_config must hold the keywords of {name}; it is {model_config!r}")
-    keywords = model_keywords(model_class)
+    keywords, accepts_any = model_keywords(model_class)
     for keyword in model_config:
-        if keyword not in keywords and not takes_any_keyword(model_class):
+        if keyword not in keywords and not accepts_any:
             nearest = _nearest(keyword, keywords)
             hint = f"did you mean {nearest!r}?" if nearest else f"allowed: {', '.join(keywords)}"
             raise InputError(f"model_config.{keyword} is not a keyword of {name}; {hint}")

@@ -6,7 +6,6 @@ it around any vision-language model that `vlm` accepts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from deft import schema
 from deft.errors import InputError
-from deft.models.vla.interface import ScoredInParts
-from deft.models.vla.pretrained import PretrainedVLA, Statistics, ValueHead, read_statistics
+from deft.models.vla.pretrained import PretrainedVLA, ValueHead, read_statistics
 from deft.models.vla.spec import PromptedSpec
+from deft.models.vla.streams import Sample, Statistics
 from deft.models.vla.vlm import Trunk
 
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -61,7 +60,7 @@ class TokenSpec(PromptedSpec):
     last_token: int | None = None
 
 
-class TokenVLA(ScoredInParts, PretrainedVLA):
+class TokenVLA(PretrainedVLA):
     """A vision-language model that generates actions as tokens, with a value on the features of its prefix.
 
     Tokens are sampled and scored among the 256 action tokens only. Statistics (`q01`, `q99` and `mask` of each dim, as
@@ -79,7 +78,7 @@ class TokenVLA(ScoredInParts, PretrainedVLA):
         self.backbone = Trunk(spec)
         if spec.compile:
             self.backbone.compile()
-        size = self.backbone.vocabulary - int(getattr(self.backbone.config, "pad_to_multiple_of", 0) or 0)
+        size = self.backbone.vocabulary - int(self.backbone.config.to_dict().get("pad_to_multiple_of") or 0)
         end = size if spec.last_token is None else spec.last_token
         if not BINS < end <= self.backbone.vocabulary:
             raise InputError(f"last_token {end} must be more than {BINS} and at most {self.backbone.vocabulary}")
@@ -120,11 +119,7 @@ class TokenVLA(ScoredInParts, PretrainedVLA):
         return self._actions(drawn, action_mask), log_prob, value, {schema.TOKENS: drawn}
 
     def evaluate_tokens(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each token, [B, K · A]; 0 for padded dims."""
         is_real = self._real_tokens(action_mask, len(actions))

@@ -6,7 +6,7 @@ A flow: it is fine-tuned by flow matching, acts by denoising, and PPO and GRPO s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from deft import schema
 from deft.errors import InputError
 from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last
-from deft.models.vla.interface import ScoredInParts
 from deft.models.vla.pretrained import (
     ImagePreprocessor,
     InstructionTokenizer,
     PretrainedVLA,
-    Statistics,
     ValueHead,
     add_lora,
     build_backbone,
@@ -34,6 +32,7 @@ from deft.models.vla.pretrained import (
     transformers_module,
 )
 from deft.models.vla.spec import PretrainedSpec, ProprioSpec
+from deft.models.vla.streams import Sample, Statistics
 
 PROMPT = "{instruction}\n"
 Prefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]  # keys and values by layer, mask [B, T], features [B, F]
@@ -51,7 +50,7 @@ class Pi0Spec(ProprioSpec, PretrainedSpec):
     learn_noise: bool = True
 
 
-class Pi0VLA(ScoredInParts, PretrainedVLA):
+class Pi0VLA(PretrainedVLA):
     """Map images, instruction and proprioception to the first K actions of the model's chunk, and a value.
 
     Images and instruction run through the vision-language model once; every denoising step uses its keys and values.
@@ -141,11 +140,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         )
 
     def evaluate_tokens(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each step of the denoising, [B, S]."""
         if sample is None:
@@ -187,7 +182,7 @@ class Pi0VLA(ScoredInParts, PretrainedVLA):
         vision = self.config.vlm_config.vision_config
         cells = (vision.image_size // vision.patch_size) ** 2
         images = torch.full((batch, cameras * cells), self.config.vlm_config.image_token_id, device=device)
-        state = self.state_statistics.normalize(self.proprio(observations, batch, device))
+        state = self.state_statistics.normalize(self.proprio_vectors(observations, batch, device))
         dtype = self.backbone.dtype
         return {
             "input_ids": torch.cat([images, ids], 1),

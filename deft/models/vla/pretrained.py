@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from deft import schema, trust
+from deft import trust
 from deft.config.validation import checked
 from deft.errors import InputError
 from deft.models.lora import LoraSettings
-from deft.models.vla.interface import BaseVLAModel
-from deft.models.vla.spec import ProprioSpec, StreamSpec
+from deft.models.vla.streams import StreamVLA, check_images, read_stream
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,8 @@ def read_architecture(folder: str | None, architecture: Mapping[str, Any] | None
             config = transformers.AutoConfig.for_model(keywords.pop("model_type", kind or ""), **keywords)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder or 'architecture'}: {_first_line(error)}") from None
-    if not trust.trusts_remote_code() and any("/" in str(value) for value in _attention_choices(config, architecture)):
+    choices = _attention_choices(config, architecture or {})
+    if not trust.trusts_remote_code() and any("/" in str(choice) for choice in choices):
         raise InputError(f"{folder or 'architecture'}: attn_implementation names code of a repository; {OWN_CODE}")
     if kind is not None and config.model_type != kind:
         raise InputError(f"{folder or 'architecture'}: the model has type {config.model_type!r}; it must be {kind!r}")
@@ -78,11 +78,11 @@ def read_architecture(folder: str | None, architecture: Mapping[str, Any] | None
 def _attention_choices(*configs: Any) -> Iterator[Any]:
     """Yield every `attn_implementation` in configs and in the configs nested in them."""
     for config in configs:
-        values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        values = config if isinstance(config, Mapping) else vars(config)
         for name, value in values.items():
             if str(name).startswith(("attn_implementation", "_attn_implementation")):
                 yield value
-            elif isinstance(value, Mapping) or hasattr(value, "model_type"):
+            elif isinstance(value, Mapping | transformers_module().PretrainedConfig):
                 yield from _attention_choices(value)
 
 
@@ -92,7 +92,7 @@ def build_backbone(model_class: Any, config: Any, folder: str | None, load_weigh
         raise InputError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     wanted = DTYPES[dtype]
     if folder is None or not load_weights:
-        if not hasattr(model_class, "from_config"):  # not an Auto class
+        if issubclass(model_class, transformers_module().PreTrainedModel):  # not an Auto class
             return model_class(config).to(wanted)
         try:
             return model_class.from_config(config, trust_remote_code=trust.trusts_remote_code()).to(wanted)
@@ -168,17 +168,6 @@ def _checkpointed(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------- observations
 
 
-def stream(observations: TensorDictBase, key: str) -> Tensor:
-    """Return a named stream of the observation."""
-    values = observations.get(key, None)
-    if values is None:
-        raise InputError(
-            f"the observation has no {key!r}; it has {sorted(map(str, observations.keys()))}: "
-            "set image_keys, proprio_key and instruction_key in model_config"
-        )
-    return values
-
-
 class ImagePreprocessor(nn.Module):
     """Resize camera images with their aspect ratio, pad them to a square, and normalise them; without torchvision.
 
@@ -190,9 +179,8 @@ class ImagePreprocessor(nn.Module):
 
     def __init__(self, keys: Sequence[str], size: int, folder: str | None = None) -> None:
         super().__init__()
-        if isinstance(keys, str) or not keys:
-            raise InputError(f"image_keys {keys!r} must be a list of one or more observation keys")
-        settings = _preprocessor(folder)
+        path = None if folder is None else Path(folder) / "preprocessor_config.json"
+        settings = {} if path is None or not path.is_file() else read_json(path)
         self.keys, self.size = tuple(keys), size
         self.filter = FILTERS.get(settings.get("resample", 3), "bicubic")
         for name, key in (("mean", "image_mean"), ("deviation", "image_std")):
@@ -201,16 +189,9 @@ class ImagePreprocessor(nn.Module):
 
     def forward(self, observations: TensorDictBase) -> Tensor:
         """float32 [B, cameras, 3, size, size]."""
-        return torch.stack([self._camera(stream(observations, key), key) for key in self.keys], 1)
+        return torch.stack([self._camera(check_images(read_stream(observations, key), key)) for key in self.keys], 1)
 
-    def _camera(self, image: Tensor, key: str) -> Tensor:
-        if image.ndim == 4 and image.shape[-1] == 3 and image.shape[1] != 3:
-            image = image.permute(0, 3, 1, 2)
-        if image.dtype != torch.uint8 or image.ndim != 4 or image.shape[1] != 3:
-            raise InputError(
-                f"observation {key!r} is {str(image.dtype).removeprefix('torch.')} {list(image.shape)}; images "
-                "are uint8 with 3 channels, 0 to 255: the model scales them"
-            )
+    def _camera(self, image: Tensor) -> Tensor:
         pixels, (height, width) = image.float(), image.shape[-2:]
         if (height, width) != (self.size, self.size):
             ratio = max(height, width) / self.size
@@ -219,17 +200,6 @@ class ImagePreprocessor(nn.Module):
             pixels = functional.interpolate(pixels, size=shape, mode=self.filter, **smooth).round().clamp(0, 255)
             pixels = functional.pad(pixels, (0, self.size - shape[1], 0, self.size - shape[0]))
         return (pixels / 255.0 - self.mean) / self.deviation
-
-
-def _preprocessor(folder: str | None) -> dict[str, Any]:
-    path = None if folder is None else Path(folder) / "preprocessor_config.json"
-    if path is None or not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {_first_line(error)}") from None
-    return found if isinstance(found, dict) else {}
 
 
 class InstructionTokenizer:
@@ -255,15 +225,7 @@ class InstructionTokenizer:
 
     def __call__(self, texts: Tensor | None, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Token ids [B, length], padded at the end, and the mask of real tokens; no `texts` are empty instructions."""
-        if texts is None:
-            rows = [b""] * batch
-        elif texts.dtype != torch.uint8 or texts.ndim != 2:
-            raise InputError(
-                f"the instruction is {str(texts.dtype).removeprefix('torch.')} {list(texts.shape)}; "
-                "instructions are rows of bytes, uint8 [B, length]"
-            )
-        else:
-            rows = [row.tobytes().rstrip(b"\0") for row in texts.cpu().numpy()]
+        rows = [b""] * batch if texts is None else [row.tobytes().rstrip(b"\0") for row in texts.cpu().numpy()]
         ids = np.zeros((batch, self.length), np.int64)
         counts = np.zeros((batch, 1), np.int64)
         for index, row in enumerate(rows):
@@ -293,41 +255,6 @@ class InstructionTokenizer:
 # ---------------------------------------------------------------------------------------------------------- statistics
 
 
-class Statistics(nn.Module):
-    """Normalise environment values for the model: normalised = (x − shift) / scale, in each dim.
-
-    From mean and std, or from q01 and q99 (which become −1 and 1); a dim whose `mask` is False is not changed.
-    """
-
-    shift: Tensor
-    scale: Tensor
-
-    def __init__(self, size: int, values: Mapping[str, Any] | None, name: str) -> None:
-        super().__init__()
-        values = values or {}
-        shift, scale = torch.zeros(size), torch.ones(size)
-        if "q01" in values and "q99" in values:
-            low, high = (_numbers(values[key], size, f"{name}.{key}") for key in ("q01", "q99"))
-            shift, scale = (low + high) / 2, (high - low) / 2
-        elif "mean" in values and "std" in values:
-            shift, scale = (_numbers(values[key], size, f"{name}.{key}") for key in ("mean", "std"))
-        elif values:
-            raise InputError(f"statistics.{name} has {', '.join(values)}; it needs mean and std, or q01 and q99")
-        real = torch.tensor(values.get("mask", [True] * size), dtype=torch.bool)
-        if real.shape != (size,):
-            raise InputError(f"statistics.{name}.mask has {len(real)} numbers; there are {size} dims")
-        self.register_buffer("shift", torch.where(real, shift, 0.0))
-        self.register_buffer("scale", torch.where(real, scale, 1.0).clamp(min=1e-6))
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """Convert environment units to model units."""
-        return (x.float() - self.shift) / self.scale
-
-    def denormalize(self, x: Tensor) -> Tensor:
-        """Convert model units to environment units."""
-        return x.float() * self.scale + self.shift
-
-
 def read_statistics(folder: str | None, given: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
     """Return the `state` and `action` statistics: as given, of a JSON file, or of the files of the folder.
 
@@ -336,7 +263,7 @@ def read_statistics(folder: str | None, given: Mapping[str, Any] | str | None) -
     not normalised.
     """
     if isinstance(given, str):
-        return _known_statistics(_json(Path(given)), given)
+        return _known_statistics(read_json(Path(given)), given)
     if given is not None:
         return _known_statistics(dict(given), "statistics")
     if folder is None:
@@ -344,7 +271,7 @@ def read_statistics(folder: str | None, given: Mapping[str, Any] | str | None) -
     for file in ("processor_config.json", "dataset_statistics.json", "config.json"):
         path = Path(folder) / file
         if path.is_file():
-            content = _json(path)
+            content = read_json(path)
             found = _known_statistics(content.get("norm_stats", content), str(path), strict=False)
             if found:
                 return found
@@ -379,20 +306,14 @@ def _known_statistics(content: Mapping[str, Any], source: str, strict: bool = Tr
     return {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file of a pretrained model."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"statistics {path} cannot be read: {_first_line(error)}") from None
+        raise InputError(f"{path} cannot be read: {_first_line(error)}") from None
     if not isinstance(found, dict):
-        raise InputError(f"statistics {path} must contain a mapping")
-    return found
-
-
-def _numbers(values: Any, size: int, name: str) -> Tensor:
-    found = torch.as_tensor(values, dtype=torch.float32).flatten()
-    if len(found) != size:
-        raise InputError(f"statistics.{name} has {len(found)} numbers; there are {size} dims")
+        raise InputError(f"{path} must contain a mapping")
     return found
 
 
@@ -413,95 +334,16 @@ class ValueHead(nn.Sequential):
         return super().forward(features.float() if self.gradient else features.detach().float())
 
 
-class PretrainedVLA(BaseVLAModel):
-    """Base class of adapters: observation streams, backbone and value head.
-
-    A subclass builds `self.backbone` and defines `act` and `evaluate`.
-    """
+class PretrainedVLA(StreamVLA):
+    """Base class of adapters, which build a `backbone` from a folder and a new value head."""
 
     value_head: ValueHead
+    backbone: Any
     reads_folder = True  # `load_vla_model` passes the folder, which has more files than weights
-    keeps_sample = False
-
-    def __init__(self, spec: StreamSpec) -> None:
-        super().__init__()
-        self.action_dim, self.chunk_length = spec.action_dim, spec.chunk_length
-        self.instruction_key = spec.instruction_key
-        self.proprio_key, self.proprio_dim = None, 1
-        if isinstance(spec, ProprioSpec):
-            self.proprio_key, self.proprio_dim = spec.proprio_key, spec.proprio_dim
-        self.backbone: Any = None
-
-    # The interface of a VLA model ------------------------------------------------------------------------------------
-
-    def forward(
-        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
-    ) -> Tensor:
-        """Actions [B, A], or [B, K, A] with chunks of K > 1 steps."""
-        return self.act(observations, deterministic, action_mask)[0]
-
-    def act(
-        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
-    ) -> tuple[Any, ...]:
-        """Actions, their log-prob [B], the value [B, 1], and the sample (if `keeps_sample`)."""
-        raise TypeError(f"{type(self).__name__} does not define act")
-
-    def value_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that only the value depends on."""
-        return self.value_head.parameters()
 
     def gathered_layers(self) -> list[nn.Module]:
         """The layers of the transformer, whose weights FSDP gathers one at a time."""
-        names = {name for module in self.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        models = [module for module in self.modules() if isinstance(module, transformers_module().PreTrainedModel)]
+        names = {name for model in models for name in model._no_split_modules or ()}
         lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
         return [layer for members in lists for layer in members if type(layer).__name__ in names]
-
-    # Inputs and outputs -----------------------------------------------------------------------------------------------
-
-    def proprio(self, observations: TensorDictBase, batch: int, device: torch.device) -> Tensor:
-        """Proprioception [B, P], checked; zeros where the environment has none."""
-        if self.proprio_key is None:
-            return torch.zeros(batch, self.proprio_dim, device=device)
-        state = stream(observations, self.proprio_key)
-        if state.shape != (batch, self.proprio_dim):
-            raise InputError(
-                f"observation {self.proprio_key!r} has shape {list(state.shape)}; the model was built for "
-                f"[{batch}, {self.proprio_dim}] (proprio_dim)"
-            )
-        return state.float()
-
-    def instructions(self, observations: TensorDictBase) -> Tensor | None:
-        """The instructions as rows of bytes; None without instructions."""
-        return None if self.instruction_key is None else stream(observations, self.instruction_key)
-
-    def chunk(self, actions: Tensor) -> Tensor:
-        """Stored actions as [B, K, A]."""
-        return actions.reshape(len(actions), self.chunk_length, self.action_dim)
-
-    def shaped(self, actions: Tensor, action_mask: Tensor | None = None) -> Tensor:
-        """Actions [B, K, A] as the environment accepts them: padded dims are 0; [B, A] without chunks."""
-        if action_mask is not None:
-            actions = actions.masked_fill(~action_mask.unsqueeze(1), 0.0)
-        return actions.squeeze(1) if self.chunk_length == 1 else actions
-
-    def real(self, action_mask: Tensor | None, step_mask: Tensor | None = None) -> Tensor | None:
-        """Mask of real dims and steps, bool, broadcast to [B, K, A]; None if all are real."""
-        mask = None if action_mask is None else action_mask.unsqueeze(1)
-        if step_mask is None:
-            return mask
-        return step_mask.unsqueeze(-1) if mask is None else mask & step_mask.unsqueeze(-1)
-
-
-def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Sum [B, K, A] over the real dims and steps: [B]."""
-    return (values if mask is None else values.masked_fill(~mask, 0.0)).sum((1, 2))
-
-
-def trained(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that are not frozen."""
-    return (parameter for parameter in model.parameters() if parameter.requires_grad)
-
-
-def decode_texts(rows: Tensor) -> list[str]:
-    """Decode rows of instruction bytes."""
-    return [schema.decode_text(row) for row in rows.cpu().numpy()]

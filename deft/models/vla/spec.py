@@ -6,13 +6,14 @@ A model takes one as `spec`, or its fields as keywords: `TinyVLAModel(head="flow
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 
 from deft.errors import InputError
+from deft.models.vla.interface import as_vla_class, keywords_of
 
 
 @dataclass(kw_only=True)
@@ -33,8 +34,14 @@ class StreamSpec:
     def check_least(self, **least: int) -> None:
         """Raise an error if a field is less than the given number."""
         for name, number in least.items():
-            if (size := getattr(self, name)) < number:
+            if (size := vars(self)[name]) < number:
                 raise InputError(f"{name} {size} must be {number} or more")
+
+    def check_choice(self, **choices: Iterable[str]) -> None:
+        """Raise an error if a field is none of the given names."""
+        for name, known in choices.items():
+            if (chosen := vars(self)[name]) not in known:
+                raise InputError(f"{name} {chosen!r} is none of {', '.join(known)}")
 
 
 @dataclass(kw_only=True)
@@ -75,20 +82,17 @@ class PromptedSpec(PretrainedSpec):
     compile: bool = False
 
 
-def model_keywords(model_class: type[nn.Module]) -> dict[str, Any]:
-    """Return the keywords that a model's constructor names and their defaults.
+def model_keywords(model_class: type[nn.Module]) -> tuple[dict[str, Any], bool]:
+    """Return the keywords that a model's constructor names, with their defaults, and whether it accepts any other.
 
     If it has the parameter `spec`, the fields of the specification count as keywords.
     """
-    parameters = dict(inspect.signature(model_class).parameters)
-    spec_class: Any = getattr(model_class, "spec_class", None)
-    takes_spec = spec_class is not None and parameters.pop("spec", None) is not None
-    fields_of_spec = {field.name: field.default for field in fields(spec_class)} if takes_spec else {}
+    parameters, named = keywords_of(model_class), {}
+    spec_class = as_vla_class(model_class).spec_class
+    if spec_class is not None and parameters.pop("spec", None) is not None:
+        named = {field.name: field.default for field in fields(spec_class)}
+        parameters.pop("given", None)
+    accepts_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return fields_of_spec | {name: one.default for name, one in parameters.items() if one.kind not in variable}
-
-
-def takes_any_keyword(model_class: type[nn.Module]) -> bool:
-    """Return whether a model's constructor accepts keywords that it does not name."""
-    parameters = inspect.signature(model_class).parameters
-    return "spec" not in parameters and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    named |= {name: one.default for name, one in parameters.items() if one.kind not in variable}
+    return named, accepts_any

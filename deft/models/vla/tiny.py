@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,8 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.normalization import RunningNormalizer
 from deft.models.vla.heads import ROUNDING, Chunks, FlowChunks, GaussianChunks, SwitchedChunks, TokenChunks
-from deft.models.vla.images import square_images
-from deft.models.vla.interface import ScoredInParts
 from deft.models.vla.spec import ProprioSpec
+from deft.models.vla.streams import Observations, Sample, StreamVLA, read_stream, square_images
 
 IMAGE_MULTIPLE = 16  # image sizes are multiples of it, in pixels
 CHANNELS = 24
@@ -184,10 +183,7 @@ class TinySpec(ProprioSpec):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.head not in HEADS:
-            raise InputError(f"head {self.head!r} is none of {', '.join(HEADS)}")
-        if self.imitation not in IMITATION:
-            raise InputError(f"imitation {self.imitation!r} is none of {', '.join(IMITATION)}")
+        self.check_choice(head=HEADS, imitation=IMITATION)
         if self.image_size < IMAGE_MULTIPLE or self.image_size % IMAGE_MULTIPLE:
             raise InputError(f"image_size {self.image_size} is no multiple of {IMAGE_MULTIPLE}")
         if self.cell < 1 or IMAGE_MULTIPLE % self.cell:
@@ -214,7 +210,7 @@ class TinySpec(ProprioSpec):
             raise InputError(f"flow_noise {self.flow_noise} must be above 0: without noise a chain has no log-prob")
 
 
-class TinyVLAModel(ScoredInParts):
+class TinyVLAModel(StreamVLA):
     """Map camera images, proprioception and an instruction to a chunk of K actions and a value.
 
     `head`: `gaussian` (a mean for each dim, a learned deviation for each dim and step of the chunk), `token` (a
@@ -236,12 +232,9 @@ class TinyVLAModel(ScoredInParts):
 
     def __init__(self, spec: TinySpec | None = None, **given: Any) -> None:
         spec = TinySpec(**given) if spec is None else spec
-        super().__init__()
+        super().__init__(spec)
         self.switch_dims = sorted({dim % spec.action_dim for dim in spec.switch_dims})
-        self.head_name, self.action_dim, self.chunk_length = spec.head, spec.action_dim, spec.chunk_length
-        self.image_keys, self.image_size = tuple(spec.image_keys), spec.image_size
-        self.proprio_key, self.proprio_dim = spec.proprio_key, spec.proprio_dim
-        self.instruction_key, self.value_gradient = spec.instruction_key, spec.value_gradient
+        self.head_name, self.image_size, self.value_gradient = spec.head, spec.image_size, spec.value_gradient
         self.freeze_vision, self.bottleneck = spec.freeze_vision, spec.bottleneck
         self.places_key, self.places_dim = spec.places_key, spec.places_dim
         self.width = width = spec.width
@@ -308,12 +301,6 @@ class TinyVLAModel(ScoredInParts):
 
     # -- the interface of a VLA model ----------------------------------------------------------------------------------
 
-    def forward(
-        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
-    ) -> Tensor:
-        """Actions [B, A], or [B, K, A] with chunks of K > 1 steps; padded dims are 0."""
-        return self.act(observations, deterministic, action_mask)[0]
-
     def get_value(self, observations: TensorDictBase) -> Tensor:
         """Value of each observation: [B, 1]."""
         return self.value_of(self.features(observations))
@@ -324,28 +311,21 @@ class TinyVLAModel(ScoredInParts):
         """Actions, their log-prob [B], the value [B, 1], and the sample if `keeps_sample`; in one forward pass."""
         encoded = self.encode_observations(observations)
         features = self.trunk_features(encoded)
-        mask = self._mask(action_mask)
-        action, log_prob, sample = self.head.draw(self._for_head(features), deterministic, mask)
-        if mask is not None:
-            action = action.masked_fill(~mask, 0.0)
-        outputs = (self._shaped(action), log_prob, self.value_of(features))
+        action, log_prob, sample = self.head.draw(self._for_head(features), deterministic, self.real(action_mask))
+        outputs = (self.shaped(action, action_mask), log_prob, self.value_of(features))
         if self.freeze_vision:
             sample = sample | {schema.LATENT: encoded}
         return (*outputs, sample) if self.keeps_sample else outputs
 
     def evaluate_tokens(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each step of the chunk, [B, K], or of the chain of a flow, [B, S]."""
         if self.head_name == "flow" and sample is None:
             raise InputError("the actions of a flow have no log-prob of their own: score its chain (`sample`)")
         encoded = None if sample is None else sample.get(schema.LATENT, None)
         features = self.features(observations) if encoded is None else self.trunk_features(encoded)
-        chunk, mask = self._chunk(actions), self._mask(action_mask)
+        chunk, mask = self.chunk(actions), self.real(action_mask)
         tokens, entropy = self.head.score(self._for_head(features), chunk, mask, sample)
         return tokens, entropy, self.value_of(features)
 
@@ -361,19 +341,18 @@ class TinyVLAModel(ScoredInParts):
 
     def encode_observations(self, observations: TensorDictBase) -> Tensor:
         """Encode images, proprioception and the instruction: [B, S]."""
-        images = [self._image(observations, key) for key in self.image_keys]
+        images = [square_images(read_stream(observations, key), self.image_size, key) for key in self.image_keys]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._trains_vision()):
-            if self.instruction_key is None:
+            texts = self.instructions(observations)
+            if texts is None:
                 text = names = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
             else:
-                texts = self._text(observations, self.instruction_key)
                 different, which = torch.unique(texts, dim=0, return_inverse=True)  # each text is encoded once
                 words = word_ids(different)
                 text, names = self.text(words)[which], self.names(words)[which]
             parts = [camera(image, names) for camera, image in zip(self.cameras, images, strict=True)]
             if self.proprio_key is not None:
-                proprio = self._vectors(observations, self.proprio_key, self.proprio_dim, "proprio_dim")
-                parts.append(self.proprio(proprio))
+                parts.append(self.proprio(self.proprio_vectors(observations, len(images[0]), images[0].device)))
             return torch.cat([*parts, self.task(text)], 1)
 
     def trunk_features(self, encoded: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -408,7 +387,7 @@ class TinyVLAModel(ScoredInParts):
         label_loss = None
         if features is None:
             features, label_loss = self.training_features(observations)
-        loss = self.head.imitation_loss(self._for_head(features), self._chunk(actions), step_mask)
+        loss = self.head.imitation_loss(self._for_head(features), self.chunk(actions), step_mask)
         return loss if label_loss is None else loss + label_loss
 
     def training_features(
@@ -465,11 +444,7 @@ class TinyVLAModel(ScoredInParts):
         for module in (self.names, self.cameras, self.found):  # not `text`, by which the trunk identifies the task
             yield from module.parameters()
 
-    def value_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that only the value depends on."""
-        yield from self.value_head.parameters()
-
-    def observe(self, observations: TensorDictBase | Mapping[str, Tensor]) -> None:
+    def observe(self, observations: Observations) -> None:
         """Update the statistics of proprioception and object positions, with at most `MAX_OBSERVED` observations."""
         if self.proprio_key is not None and self.proprio.count < MAX_OBSERVED:
             self.proprio.observe(observations[self.proprio_key].float())
@@ -486,7 +461,7 @@ class TinyVLAModel(ScoredInParts):
             )
         features = self._for_head(self.features(observations)).repeat(count, 1)
         actions, log_prob, _ = self.head.draw(features, False, None)
-        return self._shaped(actions).unflatten(0, (count, -1)), log_prob.unflatten(0, (count, -1))
+        return self.shaped(actions).unflatten(0, (count, -1)), log_prob.unflatten(0, (count, -1))
 
     # -- inputs and outputs --------------------------------------------------------------------------------------------
 
@@ -500,57 +475,13 @@ class TinyVLAModel(ScoredInParts):
     def _for_head(self, features: Tensor) -> Tensor:
         return features[..., -self.width :]
 
-    def _chunk(self, actions: Tensor) -> Tensor:
-        return actions.reshape(len(actions), self.chunk_length, self.action_dim)
-
-    def _shaped(self, actions: Tensor) -> Tensor:
-        """Actions [B, K, A] as the environment accepts them: [B, A] without chunks."""
-        return actions.squeeze(1) if self.chunk_length == 1 else actions
-
-    def _mask(self, action_mask: Tensor | None) -> Tensor | None:
-        return None if action_mask is None else action_mask.unsqueeze(1).expand(-1, self.chunk_length, -1)
-
-    def _image(self, observations: TensorDictBase, key: str) -> Tensor:
-        """A camera's images, uint8 [B, 3, image_size, image_size]."""
-        return square_images(self._stream(observations, key), self.image_size, key)
-
     def _with_labels(self, observations: TensorDictBase, predicted: Tensor) -> Tensor:
         """Predicted positions, [B, POSITIONS_DIM], with the labelled ones replaced by their labels plus noise."""
         labels, count = self._labels(observations), self.places_dim
         noise = functional.pad(LABEL_NOISE * torch.randn_like(labels[:, :count]), (0, POSITIONS_DIM - count))
         return torch.cat([self.places_scale(labels + noise)[:, :count], predicted[:, count:]], 1)
 
-    def _labels(self, observations: TensorDictBase | Mapping[str, Tensor]) -> Tensor:
+    def _labels(self, observations: Observations) -> Tensor:
         """Labels of object positions, padded with zeros: […, POSITIONS_DIM]."""
-        positions = self._vectors(observations, str(self.places_key), self.places_dim, "places_dim")
+        positions = self.vectors(observations, str(self.places_key), self.places_dim, "places_dim")
         return functional.pad(positions, (0, POSITIONS_DIM - self.places_dim))
-
-    def _vectors(
-        self, observations: TensorDictBase | Mapping[str, Tensor], key: str, size: int, setting: str
-    ) -> Tensor:
-        """A stream of vectors, float32 […, size]."""
-        vectors = self._stream(observations, key)
-        if vectors.shape[-1] != size:
-            raise InputError(
-                f"observation {key!r} has shape {list(vectors.shape)}; the model was built for rows of {size} "
-                f"({setting})"
-            )
-        return vectors.float()
-
-    def _text(self, observations: TensorDictBase, key: str) -> Tensor:
-        text = self._stream(observations, key)
-        if text.dtype != torch.uint8 or text.ndim != 2:
-            raise InputError(
-                f"observation {key!r} is {text.dtype} {list(text.shape)}; instructions are rows of bytes, "
-                "uint8 [B, length]"
-            )
-        return text
-
-    def _stream(self, observations: TensorDictBase | Mapping[str, Tensor], key: str) -> Tensor:
-        stream = observations.get(key, None)
-        if stream is None:
-            raise InputError(
-                f"the observation has no {key!r}; it has {sorted(map(str, observations.keys()))}: "
-                "set image_keys, proprio_key and instruction_key in model_config"
-            )
-        return stream

@@ -6,7 +6,6 @@ each action step and one for the value. `openvla` uses the same trunk.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,22 +14,21 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from deft.errors import InputError
-from deft.models.distributions import HALF_LOG_2PI
+from deft.models.vla.interface import keywords_of
 from deft.models.vla.pretrained import (
     ImagePreprocessor,
     InstructionTokenizer,
     PretrainedVLA,
-    Statistics,
     ValueHead,
     add_lora,
     build_backbone,
     checkpoint_layers,
-    masked_sum,
     read_architecture,
     read_statistics,
     transformers_module,
 )
 from deft.models.vla.spec import PromptedSpec, ProprioSpec
+from deft.models.vla.streams import GaussianVLA, Sample, Statistics
 
 PROMPT = "{instruction}\n"
 PALIGEMMA = "paligemma"
@@ -55,13 +53,13 @@ class Trunk(nn.Module):
     def __init__(self, spec: PromptedSpec) -> None:
         super().__init__()
         config = read_architecture(spec.folder, spec.architecture)
-        vision, text = getattr(config, "vision_config", None), config.get_text_config()
-        if vision is None or not isinstance(getattr(vision, "image_size", None), int):
+        image_size, text = config.to_dict().get("vision_config", {}).get("image_size"), config.get_text_config()
+        if not isinstance(image_size, int):
             raise InputError(
                 f"{spec.folder or 'architecture'}: a model of type {config.model_type!r} has no vision_config with an "
                 "image_size; use a PaliGemma-style vision-language model"
             )
-        self.preprocess = ImagePreprocessor(spec.image_keys, vision.image_size, spec.folder)
+        self.preprocess = ImagePreprocessor(spec.image_keys, image_size, spec.folder)
         self.tokenize = InstructionTokenizer(
             spec.folder, spec.tokenizer, spec.prompt, spec.prompt_length, text.vocab_size
         )
@@ -75,8 +73,7 @@ class Trunk(nn.Module):
         self.width: int = text.hidden_size
         self.vocabulary: int = text.vocab_size
         self.config: Any = config
-        accepted = inspect.signature(self._inner().forward).parameters
-        self._has_types = "token_type_ids" in accepted
+        self._has_types = "token_type_ids" in keywords_of(self._inner().forward)
         self._first_position = 1 if config.model_type == PALIGEMMA else 0
 
     def compile(self, **settings: Any) -> None:
@@ -141,7 +138,7 @@ class Trunk(nn.Module):
     def _image_features(self, pixels: Tensor) -> Tensor:
         """[N, 3, size, size] → [N, cells, H]."""
         found = self._inner().get_image_features(pixels.unsqueeze(1) if self.config.model_type in NESTED else pixels)
-        features = getattr(found, "pooler_output", found)
+        features = found.pooler_output if isinstance(found, transformers_module().utils.ModelOutput) else found
         return torch.stack(list(features)) if isinstance(features, list | tuple) else features
 
     def _inner(self) -> Any:
@@ -149,10 +146,10 @@ class Trunk(nn.Module):
         return self.model.model
 
     def _vision(self) -> nn.Module:
-        inner = self._inner()
-        found = next((getattr(inner, name) for name in ("vision_tower", "vision_model") if hasattr(inner, name)), None)
+        parts = dict(self._inner().named_children())
+        found = parts.get("vision_tower", parts.get("vision_model"))
         if found is None:
-            raise InputError(f"{type(inner).__name__} has no vision_tower: freeze_vision and compile need one")
+            raise InputError(f"{type(self._inner()).__name__} has no vision_tower: freeze_vision and compile need one")
         return found
 
 
@@ -164,7 +161,7 @@ class VisionLanguageSpec(ProprioSpec, PromptedSpec):
     log_std_init: float = -1.0
 
 
-class VisionLanguageVLA(PretrainedVLA):
+class VisionLanguageVLA(PretrainedVLA, GaussianVLA):
     """A Gaussian over action chunks, and a value, on a vision-language model.
 
     A token for the proprioception, K action queries and a value query follow the prefix: new parameters, trained with
@@ -194,74 +191,20 @@ class VisionLanguageVLA(PretrainedVLA):
         self.log_std = nn.Parameter(torch.full((spec.chunk_length, spec.action_dim), float(spec.log_std_init)))
         self.value_head = ValueHead(width, spec.value_gradient)
 
-    # The interface of a VLA model ------------------------------------------------------------------------------------
-
-    def get_value(self, observations: TensorDictBase) -> Tensor:
-        """Value of each observation: [B, 1]."""
-        return self._mean_and_value(observations)[1]
-
-    def act(
-        self, observations: TensorDictBase, deterministic: bool = False, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Actions, their log-prob [B], and the value [B, 1], in one pass."""
-        mean, value = self._mean_and_value(observations)
-        drawn = mean if deterministic else mean + self.log_std.exp() * torch.randn_like(mean)
-        log_prob = masked_sum(self._log_probs(mean, drawn), self.real(action_mask))
-        return self.shaped(self.action_statistics.denormalize(drawn), action_mask), log_prob, value
-
-    def evaluate_actions(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob [B] and entropy [B] over the real dims of the whole chunk."""
-        log_prob, entropy, _ = self.evaluate(observations, actions, action_mask)
-        return log_prob, entropy
-
-    def evaluate(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [B], entropy [B] and value [B, 1], in one pass."""
-        tokens, entropy, value = self.evaluate_tokens(observations, actions, action_mask)
-        return tokens.sum(1), entropy, value
-
-    def evaluate_tokens(
-        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `evaluate`, with the log-prob of each step of the chunk, [B, K]."""
-        mean, value = self._mean_and_value(observations)
-        mask = self.real(action_mask)
-        log_probs = self._log_probs(mean, self.action_statistics.normalize(self.chunk(actions)))
-        log_probs = log_probs if mask is None else log_probs.masked_fill(~mask, 0.0)
-        # Entropy of a Gaussian dim: ½ log 2πe + log σ, in the environment's units + log scale
-        entropy = (0.5 + HALF_LOG_2PI + self.log_std + self.action_statistics.scale.log()).expand_as(mean)
-        return log_probs.sum(2), masked_sum(entropy, mask), value
-
-    def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Mean and log-deviation of the distribution of `forward`, in the environment's units."""
-        mean = self.action_statistics.denormalize(self._mean_and_value(observations)[0])
-        log_std = self.log_std + self.action_statistics.scale.log()
-        return (mean.squeeze(1), log_std.squeeze(0)) if self.chunk_length == 1 else (mean, log_std)
-
     def imitation_loss(self, observations: TensorDictBase, actions: Tensor, step_mask: Tensor | None = None) -> Tensor:
         """−log π of demonstrated chunks, divided by their number of dims: [B]."""
-        mean, _ = self._mean_and_value(observations)
-        log_probs = self._log_probs(mean, self.action_statistics.normalize(self.chunk(actions)))
-        return -masked_sum(log_probs, self.real(None, step_mask)) / (self.chunk_length * self.action_dim)
+        mean, _ = self.mean_and_value(observations)
+        log_probs = self.log_probs(mean, self.action_statistics.normalize(self.chunk(actions)))
+        return -self.mean_over_steps(log_probs, step_mask)
 
-    # Computation -----------------------------------------------------------------------------------------------------
-
-    def _mean_and_value(self, observations: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Normalised mean actions [B, K, A] and the value [B, 1]: one pass."""
+    def mean_and_value(self, observations: TensorDictBase, sample: Sample = None) -> tuple[Tensor, Tensor]:
+        """Normalised mean actions [B, K, A] and the value [B, 1], in one pass."""
         prefix = self.backbone.embed(observations, self.instructions(observations))
         batch, device = len(prefix.tokens), prefix.tokens.device
-        state = self.state_statistics.normalize(self.proprio(observations, batch, device))
+        state = self.state_statistics.normalize(self.proprio_vectors(observations, batch, device))
         added = [self.proprio_projection(state).unsqueeze(1), self.queries.expand(batch, -1, -1)]
         hidden = self.backbone(prefix, torch.cat(added, 1))[:, -(self.chunk_length + 1) :]
         return self.action_head(hidden[:, :-1]), self.value_head(hidden[:, -1])
-
-    def _log_probs(self, mean: Tensor, normalised: Tensor) -> Tensor:
-        """log N(a; μ, σ) of every dim, [B, K, A], as a density in the environment's units."""
-        standardised = (normalised - mean) * (-self.log_std).exp()
-        return -0.5 * standardised.square() - self.log_std - HALF_LOG_2PI - self.action_statistics.scale.log()
 
     def _token_scale(self) -> float:
         """The standard deviation of the token embeddings of the model."""

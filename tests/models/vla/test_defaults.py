@@ -82,16 +82,26 @@ def test_room_for_long_instructions_is_kept():
     assert defaults["proprio_key"] is None
 
 
+class Plain(nn.Module):
+    """A user's model: the three methods, and no base class of Deft."""
+
+    def forward(self, observations): ...
+
+    def get_value(self, observations): ...
+
+    def evaluate_actions(self, observations, actions): ...
+
+
 def test_only_keywords_that_the_class_names():
-    class Bare(nn.Module):
+    class Bare(Plain):
         def __init__(self) -> None:
             super().__init__()
 
-    class Open(nn.Module):
+    class Open(Plain):
         def __init__(self, action_dim: int, **rest: object) -> None:
             super().__init__()
 
-    class Vector(nn.Module):
+    class Vector(Plain):
         def __init__(self, proprio_dim: int, max_instruction_length: int) -> None:
             super().__init__()
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from deft.errors import InputError
 from deft.models.vla.defaults import model_defaults
 from deft.models.vla.gpt import GPTVLAModel
-from deft.models.vla.images import square_images
+from deft.models.vla.streams import square_images
 from deft.models.vla.tiny import TinyVLAModel
 
 

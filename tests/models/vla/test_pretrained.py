@@ -23,7 +23,8 @@ from deft.errors import InputError
 from deft.models.flow_chain import sample_chain
 from deft.models.vla.openvla import BINS, ActionTokens, TokenVLA
 from deft.models.vla.pi0 import Pi0VLA
-from deft.models.vla.pretrained import ImagePreprocessor, InstructionTokenizer, Statistics, read_statistics
+from deft.models.vla.pretrained import ImagePreprocessor, InstructionTokenizer, read_statistics
+from deft.models.vla.streams import Statistics
 from deft.models.vla.vlm import VisionLanguageVLA
 
 

@@ -358,7 +358,7 @@ def test_places_that_do_not_fit_are_an_error():
     model, actions = tiny(places_key="places"), torch.zeros(5, 3, 2)
     with pytest.raises(InputError, match="no 'places'"):
         model.imitation_loss(scenes(), actions)
-    with pytest.raises(InputError, match=r"rows of 8 \(places_dim\)"):
+    with pytest.raises(InputError, match=r"\[5, 8\] \(places_dim\)"):
         model.imitation_loss(scenes().set("places", torch.zeros(5, 3)), actions)
     with pytest.raises(InputError, match="at most 24"):
         tiny(places_key="places", places_dim=25)
