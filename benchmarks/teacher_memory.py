@@ -25,8 +25,7 @@ from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.episodes import batch_episodes
 from deft.evaluation.world_model import predict_frames
 from deft.models.f1.loading import load_f1_policy
-from deft.models.f1.policy import F1Policy
-from deft.models.f1.rollout import encode_frames
+from deft.models.f1.policy import F1Policy, encode_frames
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import MODEL_FILE

@@ -23,8 +23,7 @@ from deft.evaluation.image_quality import psnr
 from deft.evaluation.plots import plot_comparison
 from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.motion import TAIL, fit_sharpness, prior_cross_entropy
-from deft.models.f1.policy import F1Policy
-from deft.models.f1.rollout import encode_frames, roll_out
+from deft.models.f1.policy import F1Policy, encode_frames, roll_out
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.runs.logging import show_evaluation
 from deft.runs.signals import raise_if_stopped

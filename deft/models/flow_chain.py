@@ -56,15 +56,12 @@ def draw_chain(
     return torch.stack(chain, 1), torch.stack(log_probs, 1)
 
 
-def sample_chain(
-    velocity: Velocity,
-    noise: Tensor,
-    deviation: Tensor,
-    deterministic: bool = False,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """The chain alone, [B, S + 1, K, A], without a mask: see `draw_chain`."""
-    return draw_chain(velocity, noise, deviation, deterministic, generator=generator)[0]
+def integrate(velocity: Velocity, noise: Tensor, num_steps: int) -> Tensor:
+    """The actions at the end of plain Euler steps from `noise` [B, K, A]."""
+    x = noise
+    for step in range(num_steps):
+        x = _mean(velocity, x, step, num_steps)
+    return x
 
 
 def chain_log_prob(velocity: Velocity, chain: Tensor, deviation: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -106,11 +103,15 @@ def flow_matching_error(
     velocity: Velocity, actions: Tensor, noise: Tensor, time: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """‖v(x_t, t) − (ε − a)‖² with x_t = t ε + (1 − t) a, the mean over the real dims of a row: [B]."""
-    t = time[:, None, None]
-    error = (velocity(t * noise + (1 - t) * actions, time) - (noise - actions)).float().square()
+    error = (velocity(noised(actions, noise, time), time) - (noise - actions)).float().square()
     if mask is None:
         return error.mean((1, 2))
     return _sum_real(error, mask) / mask.expand(error.shape).sum((1, 2)).clamp(min=1)
+
+
+def noised(actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+    """x_t = t ε + (1 − t) a, for t [B]."""
+    return time[:, None, None] * noise + (1 - time[:, None, None]) * actions
 
 
 def _mean(velocity: Velocity, x: Tensor, step: int, num_steps: int) -> Tensor:

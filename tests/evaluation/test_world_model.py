@@ -25,8 +25,7 @@ from deft.evaluation.world_model import (
     teacher_table,
     unigram_entropy,
 )
-from deft.models.f1.policy import F1Policy
-from deft.models.f1.rollout import encode_frames
+from deft.models.f1.policy import F1Policy, encode_frames
 from deft.training.phases.exploration import Exploration, InlineExplorer
 from deft.training.phases.teacher import train_teacher
 from deft.training.phases.teacher_evaluation import evaluate_teacher

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, flow_matching_error, sample_chain
+from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, flow_matching_error, integrate
 
 DEVIATION = torch.tensor([0.3, 0.2, 0.1, 0.05])
 
@@ -20,7 +20,8 @@ def test_without_noise_it_is_euler() -> None:
     x = noise = torch.randn(2, 3, 2)
     for step in range(4):  # t = 1, 0.75, 0.5, 0.25; dt = −1/4
         x = x - (0.5 * x + (1 - step / 4)) / 4
-    chain = sample_chain(velocity, noise, DEVIATION, deterministic=True)
+    chain, _ = draw_chain(velocity, noise, DEVIATION, deterministic=True)
+    torch.testing.assert_close(integrate(velocity, noise, 4), x)
     assert chain.shape == (2, 5, 3, 2)
     torch.testing.assert_close(chain[:, -1], x)
     torch.testing.assert_close(chain[:, 0], noise)

@@ -47,17 +47,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=False)
 
-    def queries(self, x: Tensor) -> Tensor:
-        """[B, S, C] → [B, S, heads, head dim]."""
-        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-
-    def keys(self, x: Tensor) -> Tensor:
-        """[B, S, C] → [B, S, kv heads, head dim]."""
-        return self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-
-    def values(self, x: Tensor) -> Tensor:
-        """[B, S, C] → [B, S, kv heads, head dim]."""
-        return self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+    def heads(self, name: str, x: Tensor) -> Tensor:
+        """[B, S, C] → [B, S, heads or kv heads, head dim] by one of the projections."""
+        return getattr(self, name)(x).unflatten(-1, (-1, self.head_dim))
 
 
 class GatedMLP(nn.Module):
@@ -95,7 +87,6 @@ class Expert(nn.Module):
 
     def __init__(self, config: F1Config, expert: ExpertConfig) -> None:
         super().__init__()
-        self.hidden_size = expert.hidden_size
         self.layers = nn.ModuleList(Layer(config, expert) for _ in range(config.num_layers))
         self.norm = RMSNorm(expert.hidden_size)
 
@@ -115,10 +106,6 @@ class Block(NamedTuple):
         known = [block.is_real for block in blocks if block.is_real is not None]
         real = [known[0].new_ones(len(known[0]), size) if own is None else own for size, _, own in blocks if known]
         return cls(sum(block.size for block in blocks), opens, torch.cat(real, 1) if real else None)
-
-    def repeat(self, count: int) -> Block:
-        """Repeat every row `count` times."""
-        return self if self.is_real is None else self._replace(is_real=self.is_real.repeat_interleave(count, 0))
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the index of each token among the real tokens: [B, S], or [1, S] if all are real."""
@@ -217,9 +204,8 @@ class MixtureOfTransformers(nn.Module):
             layers = [getattr(self, name).layers[index] for name in names]
             rows = final if index == self.num_layers - 1 else sizes
             arguments = (layers, states, rows, patterns[id(rows)], whole, cache[index] if cache else None)
-            run = self._run_layer
-            found = checkpoint(run, *arguments, use_reentrant=False) if recompute else run(*arguments)
-            *states, keys, values = found
+            run = functools.partial(checkpoint, self._run_layer, use_reentrant=False) if recompute else self._run_layer
+            *states, keys, values = run(*arguments)
             if keep:
                 kept.append((keys, values))
         outputs = {
@@ -240,11 +226,7 @@ def _joint_layer(
 ) -> list[Tensor]:
     """Run one layer of all experts: the new states of each expert's last `rows` tokens, then all keys and values."""
     normed = [layer.input_layernorm(state) for layer, state in zip(layers, states, strict=True)]
-    keys, values = (
-        torch.cat([getattr(layer.self_attn, name)(part) for layer, part in zip(layers, normed, strict=True)], 1)
-        for name in ("keys", "values")
-    )
-    keys = _rotate(keys, rotation)
+    keys, values = _rotate(_joint_heads(layers, "k_proj", normed), rotation), _joint_heads(layers, "v_proj", normed)
     if past is not None:
         keys, values = torch.cat([past[0], keys], 1), torch.cat([past[1], values], 1)
     sizes = [state.shape[1] for state in states]
@@ -254,14 +236,18 @@ def _joint_layer(
         states, normed = (
             [part[:, part.shape[1] - n :] for part, n in zip(parts, rows, strict=True)] for parts in (states, normed)
         )
-    query = torch.cat([layer.self_attn.queries(part) for layer, part in zip(layers, normed, strict=True)], 1)
-    mixed = _attend(_rotate(query, rotation), keys, values, pattern)
-    parts = mixed.split(rows, 1)
+    query = _rotate(_joint_heads(layers, "q_proj", normed), rotation)
+    parts = _attend(query, keys, values, pattern).split(rows, 1)
     after = [
         layer.after(state, part) if count else state
         for layer, state, part, count in zip(layers, states, parts, rows, strict=True)
     ]
     return [*after, keys, values]
+
+
+def _joint_heads(layers: list[Layer], name: str, states: list[Tensor]) -> Tensor:
+    """Project the states of all experts, and join them along the sequence."""
+    return torch.cat([layer.self_attn.heads(name, state) for layer, state in zip(layers, states, strict=True)], 1)
 
 
 def _attention_pattern(block: Block, sizes: list[int], rows: list[int], device: torch.device) -> AttentionPattern:
@@ -289,12 +275,12 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, pattern: AttentionPatte
     if pattern.mask is not None:
         # Key heads are repeated here, because not every fused kernel supports both a mask and grouped queries.
         query, keys, values = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-        keys, values = _for_each_query(keys, group), _for_each_query(values, group)
-        return (
-            functional.scaled_dot_product_attention(query, keys, values, attn_mask=pattern.mask)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        if key_heads == 1:  # a view
+            keys, values = keys.expand(-1, group, -1, -1), values.expand(-1, group, -1, -1)
+        else:
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=pattern.mask)
+        return mixed.transpose(1, 2).flatten(2)
     found = []
     for part, (size, end) in zip(query.split([size for size, _ in pattern.spans], 1), pattern.spans, strict=True):
         # All queries attend to all these keys, so the heads of a group can be queries of one head. [B, kv, n · g, d]
@@ -304,13 +290,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, pattern: AttentionPatte
         )
         found.append(mixed.unflatten(2, (size, group)).transpose(1, 2).flatten(2))
     return torch.cat(found, 1) if len(found) > 1 else found[0]
-
-
-def _for_each_query(heads: Tensor, group: int) -> Tensor:
-    """[B, kv heads, S, d] → [B, heads, S, d]; a view where there is one key head."""
-    if heads.shape[1] == 1:
-        return heads.expand(-1, group, -1, -1)
-    return heads.repeat_interleave(group, 1)
 
 
 def _rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

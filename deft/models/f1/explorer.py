@@ -22,7 +22,7 @@ from deft.models.f1.config import F1Config, read_f1_config
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.model import Context
 from deft.models.f1.policy import F1Policy
-from deft.models.flow_chain import chain_entropy, sample_chain, step_log_prob
+from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain
 from deft.models.normalization import RewardNormalizer
 from deft.models.policy import SAMPLE, SAMPLED_NOISE, Policy
 from deft.models.vla.loading import check_fit, read_weights
@@ -57,15 +57,13 @@ class ExplorerPolicy(Policy):
 
     recurrent = True
 
-    def __init__(
-        self,
-        f1: F1Policy,
-        action_mask: Tensor,
-        num_steps: int = 2,
-        action_noise: float = 0.4,
-        initial_noise: float = 1.5,
-        noise_correlation: float = 0.85,
-    ) -> None:
+    action_mask: Tensor
+    deviation: Tensor
+    initial_deviation: Tensor
+    noise_correlation: Tensor
+    action_scale: Tensor
+
+    def __init__(self, f1: F1Policy, action_mask: Tensor, settings: ExplorerSettings) -> None:
         super().__init__()
         if f1.model.memory is None:
             raise InputError("the explorer needs a model with a memory (memory_enabled: true)")
@@ -74,18 +72,14 @@ class ExplorerPolicy(Policy):
         self.value_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 64), nn.SiLU(), nn.Linear(64, 1))
         nn.init.zeros_(self.value_head[-1].weight)  # type: ignore[arg-type]
         self.reward_normalizer = RewardNormalizer()  # values are of returns of unit scale
-        self.action_mask: Tensor
-        self.deviation: Tensor
-        self.initial_deviation: Tensor
-        self.noise_correlation: Tensor
-        self.action_scale: Tensor
         self.register_buffer("action_mask", action_mask.bool().clone())
-        self.register_buffer("deviation", torch.full((num_steps,), float(action_noise)))
-        self.register_buffer("initial_deviation", torch.tensor(float(initial_noise)))
-        self.register_buffer("noise_correlation", torch.tensor(float(noise_correlation)))
+        self.register_buffer("deviation", torch.full((settings.denoising_steps,), float(settings.action_noise)))
+        self.register_buffer("initial_deviation", torch.tensor(float(settings.initial_noise)))
+        self.register_buffer("noise_correlation", torch.tensor(float(settings.noise_correlation)))
         self.register_buffer("action_scale", torch.tensor(1.0))
         self.to(f1.device)
-        self.set_trainable()
+        for name, parameter in f1.named_parameters():
+            parameter.requires_grad_(not name.startswith((*WORLD_MODEL, "model.language_heads.")))
 
     @property
     def config(self) -> F1Config:
@@ -97,22 +91,15 @@ class ExplorerPolicy(Policy):
         """The device of the weights."""
         return self.f1.device
 
-    def set_trainable(self) -> None:
-        """Train all parameters except the world model and the unused language heads."""
-        for name, parameter in self.f1.named_parameters():
-            parameter.requires_grad_(not name.startswith((*WORLD_MODEL, "model.language_heads.")))
-
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the trainable parameters: those of the policy, and those of the value and the memory."""
-        named = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-        beside = ("value_head.", "f1.model.memory.")
-        others = [
-            parameter
-            for name, parameter in named.items()
-            if name.startswith(beside) and not name.startswith("f1.model.memory.to_action.")
-        ]
-        chosen = {id(parameter) for parameter in others}
-        return [parameter for parameter in named.values() if id(parameter) not in chosen], others
+        others: list[nn.Parameter] = []
+        policy: list[nn.Parameter] = []
+        for name, parameter in self.named_parameters():
+            is_other = name.startswith(("value_head.", "f1.model.memory.")) and ".to_action." not in name
+            if parameter.requires_grad:
+                (others if is_other else policy).append(parameter)
+        return policy, others
 
     def value_only_parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the value head."""
@@ -143,32 +130,21 @@ class ExplorerPolicy(Policy):
         Euler steps add no noise.
         """
         seen, memory = self._observation(td), self._memory(td)
-        context = self.f1.encode_observation(seen)
         noise = td.get((schema.SAMPLE, schema.NOISE), None)
         if noise is None:
             noise = self.draw_noise(len(memory))
-        means, features = [], []
-
-        def velocity(x: Tensor, time: Tensor) -> Tensor:
-            found, feature = self.f1.model.velocity_and_features(
-                context, seen[schema.STATE], self._real(x), time, memory[:, -1]
-            )
-            means.append(self._real(x - found / len(self.deviation)))
-            features.append(feature)
-            return self._real(found)
-
-        chain = self._real(sample_chain(velocity, noise, self.deviation, deterministic))
-        log_probs = [
-            step_log_prob(chain[:, step + 1], means[step], deviation, self.action_mask)
-            for step, deviation in enumerate(self.deviation)
-        ]
-        action = chain[:, -1, 0]
-        td.set(schema.ACTION, action)
+        velocity, features = self._velocity(self.f1.encode_observation(seen), seen[schema.STATE], memory[:, -1])
+        chain, log_probs = draw_chain(velocity, self._real(noise), self.deviation, deterministic, self.action_mask)
+        td.set(schema.ACTION, chain[:, -1, 0])
         td.set(schema.SAMPLE, TensorDict({schema.CHAIN: chain}, batch_size=td.batch_size))
-        td.set(schema.LOG_PROB, torch.stack(log_probs).sum(0))
+        td.set(schema.LOG_PROB, log_probs.sum(1))
         td.set(schema.VALUE, self.value_head(features[0]).squeeze(-1))
-        frame = self.f1.frame_features(seen[schema.FRAME_TOKENS])
-        _, after = self._step_memory(frame[None], seen[schema.STATE][None], action[None], memory.transpose(0, 1))
+        _, after = self._step_memory(
+            self.f1.frame_features(seen[schema.FRAME_TOKENS])[None],
+            seen[schema.STATE][None],
+            td[schema.ACTION][None],
+            memory.transpose(0, 1),
+        )
         td.set(schema.NEXT_MEMORY, after.transpose(0, 1).contiguous())
         return td
 
@@ -184,15 +160,14 @@ class ExplorerPolicy(Policy):
         seen = self._observation(td)
         before, after = self._unroll(seen, td)
         flat = {name: value.flatten(0, 1) for name, value in seen.items()}
-        context = self.f1.encode_observation(flat)
         chain = td[schema.SAMPLE][schema.CHAIN].flatten(0, 1)
-        log_prob, feature = self._log_prob(context, flat[schema.STATE], chain, before.flatten(0, 1))
-        shape = td.batch_size
+        velocity, features = self._velocity(self.f1.encode_observation(flat), flat[schema.STATE], before.flatten(0, 1))
+        log_prob = chain_log_prob(velocity, chain, self.deviation, self.action_mask).sum(1)
         entropy = chain_entropy(self.deviation[:, None, None], chain[:, 0].shape, self.action_mask)
         return {
-            "log_prob": log_prob.view(shape),
-            "entropy": entropy.view(shape),
-            "value": self.value_head(feature).view(shape),
+            "log_prob": log_prob.view(td.batch_size),
+            "entropy": entropy.view(td.batch_size),
+            "value": self.value_head(features[0]).view(td.batch_size),
             "remembered": after,
         }
 
@@ -200,12 +175,10 @@ class ExplorerPolicy(Policy):
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation) [B], from the memory before it."""
         seen, memory = self._observation(td), self._memory(td)
+        velocity, features = self._velocity(self.f1.encode_observation(seen), seen[schema.STATE], memory[:, -1])
         noisy = torch.zeros(len(memory), 1, len(self.action_mask), device=self.device)
-        time = torch.ones(len(memory), device=self.device)
-        _, feature = self.f1.model.velocity_and_features(
-            self.f1.encode_observation(seen), seen[schema.STATE], noisy, time, memory[:, -1]
-        )
-        return self.value_head(feature).squeeze(-1)
+        velocity(noisy, torch.ones(len(memory), device=self.device))
+        return self.value_head(features[0]).squeeze(-1)
 
     def executed(self, action: Tensor) -> Tensor:
         """Return the executed actions […, 32]: clipped, scaled, zeros in the padding. They are the memory's input."""
@@ -232,32 +205,16 @@ class ExplorerPolicy(Policy):
             raise InputError("memory cannot be None: it is zeros at an episode's first step (policy.initial_memory)")
         return memory.to(self.device)
 
-    def _log_prob(self, context: Context, state: Tensor, chain: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """log p of chains [N, S + 1, 1, A], [N], and the feature for the value, [N, C].
+    def _velocity(self, context: Context, state: Tensor, memory: Tensor) -> tuple[Velocity, list[Tensor]]:
+        """Return the velocity in the real dims, and a list to which each call adds the value's input, [B, C]."""
+        features: list[Tensor] = []
 
-        log p = Σ_k log N(x_{k+1}; x_k − v(x_k, t_k) / S, σ). One pass scores all steps: rows n·S + k.
-        """
-        num_steps = len(self.deviation)
-        time = 1.0 - torch.arange(num_steps, device=chain.device) / num_steps
-        rows = Context(
-            [
-                (keys.repeat_interleave(num_steps, 0), values.repeat_interleave(num_steps, 0))
-                for keys, values in context.cache
-            ],
-            context.block.repeat(num_steps),
-        )
-        x = chain[:, :-1].flatten(0, 1)
-        found, feature = self.f1.model.velocity_and_features(
-            rows,
-            state.repeat_interleave(num_steps, 0),
-            x,
-            time.repeat(len(chain)),
-            memory.repeat_interleave(num_steps, 0),
-        )
-        mean = x - self._real(found) / num_steps
-        deviation = self.deviation.repeat(len(chain))[:, None, None]
-        log_prob = step_log_prob(chain[:, 1:].flatten(0, 1), mean, deviation, self.action_mask)
-        return log_prob.view(len(chain), num_steps).sum(1), feature[::num_steps]
+        def velocity(x: Tensor, time: Tensor) -> Tensor:
+            found, feature = self.f1.model.velocity_and_features(context, state, x, time, memory)
+            features.append(feature)
+            return self._real(found)
+
+        return velocity, features
 
     def _step_memory(self, frame: Tensor, state: Tensor, action: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Run the memory for T steps: the output after each step, [T, B, hidden], and the final memory."""
@@ -296,14 +253,7 @@ def new_explorer(teacher: F1Policy, action_mask: Any, settings: ExplorerSettings
         torch.manual_seed((torch.initial_seed() + EXPLORER_SEED) % 2**63)
         with torch.device(teacher.device):
             f1 = F1Policy(config)
-        explorer = ExplorerPolicy(
-            f1,
-            torch.as_tensor(action_mask),
-            settings.denoising_steps,
-            settings.action_noise,
-            settings.initial_noise,
-            settings.noise_correlation,
-        )
+        explorer = ExplorerPolicy(f1, torch.as_tensor(action_mask), settings)
     copy_world_model(teacher, f1)
     with torch.no_grad():  # small velocities: the first actions follow the noise instead of one fixed direction
         for parameter in f1.model.flow.action_out_proj.parameters():
@@ -341,7 +291,7 @@ def load_explorer(folder: Path, model_file: Path, device: str | torch.device = "
             raise InputError(f"{path} does not fit ExplorerPolicy: key {name} is missing")
     extras.setdefault("action_scale", torch.tensor(1.0))  # explorers of earlier versions have no scale
     f1 = load_f1_policy(model_file, device, checkpoint_path=folder).policy
-    explorer = ExplorerPolicy(f1, extras["action_mask"], len(extras["deviation"]))
+    explorer = ExplorerPolicy(f1, extras["action_mask"], ExplorerSettings(denoising_steps=len(extras["deviation"])))
     check_fit(explorer_extras(explorer), extras, path, "ExplorerPolicy")
     explorer.load_state_dict(extras, strict=False)
     return explorer

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deft.config.loading import read_mapping, to_dict
 from deft.errors import InputError
-from deft.models.f1.conditioning import ActionConditioning
 from deft.models.f1.config import PRESETS, F1Config, read_f1_config
+from deft.models.f1.heads import ActionConditioning
 from deft.models.f1.lora import ADAPTER_FOLDER, add_lora, base_state_dict, load_adapter
 from deft.models.f1.memory import Memory
 from deft.models.f1.motion import MotionPrior

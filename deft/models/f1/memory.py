@@ -41,8 +41,8 @@ class MemoryCorrection(nn.Module):
         self.draw = nn.Linear(config.memory_hidden, code_dim * self.grid**2)
         self.mix = nn.Conv2d(2 * code_dim, CORRECTION_CHANNELS, 3, padding=1)
         self.output = nn.Conv2d(CORRECTION_CHANNELS, code_dim, 3, padding=1)
-        nn.init.zeros_(self.output.weight)
-        nn.init.zeros_(self.output.bias)  # type: ignore[arg-type]
+        for parameter in self.output.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, memory: Tensor, expected: Tensor) -> Tensor:
         """[B, hidden] and features [B, D, grid, grid] → [B, D, grid, grid]."""

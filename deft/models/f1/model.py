@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deft.models.f1.conditioning import ActionConditioning
 from deft.models.f1.config import F1Config
 from deft.models.f1.experts import Block, Cache, MixtureOfTransformers
-from deft.models.f1.flow import ActionHead
+from deft.models.f1.heads import ActionConditioning, ActionHead, WorldModelHead, choose
 from deft.models.f1.memory import Memory
 from deft.models.f1.motion import MotionPrior
-from deft.models.f1.sampling import choose
 from deft.models.f1.vision import VisionTower
 from deft.models.f1.vq import MultiScaleTokenizer
-from deft.models.f1.world_model import WorldModelHead
 
 
 @dataclass
@@ -95,15 +92,13 @@ class F1Model(nn.Module):
         for layer in self.vision.layers:
             layer.compile(**settings)
 
-    def understand(
-        self, images: list[Tensor], image_masks: list[Tensor | None], words: Tensor, word_mask: Tensor | None
-    ) -> Prefix:
-        """Embed images [B, 3, h, w] and words int64 [B, W]. Masks are bool [B] and [B, W]; None: nothing is masked."""
-        parts = [self.vision(image) for image in images]
-        blocks = [
-            Block(part.shape[1], is_real=None if mask is None else mask[:, None].expand(-1, part.shape[1]))
-            for mask, part in zip(image_masks, parts, strict=True)
-        ]
+    def understand(self, images: list[tuple[Tensor, Tensor | None]], words: Tensor, word_mask: Tensor | None) -> Prefix:
+        """Embed images [B, 3, h, w] with masks bool [B], and words int64 [B, W] with their mask; None masks nothing."""
+        parts, blocks = [], []
+        for image, mask in images:
+            parts.append(self.vision(image))
+            size = parts[-1].shape[1]
+            blocks.append(Block(size, is_real=None if mask is None else mask[:, None].expand(-1, size)))
         parts.append(self.words(words) * math.sqrt(self.words.embedding_dim))
         blocks.append(Block(words.shape[1], is_real=word_mask))
         return Prefix(torch.cat(parts, 1), Block.join(blocks))
@@ -116,23 +111,23 @@ class F1Model(nn.Module):
         expected: Tensor | None = None,
     ) -> Condition:
         """Build the condition from history embeddings [B, T, L − 1, D], memory [B, hidden] and robot features."""
-        head = self.world_model
+        head, into_codes = self.world_model, self.config.memory_project_to_vae_dim
         compressed = head.compress(history)
         gated = self.memory.to_generation(memory) if self.memory is not None and memory is not None else None
-        if gated is not None and self.config.memory_project_to_vae_dim:
+        if gated is not None and into_codes:
             compressed = compressed + gated
         tokens = head.condition(compressed)
-        if gated is not None and not self.config.memory_project_to_vae_dim:
+        if gated is not None and not into_codes:
             tokens = tokens + gated
         everywhere = None
         if self.conditioning is not None and robot is not None:
             everywhere = self.conditioning(*robot)
-            tokens = tokens + everywhere  # the last of them is also the first predicted token
-        tokens = torch.cat([tokens[:, :-1], tokens[:, -1:] + head.position_embeddings(0, 1)], 1)
+            tokens = tokens + everywhere
+        # The last condition token is also the first predicted token.
+        first = tokens[:, -1:] + head.position_embeddings(0, 1)
         if self.motion is not None and expected is not None:
-            first = self.tokenizer.quantize.at_scale(expected, 0)
-            tokens = torch.cat([tokens[:, :-1], tokens[:, -1:] + self.motion.embed(first)], 1)
-        return Condition(tokens, everywhere, expected)
+            first = first + self.motion.embedding(self.tokenizer.quantize.at_scale(expected, 0))
+        return Condition(torch.cat([tokens[:, :-1], first], 1), everywhere, expected)
 
     def teacher_forced(
         self, prefix: Prefix, condition: Condition, codes: Tensor, hidden: Tensor | None = None
@@ -141,64 +136,39 @@ class F1Model(nn.Module):
 
         `hidden`, bool [B, L − 1]: tokens after the first whose input is replaced by the mask embedding.
         """
-        head, length = self.world_model, self.config.num_tokens
-        embeddings = self.tokenizer.embed(codes)
+        embeddings, residuals = self.tokenizer.embed(codes), None
         if hidden is not None:
-            embeddings = torch.where(hidden[..., None], head.mask_embedding, embeddings)
-        tokens = head.embedding(embeddings) + head.position_embeddings(1, length)
-        residuals = None
-        if condition.everywhere is not None:
-            tokens = tokens + condition.everywhere
-        if self.motion is not None and condition.expected is not None:
+            embeddings = torch.where(hidden[..., None], self.world_model.mask_embedding, embeddings)
+        if condition.expected is not None:
             residuals = self.tokenizer.residuals(condition.expected, codes)
-            tokens = tokens + self.motion.embed(residuals[:, 1:])
-        block = Block.join([prefix.block, self._frame_block(length)])
+        tokens = self._frame_tokens(embeddings, 1, condition, None if residuals is None else residuals[:, 1:])
+        block = Block.join([prefix.block, self._frame_block(self.config.num_tokens)])
         streams = {"understanding": prefix.tokens, "generation": torch.cat([condition.tokens, tokens], 1)}
-        outputs, _ = self.experts(streams, block, {"generation": length})
-        output = outputs["generation"]
-        logits = head.logits(output)
-        if self.motion is not None and residuals is not None:
-            logits = logits + self.motion.logits(residuals, head.level[0], output, self.tokenizer.quantize)
-        return logits
+        outputs, _ = self.experts(streams, block, {"generation": self.config.num_tokens})
+        return self._logits(outputs["generation"], 0, residuals)
 
-    def predict_frame(
-        self,
-        prefix: Prefix,
-        condition: Condition,
-        top_k: int = 1,
-        top_p: float = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> PredictedFrame:
+    def predict_frame(self, prefix: Prefix, condition: Condition, top_k: int = 1, top_p: float = 1.0) -> PredictedFrame:
         """Predict the next frame scale by scale, each from the predicted coarser codes. `top_k` 1 is greedy."""
-        head, tokenizer = self.world_model, self.tokenizer
-        quantize = tokenizer.quantize
+        quantize, expected = self.tokenizer.quantize, condition.expected
         block = Block.join([prefix.block, self._frame_block(1)])
         streams = {"understanding": prefix.tokens, "generation": condition.tokens}
         outputs, cache = self.experts(streams, block, {"generation": 1}, keep=True)
-        output = outputs["generation"]
         all_logits, all_codes = [], []
         total: Tensor | None = None
-        end = 0
-        for scale, size in enumerate(tokenizer.sizes):
-            start, end = end, end + size
+        start = 0
+        for scale, size in enumerate(self.tokenizer.sizes):
             rest = None
-            if condition.expected is not None:
-                rest = quantize.at_scale(condition.expected if total is None else condition.expected - total, scale)
+            if expected is not None:
+                rest = quantize.at_scale(expected if total is None else expected - total, scale)
             if total is not None:
-                tokens = head.embedding(quantize.at_scale(total, scale)) + head.position_embeddings(start, end)
-                if condition.everywhere is not None:
-                    tokens = tokens + condition.everywhere
-                if self.motion is not None and rest is not None:
-                    tokens = tokens + self.motion.embed(rest)
+                tokens = self._frame_tokens(quantize.at_scale(total, scale), start, condition, rest)
                 block = Block.join([block, Block(size, (0,))])
                 outputs, cache = self.experts({"generation": tokens}, block, {"generation": size}, cache, keep=True)
-                output = outputs["generation"]
-            logits = head.logits(output)
-            if self.motion is not None and rest is not None:
-                logits = logits + self.motion.logits(rest, head.level[0, start:end], output, quantize)
-            all_logits.append(logits)
-            all_codes.append(choose(logits, top_k, top_p, generator))
-            total = tokenizer.add(total, all_codes[-1], scale)
+            all_logits.append(self._logits(outputs["generation"], start, rest))
+            all_codes.append(choose(all_logits[-1], top_k, top_p))
+            added = quantize.contribution(all_codes[-1], scale)
+            total = added if total is None else total + added
+            start += size
         return PredictedFrame(cache, block, torch.cat(all_logits, 1), torch.cat(all_codes, 1))
 
     def context(self, prefix: Prefix) -> Context:
@@ -206,16 +176,13 @@ class F1Model(nn.Module):
         _, cache = self.experts({"understanding": prefix.tokens}, prefix.block, {"understanding": 1}, keep=True)
         return Context(cache, prefix.block)
 
-    def velocity(
-        self, context: Context, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
-    ) -> Tensor:
-        """Return ε − a [B, K, A] of noisy actions, given the context. `memory`: [B, hidden], before the step."""
-        return self.velocity_and_features(context, state, noisy, time, memory)[0]
-
     def velocity_and_features(
         self, context: Context, state: Tensor, noisy: Tensor, time: Tensor, memory: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the velocity and the action expert's output at the state token, [B, C]."""
+        """Return ε − a [B, K, A] of noisy actions, and the action expert's output at the state token, [B, C].
+
+        `memory`: [B, hidden], before the step.
+        """
         tokens = self.flow.embed(state, noisy, time)
         if self.memory is not None and memory is not None:
             tokens = tokens + self.memory.to_action(memory)
@@ -224,6 +191,24 @@ class F1Model(nn.Module):
         outputs, _ = self.experts({"action": tokens}, block, {"action": 1 + chunk}, context.cache)
         output = outputs["action"]
         return self.flow.velocity(output[:, 1:]), output[:, 0].float()
+
+    def _frame_tokens(self, summed: Tensor, start: int, condition: Condition, residuals: Tensor | None) -> Tensor:
+        """Return the inputs for predicting the tokens from `start` on: the sum of the coarser codes, and conditions."""
+        head = self.world_model
+        tokens = head.embedding(summed) + head.position_embeddings(start, start + summed.shape[1])
+        if condition.everywhere is not None:
+            tokens = tokens + condition.everywhere
+        if self.motion is not None and residuals is not None:
+            tokens = tokens + self.motion.embedding(residuals)
+        return tokens
+
+    def _logits(self, output: Tensor, start: int, residuals: Tensor | None) -> Tensor:
+        """Return the logits of the tokens from `start` on: the expert's, plus those of the motion prior."""
+        logits = self.world_model.logits(output)
+        if self.motion is not None and residuals is not None:
+            level = self.world_model.level[0, start : start + output.shape[1]]
+            logits = logits + self.motion.logits(residuals, level, output, self.tokenizer.quantize)
+        return logits
 
     def _frame_block(self, num_tokens: int) -> Block:
         """The block of the condition and the predicted tokens; the condition's last token is the first of these."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft.models.f1.conditioning import robot_features
 from deft.models.f1.config import F1Config
+from deft.models.f1.heads import robot_features
 from deft.models.f1.vq import MultiScaleQuantizer
 
 PATCH = 4
@@ -44,14 +44,11 @@ class MotionPrior(nn.Module):
         )
         # motion in x and y, a correction of the three colours, and a mask of what moves with the camera (the gripper)
         self.head = nn.Conv2d(channels, 6, 1)
-        for layer in (self.camera, self.head):
-            nn.init.zeros_(layer.weight)
-            assert layer.bias is not None
-            nn.init.zeros_(layer.bias)
-        self.embedding = nn.Linear(code_dim, config.generation.hidden_size)
+        self.embedding = nn.Linear(code_dim, config.generation.hidden_size)  # of the predicted residuals
         self.trust = nn.Linear(config.generation.hidden_size, 1)
-        nn.init.zeros_(self.trust.weight)
-        nn.init.zeros_(self.trust.bias)
+        for layer in (self.camera, self.head, self.trust):
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
         self.log_sharpness = nn.Parameter(torch.full((len(config.tokenizer.scales),), math.log(START_SHARPNESS)))
         self.tail = config.motion_tail
 
@@ -63,39 +60,23 @@ class MotionPrior(nn.Module):
         y = torch.linspace(-1, 1, height, device=last.device, dtype=last.dtype)
         x = torch.linspace(-1, 1, width, device=last.device, dtype=last.dtype)
         position = torch.stack(torch.meshgrid(x, y, indexing="xy"))  # [2, h, w]
-        stacked = torch.cat(
-            [last, frames[:, -2] if frames.shape[1] > 1 else last, position.expand(batch, -1, -1, -1)], 1
-        )
+        before = frames[:, -2] if frames.shape[1] > 1 else last
+        stacked = torch.cat([last, before, position.expand(batch, -1, -1, -1)], 1)
         scale, shift = self.modulation(robot)[:, :, None, None].chunk(2, 1)
         hidden = functional.silu(self.stem(stacked) * (1 + scale) + shift)
         for layer in self.layers:
             hidden = hidden + functional.silu(layer(hidden))
         local = functional.interpolate(self.head(hidden), size=(height, width), mode="bilinear", align_corners=False)
-        basis = torch.stack(
-            [
-                torch.ones_like(position[0]),
-                position[0],
-                position[1],
-                position[0] ** 2,
-                position[0] * position[1],
-                position[1] ** 2,
-            ]
-        )
+        across, down = position
+        basis = torch.stack([torch.ones_like(across), across, down, across**2, across * down, down**2])
         camera = torch.einsum("bck,khw->bchw", self.camera(robot).view(batch, 2, NUM_BASIS), basis)
         motion = camera * (1 - torch.sigmoid(local[:, 5:] - START_MOVING)) + local[:, :2]
-        grid = functional.affine_grid(
-            torch.eye(2, 3, device=last.device, dtype=last.dtype).expand(batch, -1, -1),
-            list(last.shape),
-            align_corners=False,
-        )
+        identity = torch.eye(2, 3, device=last.device, dtype=last.dtype).expand(batch, -1, -1)
+        grid = functional.affine_grid(identity, list(last.shape), align_corners=False)
         moved = functional.grid_sample(
             last, grid + motion.permute(0, 2, 3, 1), padding_mode="border", align_corners=False
         )
         return moved + local[:, 2:5]
-
-    def embed(self, residuals: Tensor) -> Tensor:
-        """Embed the predicted residuals, [B, n, D] → [B, n, C]."""
-        return self.embedding(residuals)
 
     def logits(self, residuals: Tensor, level: Tensor, output: Tensor, quantize: MultiScaleQuantizer) -> Tensor:
         """Return the prior logits of the codes for z [B, n, D] at scales `level` [n] (`prior_logits`).

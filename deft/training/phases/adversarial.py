@@ -26,8 +26,7 @@ from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
-from deft.models.f1.policy import F1Policy
-from deft.models.f1.rollout import encode_frames
+from deft.models.f1.policy import F1Policy, encode_frames
 from deft.runs import checkpoint
 from deft.runs.compute import set_precision
 from deft.runs.directory import MODEL_FILE

@@ -21,7 +21,7 @@ from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError
 from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.models.f1.batch import MemoryStateManager
-from deft.models.f1.rollout import encode_frames
+from deft.models.f1.policy import encode_frames
 from deft.runs.compute import autocast
 from deft.training.phases.base import BaseRLTrainer, Metrics
 

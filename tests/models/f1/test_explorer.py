@@ -72,12 +72,13 @@ def test_the_log_prob_is_that_of_the_steps(explorer):
     """Σ_k Σ_d log N(x_{k+1}; x_k − v / S, σ), with v from the model's own velocity, one step at a time."""
     td = explorer.act(acting_input(explorer, 2))
     chain, state = td[schema.SAMPLE][schema.CHAIN], td[schema.OBSERVATION][schema.STATE]
-    context = explorer.f1.encode_observation(td[schema.OBSERVATION])
+    context = explorer.f1.encode_observation(dict(td[schema.OBSERVATION].items()))
     expected = torch.zeros(2)
     with torch.no_grad():
         for step in range(3):
             time = torch.full((2,), 1 - step / 3)
-            velocity = explorer.f1.model.velocity(context, state, chain[:, step], time, td[schema.MEMORY][:, -1])
+            memory = td[schema.MEMORY][:, -1]
+            velocity, _ = explorer.f1.model.velocity_and_features(context, state, chain[:, step], time, memory)
             mean = chain[:, step] - velocity / 3
             normal = torch.distributions.Normal(mean, SIGMA)
             expected += normal.log_prob(chain[:, step + 1])[:, 0, :2].sum(-1)

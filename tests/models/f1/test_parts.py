@@ -8,13 +8,14 @@ import torch
 from f1_worlds import micro_config, micro_policy
 
 from deft.errors import InputError
-from deft.models.f1 import experts, flow, frames
+from deft.models import flow_chain
+from deft.models.f1 import experts, frames
 from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import PRESETS, TokenizerConfig
 from deft.models.f1.experts import Block
+from deft.models.f1.heads import choose, sample_time, time_embedding
 from deft.models.f1.language import ByteTokenizer, FolderTokenizer, make_language_tokenizer
 from deft.models.f1.motion import MotionPrior, fit_sharpness, prior_cross_entropy, prior_logits
-from deft.models.f1.sampling import choose
 from deft.models.f1.vq import MultiScaleQuantizer, MultiScaleTokenizer
 
 
@@ -123,7 +124,7 @@ def test_prediction_scale_by_scale_is_the_prediction_at_once():
     model, tokenizer = policy.model, policy.tokenizer
     codes = torch.randint(0, 32, (2, 4, 21))
     words = torch.tensor([[2, 5, 0], [2, 6, 7]])
-    prefix = model.understand([torch.randn(2, 3, 16, 16)], [torch.tensor([True, False])], words, words != 0)
+    prefix = model.understand([(torch.randn(2, 3, 16, 16), torch.tensor([True, False]))], words, words != 0)
     condition = model.condition(tokenizer.embed(codes), expected=torch.randn(2, 4, 4, 4))
     predicted = model.predict_frame(prefix, condition)
     at_once = model.teacher_forced(prefix, condition, predicted.codes)
@@ -141,11 +142,11 @@ def test_attention_block_by_block_is_attention_with_a_mask(monkeypatch, kv_heads
     for length in (10_000, 0):
         monkeypatch.setattr(experts, "LONG", length)
         policy.zero_grad()
-        prefix = policy.model.understand([pictures], [None], words, None)
+        prefix = policy.model.understand([(pictures, None)], words, None)
         condition = policy.model.condition(policy.tokenizer.embed(codes))
         logits = policy.model.teacher_forced(prefix, condition, codes[:, 0])
         predicted = policy.model.predict_frame(prefix, condition)
-        velocity = policy.model.velocity(predicted, *robot)
+        velocity, _ = policy.model.velocity_and_features(predicted, *robot)
         (logits.square().mean() + velocity.square().mean()).backward()
         gradients = [one.grad for one in policy.model.experts.parameters() if one.grad is not None]
         assert len(gradients) > 40
@@ -165,7 +166,8 @@ def test_the_memory_is_in_full_precision_under_autocast():
 
 def test_time_follows_its_distribution():
     """P(t ≤ x) = ((x − 0.001) / 0.999)^1.5, that of Beta(1.5, 1): its mean is 0.6."""
-    times = flow.sample_time(20_000, torch.device("cpu"), torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    times = sample_time(20_000, torch.device("cpu"))
     assert times.min() >= 0.001
     assert times.max() <= 1.0
     assert times.mean().item() == pytest.approx(0.6 * 0.999 + 0.001, abs=0.01)
@@ -178,26 +180,26 @@ def test_integration_of_the_true_velocity_gives_the_actions():
 
     def velocity(noisy, time):
         seen.append(time[0].item())
-        torch.testing.assert_close(noisy, flow.noisy_actions(actions, noise, time), atol=1e-5, rtol=0)
+        torch.testing.assert_close(noisy, flow_chain.noised(actions, noise, time), atol=1e-5, rtol=0)
         return noise - actions
 
-    torch.testing.assert_close(flow.integrate(velocity, noise, 10), actions, atol=1e-5, rtol=0)
+    torch.testing.assert_close(flow_chain.integrate(velocity, noise, 10), actions, atol=1e-5, rtol=0)
     assert seen == pytest.approx([1 - step / 10 for step in range(10)])
 
 
 def test_time_embedding_of_known_periods():
     """The first pair has period 0.004, the last 4: at t = 1 the angles are 2π·250 and π/2."""
-    embedding = flow.time_embedding(torch.tensor([1.0]), 4)[0]
+    embedding = time_embedding(torch.tensor([1.0]), 4)[0]
     expected = [math.sin(500 * math.pi), 1.0, math.cos(500 * math.pi), 0.0]
     assert embedding.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_choices():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(1, 4000, 4)
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
 
     def shares(top_k, top_p):
-        return torch.bincount(choose(logits, top_k, top_p, generator).flatten(), minlength=4) / 4000
+        return torch.bincount(choose(logits, top_k, top_p).flatten(), minlength=4) / 4000
 
     assert shares(1, 1.0).tolist() == [1, 0, 0, 0]
     assert shares(0, 1.0).tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)

@@ -6,7 +6,7 @@ from f1_worlds import f1_batch, micro_policy, wake
 
 from deft import schema
 from deft.errors import InputError
-from deft.models.f1.rollout import roll_out
+from deft.models.f1.policy import roll_out
 
 KEYS = {"loss", "wm_loss", "wm_acc_mean", "wm_acc_tail", "memory_state"}
 
@@ -148,8 +148,8 @@ def test_no_gradient_from_later_steps_without_memory_backprop():
 
     def first_step_gradient(memory_backprop):
         memory = policy.initial_memory(2).requires_grad_()
-        inputs = policy._prepare(batch, with_target=True)
-        _, after, last = policy._remember(inputs, memory, memory_backprop)
+        inputs = policy._prepare(batch, memory, with_target=True)
+        _, after, last = policy._remember(inputs, memory_backprop)
         (gradient,) = torch.autograd.grad(after[-2:].sum(), memory, allow_unused=True)  # of the last step's rows
         assert last.shape == memory.shape
         return gradient
@@ -168,8 +168,8 @@ def test_the_gradient_of_a_later_loss_reaches_earlier_steps_only_with_memory_bac
 
     def gradients(memory_backprop):
         policy.zero_grad()
-        inputs = policy._prepare(batch, with_target=True)
-        _, after, _ = policy._remember(inputs, policy.initial_memory(1), memory_backprop)
+        inputs = policy._prepare(batch, policy.initial_memory(1), with_target=True)
+        _, after, _ = policy._remember(inputs, memory_backprop)
         (gradient,) = torch.autograd.grad(after[1].sum(), batch[schema.STATE])
         return gradient[0].abs().max().item(), gradient[1].abs().max().item()
 
@@ -253,8 +253,6 @@ def test_batches_that_do_not_fit_are_refused():
         batch = {name: value for name, value in f1_batch(2).items() if name != missing}
         with pytest.raises(InputError, match=missing):
             policy.forward_with_world_model(batch, memory)
-    with pytest.raises(InputError, match="cur_n_obs_img_steps is 3; this model has 4"):
-        policy.forward_with_world_model(f1_batch(2), memory, cur_n_obs_img_steps=3)
 
 
 def test_hidden_actions_in_training():
@@ -291,10 +289,10 @@ def test_codes_are_hidden_in_training_alone():
     coarse[:, 4, 0] = (coarse[:, 4, 0] + 1) % 32
 
     def logits(policy, frame_tokens):
-        hidden = policy._hidden_codes(2, None)
-        inputs = policy._prepare({**given, schema.FRAME_TOKENS: frame_tokens}, with_target=True)
+        hidden = policy._hidden_codes(2)
+        inputs = policy._prepare({**given, schema.FRAME_TOKENS: frame_tokens}, memory, with_target=True)
         condition = policy._condition(inputs, None, None)
-        return policy.model.teacher_forced(policy._prefix(inputs), condition, inputs.codes[:, 4], hidden)
+        return policy.model.teacher_forced(policy._prefix(given), condition, inputs.codes[:, 4], hidden)
 
     assert torch.equal(logits(policy.train(), codes), logits(policy, coarse))
     assert not torch.equal(logits(policy.eval(), codes), logits(policy, coarse))
@@ -419,7 +417,7 @@ def test_the_detail_of_the_moved_frame_is_kept():
     assert (found["images"].int() - last.int()).abs().max() <= 1
     codes = found["frame_tokens"].clone()
     codes[0, -1] = (codes[0, -1] + 1) % keeps.config.tokenizer.codebook_size
-    inputs = keeps._prepare(batch, with_target=False)
+    inputs = keeps._prepare(batch, memory)
     change = keeps.tokenizer.decode(codes) - keeps.tokenizer.decode(found["frame_tokens"])
     expected = (last.float() + 127.5 * change).clamp(0, 255)
     assert (keeps._decode_images(codes, inputs).float() - expected).abs().max() <= 1

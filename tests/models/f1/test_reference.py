@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from shared_data import shared_data
 
-from deft.models.f1 import flow
+from deft.models import flow_chain
 from deft.models.f1.config import PRESETS, read_f1_config
 from deft.models.f1.loading import load_f1_policy, published_state_dict, save_published
 from deft.models.f1.naming import OWN_PREFIXES, published_name
@@ -24,9 +24,8 @@ def reference():
 
 
 def understood(policy, io):
-    return policy.model.understand(
-        [io["image0"], io["image1"]], [io["image0_mask"], io["image1_mask"]], io["lang_tokens"], io["lang_masks"]
-    )
+    images = [(io[name], io[f"{name}_mask"]) for name in ("image0", "image1")]
+    return policy.model.understand(images, io["lang_tokens"], io["lang_masks"])
 
 
 @torch.no_grad()
@@ -51,8 +50,8 @@ def test_logits_and_flow_losses(reference, extras):
     torch.testing.assert_close(logits, io["teacher_forced_logits"], atol=1e-4, rtol=0)
     predicted = policy.model.predict_frame(prefix, condition)
     torch.testing.assert_close(predicted.logits, io["greedy_logits"], atol=1e-4, rtol=0)
-    noisy = flow.noisy_actions(io["actions"], io["noise"], io["time"])
-    velocity = policy.model.velocity(predicted, io["state"], noisy, io["time"], remembered)
+    noisy = flow_chain.noised(io["actions"], io["noise"], io["time"])
+    velocity, _ = policy.model.velocity_and_features(predicted, io["state"], noisy, io["time"], remembered)
     losses = (io["noise"] - io["actions"] - velocity).square()
     torch.testing.assert_close(losses, io["flow_losses"], atol=1e-4, rtol=0)
 

@@ -20,7 +20,7 @@ from deft import PPO, VLAPolicy, load_vla_model, schema
 from deft.config.algorithm_settings import PPOSettings
 from deft.config.settings import DatasetPolicyConfig
 from deft.errors import InputError
-from deft.models.flow_chain import sample_chain
+from deft.models.flow_chain import draw_chain
 from deft.models.vla.openvla import BINS, ActionTokens, TokenVLA
 from deft.models.vla.pi0 import Pi0VLA
 from deft.models.vla.pretrained import ImagePreprocessor, InstructionTokenizer, read_statistics
@@ -176,7 +176,7 @@ def test_pi0_denoises_as_transformers_does(pi0: Pi0VLA) -> None:
     with torch.no_grad():
         expected = pi0.backbone.sample_actions(**pi0.inputs(seen), noise=noise.clone(), num_steps=3)
         prefix, state = pi0._read(seen)
-        chain = sample_chain(pi0._velocity(prefix, state), noise, pi0.deviation, deterministic=True)
+        chain, _ = draw_chain(pi0._velocity(prefix, state), noise, pi0.deviation, deterministic=True)
     torch.testing.assert_close(chain[:, -1], expected, rtol=0, atol=1e-5)
 
 

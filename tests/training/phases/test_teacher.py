@@ -23,8 +23,7 @@ from deft.data.episodes import batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.frames import to_model
-from deft.models.f1.policy import F1Policy
-from deft.models.f1.rollout import encode_frames
+from deft.models.f1.policy import F1Policy, encode_frames
 from deft.runs import checkpoint
 from deft.training.phases import teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
