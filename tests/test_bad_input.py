@@ -556,7 +556,7 @@ def test_a_rollout_larger_than_the_machine(tmp_path: Path, deft: Command) -> Non
         f"train ppo {TINY} --env bad/Faulty-v0 --output-dir {tmp_path} --rollout-steps 1e13 --total-timesteps 1e13"
     )
     assert status == 2
-    assert_one_line(lines, "buffer_size", "10000000000000", "GiB")
+    assert_one_line(lines, "rollout_steps", "10000000000000", "GiB")
 
 
 # -- a damaged checkpoint among good ones ------------------------------------------------------------------------------

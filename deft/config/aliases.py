@@ -42,6 +42,7 @@ ALIASES: dict[str, str] = {
 
 CLASS_ALIASES: dict[str, dict[str, str]] = {
     "PPOConfig": {"num_epochs": "n_epochs"},
+    "TrainerConfig": {"buffer_size": "rollout_steps"},  # of replay algorithms it is the size of the replay buffer
     "OfflineRLConfig": {"gamma": "discount_gamma"},
     "RLConfig": {
         "gamma": "discount_gamma",
@@ -61,8 +62,7 @@ VALUES: dict[str, dict[str, str]] = {"precision": {"float32": "fp32", "bfloat16"
 
 
 MOVED: dict[str, str] = {
-    "trainer.rollout_steps": "trainer.buffer_size",
-    "algorithm.cfg.rollout_steps": "trainer.buffer_size",
+    "algorithm.cfg.rollout_steps": "trainer.rollout_steps",
     "algorithm.cfg.num_iterations": "trainer.iterations",
     "trainer.batch_size": "algorithm.cfg.batch_size",
 }

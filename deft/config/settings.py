@@ -233,7 +233,7 @@ class ClusterConfig:
 class TrainerConfig(LoopConfig):
     """How long to train, the rollout size, and when to evaluate, log and save."""
 
-    buffer_size: Count = 2048
+    rollout_steps: Count = 2048
     """Rollout length: steps per environment."""
     buffer_type: Literal["standard", "vla"] = "standard"
     """`standard`: alternate collection and training; `vla`: collect in a background thread during training."""

@@ -37,9 +37,7 @@ def flat_paths(cls: type | str, algorithm: str) -> dict[str, str]:
     """Return the path in a run of this algorithm of every field of a view."""
     names = CLASS_ALIASES[cls if isinstance(cls, str) else cls.__name__]
     flags = [flag for group in run_flags(algorithm) for flag in group.flags]
-    # `buffer_size` is that of the replay buffer
-    own = {flag.path: "rollout_steps" if flag.path == "trainer.buffer_size" else flag.name for flag in flags}
-    paths = {names.get(name, name): path for path, name in own.items()}
+    paths = {names.get(flag.name, flag.name): flag.path for flag in flags}
     return {
         name: path
         for name, path in paths.items()

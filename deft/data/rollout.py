@@ -65,8 +65,8 @@ class Columns:
     @torch.inference_mode(False)  # collectors write in inference mode; training needs ordinary tensors
     def _allocate(self, row: Row) -> None:
         unit = "steps of all environments"
-        advice = "use a smaller buffer_size (rollout_steps), or fewer environments"
-        check_memory(self.capacity, sum(value.nbytes for value in row.values()), unit, advice)
+        advice = "use smaller rollout_steps, or fewer environments"
+        check_memory("rollout_steps", self.capacity, sum(value.nbytes for value in row.values()), unit, advice)
         for key, value in row.items():
             example = torch.as_tensor(value)
             tensor = torch.zeros((self.capacity, *example.shape), dtype=example.dtype)
@@ -84,7 +84,7 @@ class Columns:
         )
 
 
-def check_memory(count: int, size: int, unit: str, advice: str) -> None:
+def check_memory(setting: str, count: int, size: int, unit: str, advice: str) -> None:
     """Raise InputError if `count` rows of `size` bytes exceed the main memory of this machine.
 
     The operating system would grant the memory now and kill the process when it is used.
@@ -92,7 +92,7 @@ def check_memory(count: int, size: int, unit: str, advice: str) -> None:
     present = physical_memory()
     if count * size > present:
         raise InputError(
-            f"buffer_size: {count} {unit} need {count * size / 2**30:,.1f} GiB; this machine has "
+            f"{setting}: {count} {unit} need {count * size / 2**30:,.1f} GiB; this machine has "
             f"{present / 2**30:,.1f} GiB: {advice}"
         )
 

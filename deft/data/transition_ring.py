@@ -332,7 +332,7 @@ class TransitionRing:
 
     def _check_memory(self, count: int, size: int) -> None:
         if self.device.type == "cpu":
-            check_memory(count, size, "observations", "use a smaller buffer_size")
+            check_memory("buffer_size", count, size, "observations", "use a smaller buffer_size")
 
 
 def _moved(rows: Tensor, numbers: Tensor, size: int) -> Tensor:

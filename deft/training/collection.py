@@ -374,7 +374,7 @@ class Collection:
         """
         known = self.collector.load_state_dict(state)
         if known and buffer and not same_rollout:
-            log.warning("%d collected steps are dropped: buffer_size changed", self.pending)
+            log.warning("%d collected steps are dropped: rollout_steps changed", self.pending)
             self.collector.step_counts.clear()
         elif known:
             self.buffer.load_state_dict(buffer)

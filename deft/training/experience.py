@@ -20,10 +20,10 @@ from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.replay_collection import ReplayCollection
 
 
-def rollout_steps(algorithm: Algorithm, buffer_size: int) -> int:
-    """Vector steps between two updates: `buffer_size`, unless the algorithm itself defines them."""
+def steps_per_update(algorithm: Algorithm, rollout_steps: int) -> int:
+    """Vector steps between two updates: `rollout_steps`, unless the algorithm itself defines them."""
     experience = algorithm.experience
-    return experience.train_freq if isinstance(experience, Replay) else buffer_size
+    return experience.train_freq if isinstance(experience, Replay) else rollout_steps
 
 
 def make_collection(
@@ -54,14 +54,14 @@ def make_collection(
         algorithm.set_reward_terms(env.reward_terms)
     if isinstance(experience, Groups):
         collector_class = RayGroupCollector if isinstance(env, ClusterEnv) else GroupCollector
-        return GroupCollection(env, policy, experience, seed, settings.buffer_size, collector_class)
+        return GroupCollection(env, policy, experience, seed, settings.rollout_steps, collector_class)
     collector = _make_collector(env, policy, settings, seed, experience.next_observation, experience.reward_terms)
     if isinstance(experience, Replay):
         return ReplayCollection(collector, algorithm, experience, seed, fresh_policy, planned_steps)
     if in_background:
-        ring = VLABuffer(settings.buffer_size * max(1, settings.max_staleness))
+        ring = VLABuffer(settings.rollout_steps * max(1, settings.max_staleness))
         return BackgroundCollection(collector, ring, policy, settings.max_staleness, timeout)
-    return InlineCollection(collector, RolloutBuffer(settings.buffer_size))
+    return InlineCollection(collector, RolloutBuffer(settings.rollout_steps))
 
 
 def _make_collector(
@@ -69,5 +69,5 @@ def _make_collector(
 ) -> Collector:
     if not isinstance(env, ClusterEnv):
         return Collector(env, policy, seed, next_observation, reward_terms)
-    block = block_steps(env, settings.buffer_size)
+    block = block_steps(env, settings.rollout_steps)
     return RayCollector(env, policy, seed, next_observation, reward_terms, settings.max_staleness, block)

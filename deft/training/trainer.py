@@ -36,7 +36,7 @@ from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import UNKNOWN_COLLECTOR
 from deft.training.curriculum import Curriculum
 from deft.training.evaluator import Evaluator
-from deft.training.experience import make_collection, rollout_steps
+from deft.training.experience import make_collection, steps_per_update
 from deft.training.lifecycle import RunSpec
 from deft.training.loop import Intervals, Metrics
 from deft.training.policy_loop import PolicyLoop
@@ -81,7 +81,7 @@ class Trainer(PolicyLoop):
         policy: Policy,
         env: Env,
         algorithm: Algorithm,
-        buffer_size: int = 2048,
+        rollout_steps: int | None = None,
         buffer_type: str = "standard",
         batch_size: int | None = None,
         *,
@@ -94,8 +94,10 @@ class Trainer(PolicyLoop):
         if algorithm.policy is not policy:
             raise InputError("algorithm: trains another policy object than the one given; pass algorithm.policy")
         self.spec = spec = OnlineSpec.take(spec, settings)
-        buffer_size = rollout_steps(algorithm, buffer_size)
-        self.settings = TrainerConfig(buffer_size=buffer_size, buffer_type=buffer_type, **settings)  # type: ignore[arg-type]
+        if rollout_steps is not None:
+            settings["rollout_steps"] = rollout_steps
+        self.settings = TrainerConfig(buffer_type=buffer_type, **settings)  # type: ignore[arg-type]
+        self.settings.rollout_steps = steps_per_update(algorithm, self.settings.rollout_steps)
         if batch_size is not None:
             algorithm.settings.batch_size = batch_size
         algorithm.check_policy(spec.fresh_policy)
@@ -173,7 +175,7 @@ class Trainer(PolicyLoop):
         if total_timesteps is not None:
             return TrainerConfig(total_timesteps=total_timesteps).total_timesteps
         if self.settings.iterations is not None:  # an upper bound: chunks and episodes may end early
-            most = self.settings.buffer_size * self._num_envs * self.env.chunk_length * self.collection.max_rounds
+            most = self.settings.rollout_steps * self._num_envs * self.env.chunk_length * self.collection.max_rounds
             return self.settings.iterations * most
         return self.settings.total_timesteps
 
@@ -208,7 +210,7 @@ class Trainer(PolicyLoop):
         exact = self.env.chunk_length == 1
         remaining = math.ceil((self.run.total - self.num_timesteps) / self._num_envs) if exact else None
         held = self.collection.pending
-        whole = held % self.settings.buffer_size == 0  # its last step is a segment's end, with its bootstrap
+        whole = held % self.settings.rollout_steps == 0  # its last step is a segment's end, with its bootstrap
         if self.collection.in_update:
             remaining = None if remaining is None else max(0, remaining - self.collection.in_update)
         elif held and remaining is not None and (remaining < held or (remaining == held and not whole)):
@@ -217,7 +219,7 @@ class Trainer(PolicyLoop):
                 log.warning("%d collected steps are dropped: total_timesteps ends before their rollout does", count)
         if self.curriculum is not None:
             self.curriculum.start()
-        self.collection.start(self.settings.buffer_size, remaining)
+        self.collection.start(self.settings.rollout_steps, remaining)
 
     def step(self) -> Metrics | None:
         """Collect, update, and count the steps."""
@@ -246,9 +248,9 @@ class Trainer(PolicyLoop):
     def _rollout_steps(self) -> int:
         """Vector steps of the next rollout: a whole one, or what is left to the total (chunks may make it several)."""
         if self.env.chunk_length > 1 and self.settings.buffer_type == "vla":  # the collector does not know its end
-            return self.settings.buffer_size
+            return self.settings.rollout_steps
         most = self._num_envs * self.env.chunk_length
-        return min(self.settings.buffer_size, math.ceil((self.run.total - self.num_timesteps) / most))
+        return min(self.settings.rollout_steps, math.ceil((self.run.total - self.num_timesteps) / most))
 
     def _show_progress(self) -> bool:
         """Called by the collection at every step: show it, and return whether to stop."""
@@ -356,7 +358,7 @@ class Trainer(PolicyLoop):
             "collector": collector,
             "buffer": buffer,
             "in_update": collection.counts_in_update(),
-            "rollout_steps": self.settings.buffer_size,
+            "rollout_steps": self.settings.rollout_steps,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
         }
 
@@ -400,7 +402,7 @@ class Trainer(PolicyLoop):
         reason = self.env.state_obstacle() or "it was not saved: a failure, or a collector in the background"
         if _env_settings(state.get("config")) != _env_settings(self.spec.config):
             saved, reason = {**saved, **UNKNOWN_COLLECTOR}, "the environment's settings changed"
-        same_rollout = state.get("rollout_steps") == self.settings.buffer_size
+        same_rollout = state.get("rollout_steps") == self.settings.rollout_steps
         if not collection.load_state_dict(saved, state["buffer"], same_rollout):
             log.warning("resumed with new episodes, unlike an uninterrupted run: no environment state (%s)", reason)
         counts = state.get("in_update", [])

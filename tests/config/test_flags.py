@@ -30,7 +30,7 @@ def test_names_and_aliases_are_those_of_the_documents() -> None:
     assert flags["env"].path == "env.id"
     assert flags["n_epochs"].aliases == ("ppo_epochs",)
     assert flags["clip_range"].aliases == ("ppo_clip_range", "clip_epsilon")
-    assert (flags["buffer_size"].path, flags["buffer_size"].aliases) == ("trainer.buffer_size", ("rollout_steps",))
+    assert (flags["rollout_steps"].path, flags["rollout_steps"].aliases) == ("trainer.rollout_steps", ("buffer_size",))
     assert flags["batch_size"].aliases == ()
 
 
@@ -45,7 +45,7 @@ def test_an_algorithms_own_setting_gets_the_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(ALGORITHM_SETTINGS, "sac", ReplaySettings)
     paths = {flag.name: flag.path for group in run_flags("sac") for flag in group.flags}
     assert paths["buffer_size"] == "algorithm.cfg.buffer_size"
-    assert paths["trainer_buffer_size"] == "trainer.buffer_size"
+    assert paths["rollout_steps"] == "trainer.rollout_steps"
 
 
 def test_switches_and_lists_are_told_from_plain_values() -> None:

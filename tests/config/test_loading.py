@@ -100,8 +100,8 @@ ALIASED = [
     ("algorithm.cfg.ppo_clip_range_vf", 0.2, "algorithm.cfg.clip_range_vf"),
     ("algorithm.cfg.discount_gamma", 0.9, "algorithm.cfg.gamma"),
     ("algorithm.cfg.lr", 0.1, "algorithm.cfg.learning_rate"),
-    ("algorithm.cfg.rollout_steps", 32, "trainer.buffer_size"),
-    ("trainer.rollout_steps", 32, "trainer.buffer_size"),
+    ("algorithm.cfg.rollout_steps", 32, "trainer.rollout_steps"),
+    ("trainer.buffer_size", 32, "trainer.rollout_steps"),
     ("trainer.batch_size", 32, "algorithm.cfg.batch_size"),
 ]
 
@@ -124,7 +124,7 @@ def test_an_error_names_the_alias_that_was_written() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    ({"trainer": {"bufer_size": 1}}, "trainer.bufer_size: unknown setting; did you mean 'buffer_size'?"),
+    ({"trainer": {"rolout_steps": 1}}, "trainer.rolout_steps: unknown setting; did you mean 'rollout_steps'?"),
     ({"trainr": {}}, "trainr: unknown setting; did you mean 'trainer'?"),
     ({"algorithm": {"cfg": {"gama": 1}}}, "algorithm.cfg.gama: unknown setting; did you mean 'gamma'?"),
     ({"total_timesteps": 5}, "total_timesteps: unknown setting; did you mean 'trainer.total_timesteps'?"),
@@ -256,11 +256,11 @@ def test_settings_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
 
 def test_replace_leaves_the_original_alone() -> None:
     config = RunConfig()
-    changed = replace(config, seed=3, **{"trainer.buffer_size": 64})
-    assert (changed.seed, changed.trainer.buffer_size) == (3, 64)
+    changed = replace(config, seed=3, **{"trainer.rollout_steps": 64})
+    assert (changed.seed, changed.trainer.rollout_steps) == (3, 64)
     assert config == RunConfig()
-    with pytest.raises(InputError, match=r"^trainer.bufer_size: unknown setting; did you mean 'buffer_size'\?$"):
-        replace(config, **{"trainer.bufer_size": 64})
+    with pytest.raises(InputError, match=r"^trainer.rolout_steps: unknown setting; did you mean 'rollout_steps'\?$"):
+        replace(config, **{"trainer.rolout_steps": 64})
 
 
 def test_resolve_does_not_change_what_it_is_given() -> None:

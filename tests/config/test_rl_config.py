@@ -131,7 +131,7 @@ def test_the_names_of_the_documents_map_to_their_settings() -> None:
         "env.id": "CartPole-v1",
         "env.num_envs": 8,
         "trainer.total_timesteps": 100000,
-        "trainer.buffer_size": 128,
+        "trainer.rollout_steps": 128,
         "algorithm.cfg.n_epochs": 7,
         "algorithm.cfg.gamma": 0.9,
         "seed": 3,

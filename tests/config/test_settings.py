@@ -53,17 +53,17 @@ def test_constructors_refuse_in_one_line(make: object, line: str) -> None:
 
 def test_assignments_are_checked_too() -> None:
     config = TrainerConfig()
-    with pytest.raises(InputError, match=r"^buffer_size: 0 is out of range; must be at least 1$"):
-        config.buffer_size = 0
-    config.buffer_size = 8
-    assert config.buffer_size == 8
+    with pytest.raises(InputError, match=r"^rollout_steps: 0 is out of range; must be at least 1$"):
+        config.rollout_steps = 0
+    config.rollout_steps = 8
+    assert config.rollout_steps == 8
 
 
 def test_whole_numbers_of_other_types_become_int() -> None:
-    config = TrainerConfig(total_timesteps=1e6, buffer_size=np.int64(64))  # type: ignore[arg-type]
-    assert (config.total_timesteps, config.buffer_size) == (1_000_000, 64)
+    config = TrainerConfig(total_timesteps=1e6, rollout_steps=np.int64(64))  # type: ignore[arg-type]
+    assert (config.total_timesteps, config.rollout_steps) == (1_000_000, 64)
     assert type(config.total_timesteps) is int
-    assert type(config.buffer_size) is int
+    assert type(config.rollout_steps) is int
 
 
 def test_real_numbers_of_other_types_become_float() -> None:

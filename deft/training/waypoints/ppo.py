@@ -76,7 +76,7 @@ class WaypointTrainer(Trainer):
             policy,
             env,
             algorithm,
-            buffer_size=config.rollout_steps,
+            rollout_steps=config.rollout_steps,
             eval_env=next(iter(held_out.envs.values())),
             output_dir=config.output_dir,
             logging_config=logging_config,
