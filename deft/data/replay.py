@@ -6,6 +6,7 @@ Datasets of vector observations load into a `TransitionTable`; `ReplayBuffer` sa
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -82,7 +83,34 @@ class TransitionTable:
         return (~is_last).nonzero().squeeze(1)
 
 
-class ReplayBuffer:
+class Sampler(ABC):
+    """Random batches of recorded experience, with a random generator of its own."""
+
+    capturable = True  # `sample` may be captured in a CUDA graph; its generator is on the device
+
+    def __init__(self, seed: int, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.generator = torch.Generator(self.device if self.capturable else "cpu").manual_seed(seed)
+
+    @abstractmethod
+    def sample(self, batch_size: int) -> Batch:
+        """Return a random batch in the schema's keys."""
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield batches without end."""
+        while True:
+            yield self.sample(batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what determines the next batches."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.generator.set_state(state["generator"])
+
+
+class ReplayBuffer(Sampler):
     """Samples transitions of a `TransitionTable` with replacement, with its own random generator.
 
     A transition is one lookup: its row and the row below it, which holds the next observation, are adjacent in memory.
@@ -90,16 +118,11 @@ class ReplayBuffer:
     transitions for each learner.
     """
 
-    capturable = True  # `sample` may be captured in a CUDA graph
-
     def __init__(
         self, table: TransitionTable, seed: int = 0, num_members: int = 1, device: torch.device | str = "cpu"
     ) -> None:
-        self.table = table
-        self.num_members = num_members
-        self.device = torch.device(device)
-        self.generator = torch.Generator(self.device)
-        self.generator.manual_seed(seed)
+        super().__init__(seed, device)
+        self.table, self.num_members = table, num_members
         self._block = BLOCK if self.device.type == "cpu" else 1  # on a GPU, sampling is captured with the update
         self._rows = table.rows.to(self.device)
         count, width = self._rows.shape
@@ -183,11 +206,6 @@ class ReplayBuffer:
             columns[schema.VALUE_TARGET] = self._chosen_returns.view(shape)
         batches = zip(*(column.unbind(0) for column in columns.values()), strict=True)
         self._views = [dict(zip(columns, parts, strict=True)) for parts in batches][::-1]
-
-    def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield batches without end."""
-        while True:
-            yield self.sample(batch_size)
 
     def observations(self, block: int = 65_536) -> Iterator[Tensor]:
         """Yield the observations at which transitions start, in blocks, for observation normalisation."""

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from deft import schema
 from deft.data.datasets.dataset import Dataset, Episode
+from deft.data.replay import Sampler
 from deft.data.tensors import Batch
 from deft.errors import InputError
 
 DEFAULT_CACHE_BYTES = 2 * 2**30
 
 
-class EpisodePool:
+class EpisodePool(Sampler):
     """Episodes of a dataset in memory, as many as fit into `cache_bytes`.
 
     If all episodes fit, the pool is the whole dataset and sampling is uniform over its transitions. Otherwise episodes
@@ -40,12 +41,8 @@ class EpisodePool:
         reuse: float = 8.0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.dataset = dataset
-        self.cache_bytes = cache_bytes
-        self.reuse = reuse
-        self.device = torch.device(device)
-        self.generator = torch.Generator()
-        self.generator.manual_seed(seed)
+        super().__init__(seed, device)
+        self.dataset, self.cache_bytes, self.reuse = dataset, cache_bytes, reuse
         self._bytes = episode_bytes(dataset)
         self.fits = int(self._bytes.sum()) <= cache_bytes
         if int(self._bytes.max()) > cache_bytes:
@@ -86,15 +83,6 @@ class EpisodePool:
         self._gamma = gamma
         self._index_pool()
 
-    def sample(self, batch_size: int) -> Batch:
-        """Return a random batch in the schema's keys."""
-        raise TypeError(f"{type(self).__name__} does not define sample")
-
-    def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield batches without end."""
-        while True:
-            yield self.sample(batch_size)
-
     def observations(self) -> Iterator[dict[str, Tensor] | Tensor]:
         """Yield the observations at which transitions start, without images, for observation normalisation.
 
@@ -110,35 +98,10 @@ class EpisodePool:
             vectors = {name: torch.from_numpy(streams[name][:-1]) for name in names}
             yield vectors.get("", vectors)
 
-    def observation_statistics(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return mean and standard deviation of each stream of float vectors, over the starts of transitions.
-
-        A single array has the name `schema.OBSERVATION`. This reads the whole dataset once.
-        """
-        totals: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        for index in range(self.dataset.num_episodes):
-            episode = self._episode(index)
-            for name, rows in episode.streams.items():
-                if rows.ndim == 2 and rows.dtype == np.float32:
-                    values = rows[: len(episode)].astype(np.float64)
-                    # Sums of differences from the first row keep their precision if the mean is large.
-                    origin, total, squares = totals.get(name, (values[0], 0.0, 0.0))
-                    total = total + (values - origin).sum(0)
-                    totals[name] = origin, total, squares + ((values - origin) ** 2).sum(0)
-        statistics = {}
-        for name, (origin, total, squares) in totals.items():
-            mean = total / len(self)
-            deviation = np.sqrt(np.maximum(squares / len(self) - mean**2, 0.0))
-            statistics[name or schema.OBSERVATION] = (
-                torch.from_numpy((origin + mean).astype(np.float32)),
-                torch.from_numpy(deviation.astype(np.float32)),
-            )
-        return statistics
-
     def state_dict(self) -> dict[str, Any]:
         """Return what determines the next samples; the episodes are read again."""
         return {
-            "generator": self.generator.get_state(),
+            **super().state_dict(),
             "order": list(self._order),
             "pool": list(self._pool),
             "draws_owed": self._draws_owed,
@@ -151,7 +114,7 @@ class EpisodePool:
             raise InputError(
                 f"the saved buffer names episodes that {self.dataset.name} does not have: is it another dataset?"
             )
-        self.generator.set_state(state["generator"])
+        super().load_state_dict(state)
         self._order, self._draws_owed = list(state["order"]), float(state["draws_owed"])
         self._pool = {index: self._episode(index) for index in state["pool"]}
         self._index_pool()

@@ -7,7 +7,7 @@ it is the observation of one transition and the next observation of the transiti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,64 @@ import torch
 from torch import Tensor
 
 from deft import schema
+from deft.data.datasets.dataset import Episode
 from deft.data.rollout import check_memory
 from deft.data.tensors import Batch, Key, Row, to_device, to_numpy
 from deft.errors import InputError
 
 _FRAME, _NEXT_FRAME = "frame", "next_frame"  # columns with the numbers of a transition's images, counted from 0
 _EXTRA_FRAMES = 8  # one in so many frames may be the last one of an episode, which starts no transition
-_BLOCK = 65_536  # rows copied at once from a checkpoint
+_BLOCK = 4096  # rows copied at once
+_POLICY_OUTPUTS = (schema.LOG_PROB, schema.VALUE, schema.POLICY_VERSION)
+
+
+class _Ring:
+    """Tensors of `size` rows by key. Rows are numbered from the first one written: row i is stored at i % size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.size = device, 0
+        self.tensors: dict[Key, Tensor] = {}
+
+    def allocate(self, size: int, rows: Mapping[Key, Any]) -> None:
+        """Allocate memory for `size` rows like these; floats are stored as float32."""
+        examples = {key: torch.as_tensor(np.asarray(values)) for key, values in rows.items()}
+        if self.device.type == "cpu":
+            row_bytes = sum(example.nbytes // len(example) for example in examples.values())
+            check_memory("buffer_size", size, row_bytes, "observations", "use a smaller buffer_size")
+        self.size = size
+        for key, example in examples.items():
+            dtype = torch.float32 if example.is_floating_point() else example.dtype
+            self.tensors[key] = torch.zeros(size, *example.shape[1:], dtype=dtype, device=self.device)
+
+    def resize(self, size: int, first: int, stop: int) -> None:
+        """Move rows first … stop − 1 to a ring of another size."""
+        numbers = torch.arange(first, stop, device=self.device)
+        for key, rows in self.tensors.items():
+            self.tensors[key] = rows.new_zeros(size, *rows.shape[1:])
+            self.tensors[key][numbers % size] = rows[numbers % self.size]
+        self.size = size
+
+    def write(self, number: int, rows: Mapping[Key, Any]) -> None:
+        """Write rows number, number + 1, …"""
+        start = number % self.size
+        left = self.size - start
+        for key, tensor in self.tensors.items():
+            values = to_device(torch.as_tensor(np.asarray(rows[key]), dtype=tensor.dtype), self.device)
+            tensor[start : start + len(values)] = values[:left]
+            if len(values) > left:
+                tensor[: len(values) - left] = values[left:]
+
+    def rows(self, numbers: Tensor) -> dict[Key, Tensor]:
+        """Return the rows of these numbers."""
+        index = numbers % self.size
+        return {key: tensor.index_select(0, index) for key, tensor in self.tensors.items()}
+
+    def state_dict(self, first: int, stop: int) -> dict[str, Tensor]:
+        """Return rows first … stop − 1, with keys that are text."""
+        if not self.tensors:
+            return {}
+        rows = self.rows(torch.arange(first, stop, device=self.device))
+        return {_join(key): values.cpu() for key, values in rows.items()}
 
 
 class TransitionRing:
@@ -43,12 +94,11 @@ class TransitionRing:
         generator: torch.Generator | None = None,
     ) -> None:
         self.capacity, self.n_step, self.gamma = capacity, n_step, gamma
-        self._room = capacity  # allocated rows: transition i is row i % room
+        self._room = capacity  # transitions for which memory is allocated
         self.device = torch.device(device)
         self.generator = generator or torch.Generator(self.device).manual_seed(seed)
-        self._columns: dict[Key, Tensor] = {}
-        self._frames: dict[Key, Tensor] = {}  # images: one ring of frames for each stream, with the same numbers
-        self._frame_capacity = 0
+        self._steps = _Ring(self.device)
+        self._frames = _Ring(self.device)  # images
         self._num_frames = 0  # written so far
         self._written, self._oldest = 0, 0  # transitions, counted from the first one written
         self._bounds = torch.zeros(2, dtype=torch.float64, device=self.device)  # oldest, and count, on the device
@@ -67,7 +117,7 @@ class TransitionRing:
         """
         waiting = sum(map(len, self._waiting.values()))
         room = min(self.capacity, max(len(self) + waiting + count, 1))
-        if not self._columns and not self._frames:
+        if not self._steps.tensors and not self._frames.tensors:
             self._room = room
             return False
         if room > self._room:
@@ -77,16 +127,10 @@ class TransitionRing:
 
     def _grow(self, room: int) -> None:
         self._room = room
-        numbers = torch.arange(self._oldest, self._written, device=self.device)
-        for key, column in self._columns.items():
-            self._columns[key] = _moved(column, numbers, room)
-        if self._frames:
-            numbers = torch.arange(
-                max(0, self._num_frames - self._frame_capacity), self._num_frames, device=self.device
-            )
-            self._frame_capacity = max(self._frames_for(self._num_envs), self._frame_capacity)
-            for key, frames in self._frames.items():
-                self._frames[key] = _moved(frames, numbers, self._frame_capacity)
+        self._steps.resize(room, self._oldest, self._written)
+        if self._frames.tensors:
+            size = max(self._frames_for(self._num_envs), self._frames.size)
+            self._frames.resize(size, max(0, self._num_frames - self._frames.size), self._num_frames)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -98,7 +142,8 @@ class TransitionRing:
         excludes, if it is present, are not stored: their episode was lost.
         """
         # The policy's log-probs and values are not stored, and copying each of them would wait for the device.
-        arrays = {key: _as_array(value) for key, value in row.items() if not _is_policy_output(key)}
+        kept = {key: value for key, value in row.items() if key not in _POLICY_OUTPUTS and key[0] != schema.SAMPLE}
+        arrays = {key: value if isinstance(value, np.ndarray) else to_numpy(value) for key, value in kept.items()}
         envs = np.arange(len(arrays[schema.NEXT_TERMINATED])) if numbers is None else np.asarray(numbers)
         mask = arrays.pop(schema.STEP_MASK, None)
         if mask is not None:
@@ -110,23 +155,20 @@ class TransitionRing:
             self._add(arrays, terminated, terminated | arrays[schema.NEXT_TRUNCATED], envs.tolist())
 
     @torch.inference_mode(False)
-    def extend(self, episode: Any) -> None:
+    def extend(self, episode: Episode) -> None:
         """Append a whole episode of a dataset."""
-        streams = episode.observation if isinstance(episode.observation, dict) else {None: episode.observation}
-        length = len(episode.reward)
         steps: dict[Key, Any] = {schema.ACTION: episode.action, schema.NEXT_REWARD: episode.reward}
-        for name, stream in streams.items():
-            key: Key = schema.OBSERVATION if name is None else (schema.OBSERVATION, name)
+        for name, stream in episode.streams.items():
+            key: Key = (schema.OBSERVATION, name) if name else schema.OBSERVATION
             steps[key], steps[_following(key)] = stream[:-1], stream[1:]
-        terminated = np.asarray(episode.terminated, bool)
-        done = terminated.copy()
+        done = episode.terminated.copy()
         done[-1] = True
-        alone = self.n_step > 1 or any(_is_image(stream) for stream in streams.values())
+        alone = self.n_step > 1 or any(map(_is_image, episode.streams.values()))
         size = 1 if alone else self.capacity  # n-step returns and shared images need single steps
-        for start in range(0, length, size):
-            part = slice(start, min(start + size, length))
-            envs = [0] * (part.stop - start)  # a recording is of one environment
-            self._add({key: value[part] for key, value in steps.items()}, terminated[part], done[part], envs)
+        for start in range(0, len(episode), size):
+            part = slice(start, start + size)
+            envs = [0] * len(done[part])  # a recording is of one environment
+            self._add({key: value[part] for key, value in steps.items()}, episode.terminated[part], done[part], envs)
 
     def _add(self, arrays: dict[Key, Any], terminated: np.ndarray, done: np.ndarray, envs: list[int]) -> None:
         self._num_envs = max(self._num_envs, max(envs) + 1)
@@ -176,30 +218,19 @@ class TransitionRing:
         held = len(self) + count
         if held > self._room < self.capacity:
             self._grow(min(self.capacity, max(held, 2 * self._room)))
-        if not self._columns:
-            self._allocate(rows, count)
-        start = self._written % self._room
-        left = self._room - start
-        for key, column in self._columns.items():
-            values = to_device(torch.as_tensor(np.asarray(rows[key]), dtype=column.dtype), self.device)
-            column[start : start + count] = values[:left]
-            if count > left:
-                column[: count - left] = values[left:]
+        if not self._steps.tensors:
+            if count > self.capacity:
+                raise InputError(
+                    f"buffer_size: {self.capacity} is smaller than the {count} environments; use a larger one"
+                )
+            self._steps.allocate(self._room, rows)
+        self._steps.write(self._written, rows)
         self._written += count
         self._oldest = max(self._oldest, self._written - self.capacity)
-        if self._frames:
+        if self._frames.tensors:
             self._forget_overwritten()
         if self.device.type != "cpu":
             self._bounds.copy_(to_device(np.array([self._oldest, len(self)], np.float64), self.device))
-
-    def _allocate(self, rows: dict[Key, Any], count: int) -> None:
-        if count > self.capacity:
-            raise InputError(f"buffer_size: {self.capacity} is smaller than the {count} environments; use a larger one")
-        examples = {key: torch.as_tensor(np.asarray(value)) for key, value in rows.items()}
-        self._check_memory(self._room, sum(example.nbytes for example in examples.values()) // count)
-        for key, example in examples.items():
-            dtype = torch.float32 if example.is_floating_point() else example.dtype
-            self._columns[key] = torch.zeros(self._room, *example.shape[1:], dtype=dtype, device=self.device)
 
     # -- images --------------------------------------------------------------------------------------------------------
 
@@ -207,13 +238,10 @@ class TransitionRing:
         self, images: dict[Key, tuple[Any, Any]], done: np.ndarray, envs: list[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Store the images before and after a step and return their numbers; the last step's image is reused."""
-        if not self._frames:
-            size = sum(before[0].nbytes for before, _ in images.values())
-            self._frame_capacity = self._frames_for(self._num_envs)
-            self._check_memory(self._frame_capacity, size)
-            for key, (before, _) in images.items():
-                shape = (self._frame_capacity, *before.shape[1:])
-                self._frames[key] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        if not self._frames.tensors:
+            self._frames.allocate(
+                self._frames_for(self._num_envs), {key: before for key, (before, _) in images.items()}
+            )
         numbers, next_numbers = np.empty(len(envs), np.int64), np.empty(len(envs), np.int64)
         for index, env in enumerate(envs):
             last = self._last_frame.pop(env, None)
@@ -228,8 +256,7 @@ class TransitionRing:
         return min(most, 2 * self._room) + 4 * (self.n_step + 1) * num_envs  # a transition has at most two new images
 
     def _keep(self, images: dict[Key, Any]) -> int:
-        for key, image in images.items():
-            self._frames[key][self._num_frames % self._frame_capacity] = torch.as_tensor(image)
+        self._frames.write(self._num_frames, {key: image[None] for key, image in images.items()})
         self._num_frames += 1
         return self._num_frames - 1
 
@@ -240,7 +267,7 @@ class TransitionRing:
         whose images could be overwritten are removed too.
         """
         slack = 2 * (self.n_step + 1) * self._num_envs
-        numbers, gone = self._columns[_FRAME], self._num_frames - self._frame_capacity + slack
+        numbers, gone = self._steps.tensors[_FRAME], self._num_frames - self._frames.size + slack
         while gone > 0 and self._oldest < self._written and int(numbers[self._oldest % self._room]) < gone:
             self._oldest += 1
 
@@ -259,36 +286,32 @@ class TransitionRing:
         else:  # the bounds change between replays of a CUDA graph, so they are read on the device
             share = torch.rand(batch_size, generator=self.generator, device=self.device, dtype=torch.float64)
             drawn = (self._bounds[0] + share * self._bounds[1]).long()
-        return self._rows(drawn % self._room)
+        return self._rows(drawn)
 
-    def _rows(self, index: Tensor) -> Batch:
+    def _rows(self, numbers: Tensor) -> Batch:
         batch: Batch = {}
-        for key, column in self._columns.items():
-            _put(batch, key, column.index_select(0, index))
-        for key, frames in self._frames.items():
-            _put(batch, key, frames.index_select(0, batch[_FRAME] % self._frame_capacity))
-            _put(batch, _following(key), frames.index_select(0, batch[_NEXT_FRAME] % self._frame_capacity))
+        for key, column in self._steps.rows(numbers).items():
+            _put(batch, key, column)
+        if self._frames.tensors:
+            for key, images in self._frames.rows(batch[_FRAME]).items():
+                _put(batch, key, images)
+            for key, images in self._frames.rows(batch[_NEXT_FRAME]).items():
+                _put(batch, _following(key), images)
         return batch
 
-    def observations(self, block: int = 4096) -> Iterator[Any]:
+    def observations(self) -> Iterator[Any]:
         """Yield the observations at which transitions start, in blocks, for observation normalisation."""
-        for start in range(self._oldest, self._written, block):
-            index = torch.arange(start, min(start + block, self._written), device=self.device)
-            yield self._rows(index % self._room)[schema.OBSERVATION]
+        for start in range(self._oldest, self._written, _BLOCK):
+            stop = min(start + _BLOCK, self._written)
+            yield self._rows(torch.arange(start, stop, device=self.device))[schema.OBSERVATION]
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole buffer, with the transitions in their order: a resumed run samples the same batches."""
-        index = torch.arange(self._oldest, self._written, device=self.device) % self._room
-        first = max(0, self._num_frames - self._frame_capacity)
-        kept = torch.arange(first, self._num_frames, device=self.device)
         return {
-            "columns": {_join(key): column.index_select(0, index).cpu() for key, column in self._columns.items()},
-            "frames": {
-                _join(key): frames.index_select(0, kept % self._frame_capacity).cpu()
-                for key, frames in self._frames.items()
-            },
+            "columns": self._steps.state_dict(self._oldest, self._written),
+            "frames": self._frames.state_dict(max(0, self._num_frames - self._frames.size), self._num_frames),
             "num_frames": self._num_frames,
             "num_envs": self._num_envs,
             "last_frame": dict(self._last_frame),
@@ -309,45 +332,22 @@ class TransitionRing:
             for env, steps in state["waiting"].items()
         }
         self._num_envs, self._last_frame = state["num_envs"], dict(state["last_frame"])
-        self._columns, self._frames = {}, {}
+        self._steps, self._frames = _Ring(self.device), _Ring(self.device)
         count = state["written"] - state["oldest"]
         self._room = min(self.capacity, max(self._room, count))
         self._written = self._oldest = state["oldest"]
+        self._num_frames = state["num_frames"]
         frames = {_split(key): kept for key, kept in state["frames"].items()}
         if frames:
             held = len(next(iter(frames.values())))
-            self._frame_capacity = max(self._frames_for(self._num_envs), held)
-            numbers = torch.arange(state["num_frames"] - held, state["num_frames"])
-            for key, kept in frames.items():
-                self._frames[key] = torch.zeros(
-                    self._frame_capacity, *kept.shape[1:], dtype=torch.uint8, device=self.device
-                )
-                self._frames[key][numbers % self._frame_capacity] = kept.to(self.device)
-        self._num_frames = state["num_frames"]
-        columns = {_split(key): column.numpy() for key, column in state["columns"].items()}
+            self._frames.allocate(max(self._frames_for(self._num_envs), held), frames)
+            for start in range(0, held, _BLOCK):
+                block = {key: kept[start : start + _BLOCK] for key, kept in frames.items()}
+                self._frames.write(self._num_frames - held + start, block)
         size = min(_BLOCK, self.capacity)
         for start in range(0, count, size):
-            rows = {key: column[start : start + size] for key, column in columns.items()}
+            rows = {_split(key): column[start : start + size].numpy() for key, column in state["columns"].items()}
             self._append(rows, min(size, count - start))
-
-    def _check_memory(self, count: int, size: int) -> None:
-        if self.device.type == "cpu":
-            check_memory("buffer_size", count, size, "observations", "use a smaller buffer_size")
-
-
-def _moved(rows: Tensor, numbers: Tensor, size: int) -> Tensor:
-    """Return a ring of another size with the rows of these numbers."""
-    moved = rows.new_zeros(size, *rows.shape[1:])
-    moved[numbers % size] = rows[numbers % len(rows)]
-    return moved
-
-
-def _as_array(value: Any) -> np.ndarray:
-    return value if isinstance(value, np.ndarray) else to_numpy(value)
-
-
-def _is_policy_output(key: Key) -> bool:
-    return key in (schema.LOG_PROB, schema.VALUE, schema.POLICY_VERSION) or key[0] == schema.SAMPLE
 
 
 def _is_image(rows: np.ndarray) -> bool:

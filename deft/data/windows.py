@@ -14,12 +14,12 @@ from torch import Tensor
 
 from deft import schema
 from deft.data.datasets.dataset import Dataset
-from deft.data.replay import TransitionTable, discounted_returns
+from deft.data.replay import Sampler, TransitionTable, discounted_returns
 from deft.data.streaming import DEFAULT_CACHE_BYTES, EpisodePool
 from deft.data.tensors import Batch
 
 
-class EpisodeWindows:
+class EpisodeWindows(Sampler):
     """Samples windows of up to `context_length` steps of a `TransitionTable`, with its own random generator.
 
     Each transition is the first step of a window with the same probability, so an episode is sampled in proportion to
@@ -27,15 +27,11 @@ class EpisodeWindows:
     sum the rewards to the end of the episode, and timesteps count from its beginning.
     """
 
-    capturable = True  # `sample` may be captured in a CUDA graph
-
     def __init__(
         self, table: TransitionTable, context_length: int, seed: int = 0, device: torch.device | str = "cpu"
     ) -> None:
+        super().__init__(seed, device)
         self.table, self.context_length = table, context_length
-        self.device = torch.device(device)
-        self.generator = torch.Generator(self.device)
-        self.generator.manual_seed(seed)
         self._rows = table.rows.to(self.device)
         self._returns = discounted_returns(table, 1.0).to(self.device)
         self._starts, self._lengths = (torch.from_numpy(part).to(self.device) for part in (table.starts, table.lengths))
@@ -76,23 +72,10 @@ class EpisodeWindows:
             schema.STEP_MASK: mask,
         }
 
-    def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield batches without end."""
-        while True:
-            yield self.sample(batch_size)
-
     def observations(self, block: int = 65_536) -> Iterator[Any]:
         """Yield the observations at which transitions start, in blocks, for observation normalisation."""
         for rows in self.table.transition_rows().split(block):
             yield self.table.observation[rows]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state."""
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-        self.generator.set_state(state["generator"])
 
 
 class StreamingWindows(EpisodePool):

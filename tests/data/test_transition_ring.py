@@ -1,10 +1,9 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from deft import schema
+from deft.data.datasets import Episode
 from deft.data.transition_ring import TransitionRing
 from deft.errors import InputError
 
@@ -189,11 +188,12 @@ def test_episodes_of_a_dataset(n_step):
     ring = TransitionRing(10, gamma=0.5, n_step=n_step)
     for start in (0, 100):
         ring.extend(
-            SimpleNamespace(
+            Episode(
                 observation=np.arange(start, start + 4, dtype=np.float32)[:, None],
                 action=np.zeros((3, 1), np.float32),
                 reward=np.ones(3, np.float32),
                 terminated=np.array([False, False, start == 100]),
+                truncated=np.array([False, False, start == 0]),
             )
         )
     if n_step == 1:
@@ -231,20 +231,20 @@ def test_memory_is_taken_for_the_steps_that_come(image, n_step):
                 one.write(row((t, t, False, t % 2 == 1), (100 + t, t, t % 2 == 1, False), image=image))
 
     write(range(6))
-    assert len(ring._columns[schema.ACTION]) == 12
+    assert len(ring._steps.tensors[schema.ACTION]) == 12
     assert content(ring) == content(whole)
     write(range(6, 8))
-    assert len(ring._columns[schema.ACTION]) == 24  # twice as many
+    assert len(ring._steps.tensors[schema.ACTION]) == 24  # twice as many
     assert ring.reserve(20)  # 16 and 20 are 36
     write(range(8, 18))
-    assert len(ring._columns[schema.ACTION]) == 36
+    assert len(ring._steps.tensors[schema.ACTION]) == 36
     assert content(ring) == content(whole)
     assert len(ring) == 36
     assert torch.equal(*(one.sample(50)[schema.NEXT_OBSERVATION] for one in (ring, whole)))
     again = TransitionRing(10**13, seed=2, n_step=n_step)
     again.reserve(40)
     again.load_state_dict(ring.state_dict())
-    assert len(again._columns[schema.ACTION]) == 40
+    assert len(again._steps.tensors[schema.ACTION]) == 40
     assert content(again) == content(ring)
 
 

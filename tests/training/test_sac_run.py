@@ -483,14 +483,14 @@ def test_a_buffer_takes_memory_for_the_steps_of_the_run(tmp_path):
     settings = {"cfg": {"buffer_size": 10**12, "learning_starts": 10}, "trainer": {"total_timesteps": 40}}
     trainer = build_trainer(config(tmp_path, **settings))
     trainer.train()
-    assert len(trainer.collection.buffer._columns["action"]) == 40
+    assert len(trainer.collection.buffer._steps.tensors["action"]) == 40
     trainer.close()
     longer = config(tmp_path, **settings | {"trainer": {"total_timesteps": 60}}, resume=str(tmp_path / "run"))
     trainer = build_trainer(longer)
     trainer.train()
-    assert len(trainer.collection.buffer) == len(trainer.collection.buffer._columns["action"]) == 60
+    assert len(trainer.collection.buffer) == len(trainer.collection.buffer._steps.tensors["action"]) == 60
     trainer.train(70)  # of its own, in Python
-    assert len(trainer.collection.buffer) == len(trainer.collection.buffer._columns["action"]) == 70
+    assert len(trainer.collection.buffer) == len(trainer.collection.buffer._steps.tensors["action"]) == 70
     trainer.close()
 
 
