@@ -218,8 +218,8 @@ def first_not_finite(values: np.ndarray) -> int | None:
     return int(bad.argmax()) if bad.any() else None
 
 
-def take_rows(observation: Observation, index: np.ndarray) -> Observation:
-    """Return a copy of the selected rows."""
+def take_rows(observation: Observation, index: np.ndarray | slice) -> Observation:
+    """Return a copy of the selected rows, or with a slice a view."""
     if isinstance(observation, np.ndarray):
         return observation[index]
     return {name: stream[index] for name, stream in observation.items()}
@@ -302,18 +302,15 @@ class StepArrays:
     num_steps: np.ndarray
     reward_terms: np.ndarray | None
 
-    @classmethod
-    def allocate(
-        cls, layout: ObservationLayout, num_envs: int, num_terms: int = 0, allocate: Allocate = np.zeros
-    ) -> StepArrays:
-        """Allocate arrays for one step of `num_envs` environments with `num_terms` named reward terms."""
-        return cls(
-            observation=layout.allocate(num_envs, allocate),
-            reward=allocate((num_envs,), np.dtype(np.float32)),
-            terminated=allocate((num_envs,), np.dtype(np.bool_)),
-            truncated=allocate((num_envs,), np.dtype(np.bool_)),
-            num_steps=allocate((num_envs,), np.dtype(np.int64)),
-            reward_terms=allocate((num_envs, num_terms), np.dtype(np.float32)) if num_terms else None,
+    def rows(self, rows: slice) -> StepArrays:
+        """Return views of some rows."""
+        return StepArrays(
+            take_rows(self.observation, rows),
+            self.reward[rows],
+            self.terminated[rows],
+            self.truncated[rows],
+            self.num_steps[rows],
+            None if self.reward_terms is None else self.reward_terms[rows],
         )
 
 
@@ -328,7 +325,20 @@ class EnvArrays:
     def allocate(
         cls, layout: ObservationLayout, num_envs: int, num_terms: int = 0, allocate: Allocate = np.zeros
     ) -> EnvArrays:
-        """Allocate them with `allocate`, by default in this process's memory."""
-        first = StepArrays.allocate(layout, num_envs, num_terms, allocate)
-        second = StepArrays.allocate(layout, num_envs, num_terms, allocate)
-        return cls((first, second), layout.allocate(num_envs, allocate))
+        """Allocate arrays for `num_envs` environments with `num_terms` named reward terms, with `allocate`."""
+
+        def one_step() -> StepArrays:
+            return StepArrays(
+                observation=layout.allocate(num_envs, allocate),
+                reward=allocate((num_envs,), np.dtype(np.float32)),
+                terminated=allocate((num_envs,), np.dtype(np.bool_)),
+                truncated=allocate((num_envs,), np.dtype(np.bool_)),
+                num_steps=allocate((num_envs,), np.dtype(np.int64)),
+                reward_terms=allocate((num_envs, num_terms), np.dtype(np.float32)) if num_terms else None,
+            )
+
+        return cls((one_step(), one_step()), layout.allocate(num_envs, allocate))
+
+    def rows(self, rows: slice) -> EnvArrays:
+        """Return views of some rows."""
+        return EnvArrays((self.steps[0].rows(rows), self.steps[1].rows(rows)), take_rows(self.final, rows))

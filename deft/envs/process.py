@@ -1,8 +1,8 @@
 """Environments in worker processes: for environments that are slow to step, with one worker per core.
 
-Made by `deft.envs.make`. Arrays travel through shared memory (`shared_memory.py`), commands through a socket to each
-worker (`worker.py`). The workers are new interpreters, not forks, and do not run the main script: they do not import
-torch, have no copy of the parent's memory, ignore Ctrl-C, and end when the parent ends.
+Made by `deft.envs.make`. Arrays travel through shared memory, commands through a socket to each worker (`worker.py`).
+The workers are new interpreters, not forks, and do not run the main script: they do not import torch, have no copy of
+the parent's memory, ignore Ctrl-C, and end when the parent ends.
 
 A worker that hangs or dies is replaced by a new one, whose environments start new episodes. Its unfinished episodes
 are reported as lost; the others continue.
@@ -10,6 +10,7 @@ are reported as lost; the others continue.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -29,8 +30,8 @@ import numpy as np
 
 from deft import trust
 from deft.envs.layout import ActionLayout, Observation, ObservationLayout, StepArrays, copy_rows
-from deft.envs.shared_memory import SharedArrays, open_memory
 from deft.envs.vector import ArrayVectorEnv, VectorStep
+from deft.envs.worker import SharedArrays, open_memory
 from deft.errors import DeftError, InputError, RunError, one_line
 from deft.machine import available_cores
 
@@ -44,7 +45,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _WORKER_CODE = (
     # Stop signals are for the run, which ends its workers.
     "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]; "
-    "from deft.envs.worker import run_worker; run_worker({connection}, {memory}, {parent})"
+    "from deft.envs.worker import run_worker; run_worker({connection}, {parent})"
 )
 DEFAULT_RESTARTS = 3
 
@@ -55,10 +56,9 @@ class _Worker:
     connection: Connection
     process: subprocess.Popen
 
-    def __init__(self, number: int, first_env: int, num_envs: int) -> None:
+    def __init__(self, number: int, rows: slice) -> None:
         self.number = number
-        self.first_env = first_env
-        self.rows = slice(first_env, first_env + num_envs)
+        self.rows = rows
         self.functions = b""
         """The functions that make its environments, pickled."""
         self.num_restarts = 0
@@ -69,7 +69,7 @@ class _Worker:
     def launch(self, memory_file: int) -> None:
         """Start the process; the command "make" makes its environments."""
         self.connection, theirs = Pipe()
-        code = _WORKER_CODE.format(connection=theirs.fileno(), memory=memory_file, parent=os.getpid())
+        code = _WORKER_CODE.format(connection=theirs.fileno(), parent=os.getpid())
         # Only its own socket is inherited, so that a worker without a parent reads the end of the stream. A separate
         # process group: signals from the terminal go to the parent only.
         self.process = subprocess.Popen(
@@ -80,6 +80,13 @@ class _Worker:
             process_group=0,
         )
         theirs.close()
+
+    def make_arguments(self) -> tuple[bytes, int]:
+        """Return the arguments of its command "make"."""
+        return self.functions, self.rows.start
+
+
+Arguments = Callable[[_Worker], tuple[Any, ...]]
 
 
 def _kill(workers: Iterable[_Worker]) -> None:
@@ -117,8 +124,9 @@ class ProcessVectorEnv(ArrayVectorEnv):
         num_envs = len(env_functions)
         if not num_envs:
             raise InputError("a vector environment needs at least one environment")
-        num_workers = min(num_workers or available_cores(), num_envs)
+        self.num_workers = min(num_workers or available_cores(), num_envs)
         self._timeout = timeout
+        self._start_timeout = max(START_TIMEOUT, timeout)
         self._most_restarts = restart_workers
         self._num_restarts = 0
         self._seed: int | Sequence[int] | None = None
@@ -131,13 +139,12 @@ class ProcessVectorEnv(ArrayVectorEnv):
         self._memory_file = open_memory()
         self._finalizer = weakref.finalize(self, _free, self._workers, self._memory_file)
         try:
-            bounds = [num_envs * worker // num_workers for worker in range(num_workers + 1)]
+            bounds = [num_envs * worker // self.num_workers for worker in range(self.num_workers + 1)]
             for number, (first, last) in enumerate(pairwise(bounds)):
-                worker = _Worker(number, first, last - first)
+                worker = _Worker(number, slice(first, last))
                 worker.launch(self._memory_file)
                 self._workers.append(worker)
             self._start(env_functions)
-            self.num_workers = num_workers
         except BaseException:
             self._finalizer()
             raise
@@ -151,19 +158,17 @@ class ProcessVectorEnv(ArrayVectorEnv):
                 raise InputError(
                     f"the environments cannot be sent to worker processes ({one_line(error)}); use env.vector: sync"
                 ) from error
-        descriptions = self._ask_once("make", [(worker.functions, worker.first_env) for worker in self._workers])
-        for worker, other in zip(self._workers, descriptions, strict=True):
+        first, *others = self._ask_once("make", _Worker.make_arguments)
+        for worker, other in zip(self._workers[1:], others, strict=True):
             for kind in ("observation_space", "action_space", "reward_terms"):
-                if other[kind] != descriptions[0][kind]:
+                if other[kind] != first[kind]:
                     raise InputError(
-                        f"environment {worker.first_env} has {kind} {other[kind]}; "
-                        f"environment 0 has {descriptions[0][kind]}"
+                        f"environment {worker.rows.start} has {kind} {other[kind]}; environment 0 has {first[kind]}"
                     )
-        observation_layout = ObservationLayout(descriptions[0]["observation_space"])
-        action_layout = ActionLayout(descriptions[0]["action_space"])
+        observation_layout = ObservationLayout(first["observation_space"])
+        action_layout = ActionLayout(first["action_space"])
         num_envs = len(env_functions)
-        description = {name: descriptions[0][name] for name in ("action_mask", "chunk_length", "reward_terms")}
-        sizes = (len(description["reward_terms"]), num_envs, len(self._workers))
+        sizes = (len(first["reward_terms"]), num_envs, self.num_workers)
         self._memory_size = SharedArrays(observation_layout, action_layout, *sizes).size
         try:
             os.ftruncate(self._memory_file, self._memory_size)
@@ -171,9 +176,13 @@ class ProcessVectorEnv(ArrayVectorEnv):
         except OSError as error:
             raise RunError(f"cannot allocate {self._memory_size} bytes of shared memory: {error}") from error
         shared = self._shared = SharedArrays(observation_layout, action_layout, *sizes, memory)
+        description = {name: first[name] for name in ("action_mask", "chunk_length", "reward_terms")}
         super().__init__(num_envs, observation_layout, action_layout, shared.env, **description)
-        shared.stepping[:] = [worker.first_env for worker in self._workers]
-        self._ask_once("share", [self._share(worker) for worker in self._workers])
+        shared.busy[:] = [worker.rows.start for worker in self._workers]
+        self._ask_once("share", self._share_arguments)
+
+    def _share_arguments(self, worker: _Worker) -> tuple[int, ...]:
+        return self._memory_file, worker.number, self.num_envs, self.num_workers, self._memory_size
 
     @property
     def worker_pids(self) -> list[int]:
@@ -185,7 +194,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
         seeds = self._env_seeds(seed)
         arrays = self._next_arrays()
         self._seed = seed
-        self._ask("reset", [(self._current, seeds[worker.rows]) for worker in self._workers])
+        self._ask("reset_into", lambda worker: (self._current, seeds[worker.rows]))
         self._start_anew()
         return arrays.observation
 
@@ -195,8 +204,8 @@ class ProcessVectorEnv(ArrayVectorEnv):
         arrays = self._next_arrays()
         assert self._shared is not None
         self._shared.actions[...] = prepared
-        asked = {worker: (self._current,) for worker in self._workers if not worker.has_lost_episodes}
-        replies, failures = self._exchange("step", asked, self._timeout)
+        asked = [worker for worker in self._workers if not worker.has_lost_episodes]
+        replies, failures = self._exchange("step_into", asked, lambda _: (self._current,), self._timeout)
         episodes = [episode for worker in self._workers if worker in replies for episode in replies[worker][0]]
         if errors := [error for _, error in replies.values() if error is not None]:
             self.finished = self._result(arrays, episodes)
@@ -225,9 +234,9 @@ class ProcessVectorEnv(ArrayVectorEnv):
 
     def get_state(self) -> list[dict[str, Any]] | None:
         """Return plain data for `set_state`; None if `state_obstacle` gives a reason."""
-        replies = self._ask_all("get_state", self._current)
+        replies = self._ask_all("get_state")
         # The caller has not seen the new episodes of a replaced worker.
-        if any(worker.has_lost_episodes for worker in self._workers) or any(reply is None for reply in replies):
+        if any(worker.has_lost_episodes for worker in self._workers) or None in replies:
             return None
         return [state for reply in replies for state in reply]
 
@@ -235,7 +244,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
         """Continue from saved states."""
         self._check_states(states)
         self._next_arrays()
-        self._ask("set_state", [(self._current, states[worker.rows]) for worker in self._workers])
+        self._ask("set_state_into", lambda worker: (self._current, states[worker.rows]))
         self._start_anew()
 
     def state_obstacle(self) -> str | None:
@@ -251,7 +260,8 @@ class ProcessVectorEnv(ArrayVectorEnv):
 
     def render(self, index: int = 0) -> np.ndarray | None:
         """Return an image of one environment; None if it has no render mode."""
-        return next((reply for reply in self._ask_all("render", index) if reply is not None), None)
+        owner = next(worker for worker in self._workers if index < worker.rows.stop)
+        return self._ask("render", lambda worker: (index - worker.rows.start,), [owner])[0]
 
     def close(self) -> None:
         """End the workers, and kill those that take longer than a second. Further calls do nothing."""
@@ -259,16 +269,12 @@ class ProcessVectorEnv(ArrayVectorEnv):
             return
         self._failure = self._failure or "the environments are closed"
         for worker in self._workers:
-            try:
+            with contextlib.suppress(OSError):  # it has ended already
                 worker.connection.send((-1, "close", ()))
-            except OSError:  # it has ended already
-                continue
         deadline = time.monotonic() + CLOSE_TIMEOUT
-        for worker in self._workers:
-            try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for worker in self._workers:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                break
         self._finalizer()
 
     def _start_anew(self) -> None:
@@ -277,34 +283,30 @@ class ProcessVectorEnv(ArrayVectorEnv):
         for worker in self._workers:
             worker.has_lost_episodes = False
 
-    def _share(self, worker: _Worker) -> tuple[int, int, int, int]:
-        return worker.number, self.num_envs, len(self._workers), self._memory_size
-
     # -- requests to the workers ---------------------------------------------------------------------------------------
 
     def _ask_all(self, command: str, *args: Any) -> list[Any]:
-        return self._ask(command, [args] * len(self._workers))
+        return self._ask(command, lambda _: args)
 
-    def _ask(self, command: str, args: list[tuple[Any, ...]]) -> list[Any]:
-        """Send a command to every worker and return all answers in the workers' order; replace failed workers."""
-        asked = dict(zip(self._workers, args, strict=True))
-        answers, failures = self._exchange(command, asked, self._timeout)
+    def _ask(self, command: str, arguments: Arguments, workers: list[_Worker] | None = None) -> list[Any]:
+        """Send a command to all (or some) workers; return the answers in their order. Failed workers are replaced."""
+        workers = workers or self._workers
+        answers, failures = self._exchange(command, workers, arguments, self._timeout)
         while failures:
             self._replace(failures, self._current ^ 1)  # the caller still uses the other arrays
-            again, failures = self._exchange(command, {worker: asked[worker] for worker in failures}, self._timeout)
+            again, failures = self._exchange(command, failures, arguments, self._timeout)
             answers |= again
-        return [answers[worker] for worker in self._workers]
+        return [answers[worker] for worker in workers]
 
-    def _ask_once(self, command: str, args: list[tuple[Any, ...]]) -> list[Any]:
+    def _ask_once(self, command: str, arguments: Arguments) -> list[Any]:
         """As `_ask`, while the environments are made: a failed worker is not replaced, since it would fail again."""
-        asked = dict(zip(self._workers, args, strict=True))
-        answers, failures = self._exchange(command, asked, max(START_TIMEOUT, self._timeout))
+        answers, failures = self._exchange(command, self._workers, arguments, self._start_timeout)
         for message in failures.values():
-            self._fail(message)
+            self._fail(RunError(message))
         return [answers[worker] for worker in self._workers]
 
     def _exchange(
-        self, command: str, asked: dict[_Worker, tuple[Any, ...]], timeout: float
+        self, command: str, workers: Iterable[_Worker], arguments: Arguments, timeout: float
     ) -> tuple[dict[_Worker, Any], dict[_Worker, str]]:
         """Send a command to some workers; return their answers, and a message for each worker that failed."""
         if self._failure is not None:
@@ -313,9 +315,9 @@ class ProcessVectorEnv(ArrayVectorEnv):
         answers: dict[_Worker, Any] = {}
         failures: dict[_Worker, str] = {}
         waiting: dict[Any, _Worker] = {}
-        for worker, args in asked.items():
+        for worker in workers:
             try:
-                worker.connection.send((self._request, command, args))
+                worker.connection.send((self._request, command, arguments(worker)))
                 waiting[worker.connection] = worker
             except OSError:
                 failures[worker] = self._cause_of_death(worker)
@@ -323,7 +325,12 @@ class ProcessVectorEnv(ArrayVectorEnv):
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures |= {worker: self._no_answer(worker, command, timeout) for worker in waiting.values()}
+                name = command.removesuffix("_into")
+                for worker in waiting.values():
+                    failures[worker] = (
+                        f"environment {self._busy_env(worker)} did not answer {name!r} within {timeout:g} s: it hangs, "
+                        "or env.timeout is too short"
+                    )
                 break
             for connection in ready:
                 worker = waiting[connection]
@@ -349,7 +356,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
                     worker.num_restarts += 1
                     if worker.num_restarts > self._most_restarts:
                         restarts = f"; {self._most_restarts} restarts did not help" if self._most_restarts else ""
-                        self._fail(message + restarts)
+                        self._fail(RunError(message + restarts))
                     num_lost = worker.rows.stop - worker.rows.start if self._started else 0
                     lost = f"; {num_lost} unfinished episode(s) lost" if not worker.has_lost_episodes else ""
                     log.warning("%s%s; starting a new worker", message, lost)
@@ -370,20 +377,20 @@ class ProcessVectorEnv(ArrayVectorEnv):
             given = [self._seed] if isinstance(self._seed, int | np.integer) else self._seed
             seed = int(np.random.SeedSequence([*given, self._num_restarts]).generate_state(1)[0]) >> 2
         seeds = self._env_seeds(seed)
-        steps: list[tuple[str, Callable[[_Worker], tuple[Any, ...]]]] = [
-            ("make", lambda worker: (worker.functions, worker.first_env)),
-            ("share", self._share),
+        steps: list[tuple[str, Arguments]] = [
+            ("make", _Worker.make_arguments),
+            ("share", self._share_arguments),
             *(("call", lambda worker, call=call: call) for call in self._calls.values()),
-            ("reset", lambda worker: (into, seeds[worker.rows])),
+            ("reset_into", lambda worker: (into, seeds[worker.rows])),
         ]
         failures: dict[_Worker, str] = {}
         for command, arguments in steps:
-            asked = {worker: arguments(worker) for worker in workers if worker not in failures}
-            failures |= self._exchange(command, asked, max(START_TIMEOUT, self._timeout))[1]
+            asked = [worker for worker in workers if worker not in failures]
+            failures |= self._exchange(command, asked, arguments, self._start_timeout)[1]
         return failures
 
     def _busy_env(self, worker: _Worker) -> int:
-        return worker.first_env if self._shared is None else int(self._shared.stepping[worker.number])
+        return worker.rows.start if self._shared is None else int(self._shared.busy[worker.number])
 
     def _cause_of_death(self, worker: _Worker) -> str:
         try:
@@ -393,24 +400,16 @@ class ProcessVectorEnv(ArrayVectorEnv):
             how = "it closed its connection"
         return f"the worker process of environment {self._busy_env(worker)} ended: {how}"
 
-    def _no_answer(self, worker: _Worker, command: str, timeout: float) -> str:
-        return (
-            f"environment {self._busy_env(worker)} did not answer {command!r} within {timeout:g} s: it hangs, or "
-            "env.timeout is too short"
-        )
-
     def _raise(self, message: str, kind: type[DeftError], worker_traceback: str) -> NoReturn:
         """Raise a worker's error: an InputError leaves the environments usable, any other error ends them."""
         error = kind(message)
         error.add_note(worker_traceback)
         if kind is InputError:
             raise error
-        self._failure = message
+        self._fail(error)
+
+    def _fail(self, error: DeftError) -> NoReturn:
+        """Kill every worker and raise the error."""
+        self._failure = str(error)
         self._finalizer()
         raise error
-
-    def _fail(self, message: str) -> NoReturn:
-        """Kill every worker and raise RunError."""
-        self._failure = message
-        self._finalizer()
-        raise RunError(message)

@@ -4,13 +4,14 @@ Collectors, evaluations and trainers know this class and nothing else of an envi
 
     SerialVectorEnv    environments stepped one after another in this process     serial.py
     ProcessVectorEnv   environments in worker processes                           process.py
-    BatchedVectorEnv   simulators and libraries that step all environments at once   batched.py: driving, waypoints,
-                       ManiSkill on the GPU, envpool, Gymnasium vector environments
+    BatchedVectorEnv   simulators and libraries that step all environments at once: driving, waypoints, ManiSkill on
+                       the GPU, envpool, Gymnasium vector environments
     MixedVectorEnv     several vector environments side by side                   waypoints/mixed.py
     ClusterEnv         environments that Ray workers step                         deft/training/cluster/pool.py
 
 A new kind derives from `VectorEnv` and implements `reset` and `step`; from `ArrayVectorEnv` if its results are numpy
-arrays that are reused from step to step; from `BatchedVectorEnv` if one call steps all environments.
+arrays that are reused from step to step; from `BatchedVectorEnv` if one call steps all environments: it counts the
+episodes and resets those that ended.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from deft.envs.layout import (
     Observation,
     ObservationLayout,
     StepArrays,
+    copy_rows,
     first_not_finite,
     take_rows,
 )
@@ -171,7 +173,7 @@ class VectorEnv(ABC):
     def close(self) -> None:  # noqa: B027 (a default, not abstract)
         """Release all resources. Further calls do nothing."""
 
-    def _env_seeds(self, seed: int | Sequence[int] | None) -> list[int | None]:
+    def _env_seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
         """Return a seed for each environment."""
         if seed is None:
             return [None] * self.num_envs
@@ -179,7 +181,7 @@ class VectorEnv(ABC):
             return [int(seed) + index for index in range(self.num_envs)]
         if len(seed) != self.num_envs:
             raise InputError(f"reset() got {len(seed)} seeds for {self.num_envs} environments; give one to each")
-        return [int(one) for one in seed]
+        return [None if one is None else int(one) for one in seed]
 
     def _check_states(self, states: list[dict[str, Any]]) -> None:
         if len(states) != self.num_envs:
@@ -261,3 +263,104 @@ class ArrayVectorEnv(VectorEnv):
             lost_index,
             arrays.reward_terms,
         )
+
+
+@dataclass(slots=True)
+class BatchStep:
+    """The result of one step of all environments before any reset, [N] each."""
+
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray | None = None
+    """None: never, except at `max_episode_steps`."""
+    success: Sequence[Any] | np.ndarray | None = None
+    """For environments whose episode ended in this step; None, or an entry None, if it is not known."""
+    terms: np.ndarray | None = None
+    """[N, K]: the terms of the reward, with columns as in `reward_terms`."""
+
+
+class BatchedVectorEnv(ArrayVectorEnv):
+    """A vector environment whose subclass implements `_begin`, `_advance`, `_observe` and `_restart`."""
+
+    def __init__(
+        self,
+        num_envs: int,
+        observation_layout: ObservationLayout,
+        action_layout: ActionLayout,
+        *,
+        max_episode_steps: int | None = None,
+        reward_terms: Sequence[str] = (),
+    ) -> None:
+        super().__init__(num_envs, observation_layout, action_layout, reward_terms=reward_terms)
+        self._max_episode_steps = max_episode_steps
+        self._returns = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, np.int64)
+        self._term_sums = np.zeros((num_envs, len(self.reward_terms)))
+
+    @abstractmethod
+    def _begin(self, seeds: list[int] | None) -> None:
+        """Start an episode in every environment, each with its own seed."""
+
+    @abstractmethod
+    def _advance(self, actions: np.ndarray) -> BatchStep:
+        """Step every environment, without a reset."""
+
+    @abstractmethod
+    def _observe(self, rows: np.ndarray | None) -> Any:
+        """Return the present observations of the environments `rows`, or of all."""
+
+    @abstractmethod
+    def _restart(self, rows: np.ndarray) -> None:
+        """Start the next episode in the environments `rows`."""
+
+    def reset(self, seed: int | Sequence[int] | None = None) -> Observation:
+        """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
+        seeds = [one for one in self._env_seeds(seed) if one is not None]
+        self._begin(seeds or None)
+        arrays = self._next_arrays()
+        self._observation_layout.write_batch(self._observe(None), arrays.observation)
+        self._clear(slice(None))
+        self._started = True
+        return arrays.observation
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Step every environment with its row of `actions`."""
+        result = self._advance(self._prepare(actions))
+        arrays = self._next_arrays()
+        arrays.reward[:], arrays.terminated[:] = result.reward, result.terminated
+        arrays.truncated[:] = False if result.truncated is None else result.truncated
+        self._returns += result.reward
+        self._lengths += 1
+        if arrays.reward_terms is not None:
+            assert result.terms is not None
+            arrays.reward_terms[:] = result.terms
+            self._term_sums += result.terms
+        if self._max_episode_steps is not None:
+            arrays.truncated |= self._lengths >= self._max_episode_steps
+        self._observation_layout.write_batch(self._observe(None), arrays.observation)
+        done = np.flatnonzero(arrays.terminated | arrays.truncated)
+        if not len(done):
+            return self._result(arrays, [])
+        self._write_final(arrays.observation, done)
+        episodes = [self._end_episode(index, result) for index in done.tolist()]
+        self._clear(done)
+        self._restart(done)
+        self._observation_layout.write_batch(self._observe(done), arrays.observation, done)
+        return self._result(arrays, episodes)
+
+    def _write_final(self, observation: Observation, done: np.ndarray) -> None:
+        """Keep the last observations of the ended episodes."""
+        copy_rows(observation, self._final, done)
+
+    def _end_episode(self, index: int, result: BatchStep) -> Episode:
+        success = None if result.success is None else result.success[index]
+        success = None if success is None else bool(success)
+        terms = self._episode_terms(index)
+        return Episode(index, float(self._returns[index]), int(self._lengths[index]), success, terms)
+
+    def _episode_terms(self, index: int) -> dict[str, float]:
+        return dict(zip(self.reward_terms, self._term_sums[index].tolist(), strict=True))
+
+    def _clear(self, rows: Any) -> None:
+        """Reset the counters of the environments `rows`."""
+        self._returns[rows] = self._lengths[rows] = self._term_sums[rows] = 0

@@ -9,8 +9,8 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from deft.envs.batched import BatchedVectorEnv, BatchStep
 from deft.envs.layout import ActionLayout, Observation, ObservationLayout
+from deft.envs.vector import BatchedVectorEnv, BatchStep
 from deft.envs.wrappers import close_env, reward_term_names
 from deft.errors import InputError, RunError, user_code
 

@@ -13,7 +13,6 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from deft.envs.batched import BatchedVectorEnv, BatchStep
 from deft.envs.checks import check_choice, check_image_size, check_render_mode, check_whole
 from deft.envs.driving import simulator as driving
 from deft.envs.driving.expert import expert_action
@@ -22,6 +21,7 @@ from deft.envs.driving.simulator import REWARD_TERMS, DrivingSimulator
 from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.spaces import action_space, image_space, vector_space
 from deft.envs.state import decode, encode
+from deft.envs.vector import BatchedVectorEnv, BatchStep
 from deft.errors import InputError
 
 ENV_ID = "deft/Driving-v0"

@@ -16,12 +16,11 @@ import numpy as np
 from gymnasium import spaces
 
 from deft import schema
-from deft.envs.batched import BatchedVectorEnv, BatchStep
 from deft.envs.checks import check_difficulty
 from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.spaces import image_space, vector_space
 from deft.envs.state import decode, encode
-from deft.envs.vector import Episode
+from deft.envs.vector import BatchedVectorEnv, BatchStep, Episode
 from deft.errors import InputError
 
 NUM_WAYPOINTS = 8
