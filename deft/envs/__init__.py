@@ -2,12 +2,11 @@
 
 import gymnasium
 
-from deft.envs.chunk import ActionChunk
-from deft.envs.difficulty import SPEC as DIFFICULTY
 from deft.envs.layout import Observation
 from deft.envs.make import make_env, make_vector_env, wrap
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import Episode, VectorEnv, VectorStep
+from deft.envs.wrappers import DIFFICULTY, ActionChunk
 
 gymnasium.register(id="deft/Reach-v0", entry_point="deft.envs.reach:ReachEnv", max_episode_steps=50)
 gymnasium.register(id="deft/Tabletop-v0", entry_point="deft.envs.tabletop.env:TabletopEnv", max_episode_steps=150)

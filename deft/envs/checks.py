@@ -1,13 +1,15 @@
-"""Checks of constructor arguments that several environments have in common."""
+"""Checks of constructor arguments that several environments have in common, and imports of optional packages."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from deft.errors import InputError
+from deft.errors import InputError, one_line
 
 DIFFICULTIES = ("easy", "medium", "hard")
 
@@ -43,3 +45,13 @@ def check_whole(name: str, value: Any, smallest: int, largest: int | None = None
 def check_image_size(value: Any, largest: int = 1024) -> int:
     """Return the side of an image in pixels; raise InputError for one that is too small or too large."""
     return check_whole("image_size", value, 16, largest)
+
+
+def import_optional(module: str, user: str, remedy: str) -> ModuleType:
+    """Import a module; without it raise InputError with the part of Deft that needs it and what to do."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        reason = f"{module} is not installed" if is_missing else f"{module} cannot be imported ({one_line(error)})"
+        raise InputError(f"{user}: {reason}: {remedy}") from error

@@ -21,14 +21,10 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from deft import trust
 from deft.config.settings import EnvConfig
-from deft.envs.chunk import ActionChunk
-from deft.envs.difficulty import SPEC as DIFFICULTY
-from deft.envs.difficulty import forward_difficulty
-from deft.envs.optional import import_optional
-from deft.envs.rename import rename
-from deft.envs.reward_weights import weigh
+from deft.envs.checks import import_optional
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
+from deft.envs.wrappers import DIFFICULTY, ActionChunk, forward_difficulty, rename, weigh
 from deft.errors import InputError, user_code
 
 SHORT_NAMES = {

@@ -21,9 +21,10 @@ from deft.config.validation import Count, Fraction, Switch, settings
 from deft.envs.make import SHORT_NAMES, make_env
 from deft.envs.normalizers import ActionNormalizer, StateNormalizer
 from deft.envs.padded import GRIPPERS, PADDED_SIZE
+from deft.envs.state import layers
 from deft.envs.tabletop import panda
 from deft.envs.tabletop.control import action_mask, hand_down, rotation_vector, unpad_action
-from deft.envs.wrappers import layers, wrapper_attribute
+from deft.envs.wrappers import wrapper_attribute
 from deft.errors import InputError
 
 EXPLORATION = "random_exploration"

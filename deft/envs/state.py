@@ -19,7 +19,6 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from deft.envs.wrappers import layers
 from deft.errors import DeftError, InputError, RunError
 
 # Attributes that describe an environment and are equal in a new one: constructor arguments and metadata.
@@ -180,6 +179,14 @@ def state_obstacle(env: gymnasium.Env) -> str | None:
     except StateObstacle as obstacle:
         return str(obstacle)
     return None
+
+
+def layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
+    """Yield the wrappers of an environment from the outermost inwards, then the environment itself."""
+    while isinstance(env, gymnasium.Wrapper):
+        yield env
+        env = env.env
+    yield env
 
 
 def _stateful_layers(env: gymnasium.Env) -> list[gymnasium.Env]:

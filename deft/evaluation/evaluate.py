@@ -15,10 +15,10 @@ from deft import trust
 from deft.config.loading import load_config
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
-from deft.envs.captions import FrameRecorder
 from deft.envs.make import full_id, make_env, make_vector_env, wrap
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import Episode, VectorEnv
+from deft.envs.wrappers import FrameRecorder
 from deft.errors import InputError
 from deft.evaluation.rollouts import (
     EVALUATION_ENVS,

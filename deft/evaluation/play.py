@@ -9,8 +9,8 @@ import numpy as np
 
 from deft import trust
 from deft.config.settings import PlayConfig
-from deft.envs.captions import Captions
 from deft.envs.make import make_env, wrap
+from deft.envs.wrappers import Captions
 from deft.evaluation.acting import EXPERT, RANDOM, check_expert, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
 from deft.evaluation.rollouts import action_selection, play_episodes, summarize

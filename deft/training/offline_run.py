@@ -22,8 +22,8 @@ from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset, normalized_score
 from deft.data.datasets.views import RenamedDataset
 from deft.envs.make import check_id, make_another, make_env, make_vector_env, wrap
-from deft.envs.rename import rename
 from deft.envs.vector import VectorEnv
+from deft.envs.wrappers import rename
 from deft.errors import InputError
 from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.normalization import has_seen_data, normalizers

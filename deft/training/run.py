@@ -15,9 +15,8 @@ from deft.algorithms.registry import ONLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
 from deft.config.settings import RunConfig
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
-from deft.envs.rename import rename
-from deft.envs.reward_weights import weigh
 from deft.envs.vector import VectorEnv
+from deft.envs.wrappers import rename, weigh
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.rollouts import EVALUATION_ENVS

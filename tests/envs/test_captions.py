@@ -3,7 +3,7 @@
 import numpy as np
 from worlds import Counting
 
-from deft.envs.captions import CAPTION_HEIGHT, Captions
+from deft.envs.wrappers import CAPTION_HEIGHT, Captions
 
 
 def test_captions_are_for_environments_with_words():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from deft.envs.optional import import_optional
+from deft.envs.checks import import_optional
 from deft.errors import InputError
 
 

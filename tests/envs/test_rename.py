@@ -7,7 +7,7 @@ from gymnasium import spaces
 
 from deft.config.settings import EnvConfig
 from deft.envs.make import make_vector_env, wrap
-from deft.envs.rename import RenamedStreams, rename
+from deft.envs.wrappers import RenamedStreams, rename
 from deft.errors import InputError
 from deft.schema import renamed_streams
 

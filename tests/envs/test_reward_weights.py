@@ -14,7 +14,7 @@ from deft.envs import Episode, SerialVectorEnv, make_vector_env
 from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 from deft.envs.make import make_another
 from deft.envs.reach import ReachEnv
-from deft.envs.reward_weights import RewardWeights, weigh
+from deft.envs.wrappers import RewardWeights, weigh
 from deft.errors import InputError, RunError
 
 MakeEnv = Callable[..., gymnasium.Env]

@@ -5,7 +5,8 @@ import logging
 import gymnasium
 import pytest
 
-from deft.envs.wrappers import close_env, describe_env, env_reward_terms, layers, reward_term_names, wrapper_attribute
+from deft.envs.state import layers
+from deft.envs.wrappers import close_env, describe_env, env_reward_terms, reward_term_names, wrapper_attribute
 
 
 class Named(gymnasium.Env):

@@ -8,7 +8,7 @@ import pytest
 
 from deft.cli import main
 from deft.config.settings import PlayConfig
-from deft.envs.captions import CAPTION_HEIGHT
+from deft.envs.wrappers import CAPTION_HEIGHT
 from deft.errors import InputError
 from deft.evaluation.play import play
 

@@ -9,9 +9,9 @@ from worlds import Counting, Failing
 
 from deft import schema
 from deft.data.rollout import RolloutBuffer, VLABuffer
-from deft.envs.chunk import ActionChunk
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
+from deft.envs.wrappers import ActionChunk
 from deft.errors import InputError, RunError
 from deft.evaluation.acting import PolicyActor
 from deft.evaluation.rollouts import play_episodes

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from deft.envs.checks import check_choice
-from deft.envs.optional import import_optional
+from deft.envs.checks import check_choice, import_optional
 from deft.envs.waypoints.protocol import MAX_GAP, Outcome, WaypointSimulator
 from deft.envs.waypoints.tracking import pursue, to_ego, to_map
 from deft.errors import InputError, RunError

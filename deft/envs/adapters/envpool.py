@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from deft.envs.adapters.gymnasium_vector import take
+from deft.envs.checks import import_optional
 from deft.envs.layout import ActionLayout, ObservationLayout
-from deft.envs.optional import import_optional
 from deft.envs.vector import BatchedVectorEnv, BatchStep
 from deft.errors import InputError, RunError, one_line
 from deft.machine import available_cores

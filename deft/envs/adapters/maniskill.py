@@ -22,9 +22,8 @@ import numpy as np
 from gymnasium import spaces
 
 from deft.envs.adapters.sapien_gpu import get_logical_gpu_id, setup_sapien_gpu
-from deft.envs.checks import check_choice, check_image_size, check_render_mode
+from deft.envs.checks import check_choice, check_image_size, check_render_mode, import_optional
 from deft.envs.layout import ActionLayout, ObservationLayout
-from deft.envs.optional import import_optional
 from deft.envs.spaces import image_space, text_space, vector_space
 from deft.envs.suppress_logs import suppress_logs
 from deft.envs.vector import BatchedVectorEnv, BatchStep

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from deft.envs.optional import import_optional
+from deft.envs.checks import import_optional
 from deft.envs.waypoints.protocol import MAX_GAP, Outcome, WaypointSimulator
 from deft.envs.waypoints.tracking import pursue, to_ego, to_map
 
