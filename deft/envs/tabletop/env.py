@@ -6,28 +6,29 @@ task for reward and success (`tasks.py`) and the expert for actions (`expert.py`
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from pydantic import Field
 
-from deft.envs.checks import check_choice, check_image_size, check_render_mode, check_whole
+from deft.config.validation import Count, Share, Switch, checked, settings
+from deft.envs.checks import check_choice, check_render_mode, check_whole
 from deft.envs.spaces import LETTERS, image_space, vector_space
 from deft.envs.spaces import action_space as unit_action_space
 from deft.envs.tabletop import expert, panda
 from deft.envs.tabletop.control import ArmController, action_size, hand_down
 from deft.envs.tabletop.model import noise_tiles
-from deft.envs.tabletop.scene import SPLITS, DomainRandomization, Scene, draw_scene, flicker, noise_colours
+from deft.envs.tabletop.scene import DomainRandomization, Scene, draw_scene, flicker, noise_colours
 from deft.envs.tabletop.simulation import Simulation
 from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS, Goal
 from deft.errors import InputError, RunError
 
-CAMERAS = ("head", "wrist")
-OBSERVATIONS = ("state", "images", "labelled", "both")
-WITH_OBJECTS = ("state", "both")  # observations whose `state` includes the objects
+CAMERAS: tuple[Literal["head", "wrist"], ...] = ("head", "wrist")
 PROPRIOCEPTION_SIZE = 24
 OBJECT_SIZE = 7
 MAX_OBJECTS = 4
@@ -40,6 +41,38 @@ MAX_VELOCITY = 10.0
 CONTROL_WEIGHT = 0.005
 SUCCESS_REWARD = 1.0
 REWARD_TERMS = {"sparse": ("success",), "dense": ("success", "approach", "goal", "control", "wrong_object")}
+
+
+@settings
+class TabletopSpec:
+    """The arguments of `TabletopEnv`."""
+
+    task: str = "pick"
+    """One of `TASKS`, or `all`: a task with a goal, drawn for each scene."""
+    control_mode: str = "delta_qpos"
+    """`delta_qpos`, `delta_ee` or `delta_ee_pos`."""
+    action_scale: Share = 1.0
+    """The delta of an action of 1, as a fraction of the largest."""
+    observation: Literal["state", "images", "labelled", "both"] = "state"
+    """The streams of an observation."""
+    image_size: Annotated[Count, Field(ge=16, le=1024)] = 64
+    """Side of the images in pixels."""
+    cameras: Annotated[tuple[Literal["head", "wrist"], ...], Field(min_length=1)] = CAMERAS
+    """The cameras whose images are observed."""
+    reward: Literal["dense", "sparse"] = "dense"
+    """Whether the reward has terms for progress."""
+    domain_randomization: DomainRandomization | None = None
+    """What varies between scenes; None: nothing."""
+    scene_reset_interval: Count = 1
+    """Episodes per scene."""
+    num_objects: Annotated[Count, Field(le=MAX_OBJECTS)] = 2
+    """Objects that an instruction may name."""
+    max_episode_steps: Count | None = None
+    """Steps until an episode is truncated; None: no limit of its own."""
+    split: Literal["train", "held-out", "all"] = "train"
+    """Which combinations of colour and kind are named."""
+    shuffle_instructions: Switch = False
+    """Whether an instruction names an object independently of the goal, to measure the use of language."""
 
 
 class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
@@ -68,62 +101,31 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self,
         task: str = "pick",
         control_mode: str = "delta_qpos",
-        action_scale: float = 1.0,
-        observation: Literal["state", "images", "labelled", "both"] = "state",
-        image_size: int = 64,
-        cameras: Sequence[str] = CAMERAS,
-        reward: Literal["dense", "sparse"] = "dense",
-        domain_randomization: dict[str, Any] | None = None,
-        scene_reset_interval: int = 1,
-        num_objects: int = 2,
-        max_episode_steps: int | None = None,
-        split: Literal["train", "held-out", "all"] = "train",
-        shuffle_instructions: bool = False,
         render_mode: Literal["rgb_array"] | None = None,
+        **arguments: Any,
     ) -> None:
-        """Choose task, control, observation, reward, and what varies between scenes."""
-        check_image_size(image_size)
-        check_whole("scene_reset_interval", scene_reset_interval, 1)
-        if isinstance(action_scale, bool) or not isinstance(action_scale, int | float | np.number):
-            raise InputError(f"action_scale is {action_scale!r}; choose a number")
-        if domain_randomization is not None and not isinstance(domain_randomization, Mapping):
-            raise InputError(f"domain_randomization is {domain_randomization!r}; choose a mapping of its keys, or None")
-        check_choice("task", task, [*TASKS, ALL_TASKS])
-        check_choice("observation", observation, OBSERVATIONS)
-        check_choice("reward", reward, tuple(REWARD_TERMS))
-        check_choice("split", split, SPLITS)
-        if not isinstance(shuffle_instructions, bool):
-            raise InputError(f"shuffle_instructions is {shuffle_instructions!r}; choose true or false")
+        """Choose task, control, observation, reward, and what varies between scenes: see `TabletopSpec`."""
         check_render_mode(render_mode)
-        if not cameras or isinstance(cameras, str) or any(name not in CAMERAS for name in cameras):
-            raise InputError(f"cameras is {cameras!r}; choose a list of {', '.join(CAMERAS)}")
-        if max_episode_steps is not None:
-            check_whole("max_episode_steps", max_episode_steps, 1)
-        names = GOAL_TASKS if task == ALL_TASKS else (task,)
-        check_whole("num_objects", num_objects, max(TASKS[name].min_objects for name in names), MAX_OBJECTS)
-        self.task = task
-        self.control_mode = control_mode
-        self.observation = observation
-        self.image_size = int(image_size)
-        self.cameras = tuple(name for name in CAMERAS if name in cameras)
-        self.reward = reward
-        self.reward_terms = REWARD_TERMS[reward] if set(names) <= set(GOAL_TASKS) else ()
-        self.randomization = DomainRandomization.from_settings(domain_randomization)
-        self.scene_reset_interval = int(scene_reset_interval)
-        self.num_objects = int(num_objects)
-        self.max_episode_steps = max_episode_steps
-        self.split = split
-        self.shuffle_instructions = shuffle_instructions
+        spec = checked(TabletopSpec, {"task": task, "control_mode": control_mode, **arguments})
+        check_choice("task", spec.task, [*TASKS, ALL_TASKS])
+        names = GOAL_TASKS if spec.task == ALL_TASKS else (spec.task,)
+        check_whole("num_objects", spec.num_objects, max(TASKS[name].min_objects for name in names), MAX_OBJECTS)
+        self.settings = spec
+        self.randomization = spec.domain_randomization or DomainRandomization()
+        self.cameras = tuple(name for name in CAMERAS if name in spec.cameras)
+        self.reward_terms = REWARD_TERMS[spec.reward] if set(names) <= set(GOAL_TASKS) else ()
         self.render_mode = render_mode
 
-        self._controller = ArmController(control_mode, action_scale)
-        self.action_space = unit_action_space(action_size(control_mode))
+        self._controller = ArmController(spec.control_mode, spec.action_scale)
+        self.action_space = unit_action_space(action_size(spec.control_mode))
         self.observation_space = self._make_observation_space()
 
         self._simulation: Simulation | None = None
-        self._settled: dict[str, Any] = {}  # the state of the physics after the scene was drawn
-        self._task_name = names[0]
-        self._goal = Goal(0, 0, "")
+        self._at_rest: dict[str, Any] = {}  # the state of the physics after the scene was drawn
+        self.task_name = names[0]
+        """The present episode's task."""
+        self.goal = Goal(0, 0, "")
+        """The object that the instruction names."""
         self._episodes_in_scene = 0
         self._elapsed_steps = 0
         self._potentials = (0.0, 0.0)
@@ -146,19 +148,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         return self.simulation.scene
 
     @property
-    def task_name(self) -> str:
-        """The present episode's task."""
-        return self._task_name
-
-    @property
-    def goal(self) -> Goal:
-        """The object that the instruction names."""
-        return self._goal
-
-    @property
     def instruction(self) -> str:
         """The instruction to the robot."""
-        return self._goal.instruction
+        return self.goal.instruction
 
     @property
     def joint_positions(self) -> np.ndarray:
@@ -179,11 +171,15 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         A seed always draws a new scene. `options["target"]`, an index, selects the object.
         """
         super().reset(seed=seed)
-        if seed is not None or self._simulation is None or self._episodes_in_scene >= self.scene_reset_interval:
+        if (
+            seed is not None
+            or self._simulation is None
+            or self._episodes_in_scene >= self.settings.scene_reset_interval
+        ):
             self._new_scene()
             self._episodes_in_scene = 0
-        elif self._task_name in GOAL_TASKS:
-            self.simulation.set_state(self._settled)
+        elif self.task_name in GOAL_TASKS:
+            self.simulation.set_state(self._at_rest)
         self._episodes_in_scene += 1
         self._elapsed_steps = 0
         simulation = self.simulation
@@ -191,13 +187,13 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         simulation.put_robot(joints)
         self._controller.reset(joints, panda.FINGER_TRAVEL)
         target = (options or {}).get("target")
-        if target is not None and target not in range(self.num_objects):
-            raise InputError(f"options target is {target!r}; choose 0 to {self.num_objects - 1}")
-        task = TASKS[self._task_name]
-        self._goal = task.draw_goal(self.np_random, simulation.scene, target, self.split)
-        if self.shuffle_instructions:
-            self._goal.instruction = self._unrelated_instruction()
-        self._potentials = task.potentials(simulation.view(), self._goal)
+        if target is not None and target not in range(self.settings.num_objects):
+            raise InputError(f"options target is {target!r}; choose 0 to {self.settings.num_objects - 1}")
+        task = TASKS[self.task_name]
+        self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.settings.split)
+        if self.settings.shuffle_instructions:
+            self.goal.instruction = self._unrelated_instruction()
+        self._potentials = task.potentials(simulation.view(), self.goal)
         self._frames_checked = False
         return self.observe(), self._info()
 
@@ -207,17 +203,18 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         taken = self._controller.command(action, simulation.joints)
         simulation.step(self._controller.target, self._controller.finger_target)
         self._elapsed_steps += 1
-        truncated = self.max_episode_steps is not None and self._elapsed_steps >= self.max_episode_steps
+        limit = self.settings.max_episode_steps
+        truncated = limit is not None and self._elapsed_steps >= limit
         info = self._info()
         observation = self.observe() if self.observes else None
-        if self._task_name not in GOAL_TASKS:
+        if self.task_name not in GOAL_TASKS:
             return observation, 0.0, False, truncated, info
-        task, view = TASKS[self._task_name], simulation.view()
-        success = task.is_achieved(view, self._goal.index, self._goal.base)
-        is_wrong = not success and task.is_achieved_by_another(view, self._goal)
+        task, view = TASKS[self.task_name], simulation.view()
+        success = task.is_achieved(view, self.goal.index, self.goal.base)
+        is_wrong = not success and task.is_achieved_by_another(view, self.goal)
         terms = {"success": SUCCESS_REWARD if success else 0.0}
-        if self.reward == "dense":
-            approach, goal = task.potentials(view, self._goal)
+        if self.settings.reward == "dense":
+            approach, goal = task.potentials(view, self.goal)
             terms["approach"] = approach - self._potentials[0]
             terms["goal"] = goal - self._potentials[1]
             terms["control"] = -CONTROL_WEIGHT * float(taken[:-1] @ taken[:-1])
@@ -250,13 +247,13 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         """
         simulation = self.simulation
         view = simulation.view()
-        if self._task_name in GOAL_TASKS:
-            goal = self._goal
+        if self.task_name in GOAL_TASKS:
+            goal = self.goal
             if target is not None and target != goal.index:
                 goal = Goal(target, goal.index if target == goal.base else goal.base, "")
             rotation = simulation.tcp_rotation
             hand_yaw = math.atan2(rotation[1, 0], rotation[0, 0])
-            point = expert.waypoint(self._task_name, view, goal, simulation.yaws(), hand_yaw)
+            point = expert.waypoint(self.task_name, view, goal, simulation.yaws(), hand_yaw)
         else:
             seed = simulation.scene.seed + self._episodes_in_scene
             point = expert.exploring_waypoint(seed, self._elapsed_steps, view.top)
@@ -270,10 +267,10 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         return {
             "scene": None if simulation is None else simulation.scene.as_data(),
             "physics": None if simulation is None else simulation.get_state(),
-            "settled": self._settled,
+            "settled": self._at_rest,
             "controller": self._controller.get_state(),
-            "task": self._task_name,
-            "goal": {"index": self._goal.index, "base": self._goal.base, "instruction": self._goal.instruction},
+            "task": self.task_name,
+            "goal": dataclasses.asdict(self.goal),
             "episodes_in_scene": self._episodes_in_scene,
             "elapsed_steps": self._elapsed_steps,
             "potentials": list(self._potentials),
@@ -289,10 +286,10 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             if self._simulation is None or self._simulation.scene != scene:
                 self._simulation = Simulation(scene)
             self._simulation.set_state(state["physics"])
-        self._settled = state["settled"]
+        self._at_rest = state["settled"]
         self._controller.set_state(state["controller"])
-        self._task_name = state["task"]
-        self._goal = Goal(**state["goal"])
+        self.task_name = state["task"]
+        self.goal = Goal(**state["goal"])
         self._episodes_in_scene = state["episodes_in_scene"]
         self._elapsed_steps = state["elapsed_steps"]
         self._potentials = (state["potentials"][0], state["potentials"][1])
@@ -302,58 +299,58 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
     def _make_observation_space(self) -> spaces.Space:
         size = PROPRIOCEPTION_SIZE
-        if self.observation in WITH_OBJECTS:
-            size += OBJECT_SIZE * self.num_objects + 2 + len(TASKS)
+        if self.settings.observation in ("state", "both"):
+            size += OBJECT_SIZE * self.settings.num_objects + 2 + len(TASKS)
         state = vector_space(size, MAX_VELOCITY)
-        if self.observation == "state":
+        if self.settings.observation == "state":
             return state
         streams: dict[str, spaces.Space] = {"state": state}
-        streams |= {f"{name}_rgb": image_space(self.image_size) for name in self.cameras}
+        streams |= {f"{name}_rgb": image_space(self.settings.image_size) for name in self.cameras}
         streams["instruction"] = spaces.Text(INSTRUCTION_LENGTH, charset=LETTERS)
-        if self.observation == "labelled":
-            streams["places"] = vector_space(3 * self.num_objects + 2, MAX_VELOCITY)
+        if self.settings.observation == "labelled":
+            streams["places"] = vector_space(3 * self.settings.num_objects + 2, MAX_VELOCITY)
         return spaces.Dict(streams)
 
     def _new_scene(self) -> None:
         """Draw a task and a scene whose objects have room and are at rest."""
         random = self.np_random
-        self._task_name = str(random.choice(GOAL_TASKS)) if self.task == ALL_TASKS else self.task
-        has_area = TASKS[self._task_name].has_area
+        self.task_name = str(random.choice(GOAL_TASKS)) if self.settings.task == ALL_TASKS else self.settings.task
+        has_area = TASKS[self.task_name].has_area
         for _ in range(MAX_SCENE_TRIES):
             seed = int(random.integers(2**31))
-            scene = draw_scene(seed, self.num_objects, has_area, self.randomization, self.split)
+            scene = draw_scene(seed, self.settings.num_objects, has_area, self.randomization, self.settings.split)
             if scene is None:
                 continue
             self._simulation = Simulation(scene)
-            if self._simulation.settle():
-                self._settled = self._simulation.get_state()
+            if self._simulation.come_to_rest():
+                self._at_rest = self._simulation.get_state()
                 return
         raise RunError(f"no stable scene in {MAX_SCENE_TRIES} tries; use fewer objects or less randomization")
 
     def _unrelated_instruction(self) -> str:
         """Draw an instruction for an object of the scene independently of the goal; scenes and goals are unchanged."""
         random = np.random.default_rng([self.scene.seed, 7, self._episodes_in_scene])
-        return TASKS[self._task_name].draw_goal(random, self.scene).instruction
+        return TASKS[self.task_name].draw_goal(random, self.scene).instruction
 
     def _info(self) -> dict[str, Any]:
-        info: dict[str, Any] = {"task": self._task_name, "instruction": self._goal.instruction}
-        if self._task_name in GOAL_TASKS:
+        info: dict[str, Any] = {"task": self.task_name, "instruction": self.goal.instruction}
+        if self.task_name in GOAL_TASKS:
             info["success"] = False
         return info
 
     def observe(self) -> Any:
         """Return the present observation."""
         state = self._state()
-        if self.observation == "state":
+        if self.settings.observation == "state":
             return state
         observation: dict[str, Any] = {"state": state}
-        for name, image in self.camera_images(self.cameras, self.image_size).items():
+        for name, image in self.camera_images(self.cameras, self.settings.image_size).items():
             observation[f"{name}_rgb"] = np.ascontiguousarray(image.transpose(2, 0, 1))
             if not self._frames_checked and image.min() == image.max():
                 raise RunError(f"the {name} camera's image has one colour: rendering does not work (check MUJOCO_GL)")
         self._frames_checked = True
-        observation["instruction"] = self._goal.instruction
-        if self.observation == "labelled":
+        observation["instruction"] = self.goal.instruction
+        if self.settings.observation == "labelled":
             observation["places"] = self._labels()
         return observation
 
@@ -362,14 +359,14 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
         Objects that the instruction does not name have no label: it could not be learned.
         """
-        tcp, number = self.simulation.tcp, TASKS[self._task_name].num_named
-        positions = np.zeros((self.num_objects, 3))
+        tcp, number = self.simulation.tcp, TASKS[self.task_name].num_named
+        positions = np.zeros((self.settings.num_objects, 3))
         positions[:number] = self.simulation.object_positions[self._by_goal()[:number]] - tcp
         return np.concatenate([positions.ravel(), self._area_from(tcp)], dtype=np.float32, casting="same_kind")
 
     def _by_goal(self) -> list[int]:
         """Return the task's objects: the named one first, then its base."""
-        return list(dict.fromkeys([self._goal.index, self._goal.base, *range(self.num_objects)]))
+        return list(dict.fromkeys([self.goal.index, self.goal.base, *range(self.settings.num_objects)]))
 
     def _area_from(self, tcp: np.ndarray) -> tuple[float, float]:
         """Return the position of the area relative to the hand; zeros without an area."""
@@ -387,9 +384,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             rotation[:, 0],
             rotation[:, 1],
         ]
-        if self.observation in WITH_OBJECTS:
+        if self.settings.observation in ("state", "both"):
             for index in self._by_goal():
                 parts += [simulation.object_positions[index] - tcp, simulation.quaternions[index]]
             parts.append(self._area_from(tcp))
-            parts.append([float(name == self._task_name) for name in TASKS])
+            parts.append([float(name == self.task_name) for name in TASKS])
         return np.concatenate(parts, dtype=np.float32, casting="same_kind")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations, permutations
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
-from deft.config.validation import Fraction, NonNegative, Switch, checked, settings
+from deft.config.validation import Fraction, NonNegative, Switch, settings
 from deft.envs.tabletop import textures
 
 # The table in metres: x away from the robot, whose base is the origin; its top is at z = -table_drop.
@@ -43,10 +43,15 @@ COLOURS = {
 # Combinations that are never in training (`split: train`) and that `split: held-out` names: one of the two kinds of a
 # colour, so that each split always has the other.
 HELD_OUT = {"red": "cylinder", "green": "cube", "yellow": "cylinder", "purple": "cube"}
-SPLITS = ("train", "held-out", "all")
 # Half sizes as in MuJoCo: a box x, y, z; a cylinder and a capsule radius, half length; a sphere radius.
 TASK_SHAPES = {"cube": ("box", (0.025, 0.025, 0.025)), "cylinder": ("cylinder", (0.024, 0.028))}
-CLUTTER_SHAPES = ("box", "cylinder", "sphere", "capsule")
+# Smallest and largest half sizes of the clutter.
+CLUTTER_SIZES = {
+    "box": ([0.012, 0.012, 0.010], [0.040, 0.030, 0.025]),
+    "cylinder": ([0.014, 0.010], [0.032, 0.025]),
+    "sphere": ([0.014], [0.025]),
+    "capsule": ([0.010, 0.015], [0.018, 0.035]),
+}
 
 Vector = tuple[float, ...]
 
@@ -73,12 +78,6 @@ class DomainRandomization:
     """Fraction of the scenes with random light in which the light has another colour in every step."""
     noise_patch_rate: Fraction = 0.0
     """Fraction of the scenes with a patch on the table whose tiles have random colours in every step."""
-
-    @classmethod
-    def from_settings(cls, values: Mapping[str, Any] | None) -> DomainRandomization:
-        """Check names and values; the rest has its defaults."""
-        values = values or {}
-        return checked(cls, values, written={name: f"domain_randomization.{name}" for name in values})
 
 
 @dataclass
@@ -170,13 +169,7 @@ class Scene:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Scene:
         """Return the scene of the result of `as_data`."""
-        parts = dict(data)
-        for name in ("objects", "clutter"):
-            parts[name] = [SceneObject(**item) for item in data[name]]
-        for name in ("table", "walls", "floor"):
-            parts[name] = Surface(**data[name])
-        parts["lights"] = [Light(**item) for item in data["lights"]]
-        return cls(**parts)
+        return TypeAdapter(cls).validate_python(data)
 
 
 def is_held_out(name: str) -> bool:
@@ -299,50 +292,49 @@ def _set_task_positions(random: np.random.Generator, objects: list[SceneObject],
     """Set the position of each object; return the area's, () without an area, None if there is no solution."""
     for _ in range(100):
         positions = [_draw_position(random) for _ in objects]
-        if any(math.dist(a, b) < OBJECT_GAP for i, a in enumerate(positions) for b in positions[:i]):
+        if not _have_room(positions, ()):
             continue
-        area: Vector = ()
-        if has_area:
-            area = _draw_position(random)
-            ways = [(push_start(position, area, 0.10), area) for position in positions]
-            if not (
-                all(0.14 < math.dist(position, area) < 0.28 for position in positions)
-                and all(_is_reachable(start) for start, _ in ways)
-                and all(
-                    distance_to_segment(position, *way) > 0.11
-                    for i, position in enumerate(positions)
-                    for j, way in enumerate(ways)
-                    if i != j
-                )
-            ):
-                continue
-        for item, position in zip(objects, positions, strict=True):
-            item.place = position
-        return area
-    return _set_positions_one_by_one(random, objects) if has_area else None
+        area = _draw_position(random) if has_area else ()
+        if _have_room(positions, area):
+            break
+    else:
+        area, positions = _draw_one_by_one(random, len(objects)) if has_area else ((), [])
+        if not positions:
+            return None
+    for item, position in zip(objects, positions, strict=True):
+        item.place = position
+    return area
 
 
-def _set_positions_one_by_one(random: np.random.Generator, objects: list[SceneObject]) -> Vector | None:
-    """As above, with an area, for many objects: each position is drawn until it fits the previous ones."""
+def _draw_one_by_one(random: np.random.Generator, count: int) -> tuple[Vector, list[Vector]]:
+    """Draw an area, and for many objects each position until it fits the previous ones; () and [] without success."""
     for _ in range(100):
         area = _draw_position(random)
         positions: list[Vector] = []
         for _ in range(200):
             position = _draw_position(random)
-            way = (push_start(position, area, 0.10), area)
-            if (
-                0.14 < math.dist(position, area) < 0.28
-                and _is_reachable(way[0])
-                and all(math.dist(position, other) >= OBJECT_GAP for other in positions)
-                and all(distance_to_segment(other, *way) > 0.11 for other in positions)
-                and all(distance_to_segment(position, push_start(one, area, 0.10), area) > 0.11 for one in positions)
-            ):
+            if _have_room([*positions, position], area):
                 positions.append(position)
-            if len(positions) == len(objects):
-                for item, chosen in zip(objects, positions, strict=True):
-                    item.place = chosen
-                return area
-    return None
+            if len(positions) == count:
+                return area, positions
+    return (), []
+
+
+def _have_room(positions: list[Vector], area: Vector) -> bool:
+    """Return whether the objects are apart and, with an area, each can be pushed straight into it past the others."""
+    if any(math.dist(a, b) < OBJECT_GAP for a, b in combinations(positions, 2)):
+        return False
+    if not area:
+        return True
+    ways = [(push_start(position, area, 0.10), area) for position in positions]
+    return (
+        all(0.14 < math.dist(position, area) < 0.28 for position in positions)
+        and all(_is_reachable(start) for start, _ in ways)
+        and all(
+            distance_to_segment(positions[one], *ways[other]) > 0.11
+            for one, other in permutations(range(len(positions)), 2)
+        )
+    )
 
 
 def _is_reachable(position: Vector) -> bool:
@@ -356,17 +348,10 @@ def _clutter(random: np.random.Generator, scene: Scene) -> list[SceneObject]:
     if scene.area is not None:
         ways = [(push_start(item.place, scene.area, 0.12), scene.area) for item in scene.objects]
     for _ in range(random.integers(0, MAX_CLUTTER + 1)):
-        shape = str(random.choice(CLUTTER_SHAPES))
-        size: Vector
+        shape = str(random.choice(list(CLUTTER_SIZES)))
         quaternion = _yaw(float(random.uniform(-math.pi, math.pi)))
-        if shape == "box":
-            size = _rounded(random.uniform([0.012, 0.012, 0.010], [0.040, 0.030, 0.025]))
-        elif shape == "cylinder":
-            size = _rounded(random.uniform([0.014, 0.010], [0.032, 0.025]))
-        elif shape == "sphere":
-            size = _rounded(random.uniform([0.014], [0.025]))
-        else:  # lies on its side: turned by 90° about x, then about z
-            size = _rounded(random.uniform([0.010, 0.015], [0.018, 0.035]))
+        size = _rounded(random.uniform(*CLUTTER_SIZES[shape]))
+        if shape == "capsule":  # lies on its side: turned by 90° about x, then about z
             half, c = quaternion[3], quaternion[0]
             quaternion = tuple(math.sqrt(0.5) * value for value in (c, c, half, half))
         grey = random.uniform(0.2, 0.8)  # pale, to differ from the coloured objects of the task

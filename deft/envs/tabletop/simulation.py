@@ -29,9 +29,9 @@ from deft.envs.tabletop.rendering import Culling, renderer
 from deft.envs.tabletop.scene import Scene
 from deft.envs.tabletop.tasks import View
 
-SETTLING_STEPS = 75
-SETTLED_SPEED = 0.02  # metres or radians a second, at most, for a scene to count as stable
-SETTLED_SHIFT = 0.005
+REST_STEPS = 75
+REST_SPEED = 0.02  # metres or radians a second, at most, for a scene to count as stable
+REST_SHIFT = 0.005
 
 _STATE = mujoco.mjtState.mjSTATE_INTEGRATION
 # MuJoCo does not update the arrays of sleeping bodies, so these arrays are part of the state.
@@ -81,16 +81,16 @@ class Simulation:
         data.qacc_warmstart[:] = 0
         mujoco.mj_forward(self.model, data)
 
-    def settle(self) -> bool:
+    def come_to_rest(self) -> bool:
         """Simulate until the objects are at rest; return False if they move or are not at their positions."""
         self.put_robot(panda.HOME)
-        mujoco.mj_step(self.model, self.data, nstep=SETTLING_STEPS)
+        mujoco.mj_step(self.model, self.data, nstep=REST_STEPS)
         for index, item in enumerate(self.scene.everything):
             position = self.data.qpos[object_position(index)]
             rest = [*item.place, item.half_height - self.scene.table_drop]
-            if math.dist(position, rest) > SETTLED_SHIFT:
+            if math.dist(position, rest) > REST_SHIFT:
                 return False
-            if np.abs(self.data.qvel[object_velocity(index)]).max() > SETTLED_SPEED:
+            if np.abs(self.data.qvel[object_velocity(index)]).max() > REST_SPEED:
                 return False
         return True
 

@@ -63,7 +63,7 @@ def test_clutter_stands_apart_and_leaves_room() -> None:
             assert np.ptp(item.rgba[:3]) <= 0.24 + 1e-4  # pale: never one of the task's colours
     assert min(numbers) == 0
     assert max(numbers) >= 10
-    assert shapes == set(scenes.CLUTTER_SHAPES)
+    assert shapes == set(scenes.CLUTTER_SIZES)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_clutter_stands_apart_and_leaves_room() -> None:
     ],
 )
 def test_a_switch_changes_its_own_part(settings: dict[str, Any], changed: set[str]) -> None:
-    randomization = DomainRandomization.from_settings(settings)
+    randomization = DomainRandomization(**settings)
     found: set[str] = set()
     for seed in range(20):
         plain, drawn = draw(seed, PLAIN), draw(seed, randomization)
@@ -120,8 +120,8 @@ def test_plain_data_bring_a_scene_back() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"random_lights": True}, "domain_randomization.random_lights: unknown setting; did you mean"),
-        ({"random_light": 1}, "domain_randomization.random_light: 1 is not"),
+        ({"random_lights": True}, "random_lights: unknown setting; did you mean"),
+        ({"random_light": 1}, "random_light: 1 is not"),
         ({"clean_background_rate": 2.0}, "clean_background_rate: 2.0 is out of range"),
         ({"random_table_height": -0.1}, "random_table_height: -0.1 is out of range"),
         ({"random_head_camera_dis": "far"}, "random_head_camera_dis: 'far'"),
@@ -129,4 +129,4 @@ def test_plain_data_bring_a_scene_back() -> None:
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        DomainRandomization.from_settings(settings)
+        DomainRandomization(**settings)
