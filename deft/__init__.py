@@ -89,7 +89,7 @@ def _modules() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") or name not in _modules():
+    if name not in __all__:
         raise AttributeError(f"module 'deft' has no attribute '{name}'")
     value = getattr(importlib.import_module(_modules()[name]), name)
     globals()[name] = value

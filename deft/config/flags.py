@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, get_args, get_origin
@@ -56,7 +56,10 @@ OPPOSITES = {"deterministic": "stochastic", "eval_deterministic": "eval_stochast
 """Switches that have another name for off, besides `--no-…`."""
 CODE_NAMES = ("env.id", "env.kwargs", MODEL_CLASS, "cluster.ray_address", "ray_address", "environment")
 """Flags that may name code; a name on the command line is the user's own (`deft.trust`)."""
-_GROUP_ORDER = ("dataset", "env", "curriculum", "", "policy", "vla_config", "trainer", "cluster", "logging", "run")
+_SECTION_ORDER = (
+    *("dataset", "env", "env.curriculum", "algorithm.cfg", "policy", "policy.vla_config"),
+    *("trainer", "cluster", "logging", ""),
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,13 @@ class Parsed:
     given: dict[str, Any]
 
 
+WORDS = {
+    "path": ("RUN|CHECKPOINT", "one run folder or checkpoint"),
+    "run": ("RUN", "one run folder"),
+    "name": ("NAME", "one dataset's name"),
+    "runs": ("RUN RUN …", "the runs to compare (or --sft-checkpoint and --rl-checkpoint, for waypoint policies)"),
+}
+"""Settings that are given without a flag: how the usage shows them, and what an error asks for."""
 CONFIG_FLAG = Flag("config", "config", (), str | None, "JSON or YAML file with settings, or the name of a preset.")
 OUTPUT_FLAGS = (
     Flag("json", "json", (), bool, "Print the results as one JSON object on the last line."),
@@ -133,7 +143,7 @@ def parse(
     title, doc = command.split()[-1], " ".join((cls.__doc__ or "").split())
     groups = groups or [FlagGroup(title, "", tuple(flag for flag in class_flags(cls) if flag.path != word))]
     defaults = base if base is not None else {name: default_of(cls, name) for name in setting_names(cls)}
-    usage = f"deft {command}" + (f" {_word_name(cls, word)}" if word else "") + " [flags]"
+    usage = " ".join(["deft", command, *([WORDS[word][0]] if word else []), "[flags]"])
     given, written, words = read_flags(groups, defaults, arguments, usage=usage, description=doc)
     as_json = given.pop("json", False)
     for name in ("config", "debug", "trust_remote_code"):
@@ -144,7 +154,7 @@ def parse(
         merged = path == "environment" and mapping.get(path)
         set_path(mapping, path, {**mapping[path], **value} if merged else value)
     if word is not None:
-        mapping[word] = _words_of(cls, word, words, command.split()[0])
+        mapping[word] = _words_of(word, words, command.split()[0])
     elif words:
         first = ", and the algorithm comes first" if command.startswith("train") else ""
         raise InputError(f"{command.split()[0]}: unexpected '{words[0]}'; a value follows its flag{first}")
@@ -155,52 +165,51 @@ def parse(
     return Parsed(make(mapping, written=spelled | written), as_json, given)
 
 
-def _word_name(cls: type, word: str) -> str:
-    return "RUN RUN …" if _takes_several(cls, word) else {"path": "RUN|CHECKPOINT"}.get(word, word.upper())
-
-
-def _takes_several(cls: type, word: str) -> bool:
-    return get_origin(alternatives(annotation_of(cls, word))[0][0]) is tuple
-
-
-def _words_of(cls: type, word: str, words: list[str], command: str) -> Any:
-    """Return the value of the setting that is given without a flag."""
-    several = _takes_several(cls, word)
-    if not words or (len(words) > 1 and not several):
-        wanted = {
-            "path": "one run folder or checkpoint",
-            "run": "one run folder",
-            "name": "one dataset's name",
-            "runs": "the runs to compare (or --sft-checkpoint and --rl-checkpoint, for waypoint policies)",
-        }[word]
-        raise InputError(f"{command}: give {wanted}; got {' '.join(words) or 'none'}")
-    return tuple(words) if several else words[0]
+def _words_of(word: str, words: list[str], command: str) -> Any:
+    """Return the value of the setting that is given without a flag; `runs` has several."""
+    if not words or (len(words) > 1 and word != "runs"):
+        raise InputError(f"{command}: give {WORDS[word][1]}; got {' '.join(words) or 'none'}")
+    return tuple(words) if word == "runs" else words[0]
 
 
 def run_flags(algorithm: str) -> list[FlagGroup]:
     """Return every setting of a run of this algorithm. Where two have one name, the algorithm's own has it."""
     algorithm_class = ALGORITHM_SETTINGS[algorithm]
-    aliases: dict[str, list[str]] = {MODEL_CLASS: ["model"]}
+    others: dict[str, list[str]] = {MODEL_CLASS: ["model"]}
     for place, target in MOVED.items():
-        aliases.setdefault(target, []).append(place.rpartition(".")[2])
-    concrete: dict[type, type] = {AlgorithmSettings: algorithm_class}
-    sections = sections_of(run_class(algorithm_class), concrete)
+        others.setdefault(target, []).append(place.rpartition(".")[2])
+    sections = sections_of(run_class(algorithm_class), {AlgorithmSettings: algorithm_class})
+    own_first = sorted(sections, key=lambda section: section[0] != "algorithm.cfg")
+    titles = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}
+    groups = section_flags(own_first, titles, {"algorithm.name"}, others)  # the name is the command's first word
+    return [groups[section] for section in sorted(groups, key=_SECTION_ORDER.index)]
+
+
+def section_flags(
+    sections: Iterable[tuple[str, type]],
+    titles: Mapping[str, str],
+    unused: Collection[str],
+    others: Mapping[str, Sequence[str]],
+) -> dict[str, FlagGroup]:
+    """Return the settings of sections, given by path and class, as flags without those in `unused`.
+
+    Where two settings have one name, the name of the later one starts with its section's. `others` are further names.
+    """
     taken: set[str] = set()
     groups: dict[str, FlagGroup] = {}
-    for prefix, cls in sorted(sections, key=lambda section: section[0] != "algorithm.cfg"):
-        flags = []
-        for flag in class_flags(cls, prefix):
-            if flag.path == "algorithm.name":  # the command's first word
+    for section, cls in sections:
+        last, flags = section.rpartition(".")[2], []
+        for flag in class_flags(cls, section):
+            if flag.path in unused:
                 continue
-            name = flag.name if flag.name not in taken else f"{prefix}_{flag.name}".replace(".", "_")
-            known = dict.fromkeys([*flag.aliases, *aliases.get(flag.path, [])])
-            others = tuple(alias for alias in known if alias not in {name, *taken})
-            taken |= {name, *others}
-            flags.append(dataclasses.replace(flag, name=name, aliases=others))
-        place = {"": "run", "algorithm.cfg": ""}.get(prefix, prefix.rpartition(".")[2])
+            name = f"{last}_{flag.name}" if flag.name in taken else flag.name
+            known = dict.fromkeys([*flag.aliases, *others.get(flag.path, ())])
+            aliases = tuple(alias for alias in known if alias not in {name, *taken})
+            taken |= {name, *aliases}
+            flags.append(dataclasses.replace(flag, name=name, aliases=aliases))
         if flags:
-            groups[place] = FlagGroup(place or algorithm.replace("-", "_"), cls.__doc__ or "", tuple(flags))
-    return [groups[place] for place in sorted(groups, key=_GROUP_ORDER.index)]
+            groups[section] = FlagGroup(titles.get(section, last), cls.__doc__ or "", tuple(flags))
+    return groups
 
 
 def class_flags(cls: type, prefix: str = "") -> Iterator[Flag]:

@@ -115,17 +115,19 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def write_config(config: AnyRunConfig, path: str | Path) -> None:
     """Write the resolved settings and the command that repeats the run; loading the file gives an equal config."""
-    path = Path(path)
+    write_settings(to_dict(config), Path(path), has_directory=config.output_dir is not None)
+
+
+def write_settings(settings: dict[str, Any], path: Path, has_directory: bool) -> None:
+    """Write the settings of a run with the command that repeats it; `has_directory`: they name its run directory."""
     try:
-        body = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        body = yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         raise InputError(f"{path}: the settings cannot be written: {' '.join(str(error).split())}") from None
-    command = f"deft train --config {shlex.quote(str(path))}"
-    if config.output_dir is not None:  # that directory already contains this run
-        command += " --output-dir ANOTHER_FOLDER"
-    header = f"# The settings of this run. To repeat it:\n#   {command}\n"
+    # The named directory already contains this run.
+    command = f"deft train --config {shlex.quote(str(path))}" + " --output-dir ANOTHER_FOLDER" * has_directory
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(header + body, encoding="utf-8")
+    unfinished.write_text(f"# The settings of this run. To repeat it:\n#   {command}\n{body}", encoding="utf-8")
     keep_foreign(path)
     record(unfinished.replace(path))
 

@@ -6,24 +6,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deft.config.aliases import ALIASES
 from deft.config.f1_settings import PhaseConfig, RecordedVideo, TrainingConfig, WorldModelTraining
 from deft.config.fields import nested_class, sections_of, setting_names
-from deft.config.flags import CONFIG_FLAG, Flag, FlagGroup, class_flags, parse
-from deft.config.loading import find_config, read_mapping, reject_overwrite, to_dict
+from deft.config.flags import CONFIG_FLAG, Flag, FlagGroup, parse, section_flags
+from deft.config.loading import find_config, read_mapping, reject_overwrite, to_dict, write_settings
 from deft.config.output_base import below_output_base
 from deft.config.validation import checked
 from deft.errors import InputError, RunError
-from deft.ownership import keep_foreign, record
 
 CONFIG_FILE = "config.yaml"
 PHASES = ("teacher", "student", "adversarial")
@@ -94,14 +88,9 @@ def phase_config(mapping: Mapping[str, Any], written: Mapping[str, str] | None =
 def write_phase_config(config: PhaseConfig, path: Path) -> None:
     """Write a run's settings with the command that repeats it; not those of how this process came to the run."""
     settings = {name: value for name, value in to_dict(config).items() if name != "run" and value is not None}
-    body = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    command = f"deft train --config {shlex.quote(str(path))} --output-dir ANOTHER_FOLDER"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(f"# The settings of this run. To repeat it:\n#   {command}\n{body}", encoding="utf-8")
-        keep_foreign(path)
-        record(unfinished.replace(path))
+        write_settings(settings, path, has_directory=True)
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -145,27 +134,13 @@ PHASE_TRAINING = {
 
 
 def phase_flags(phase: str) -> list[FlagGroup]:
-    """Return every setting of a phase as a flag, and the environment's as one mapping.
-
-    Where two settings have one name, the name of the later one starts with its section's.
-    """
+    """Return every setting of a phase as a flag, and the environment's as one mapping."""
     about = "Settings of the environment, added to those of the file."
     environment = Flag("environment", "environment", (), dict[str, Any], about)
-    groups = [FlagGroup("file", "", (CONFIG_FLAG, environment))]
-    nested = [f"{phase}.{name}" for name in setting_names(_section(phase)) if nested_class(_section(phase), name)]
-    taken: set[str] = set()
-    for section in ("training", "model", phase, *nested, *MORE_SECTIONS.get(phase, ()), "run", "logging"):
-        cls, title = _section(section), section.rpartition(".")[2]
-        flags = []
-        for flag in class_flags(cls, section):
-            if flag.path in UNUSED.get(phase, ()):
-                continue
-            name = f"{title}_{flag.name}" if flag.name in taken else flag.name
-            others = tuple(alias for alias in flag.aliases if alias not in taken)
-            taken |= {name, *others}
-            flags.append(dataclasses.replace(flag, name=name, aliases=others))
-        groups.append(FlagGroup(title, cls.__doc__ or "", tuple(flags)))
-    return groups
+    own = [f"{phase}.{name}" for name in setting_names(_section(phase)) if nested_class(_section(phase), name)]
+    paths = ("training", "model", phase, *own, *MORE_SECTIONS.get(phase, ()), "run", "logging")
+    groups = section_flags(((path, _section(path)) for path in paths), {}, UNUSED.get(phase, ()), {})
+    return [FlagGroup("file", "", (CONFIG_FLAG, environment)), *groups.values()]
 
 
 def _section(path: str) -> type:
