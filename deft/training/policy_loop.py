@@ -82,7 +82,7 @@ class PolicyLoop(Loop):
     def not_finite(self) -> RunError:
         """Return the error of networks that are not finite."""
         return RunError(
-            f"the networks are no longer finite after {self.global_step} {self.unit}, so nothing was saved: "
+            f"weights of the networks are no longer finite after {self.global_step} {self.unit}, so nothing was saved: "
             f"{self.cures}; any checkpoint saved before is good"
         )
 
