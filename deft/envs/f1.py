@@ -65,28 +65,22 @@ class F1RLEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         task_config: Mapping[str, Any] | None = None,
         phase: Literal["teacher", "student"] = "teacher",
         teacher_policy: Any = None,
-        history_length: int | None = None,
-        max_steps: int | None = None,
         device: str = "cpu",
-        action_scale: float | None = None,
-        single_arm: bool | None = None,
         render_mode: Literal["rgb_array"] | None = None,
+        **overrides: Any,
     ) -> None:
         """`task_config` holds the settings of `TaskConfig`, or a whole config with a section `environment` of them.
 
-        The other arguments override it: `history_length` is its `n_obs_img_steps`. `teacher_policy` is an `F1Policy`
-        (with the memory of this environment only) or a `StepReward`, which runs on `device`. The simulators run on the
-        CPU.
+        `overrides` are further settings, such as `max_steps`, `action_scale`, `single_arm`; None leaves a setting as it
+        is, and `history_length` is another name of `n_obs_img_steps`. `teacher_policy` is an `F1Policy` (with the
+        memory of this environment only) or a `StepReward`, which runs on `device`. The simulators run on the CPU.
         """
         check_choice("phase", phase, PHASES)
         check_render_mode(render_mode)
-        given = {
-            "n_obs_img_steps": history_length,
-            "max_steps": max_steps,
-            "action_scale": action_scale,
-            "single_arm": single_arm,
-        }
-        config = read_task_config(task_config, {name: value for name, value in given.items() if value is not None})
+        if "history_length" in overrides:
+            overrides["n_obs_img_steps"] = overrides.pop("history_length")
+        given = {name: value for name, value in overrides.items() if value is not None}
+        config = read_task_config(task_config, given)
         self.config = config
         self.phase = phase
         self.device = device

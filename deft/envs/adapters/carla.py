@@ -171,7 +171,7 @@ class CarlaEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         streams = self.client.observe()
         speed, acceleration, _, gap, closing = streams[schema.MOTION][0].tolist()
         offset, heading = self.client.lane_error()
-        rest = 1.0 - self.client.travelled / self.client.route_length
+        rest = 1.0 - self.client.travelled / self.client.server.route_length
         ego = [speed / 20, acceleration / 10, self.client.steering]
         state = [*ego, gap / MAX_GAP, closing / 20, offset / 2, heading, rest]
         return {

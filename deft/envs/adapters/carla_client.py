@@ -11,11 +11,13 @@ import atexit
 import contextlib
 import queue
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from deft.envs.checks import check_choice, import_optional
+from deft.config.fields import setting_names
+from deft.config.validation import Count, Positive, Switch, checked, settings
+from deft.envs.checks import import_optional
 from deft.envs.waypoints.protocol import MAX_GAP, Outcome, WaypointSimulator
 from deft.envs.waypoints.tracking import pursue, to_ego, to_map
 from deft.errors import InputError, RunError
@@ -30,38 +32,39 @@ FRONT_CAMERA = (1.6, 1.7)  # metres ahead of the vehicle's centre and above the 
 IN_WAY = 2.2  # vehicles closer than this sideways block the lane
 
 
-class CarlaClient(WaypointSimulator):
-    """One ego vehicle on a CARLA server; `town` loads another map first.
+@settings
+class CarlaServer:
+    """Where the server runs, and the episodes on it."""
 
-    A server in synchronous mode already has another client, and is rejected unless `take_server`.
-    """
+    host: str = "127.0.0.1"
+    port: Count = 2000
+    traffic_manager_port: Count = 8000
+    timeout: Positive = 10.0
+    """Seconds until the server counts as lost."""
+    town: str | None = None
+    """The map to load; None: the present one."""
+    route_length: Positive = 200.0
+    max_seconds: Positive = 60.0
+    camera: Literal["above", "front"] = "above"
+    take_server: Switch = False
+    """Whether to use a server in synchronous mode, which usually has another client."""
+
+
+class CarlaClient(WaypointSimulator):
+    """One ego vehicle on a CARLA server."""
 
     view = (CAMERA_AHEAD - CAMERA_HEIGHT, CAMERA_AHEAD + CAMERA_HEIGHT, -CAMERA_HEIGHT, CAMERA_HEIGHT)
 
     def __init__(
-        self,
-        num_envs: int = 1,
-        difficulty: str = "medium",
-        *,
-        host: str = "127.0.0.1",
-        port: int = 2000,
-        traffic_manager_port: int = 8000,
-        timeout: float = 10.0,
-        town: str | None = None,
-        route_length: float = 200.0,
-        max_seconds: float = 60.0,
-        camera: str = "above",
-        take_server: bool = False,
-        steps_per_decision: int = 5,
-        **settings: Any,
+        self, num_envs: int = 1, difficulty: str = "medium", *, steps_per_decision: int = 5, **arguments: Any
     ) -> None:
-        """`settings` are the other arguments of `WaypointSimulator`."""
+        """`arguments` are those of `CarlaServer` and the other ones of `WaypointSimulator`."""
         if num_envs != 1:
             raise InputError(f"env carla: a server has one ego vehicle; give --num-envs 1, not {num_envs}")
-        check_choice("camera", camera, ("above", "front"))
-        super().__init__(1, difficulty, steps_per_decision=steps_per_decision, **settings)
-        self.camera, self.timeout = camera, timeout
-        self.route_length, self.max_seconds = route_length, max_seconds
+        names = setting_names(CarlaServer)
+        server = checked(CarlaServer, {name: arguments.pop(name) for name in names if name in arguments})
+        super().__init__(1, difficulty, steps_per_decision=steps_per_decision, **arguments)
+        self.server = server
         self._generator = np.random.default_rng()
         self._actors: list[Any] = []
         self._sensors: list[Any] = []
@@ -73,27 +76,28 @@ class CarlaClient(WaypointSimulator):
         self._settings: Any = None
         remedy = 'pip install "deft[carla]" (x86 Linux and Windows; its version must be that of the server)'
         self._carla = import_optional("carla", "env carla", remedy)
-        self._connect(host, port, traffic_manager_port, town, take_server)
+        self._connect()
 
     # -- the server ----------------------------------------------------------------------------------------------------
 
-    def _connect(self, host: str, port: int, traffic_manager_port: int, town: str | None, take_server: bool) -> None:
+    def _connect(self) -> None:
         """Connect to the server and set synchronous mode."""
-        carla = self._carla
+        carla, server = self._carla, self.server
+        address = f"{server.host}:{server.port}"
         try:
-            self._client = carla.Client(host, port)
-            self._client.set_timeout(self.timeout)
-            self._world = self._client.get_world() if town is None else self._client.load_world(town)
+            self._client = carla.Client(server.host, server.port)
+            self._client.set_timeout(self.server.timeout)
+            self._world = self._client.load_world(server.town) if server.town else self._client.get_world()
             self._map = self._world.get_map()
         except RuntimeError as error:
             raise InputError(
-                f"env carla: no server answered at {host}:{port} within {self.timeout:g} s: start one with "
-                f"./CarlaUE4.sh -RenderOffScreen -carla-rpc-port={port}, or give host and port in --env-kwargs"
+                f"env carla: no server answered at {address} within {self.server.timeout:g} s: start one with "
+                f"./CarlaUE4.sh -RenderOffScreen -carla-rpc-port={server.port}, or give host and port in --env-kwargs"
             ) from error
         settings = self._world.get_settings()
-        if settings.synchronous_mode and not take_server:
+        if settings.synchronous_mode and not server.take_server:
             raise InputError(
-                f"env carla: another client drives the server at {host}:{port} (it is synchronous); use another one, "
+                f"env carla: another client drives the server at {address} (it is synchronous); use another one, "
                 "or give --env-kwargs '{\"take_server\": true}' if that client was killed"
             )
         atexit.register(self.close)
@@ -104,7 +108,7 @@ class CarlaClient(WaypointSimulator):
             changed = self._world.get_settings()
             changed.synchronous_mode, changed.fixed_delta_seconds = True, STEP_SECONDS
             self._world.apply_settings(changed)
-            self._traffic_manager = self._client.get_trafficmanager(traffic_manager_port)
+            self._traffic_manager = self._client.get_trafficmanager(server.traffic_manager_port)
             self._traffic_manager.set_synchronous_mode(True)
         except BaseException:
             self.close()
@@ -133,13 +137,13 @@ class CarlaClient(WaypointSimulator):
     def _tick(self) -> None:
         """Simulate one step, and receive its camera image."""
         try:
-            frame = self._world.tick(self.timeout)
-            image = self._frames.get(timeout=self.timeout)
+            frame = self._world.tick(self.server.timeout)
+            image = self._frames.get(timeout=self.server.timeout)
             while image.frame < frame:
-                image = self._frames.get(timeout=self.timeout)
+                image = self._frames.get(timeout=self.server.timeout)
         except (RuntimeError, queue.Empty) as error:
             self.close()
-            raise RunError(f"env carla: the server stopped answering within {self.timeout:g} s") from error
+            raise RunError(f"env carla: the server stopped answering within {self.server.timeout:g} s") from error
         pixels = np.frombuffer(image.raw_data, np.uint8).reshape(image.height, image.width, 4)  # BGRA
         self._image = pixels[:, :, 2::-1].transpose(2, 0, 1).copy()
 
@@ -180,7 +184,7 @@ class CarlaClient(WaypointSimulator):
         for name, value in (("image_size_x", self.camera_size), ("image_size_y", self.camera_size), ("fov", 90)):
             camera.set_attribute(name, str(value))
         pose = carla.Transform(carla.Location(x=CAMERA_AHEAD, z=CAMERA_HEIGHT), carla.Rotation(pitch=-90.0))
-        if self.camera == "front":
+        if self.server.camera == "front":
             pose = carla.Transform(carla.Location(x=FRONT_CAMERA[0], z=FRONT_CAMERA[1]), carla.Rotation())
         self._frames: queue.Queue[Any] = queue.Queue()
         self._attach(camera, pose, self._frames.put)
@@ -259,9 +263,9 @@ class CarlaClient(WaypointSimulator):
         terms["off_road"] = -10.0 * off_road
         terms["lane"] -= 0.2 * self._crossed_line
         self._crossed_line = False
-        terminated = self._collided or off_road or self.travelled >= self.route_length
+        terminated = self._collided or off_road or self.travelled >= self.server.route_length
         reached = terminated and not (self._collided or off_road)
-        late = self._elapsed >= self.max_seconds and not terminated
+        late = self._elapsed >= self.server.max_seconds and not terminated
         flags = (np.array([flag]) for flag in (terminated, late, reached, self._collided, off_road))
         terminates, truncates, succeeds, collides, leaves = flags
         arrays = {name: np.array([value]) for name, value in terms.items()}

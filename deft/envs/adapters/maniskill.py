@@ -14,15 +14,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from xml.etree import ElementTree
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from pydantic import Field
 
+from deft.config.validation import Count, Switch, checked, settings
 from deft.envs.adapters.sapien_gpu import get_logical_gpu_id, setup_sapien_gpu
-from deft.envs.checks import check_choice, check_image_size, check_render_mode, import_optional
+from deft.envs.checks import check_render_mode, import_optional
 from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.spaces import image_space, text_space, vector_space
 from deft.envs.suppress_logs import suppress_logs
@@ -56,6 +58,32 @@ INSTRUCTIONS = {
 }
 
 
+@settings
+class ManiSkillSpec:
+    """The arguments of `ManiSkillEnv` and `ManiSkillVectorEnv`."""
+
+    task: str = "PickCube-v1"
+    observation: Literal["images", "state"] = "images"
+    image_size: Annotated[Count, Field(ge=16, le=1024)] = 128
+    control_mode: str = "delta_qpos"
+    """One of `CONTROL_MODES`, or ManiSkill's own name."""
+    reward: Literal["dense", "sparse"] = "dense"
+    robot: str = WRIST_ROBOT
+    instruction: str | None = None
+    """By default that of `INSTRUCTIONS`, or the words of the task's name."""
+    time_limit: Count | None = None
+    """Steps until an episode is truncated; by default the task's own."""
+    render_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    light_wrist_camera: Switch = True
+    """Whether to leave out the detailed mesh of the wrist camera."""
+
+    @property
+    def text(self) -> str:
+        """The instruction."""
+        return INSTRUCTIONS.get(self.task, _words_of(self.task)) if self.instruction is None else self.instruction
+
+
 class ManiSkillEnv(gymnasium.Env[Any, np.ndarray]):
     """One ManiSkill task in this process, simulated on the CPU.
 
@@ -71,8 +99,9 @@ class ManiSkillEnv(gymnasium.Env[Any, np.ndarray]):
     def __init__(
         self, task: str = "PickCube-v1", render_mode: Literal["rgb_array"] | None = None, **settings: Any
     ) -> None:
-        """Choose the task; `settings` are the arguments of `_Simulation`."""
-        self._simulation = _Simulation(task, render_mode=render_mode, **settings)
+        """Choose the task; `settings` are those of `ManiSkillSpec`."""
+        check_render_mode(render_mode)
+        self._simulation = _Simulation(checked(ManiSkillSpec, {"task": task, **settings}), render_mode=render_mode)
         self.render_mode = render_mode
         self.observation_space = self._simulation.observation_space
         self.action_space = self._simulation.action_space
@@ -122,7 +151,7 @@ class ManiSkillVectorEnv(BatchedVectorEnv):
     """
 
     def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, **settings: Any) -> None:
-        self._simulation = _Simulation(settings.pop("task", "PickCube-v1"), num_envs=num_envs, **settings)
+        self._simulation = _Simulation(checked(ManiSkillSpec, settings), num_envs)
         super().__init__(
             num_envs,
             ObservationLayout(self._simulation.observation_space),
@@ -179,56 +208,37 @@ class ManiSkillVectorEnv(BatchedVectorEnv):
 class _Simulation:
     """A ManiSkill simulation of one or many environments, with observations as numpy arrays."""
 
-    def __init__(
-        self,
-        task: str,
-        *,
-        num_envs: int = 0,
-        observation: Literal["images", "state"] = "images",
-        image_size: int = 128,
-        control_mode: str = "delta_qpos",
-        reward: Literal["dense", "sparse"] = "dense",
-        robot: str = WRIST_ROBOT,
-        instruction: str | None = None,
-        time_limit: int | None = None,
-        render_device: str = "auto",
-        light_wrist_camera: bool = True,
-        render_mode: str | None = None,
-    ) -> None:
-        """`num_envs` 0: one environment on the CPU. `render_device` is auto, cpu, cuda or cuda:N."""
-        check_render_mode(render_mode)
-        check_choice("observation", observation, ("images", "state"))
-        check_choice("reward", reward, tuple(REWARD_MODES))
-        check_image_size(image_size)
-        text = INSTRUCTIONS.get(task, _words_of(task)) if instruction is None else instruction
-        if len(text.encode()) > INSTRUCTION_LENGTH:
-            raise InputError(f"instruction has {len(text.encode())} bytes; at most {INSTRUCTION_LENGTH} fit")
+    def __init__(self, spec: ManiSkillSpec, num_envs: int = 0, render_mode: str | None = None) -> None:
+        """`num_envs` 0: one environment on the CPU."""
+        if len(spec.text.encode()) > INSTRUCTION_LENGTH:
+            raise InputError(f"instruction has {len(spec.text.encode())} bytes; at most {INSTRUCTION_LENGTH} fit")
+        task = spec.task
         registered = _import_maniskill()
         if task not in registered:
             raise InputError(f"task is {task!r}, which ManiSkill does not have; without a download: {_known_tasks()}")
-        if light_wrist_camera and robot == WRIST_ROBOT:
+        if spec.light_wrist_camera and spec.robot == WRIST_ROBOT:
             _drop_heavy_mesh()
         self.task = task
-        self.instruction = text
-        self.time_limit = registered[task].max_episode_steps if time_limit is None else time_limit
-        self._has_images = observation == "images"
+        self.instruction = spec.text
+        self.time_limit = registered[task].max_episode_steps if spec.time_limit is None else spec.time_limit
+        self._has_images = spec.observation == "images"
         renders = self._has_images or render_mode is not None
-        settings: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "num_envs": max(1, num_envs),
             "obs_mode": "rgb" if self._has_images else "state_dict",
-            "reward_mode": REWARD_MODES[reward],
-            "control_mode": CONTROL_MODES.get(control_mode, control_mode),
-            "robot_uids": robot,
-            "sensor_configs": {"width": image_size, "height": image_size},
+            "reward_mode": REWARD_MODES[spec.reward],
+            "control_mode": CONTROL_MODES.get(spec.control_mode, spec.control_mode),
+            "robot_uids": spec.robot,
+            "sensor_configs": {"width": spec.image_size, "height": spec.image_size},
             "sim_backend": _gpu("physics") if num_envs else "physx_cpu",
-            "render_backend": _render_backend(render_device) if renders else "none",
+            "render_backend": _render_backend(spec.render_device) if renders else "none",
             "render_mode": render_mode,
             # Unseeded resets of one environment then follow from its seed. With many it must be off: ManiSkill would
             # seed each partial reset by environment 0, and so repeat the same initial states.
             "enhanced_determinism": not num_envs,
         }
         with _failures_explained(task), _no_questions(task), suppress_logs(loggers=("mani_skill", "sapien")):
-            self.env = registered[task].make(**settings)
+            self.env = registered[task].make(**arguments)
             raw, _ = self.env.reset(seed=0, options={})
         self.action_space = _action_space(self.env.single_action_space)
         self.observation_space = self._observation_space(self.translate(raw))
@@ -312,11 +322,8 @@ def _gpu(purpose: str) -> str:
 def _render_backend(device: str) -> str:
     import torch
 
-    if device == "auto":
-        return _gpu("rendering") if torch.cuda.is_available() else "cpu"
-    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        raise InputError(f"render_device is {device!r}; choose auto, cpu, cuda or cuda:N")
-    return device
+    is_gpu = device == "auto" and torch.cuda.is_available()
+    return _gpu("rendering") if is_gpu else device.replace("auto", "cpu")
 
 
 @contextlib.contextmanager

@@ -23,8 +23,9 @@ from gymnasium import spaces
 from PIL import Image
 
 from deft import trust
+from deft.config.validation import Count, Positive, Switch, checked, settings
 from deft.envs.adapters.sapien_gpu import setup_sapien_gpu
-from deft.envs.checks import check_choice, check_render_mode
+from deft.envs.checks import check_render_mode
 from deft.envs.padded import ARM_SIZE, ARM_STARTS, GRIPPERS, PADDED_SIZE
 from deft.envs.spaces import action_space, image_space, text_space, vector_space
 from deft.envs.suppress_logs import suppress_logs
@@ -47,6 +48,26 @@ RANDOMIZATION_KEYS = (
 )
 
 
+@settings
+class RoboTwinSpec:
+    """The arguments of `RoboTwinEnv`; those about the scene override `config`."""
+
+    task: str = "beat_block_hammer"
+    config: str | dict[str, Any] = "demo_clean"
+    """The name of a file in RoboTwin's `task_config`, or its content."""
+    root: str | None = None
+    """RoboTwin's folder; by default ROBOTWIN_ROOT."""
+    embodiment: list[Any] | None = None
+    domain_randomization: dict[str, Any] | None = None
+    observation: Literal["images", "state"] = "images"
+    image_size: Count | None = None
+    """Side of the images in pixels; by default the camera's own size."""
+    control_mode: Literal["delta_qpos"] = "delta_qpos"
+    action_scale: Positive = 1.0
+    single_arm: Switch = False
+    instruction: str | None = None
+
+
 class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
     """One RoboTwin task.
 
@@ -63,30 +84,14 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's own declaration)
 
     def __init__(
-        self,
-        task: str = "beat_block_hammer",
-        config: str | Mapping[str, Any] = "demo_clean",
-        root: str | None = None,
-        embodiment: list[Any] | None = None,
-        domain_randomization: Mapping[str, Any] | None = None,
-        observation: Literal["images", "state"] = "images",
-        image_size: int | None = None,
-        control_mode: str = "delta_qpos",
-        action_scale: float = 1.0,
-        single_arm: bool = False,
-        instruction: str | None = None,
-        render_mode: Literal["rgb_array"] | None = None,
+        self, task: str = "beat_block_hammer", render_mode: Literal["rgb_array"] | None = None, **arguments: Any
     ) -> None:
-        """`config` names a file in RoboTwin's `task_config`, or is its content; the other arguments override it."""
-        if control_mode != "delta_qpos":
-            raise InputError(f"control_mode is {control_mode!r}; RoboTwin's adapter has only delta_qpos")
-        check_choice("observation", observation, ("images", "state"))
+        """Choose the task; `arguments` are those of `RoboTwinSpec`."""
         check_render_mode(render_mode)
-        if action_scale <= 0:
-            raise InputError(f"action_scale is {action_scale:g}; choose a number above 0")
-        self._root = _find_root(root)
-        self._has_images = observation == "images"
-        self._settings = _read_settings(self._root, task, config, embodiment, domain_randomization)
+        spec = checked(RoboTwinSpec, {"task": task, **arguments})
+        self._root = _find_root(spec.root)
+        self._has_images = spec.observation == "images"
+        self._settings = _read_settings(self._root, spec)
         self._settings["data_type"] = {
             **self._settings.get("data_type", {}),
             "rgb": self._has_images or render_mode is not None,
@@ -95,11 +100,11 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         self._task = _load_task(self._root, task)
         self._random = _OwnRandomState()
         self.task = task
-        self.instruction = task.replace("_", " ") if instruction is None else instruction
-        self.image_size = image_size
-        self.single_arm = single_arm
+        self.instruction = task.replace("_", " ") if spec.instruction is None else spec.instruction
+        self.image_size = spec.image_size
+        self.single_arm = spec.single_arm
         self.render_mode = render_mode
-        self._joint_step = MAX_JOINT_STEP * action_scale
+        self._joint_step = MAX_JOINT_STEP * spec.action_scale
         self._num_episodes = 0
         self._is_set_up = False
         self._raw: dict[str, Any] = {}
@@ -108,7 +113,7 @@ class RoboTwinEnv(gymnasium.Env[Any, np.ndarray]):
         self._draw_scene(0, np.random.default_rng(0))  # its observation gives the sizes of arms and images
         self._joints = _joint_mask(self._raw["joint_action"])
         self.action_mask = self._joints.copy()
-        if single_arm:
+        if spec.single_arm:
             self.action_mask[ARM_STARTS["right"] :] = False
         self.observation_space = self._make_observation_space()
 
@@ -254,21 +259,15 @@ def _config_folder(root: Path) -> Path:
     return next((root / name for name in CONFIG_FOLDERS if (root / name).is_dir()), root / CONFIG_FOLDERS[0])
 
 
-def _read_settings(
-    root: Path,
-    task: str,
-    config: str | Mapping[str, Any],
-    embodiment: list[Any] | None,
-    domain_randomization: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+def _read_settings(root: Path, spec: RoboTwinSpec) -> dict[str, Any]:
     """Return the arguments of `setup_demo`: a config, the files of its robots and the size of its head camera."""
-    configs = _config_folder(root)
+    configs, config = _config_folder(root), spec.config
     settings = dict(_read_yaml(configs / f"{config}.yml")) if isinstance(config, str) else dict(config)
-    settings |= {"task_name": task, "render_freq": 0, "save_data": False, "eval_mode": False}
-    if embodiment is not None:
-        settings["embodiment"] = embodiment
-    wanted = {name: value for name, value in (domain_randomization or {}).items() if name != "random_appearance"}
-    if (domain_randomization or {}).get("random_appearance"):
+    settings |= {"task_name": spec.task, "render_freq": 0, "save_data": False, "eval_mode": False}
+    if spec.embodiment is not None:
+        settings["embodiment"] = spec.embodiment
+    wanted = dict(spec.domain_randomization or {})
+    if wanted.pop("random_appearance", False):
         raise InputError("domain_randomization: RoboTwin has no random_appearance; leave it false")
     unknown = [name for name in wanted if name not in RANDOMIZATION_KEYS]
     if unknown:

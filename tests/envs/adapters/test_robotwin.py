@@ -222,9 +222,9 @@ def test_vector_env_has_a_time_limit(root: Path) -> None:
         ({"embodiment": ["arm"]}, "RoboTwin has no 'arm'; it has tiny-arm, long-arm"),
         ({"domain_randomization": {"random_colour": True}}, "RoboTwin has no 'random_colour'"),
         ({"domain_randomization": {"random_appearance": True}}, "RoboTwin has no random_appearance"),
-        ({"control_mode": "delta_ee"}, "only delta_qpos"),
-        ({"observation": "both"}, "observation is 'both'"),
-        ({"action_scale": 0.0}, "action_scale is 0"),
+        ({"control_mode": "delta_ee"}, "control_mode: 'delta_ee' is not allowed; one of 'delta_qpos'"),
+        ({"observation": "both"}, "observation: 'both' is not allowed"),
+        ({"action_scale": 0.0}, "action_scale: 0.0 is out of range"),
     ],
 )
 def test_what_cannot_be_made_is_said_in_one_line(root: Path, settings: dict[str, Any], message: str) -> None:
