@@ -247,8 +247,9 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     if colon:
         with user_code(f"env.id {env_id!r}: module {module!r} cannot be imported:", InputError):
             trust.import_module(module, env_id, "env.id", "--env")
-    elif name not in gymnasium.registry:
-        _import_package(name)
+    elif name not in gymnasium.registry and _without_version(name) in _PACKAGES:  # the package registers it
+        module, extra = _PACKAGES[_without_version(name)]
+        import_optional(module, f"env.id: {name}", f'pip install "{extra}"')
     trust.check_env_kwargs(name, config.kwargs)
     try:
         spec = copy.deepcopy(gymnasium.spec(name))
@@ -259,12 +260,6 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
         spec.entry_point = getattr(importlib.import_module("__main__"), spec.entry_point.partition(":")[2])
     return spec
-
-
-def _import_package(env_id: str) -> None:
-    """Import the package that registers this id, if it is known."""
-    if (package := _PACKAGES.get(_without_version(env_id))) is not None:
-        import_optional(package[0], f"env.id: {env_id}", f'pip install "{package[1]}"')
 
 
 def _without_version(env_id: str) -> str:

@@ -28,6 +28,9 @@ _DISPLAY_MODULES = ("pygame", "glfw", "gymnasium.envs.mujoco.mujoco_rendering", 
 _DISPLAY_TYPES = {"MjvCamera", "MjvOption", "MjvScene", "MjrContext", "GLContext"}
 
 
+_COLLECTIONS: dict[str, Any] = {"__list__": list, "__set__": set, "__deque__": deque}
+
+
 class StateObstacle(DeftError):
     """An environment whose state cannot be saved; the message names the attribute."""
 
@@ -83,12 +86,11 @@ class _Encoder:
         if type(value) is np.ndarray and value.dtype.kind not in "OV":
             self._check_memory(value)
             return {"__array__": _to_text(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
-        if type(value) is list:
-            return {"__list__": [self.encode(item) for item in value]}
-        if type(value) is set:
-            return {"__set__": [self.encode(item) for item in sorted(value, key=repr)]}
-        if type(value) is deque:
-            return {"__deque__": [self.encode(item) for item in value], "maxlen": value.maxlen}
+        for key, kind in _COLLECTIONS.items():
+            if type(value) is kind:
+                items = sorted(value, key=repr) if kind is set else value
+                size = {"maxlen": value.maxlen} if kind is deque else {}
+                return {key: [self.encode(item) for item in items], **size}
         if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):
             return {"__dict__": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
         if isinstance(value, np.random.Generator):
@@ -137,12 +139,10 @@ class _Decoder:
         if "__array__" in data:
             flat = np.frombuffer(_to_bytes(data["__array__"]), np.dtype(data["dtype"]))
             return flat.reshape(data["shape"]).copy()
-        if "__list__" in data:
-            return [self.decode(item) for item in data["__list__"]]
-        if "__set__" in data:
-            return {self.decode(item) for item in data["__set__"]}
-        if "__deque__" in data:
-            return deque((self.decode(item) for item in data["__deque__"]), data["maxlen"])
+        for key, kind in _COLLECTIONS.items():
+            if key in data:
+                items = [self.decode(item) for item in data[key]]
+                return deque(items, data["maxlen"]) if kind is deque else kind(items)
         if "__dict__" in data:
             return {self.decode(key): self.decode(item) for key, item in data["__dict__"]}
         state = decode(data["__generator__"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import logging.handlers
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from typing import IO
 
 log = logging.getLogger(__name__)
+_MOST_RECORDS = 2**20  # more would be lost
 _MOST_CHARACTERS = 4000  # of the suppressed output, the end is part of an exception
 
 
@@ -67,28 +69,17 @@ def _flush() -> None:
             stream.flush()
 
 
-class _RecordKeeper(logging.Handler):
-    """Stores records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @contextlib.contextmanager
 def _deft_log_kept() -> Iterator[None]:
     """Delay Deft's log until its handlers can write again."""
     logger = logging.getLogger("deft")
-    handlers, propagate, keeper = logger.handlers[:], logger.propagate, _RecordKeeper()
+    handlers, propagate, keeper = logger.handlers[:], logger.propagate, logging.handlers.BufferingHandler(_MOST_RECORDS)
     logger.handlers, logger.propagate = [keeper], False
     try:
         yield
     finally:
         logger.handlers, logger.propagate = handlers, propagate
-        for record in keeper.records:
+        for record in keeper.buffer:
             logger.handle(record)
 
 

@@ -144,7 +144,7 @@ def test_layout_of_states_and_actions(mode: str) -> None:
         np.testing.assert_array_equal(info["executed_action"], np.where(env.action_mask, action, 0))
     raw = env.state_normalizer.denormalize(observation["state"])
     assert raw[-1] == pytest.approx(world.gripper_opening, abs=1e-6)
-    arm = world.joint_positions if mode == "delta_qpos" else world.simulation.tcp
+    arm = world.simulation.joints if mode == "delta_qpos" else world.simulation.tcp
     np.testing.assert_allclose(raw[: len(arm)], arm, atol=1e-5)
     assert not observation["state"][~env.action_mask].any()
     assert np.abs(observation["state"]).max() <= 1

@@ -164,10 +164,20 @@ class DrivingSimulator:
 
     def ahead(self) -> np.ndarray:
         """[N, M]: metres along the road from the ego to the others, centre to centre; negative behind it."""
+        return self._shortest(self.other_arc - self.arc[:, None])
+
+    def _shortest(self, distance: np.ndarray) -> np.ndarray:
+        """Return distances along the road [N, M] the shorter way around the loop."""
         length = self.roads.length[:, None]
-        distance = self.other_arc - self.arc[:, None]
         distance = np.where(distance < -0.5 * length, distance + length, distance)
         return np.where(distance >= 0.5 * length, distance - length, distance)
+
+    def _vehicles(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """[N, 1 + M] each: arc length, offset, speed and existence of all vehicles; the ego is vehicle 0."""
+        arc = np.concatenate([self.arc[:, None], self.other_arc], axis=1)
+        offset = np.concatenate([self.road_offset[:, None], self.other_offset], axis=1)
+        speed = np.concatenate([self.speed[:, None], self.other_speed], axis=1)
+        return arc, offset, speed, np.concatenate([np.ones((self.num_envs, 1), bool), self.other_active], axis=1)
 
     def curvature(self, distances: np.ndarray) -> np.ndarray:
         """[N, D]: curvature of the road at distances [D] ahead of the ego; left positive."""
@@ -302,10 +312,7 @@ class DrivingSimulator:
 
     def _follow(self) -> np.ndarray:
         """[N, M]: the acceleration of the others by the intelligent driver model."""
-        arc = np.concatenate([self.arc[:, None], self.other_arc], axis=1)  # the ego is vehicle 0
-        offset = np.concatenate([self.road_offset[:, None], self.other_offset], axis=1)
-        speed = np.concatenate([self.speed[:, None], self.other_speed], axis=1)
-        there = np.concatenate([np.ones((self.num_envs, 1), bool), self.other_active], axis=1)
+        arc, offset, speed, there = self._vehicles()
         distance = arc[:, None, :] - self.other_arc[:, :, None]  # [N, M, 1 + M]
         distance = np.where(distance < 0, distance + self.roads.length[:, None, None], distance)
         target = LANE_CENTRES[self.other_lane]
@@ -338,16 +345,10 @@ class DrivingSimulator:
         may &= (self.other_pause[rows, number] == 0.0) & (self._gap[rows, number] < 20.0)
         if not may.any():
             return
-        length = self.roads.length[:, None]
-        arc = np.concatenate([self.arc[:, None], self.other_arc], axis=1)
-        speed = np.concatenate([self.speed[:, None], self.other_speed], axis=1)
-        offset = np.concatenate([self.road_offset[:, None], self.other_offset], axis=1)
+        arc, offset, speed, there = self._vehicles()
         goal = np.concatenate([self.road_offset[:, None], LANE_CENTRES[self.other_lane]], axis=1)
-        there = np.concatenate([np.ones((self.num_envs, 1), bool), self.other_active], axis=1)
         there[rows, 1 + number] = False
-        distance = arc - self.other_arc[rows, number][:, None]
-        distance = np.where(distance < -0.5 * length, distance + length, distance)
-        distance = np.where(distance >= 0.5 * length, distance - length, distance)
+        distance = self._shortest(arc - self.other_arc[rows, number][:, None])
         # Room for vehicles at other speeds: two seconds on either side, and more than the present gap ahead
         closing = speed - own_speed[:, None]
         is_near = np.where(distance > 0, distance < 14.0 - 2 * closing, -distance < 14.0 + 2 * closing) & there

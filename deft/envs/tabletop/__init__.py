@@ -12,6 +12,18 @@
 Importing it sets MuJoCo's rendering backend (`MUJOCO_GL`) before MuJoCo itself is imported.
 """
 
-from deft.envs.tabletop.rendering import choose_backend
+from __future__ import annotations
+
+import os
+import sys
+
+
+def choose_backend() -> str:
+    """Return MuJoCo's rendering backend: MUJOCO_GL if it is set, EGL on Linux without a display."""
+    chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
+    if not chosen and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        chosen = os.environ["MUJOCO_GL"] = "egl"  # MuJoCo reads it when it is first imported
+    return chosen
+
 
 choose_backend()

@@ -11,11 +11,13 @@ import math
 from functools import cache
 from typing import Any
 
+import mujoco
 import numpy as np
 
 from deft.envs.checks import check_choice
 from deft.envs.padded import GRIPPERS, PADDED_SIZE
 from deft.envs.tabletop import panda
+from deft.envs.tabletop.model import arm_model
 from deft.errors import InputError, RunError
 
 CONTROL_MODES = {"delta_qpos": 7, "delta_ee": 6, "delta_ee_pos": 3}  # arm dims
@@ -78,10 +80,6 @@ class Kinematics:
     """Forward and inverse kinematics of the arm, on a model of only the robot."""
 
     def __init__(self) -> None:
-        import mujoco
-
-        from deft.envs.tabletop.model import arm_model
-
         self._model = arm_model()
         self._data = mujoco.MjData(self._model)
         self._tcp = self._model.site("tcp").id
@@ -89,8 +87,6 @@ class Kinematics:
 
     def pose(self, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return position and rotation matrix of the point between the finger tips."""
-        import mujoco
-
         self._data.qpos[: panda.NUM_JOINTS] = joints
         mujoco.mj_kinematics(self._model, self._data)
         return self._data.site_xpos[self._tcp].copy(), self._data.site_xmat[self._tcp].reshape(3, 3).copy()
@@ -100,8 +96,6 @@ class Kinematics:
 
         dq = J⁺ e + (I - J⁺ J) g (home - q),  J⁺ = Jᵀ (J Jᵀ + λ² I)⁻¹
         """
-        import mujoco
-
         found = joints.copy()
         for _ in range(_ITERATIONS):
             present, turn = self.pose(found)

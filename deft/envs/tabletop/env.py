@@ -153,11 +153,6 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         return self.goal.instruction
 
     @property
-    def joint_positions(self) -> np.ndarray:
-        """The seven joints, in radians."""
-        return self.simulation.joints.copy()
-
-    @property
     def gripper_opening(self) -> float:
         """The opening of the gripper, 0 to 1."""
         return float(self.simulation.fingers.mean()) / panda.FINGER_TRAVEL

@@ -36,9 +36,10 @@ def waypoint(task: str, view: View, goal: Goal, yaws: np.ndarray, hand_yaw: floa
     is_round = view.scene.objects[goal.index].shape != "box"
     yaw = 0.0 if is_round else _grasp_yaw(float(yaws[goal.index]))
     if task == "reach":
-        return _reach(view, goal, yaw)
+        position = view.positions[goal.index]
+        return _approach(view, position, yaw, OPEN) or Waypoint(position, yaw, OPEN)
     if task == "pick":
-        return _pick(view, goal, yaw, hand_yaw)
+        return _grasp(view, goal, yaw) or Waypoint(view.tcp + [0.0, 0.0, 0.03], hand_yaw, CLOSED)
     return _place(view, goal, yaw, hand_yaw)
 
 
@@ -74,11 +75,6 @@ def _approach(view: View, position: np.ndarray, yaw: float, gripper: float) -> W
     return Waypoint(_above(position, hover), yaw, gripper)
 
 
-def _reach(view: View, goal: Goal, yaw: float) -> Waypoint:
-    position = view.positions[goal.index]
-    return _approach(view, position, yaw, OPEN) or Waypoint(position, yaw, OPEN)
-
-
 def _grasp(view: View, goal: Goal, yaw: float) -> Waypoint | None:
     """Grasp the object; None if the fingers hold it."""
     item, position = view.scene.objects[goal.index], view.positions[goal.index].copy()
@@ -90,10 +86,6 @@ def _grasp(view: View, goal: Goal, yaw: float) -> Waypoint | None:
         return None
     position[2] = max(position[2], view.top + 0.018)
     return _approach(view, position, yaw, OPEN) or Waypoint(position, yaw, CLOSED)
-
-
-def _pick(view: View, goal: Goal, yaw: float, hand_yaw: float) -> Waypoint:
-    return _grasp(view, goal, yaw) or Waypoint(view.tcp + [0.0, 0.0, 0.03], hand_yaw, CLOSED)
 
 
 def _place(view: View, goal: Goal, yaw: float, hand_yaw: float) -> Waypoint:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import mujoco
 import numpy as np
 
 from deft.envs.tabletop import panda, textures
@@ -50,28 +51,14 @@ def object_position(index: int) -> slice:
     return slice(NUM_ROBOT + 7 * index, NUM_ROBOT + 7 * index + 3)
 
 
-def object_quaternion(index: int) -> slice:
-    """Return the slice of `qpos` with the orientation of an object."""
-    return slice(NUM_ROBOT + 7 * index + 3, NUM_ROBOT + 7 * index + 7)
-
-
-def object_velocity(index: int) -> slice:
-    """Return the slice of `qvel` with the linear velocity of an object."""
-    return slice(NUM_ROBOT + 6 * index, NUM_ROBOT + 6 * index + 3)
-
-
 def compile_scene(scene: Scene) -> Any:
     """Compile the scene's MjModel. Its textures are blank: the renderer's own model has them."""
-    import mujoco
-
     return mujoco.MjModel.from_xml_string(scene_xml(scene))
 
 
 @cache
 def texture_model() -> Any:
     """Return a model with all materials and textures, which the renderer uploads once."""
-    import mujoco
-
     model = mujoco.MjModel.from_xml_string(scene_xml(Scene(0, []), textures.SIZE))
     model.tex_data[:] = textures.atlas().ravel()
     return model
@@ -80,8 +67,6 @@ def texture_model() -> Any:
 @cache
 def arm_model() -> Any:
     """Return a model of only the robot, for kinematics."""
-    import mujoco
-
     return mujoco.MjModel.from_xml_string(
         f'<mujoco><compiler angle="radian" /><asset><material name="shell" /></asset>'
         f"<default>{panda.DEFAULTS}</default><worldbody>{panda.ARM}</worldbody></mujoco>"

@@ -61,6 +61,15 @@ def _joint(number: int) -> str:
     return f'<joint name="joint{number}" axis="0 0 1" range="{lower} {upper}" />'
 
 
+def _finger(side: str, turn: str = "") -> str:
+    return f"""<body name="{side}_finger" pos="0 0 0.0584" {turn} gravcomp="1">
+      {_inertial(0.03, "0 0.012 0.022", "0.00001 0.00001 0.00001")}
+      <joint name="{side}_finger" class="finger" />
+      <geom type="box" size="0.009 0.008 0.014" pos="0 0.013 0.014" class="dark" />
+      <geom name="{side}_pad" class="pad" size="0.010 0.0065 0.0145" pos="0 0.0067 0.0385" />
+    </body>"""
+
+
 # Each link's frame lies on its joint, which turns about z, as in the Denavit-Hartenberg table of the arm:
 # shoulder 0.333 above the base, upper arm 0.316, elbow 0.0825 off the axis, forearm 0.384, wrist 0.088, flange 0.107.
 ARM = f"""
@@ -107,18 +116,8 @@ ARM = f"""
                     <geom type="box" class="dark" size="0.016 0.022 0.012" pos="0.036 0 0.028" />
                     <site name="tcp" pos="0 0 {TCP_HEIGHT}" size="0.005" group="5" />
                     <camera name="wrist_camera" pos="0.075 0 0.030" xyaxes="0 1 0 0.94 0 0.34" fovy="72" />
-                    <body name="left_finger" pos="0 0 0.0584" gravcomp="1">
-                      {_inertial(0.03, "0 0.012 0.022", "0.00001 0.00001 0.00001")}
-                      <joint name="left_finger" class="finger" />
-                      <geom type="box" size="0.009 0.008 0.014" pos="0 0.013 0.014" class="dark" />
-                      <geom name="left_pad" class="pad" size="0.010 0.0065 0.0145" pos="0 0.0067 0.0385" />
-                    </body>
-                    <body name="right_finger" pos="0 0 0.0584" quat="0 0 0 1" gravcomp="1">
-                      {_inertial(0.03, "0 0.012 0.022", "0.00001 0.00001 0.00001")}
-                      <joint name="right_finger" class="finger" />
-                      <geom type="box" size="0.009 0.008 0.014" pos="0 0.013 0.014" class="dark" />
-                      <geom name="right_pad" class="pad" size="0.010 0.0065 0.0145" pos="0 0.0067 0.0385" />
-                    </body>
+                    {_finger("left")}
+                    {_finger("right", 'quat="0 0 0 1"')}
                   </body>
                 </body>
               </body>

@@ -10,13 +10,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import mujoco
 import numpy as np
 
+from deft.envs.tabletop import choose_backend
+from deft.envs.tabletop.model import texture_model
 from deft.errors import InputError, RunError
 
 _FLAGS_OFF = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE")
@@ -24,14 +26,6 @@ _MAX_GEOMS = 160
 _HIDDEN_GROUP = 5  # MuJoCo draws groups 0 to 2
 # A row of pixels that occurs in no scene: alternating magenta and green.
 _UNWRITTEN = np.tile(np.array([[255, 0, 255], [0, 255, 0]], np.uint8), (4096, 1))
-
-
-def choose_backend() -> str:
-    """Return MuJoCo's rendering backend: MUJOCO_GL if it is set, EGL on Linux without a display."""
-    chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
-    if not chosen and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        chosen = os.environ["MUJOCO_GL"] = "egl"  # MuJoCo reads it when it is first imported
-    return chosen
 
 
 class Culling:
@@ -43,8 +37,6 @@ class Culling:
     """
 
     def __init__(self, model: Any, data: Any) -> None:
-        import mujoco
-
         self._data = data
         self._radius = model.geom_rbound
         self._walls = np.flatnonzero(model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE)
@@ -75,10 +67,6 @@ class Renderer:
     """Renders the models of all scenes from several cameras with one upload of textures."""
 
     def __init__(self) -> None:
-        import mujoco
-
-        from deft.envs.tabletop.model import texture_model
-
         self._process = os.getpid()
         self._gl = _make_gl_context()
         self._gl.make_current()
@@ -97,10 +85,6 @@ class Renderer:
         self._buffers: dict[tuple[int, int], np.ndarray] = {}
 
     def _open_context(self) -> None:
-        import mujoco
-
-        from deft.envs.tabletop.model import texture_model
-
         self._context = mujoco.MjrContext(texture_model(), mujoco.mjtFontScale.mjFONTSCALE_50)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         self._size = (self._context.offWidth, self._context.offHeight)
@@ -124,8 +108,6 @@ class Renderer:
         self, model: Any, data: Any, culling: Culling, cameras: Sequence[int], size: int
     ) -> list[np.ndarray] | None:
         """Return the images; None if nothing was written to the buffer."""
-        import mujoco
-
         self._gl.make_current()
         width = size * len(cameras)
         if width > self._size[0] or size > self._size[1]:

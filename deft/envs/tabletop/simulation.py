@@ -21,9 +21,6 @@ from deft.envs.tabletop.model import (
     NUM_ROBOT,
     WRIST_CAMERA,
     compile_scene,
-    object_position,
-    object_quaternion,
-    object_velocity,
 )
 from deft.envs.tabletop.rendering import Culling, renderer
 from deft.envs.tabletop.scene import Scene
@@ -51,9 +48,7 @@ class Simulation:
         self.scene = scene
         self.model = compile_scene(scene)
         self.data = mujoco.MjData(self.model)
-        self.cameras = {
-            name: self.model.camera(camera).id for name, camera in (("head", HEAD_CAMERA), ("wrist", WRIST_CAMERA))
-        }
+        self.cameras = {"head": self.model.camera(HEAD_CAMERA).id, "wrist": self.model.camera(WRIST_CAMERA).id}
         data = self.data
         self.joints = data.qpos[ARM]
         self.fingers = data.qpos[FINGERS]
@@ -61,12 +56,12 @@ class Simulation:
         tcp = self.model.site("tcp").id
         self.tcp = data.site_xpos[tcp]
         self.tcp_rotation = data.site_xmat[tcp].reshape(3, 3)
+        # Views of all objects, those of the task first: seven numbers each in qpos, six in qvel
+        poses, velocities = data.qpos[NUM_ROBOT:].reshape(-1, 7), data.qvel[NUM_ROBOT:].reshape(-1, 6)
+        self._poses, self._velocities = poses, velocities
         count = len(scene.objects)
-        self.quaternions = [data.qpos[object_quaternion(index)] for index in range(count)]
-        # [objects, 3], without a copy: every seventh number of qpos, every sixth of qvel
-        end = NUM_ROBOT + 7 * count
-        self.object_positions = data.qpos[NUM_ROBOT:end].reshape(count, 7)[:, :3]
-        self.velocities = data.qvel[NUM_ROBOT : NUM_ROBOT + 6 * count].reshape(count, 6)[:, :3]
+        self.object_positions, self.quaternions = poses[:count, :3], poses[:count, 3:]
+        self.velocities = velocities[:count, :3]
         mujoco.mj_forward(self.model, data)
         self._culling = Culling(self.model, data)
 
@@ -86,11 +81,10 @@ class Simulation:
         self.put_robot(panda.HOME)
         mujoco.mj_step(self.model, self.data, nstep=REST_STEPS)
         for index, item in enumerate(self.scene.everything):
-            position = self.data.qpos[object_position(index)]
             rest = [*item.place, item.half_height - self.scene.table_drop]
-            if math.dist(position, rest) > REST_SHIFT:
+            if math.dist(self._poses[index, :3], rest) > REST_SHIFT:
                 return False
-            if np.abs(self.data.qvel[object_velocity(index)]).max() > REST_SPEED:
+            if np.abs(self._velocities[index, :3]).max() > REST_SPEED:
                 return False
         return True
 
