@@ -29,7 +29,7 @@ import gymnasium
 import numpy as np
 
 from deft import trust
-from deft.envs.layout import ActionLayout, Observation, ObservationLayout, StepArrays, copy_rows
+from deft.envs.layout import Observation, StepArrays, copy_rows
 from deft.envs.vector import ArrayVectorEnv, VectorStep
 from deft.envs.worker import SharedArrays, open_memory
 from deft.errors import DeftError, InputError, RunError, one_line
@@ -165,19 +165,17 @@ class ProcessVectorEnv(ArrayVectorEnv):
                     raise InputError(
                         f"environment {worker.rows.start} has {kind} {other[kind]}; environment 0 has {first[kind]}"
                     )
-        observation_layout = ObservationLayout(first["observation_space"])
-        action_layout = ActionLayout(first["action_space"])
-        num_envs = len(env_functions)
+        num_envs, spaces = len(env_functions), (first["observation_space"], first["action_space"])
         sizes = (len(first["reward_terms"]), num_envs, self.num_workers)
-        self._memory_size = SharedArrays(observation_layout, action_layout, *sizes).size
+        self._memory_size = SharedArrays(*spaces, *sizes).size
         try:
             os.ftruncate(self._memory_file, self._memory_size)
             memory = mmap.mmap(self._memory_file, self._memory_size)
         except OSError as error:
             raise RunError(f"cannot allocate {self._memory_size} bytes of shared memory: {error}") from error
-        shared = self._shared = SharedArrays(observation_layout, action_layout, *sizes, memory)
+        shared = self._shared = SharedArrays(*spaces, *sizes, memory)
         description = {name: first[name] for name in ("action_mask", "chunk_length", "reward_terms")}
-        super().__init__(num_envs, observation_layout, action_layout, shared.env, **description)
+        super().__init__(num_envs, *spaces, shared.env, **description)
         shared.busy[:] = [worker.rows.start for worker in self._workers]
         self._ask_once("share", self._share_arguments)
 

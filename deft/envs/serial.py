@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 
 from deft.config.validation import shown
-from deft.envs.layout import ActionLayout, Observation, ObservationLayout, StepArrays
+from deft.envs.layout import Observation, ObservationLayout, StepArrays
 from deft.envs.state import StateObstacle, restore_state, save_state, state_obstacle
 from deft.envs.vector import LABELS, ArrayVectorEnv, Episode, VectorStep
 from deft.envs.wrappers import close_env, describe_env, env_reward_terms, wrapper_attribute
@@ -203,8 +203,8 @@ class SerialVectorEnv(ArrayVectorEnv):
         check_same_spaces(made, first_index)
         super().__init__(
             len(made),
-            ObservationLayout(made[0].observation_space),
-            ActionLayout(made[0].action_space),
+            made[0].observation_space,
+            made[0].action_space,
             action_mask=wrapper_attribute(made[0], "action_mask"),
             chunk_length=wrapper_attribute(made[0], "chunk_length", 1),
             reward_terms=env_reward_terms(made[0]),

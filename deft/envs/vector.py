@@ -194,26 +194,26 @@ class ArrayVectorEnv(VectorEnv):
     def __init__(
         self,
         num_envs: int,
-        observation_layout: ObservationLayout,
-        action_layout: ActionLayout,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
         arrays: EnvArrays | None = None,
         **description: Any,
     ) -> None:
-        """Allocate `arrays` if they are not given; `description` holds the other arguments of `VectorEnv`."""
+        """Take one environment's own spaces; `description` holds the other arguments of `VectorEnv`."""
+        self._observation_layout = ObservationLayout(observation_space)
+        self._action_layout = ActionLayout(action_space)
         super().__init__(
             num_envs,
-            observation_space=observation_layout.space,
-            action_space=action_layout.space,
-            env_action_space=action_layout.env_space,
+            observation_space=self._observation_layout.space,
+            action_space=self._action_layout.space,
+            env_action_space=action_space,
             **description,
         )
-        self._observation_layout = observation_layout
-        self._action_layout = action_layout
         self.reward_weights: np.ndarray | None = None
         """[K]: weights of the reward terms; None: the reward is the environments' own."""
         self._current = 0
         self._started = False
-        arrays = arrays or EnvArrays.allocate(observation_layout, num_envs, len(self.reward_terms))
+        arrays = arrays or EnvArrays.allocate(self._observation_layout, num_envs, len(self.reward_terms))
         self._arrays, self._final = arrays.steps, arrays.final
         for step_arrays in self._arrays:
             step_arrays.num_steps.fill(1)  # only action chunks write it again
@@ -285,13 +285,13 @@ class BatchedVectorEnv(ArrayVectorEnv):
     def __init__(
         self,
         num_envs: int,
-        observation_layout: ObservationLayout,
-        action_layout: ActionLayout,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
         *,
         max_episode_steps: int | None = None,
         reward_terms: Sequence[str] = (),
     ) -> None:
-        super().__init__(num_envs, observation_layout, action_layout, reward_terms=reward_terms)
+        super().__init__(num_envs, observation_space, action_space, reward_terms=reward_terms)
         self._max_episode_steps = max_episode_steps
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)

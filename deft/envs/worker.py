@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from gymnasium import Space
 
 from deft.envs.layout import ActionLayout, EnvArrays, ObservationLayout
 from deft.envs.serial import SerialVectorEnv
@@ -41,8 +42,8 @@ class SharedArrays:
 
     def __init__(
         self,
-        observation_layout: ObservationLayout,
-        action_layout: ActionLayout,
+        observation_space: Space,
+        action_space: Space,
         num_terms: int,
         num_envs: int,
         num_workers: int,
@@ -50,8 +51,9 @@ class SharedArrays:
     ) -> None:
         self.size = 0
         self._memory = memory
-        self.env = EnvArrays.allocate(observation_layout, num_envs, num_terms, self._allocate)
-        self.actions = self._allocate((num_envs, *action_layout.shape), action_layout.dtype)
+        self.env = EnvArrays.allocate(ObservationLayout(observation_space), num_envs, num_terms, self._allocate)
+        actions = ActionLayout(action_space)
+        self.actions = self._allocate((num_envs, *actions.shape), actions.dtype)
         self.busy = self._allocate((num_workers,), np.dtype(np.int64))
         """int64 [workers]: the environment that each worker is stepping."""
 
@@ -70,9 +72,9 @@ class WorkerEnv(SerialVectorEnv):
 
     def share(self, memory_file: int, number: int, num_envs: int, num_workers: int, size: int) -> None:
         """Map the shared memory, with the same arrays in it as in the parent; use the rows of these environments."""
-        layouts = ObservationLayout(self.observation_space), ActionLayout(self.action_space)
+        sizes = (len(self.reward_terms), num_envs, num_workers)
         memory = mmap.mmap(memory_file, size)
-        shared = SharedArrays(*layouts, len(self.reward_terms), num_envs, num_workers, memory)
+        shared = SharedArrays(self.observation_space, self.action_space, *sizes, memory)
         rows = slice(self.first_index, self.first_index + self.num_envs)
         own = shared.env.rows(rows)
         self._arrays, self._final, self._actions = own.steps, own.final, shared.actions[rows]

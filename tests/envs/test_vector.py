@@ -8,7 +8,6 @@ import pytest
 from gymnasium import spaces
 
 from deft.envs import VectorEnv, VectorStep
-from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.vector import BatchedVectorEnv, BatchStep
 from deft.errors import InputError
 
@@ -80,8 +79,7 @@ class Counters(BatchedVectorEnv):
     """Environment i counts up from 10 i; its episode terminates after `lengths[i]` steps. Reward: the count."""
 
     def __init__(self, lengths: list[int], **settings) -> None:
-        layout = ObservationLayout(spaces.Box(-np.inf, np.inf, (1,)))
-        super().__init__(len(lengths), layout, ActionLayout(spaces.Discrete(2)), **settings)
+        super().__init__(len(lengths), spaces.Box(-np.inf, np.inf, (1,)), spaces.Discrete(2), **settings)
         self.limits = np.array(lengths)
         self.counts = np.zeros(len(lengths))
         self.restarted: list[list[int]] = []

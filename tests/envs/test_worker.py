@@ -10,7 +10,6 @@ import pytest
 from gymnasium import spaces
 
 from deft.envs import SerialVectorEnv
-from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.worker import SharedArrays, WorkerEnv, describe_failure, open_memory
 from deft.errors import InputError, RunError
 
@@ -22,7 +21,7 @@ def worker(make_counting_env: MakeEnv):
     """A worker with the last two of three environments, and the arrays that it shares."""
     file = open_memory()
     env = WorkerEnv([make_counting_env] * 2, 1)
-    sizes = (ObservationLayout(env.observation_space), ActionLayout(env.action_space), 0, 3, 2)
+    sizes = (env.observation_space, env.action_space, 0, 3, 2)
     size = SharedArrays(*sizes).size
     os.ftruncate(file, size)
     env.share(file, 1, 3, 2, size)
@@ -71,8 +70,8 @@ def test_an_exception_in_a_step_keeps_the_episodes_before_it(worker, make_counti
 
 
 def test_two_mappings_of_one_file_are_the_same_arrays() -> None:
-    observations = ObservationLayout(spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(5)}))
-    sizes = (observations, ActionLayout(spaces.Box(-1, 1, (2,))), 2, 4, 3)
+    observations = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(5)})
+    sizes = (observations, spaces.Box(-1, 1, (2,)), 2, 4, 3)
     file, size = open_memory(), SharedArrays(*sizes).size
     os.ftruncate(file, size)
     one, other = (SharedArrays(*sizes, mmap.mmap(file, size)) for _ in range(2))

@@ -14,7 +14,6 @@ import numpy as np
 
 from deft.envs.adapters.gymnasium_vector import take
 from deft.envs.checks import import_optional
-from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.vector import BatchedVectorEnv, BatchStep
 from deft.errors import InputError, RunError, one_line
 from deft.machine import available_cores
@@ -48,17 +47,14 @@ class EnvPoolVectorEnv(BatchedVectorEnv):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # on the precision of bounds
                 spec = envpool.make_spec(env_id, **settings)
-                observation_layout = ObservationLayout(spec.gymnasium_observation_space)
-                action_layout = ActionLayout(spec.gymnasium_action_space)
+                spaces = (spec.gymnasium_observation_space, spec.gymnasium_action_space)
         except (TypeError, ValueError, AssertionError) as error:
-            if isinstance(error, InputError):
-                raise
             reason = one_line(error).partition(" The following argument types")[0]
             raise InputError(f"env.kwargs {kwargs or {}} do not fit envpool's {env_id}: {reason}") from error
         # envpool reports an episode as truncated that terminates in the very step of its time limit. With a limit one
         # step later the two are distinct, and this class applies the limit.
         limit = int(spec.config.max_episode_steps)
-        super().__init__(num_envs, observation_layout, action_layout, max_episode_steps=limit)
+        super().__init__(num_envs, *spaces, max_episode_steps=limit)
         self._envpool = envpool
         self.num_workers = num_threads or min(num_envs, available_cores())
         self._env_id = env_id

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from deft.envs.layout import ActionLayout, Observation, ObservationLayout
+from deft.envs.layout import Observation
 from deft.envs.vector import BatchedVectorEnv, BatchStep
 from deft.envs.wrappers import close_env, reward_term_names
 from deft.errors import InputError, RunError, user_code
@@ -26,12 +26,8 @@ class GymnasiumVectorEnv(BatchedVectorEnv):
                 "observation of an episode; make it with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP "
                 '(gymnasium.make_vec(..., vector_kwargs={"autoreset_mode": ...})), or pass a list of environments'
             )
-        super().__init__(
-            env.num_envs,
-            ObservationLayout(env.single_observation_space),
-            ActionLayout(env.single_action_space),
-            reward_terms=_reward_terms(env),
-        )
+        space, actions = env.single_observation_space, env.single_action_space
+        super().__init__(env.num_envs, space, actions, reward_terms=_reward_terms(env))
         self._env = env
         self._closed = False
         self._latest: Any = None

@@ -25,7 +25,6 @@ from pydantic import Field
 from deft.config.validation import Count, Switch, checked, settings
 from deft.envs.adapters.sapien_gpu import get_logical_gpu_id, setup_sapien_gpu
 from deft.envs.checks import check_render_mode, import_optional
-from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.spaces import image_space, text_space, vector_space
 from deft.envs.suppress_logs import suppress_logs
 from deft.envs.vector import BatchedVectorEnv, BatchStep
@@ -152,12 +151,8 @@ class ManiSkillVectorEnv(BatchedVectorEnv):
 
     def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, **settings: Any) -> None:
         self._simulation = _Simulation(checked(ManiSkillSpec, settings), num_envs)
-        super().__init__(
-            num_envs,
-            ObservationLayout(self._simulation.observation_space),
-            ActionLayout(self._simulation.action_space),
-            max_episode_steps=max_episode_steps or self._simulation.time_limit,
-        )
+        space, actions = self._simulation.observation_space, self._simulation.action_space
+        super().__init__(num_envs, space, actions, max_episode_steps=max_episode_steps or self._simulation.time_limit)
         self._raw: Any = None
         self._closed = False
 

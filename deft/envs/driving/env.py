@@ -18,7 +18,6 @@ from deft.envs.driving import simulator as driving
 from deft.envs.driving.expert import expert_action
 from deft.envs.driving.rendering import images, render
 from deft.envs.driving.simulator import REWARD_TERMS, DrivingSimulator
-from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.spaces import action_space, image_space, vector_space
 from deft.envs.state import decode, encode
 from deft.envs.vector import BatchedVectorEnv, BatchStep
@@ -200,13 +199,8 @@ class DrivingVectorEnv(BatchedVectorEnv):
         if max_episode_steps is not None:
             check_whole("max_episode_steps", max_episode_steps, 1)
         self._observer = _Observer(observation, image_size)
-        super().__init__(
-            num_envs,
-            ObservationLayout(self._observer.space),
-            ActionLayout(action_space(2)),
-            max_episode_steps=max_episode_steps,
-            reward_terms=REWARD_TERMS,
-        )
+        limit, terms = max_episode_steps, REWARD_TERMS
+        super().__init__(num_envs, self._observer.space, action_space(2), max_episode_steps=limit, reward_terms=terms)
         self.simulator = DrivingSimulator(num_envs, difficulty)
         self.spec = copy.deepcopy(gymnasium.spec(ENV_ID))
         """How to make a single environment of this kind, for evaluation."""

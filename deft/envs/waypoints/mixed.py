@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deft.envs.layout import ActionLayout, Observation, ObservationLayout
+from deft.envs.layout import Observation
 from deft.envs.vector import ArrayVectorEnv, Episode, VectorEnv, VectorStep
 from deft.errors import InputError
 
@@ -29,7 +29,7 @@ class MixedVectorEnv(ArrayVectorEnv):
                         f"{getattr(part, kind)} differ; use the same camera_size and num_waypoints"
                     )
         count = sum(part.num_envs for part in parts)
-        super().__init__(count, ObservationLayout(first.observation_space), ActionLayout(first.action_space))
+        super().__init__(count, first.observation_space, first.action_space)
         self.parts = list(parts)
         ends = np.cumsum([part.num_envs for part in parts])
         self._spans = [slice(int(end) - part.num_envs, int(end)) for part, end in zip(parts, ends, strict=True)]

@@ -17,7 +17,6 @@ from gymnasium import spaces
 
 from deft import schema
 from deft.envs.checks import check_difficulty
-from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.spaces import image_space, vector_space
 from deft.envs.state import decode, encode
 from deft.envs.vector import BatchedVectorEnv, BatchStep, Episode
@@ -164,12 +163,8 @@ class WaypointVectorEnv(BatchedVectorEnv):
     """A waypoint simulator as a vector environment."""
 
     def __init__(self, simulator: WaypointSimulator) -> None:
-        super().__init__(
-            simulator.num_envs,
-            ObservationLayout(simulator.observation_space),
-            ActionLayout(simulator.action_space),
-            reward_terms=simulator.reward_terms,
-        )
+        space, actions = simulator.observation_space, simulator.action_space
+        super().__init__(simulator.num_envs, space, actions, reward_terms=simulator.reward_terms)
         self.simulator = simulator
         self._error_sums = np.zeros((simulator.num_envs, 2))  # ADE and FDE
         self._outcome: Outcome
