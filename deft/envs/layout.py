@@ -245,7 +245,7 @@ class ActionLayout:
         self._low: np.ndarray | None = None
         self._high: np.ndarray | None = None
         self._is_scalar = isinstance(space, spaces.Discrete)
-        self.env_space, self.space = space, space
+        self.space = space
         if isinstance(space, spaces.Box | spaces.MultiDiscrete) and (not space.shape or 0 in space.shape):
             raise InputError(f"actions of {space} hold no number; use a space of shape (1,) or more")
         if isinstance(space, spaces.Box) and space.dtype.kind == "f":

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deft.envs.watched import CELL, WatchedEnv
+from deft.envs.f1 import CELL, WatchedEnv
 
 
 @pytest.mark.usefixtures("gl")

@@ -27,6 +27,7 @@ VIEW_FORWARD, VIEW_LEFT = 36.0, 24.0  # of it ahead of the ego, and to its left
 RENDER_SIZE = 480
 
 Colour = tuple[int, int, int]
+Poses = tuple[np.ndarray, np.ndarray, np.ndarray]  # [V] each, in the ego frame: forward, left, heading
 GRASS: Colour = (96, 136, 78)
 STRIPE: Colour = (88, 127, 72)
 SHOULDER: Colour = (140, 128, 104)
@@ -188,19 +189,17 @@ def _paint_traffic(simulator: DrivingSimulator, pixels: np.ndarray, index: np.nd
     owners, numbers = np.nonzero(seen)
     if not len(owners):
         return
-    heading = (simulator.other_heading[index] - simulator.heading[index, None])[seen]
-    forward, left = forward[seen], left[seen]
+    heading = simulator.other_heading[index] - simulator.heading[index, None]
     colours = np.array(TRAFFIC_COLOURS)[numbers % len(TRAFFIC_COLOURS)] if detailed else np.array([TRAFFIC])
     braking = (simulator.other_acceleration[index] < -0.7)[seen]
-    _paint_vehicles(pixels, owners, forward, left, heading, colours, braking, detailed)
+    _paint_vehicles(pixels, owners, (forward[seen], left[seen], heading[seen]), colours, braking, detailed)
 
 
 def _paint_ego(simulator: DrivingSimulator, pixels: np.ndarray, index: np.ndarray, detailed: bool) -> None:
     """Draw the ego, and on the left edge of the image a bar with the height speed / MAX_SPEED."""
-    zeros = np.zeros(len(index))
+    pose = (np.zeros(len(index)),) * 3
     braking = simulator.acceleration[index] < -0.7
-    owners = np.arange(len(index))
-    _paint_vehicles(pixels, owners, zeros, zeros, zeros, np.array([EGO]), braking, detailed)
+    _paint_vehicles(pixels, np.arange(len(index)), pose, np.array([EGO]), braking, detailed)
     size = pixels.shape[2]
     width = max(size // 48, 1)
     filled = np.arange(size, 0, -1) <= (simulator.speed[index] / MAX_SPEED * size)[:, None]  # [R, size]
@@ -210,26 +209,19 @@ def _paint_ego(simulator: DrivingSimulator, pixels: np.ndarray, index: np.ndarra
 
 
 def _paint_vehicles(
-    pixels: np.ndarray,
-    owners: np.ndarray,
-    forward: np.ndarray,
-    left: np.ndarray,
-    heading: np.ndarray,
-    colours: np.ndarray,
-    braking: np.ndarray,
-    detailed: bool,
+    pixels: np.ndarray, owners: np.ndarray, poses: Poses, colours: np.ndarray, braking: np.ndarray, detailed: bool
 ) -> None:
-    """Draw vehicles at positions of the ego frame, each as a few boxes."""
+    """Draw vehicles, each as a few boxes."""
+    forward, left, heading = poses
+    cosine, sine = np.cos(heading), np.sin(heading)
 
-    def box(ahead: float, length: float, width: float, colour: np.ndarray | Colour, opacity: float = 1.0) -> None:
-        x, y = forward + ahead * np.cos(heading), left + ahead * np.sin(heading)
-        _paint_boxes(pixels, owners, x, y, heading, length, width, np.atleast_2d(colour), opacity)
+    def box(ahead: float, length: float, width: float, colour: np.ndarray | Colour) -> None:
+        moved = (forward + ahead * cosine, left + ahead * sine, heading)
+        _paint_boxes(pixels, owners, moved, (length, width), np.atleast_2d(colour))
 
     if detailed:
-        _paint_boxes(
-            pixels, owners, forward - 0.35, left - 0.35, heading, VEHICLE_LENGTH, VEHICLE_WIDTH,
-            np.array([SHADOW]), 0.45,
-        )  # fmt: skip
+        shadow = (forward - 0.35, left - 0.35, heading)
+        _paint_boxes(pixels, owners, shadow, (VEHICLE_LENGTH, VEHICLE_WIDTH), np.array([SHADOW]), 0.45)
         box(0.0, VEHICLE_LENGTH, VEHICLE_WIDTH, (colours * 0.55).astype(int))
         box(0.0, VEHICLE_LENGTH - 0.25, VEHICLE_WIDTH - 0.25, colours)
         box(-1.35, 0.5, 1.45, GLASS)
@@ -237,24 +229,20 @@ def _paint_vehicles(
         box(0.0, VEHICLE_LENGTH, VEHICLE_WIDTH, colours)
     box(0.65, 0.8, 1.6, GLASS)  # the windscreen shows the heading
     if detailed and braking.any():
-        _paint_boxes(
-            pixels, owners[braking], (forward - 2.1 * np.cos(heading))[braking],
-            (left - 2.1 * np.sin(heading))[braking], heading[braking], 0.3, 1.8, np.array([BRAKE_LIGHT]), 1.0,
-        )  # fmt: skip
+        lights = ((forward - 2.1 * cosine)[braking], (left - 2.1 * sine)[braking], heading[braking])
+        _paint_boxes(pixels, owners[braking], lights, (0.3, 1.8), np.array([BRAKE_LIGHT]))
 
 
 def _paint_boxes(
     pixels: np.ndarray,
     owners: np.ndarray,
-    forward: np.ndarray,
-    left: np.ndarray,
-    heading: np.ndarray,
-    length: float,
-    width: float,
+    poses: Poses,
+    size_metres: tuple[float, float],
     colours: np.ndarray,
-    opacity: float,
+    opacity: float = 1.0,
 ) -> None:
     """Blend V rotated boxes into the images of their environments, each over a square patch of pixels around it."""
+    (forward, left, heading), (length, width) = poses, size_metres
     size = pixels.shape[2]
     scale = VIEW_SIZE / size
     patch = 2 * int(np.ceil(0.5 * np.hypot(length, width) / scale)) + 2

@@ -19,7 +19,7 @@ from deft import schema
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.robot_episode import RobotEpisode
-from deft.envs.watched import WatchedEnv
+from deft.envs.f1 import WatchedEnv
 from deft.errors import DeftError
 from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.evaluation.world_model import EVALUATION_FILE, coded_batches
