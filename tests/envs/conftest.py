@@ -1,4 +1,4 @@
-"""What the tests of environments share: one that can render, and ones whose every number can be told in advance."""
+"""Environments of several tests: one that can render, and ones whose numbers are all known in advance."""
 
 from collections.abc import Callable
 from typing import Any

@@ -107,7 +107,7 @@ def test_a_wrapper_that_may_read_observations_sees_every_one() -> None:
     assert env.looks == 4
 
 
-def test_what_cannot_be_chunked_is_refused(make_counting_env: MakeEnv) -> None:
+def test_what_cannot_be_chunked_is_rejected(make_counting_env: MakeEnv) -> None:
     with pytest.raises(InputError, match="Box or Discrete"):
         ActionChunk(make_counting_env(action_space=spaces.MultiBinary(2)), 2, 1.0)
     with pytest.raises(InputError, match="at least 1"):

@@ -324,7 +324,7 @@ def assert_same(first: list[dict[str, np.ndarray]], second: list[dict[str, np.nd
 
 @pytest.mark.usefixtures("gl")
 def test_saved_states_are_exact_in_this_process_and_in_workers() -> None:
-    """Same seed, same pixels, whichever way they run; and a state goes on with its histories, in another one too."""
+    """Same seed, same pixels, whichever way they run; a restored state continues with its histories, anywhere."""
     task = {"image_size": 16, "obs_img_stride": 2, "scene_reset_interval": 2, "task_name": "push"}
     config = EnvConfig(id="f1-teacher", num_envs=2, kwargs={"task_config": task, "max_steps": 6})
     here = make_vector_env(config)
@@ -391,7 +391,7 @@ def test_mistakes_are_told_in_one_line(arguments: dict[str, Any], message: str) 
     assert "\n" not in str(found.value)
 
 
-def test_wrong_actions_are_refused() -> None:
+def test_wrong_actions_are_rejected() -> None:
     env = TeacherEnv(NUMBERED)
     env.reset()
     for action in (np.zeros(8), np.full(32, np.nan)):

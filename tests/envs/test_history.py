@@ -1,4 +1,4 @@
-"""Frames and actions in step, and a world model's input and target, on numbers that can be told in advance."""
+"""Frames and actions in step, and a world model's input and target, on numbers that are known in advance."""
 
 import numpy as np
 import pytest

@@ -67,7 +67,7 @@ def test_discrete_observation_is_int64_of_shape_n() -> None:
         spaces.Sequence(spaces.Discrete(2)),
     ],
 )
-def test_unsupported_observation_space_is_refused(space: spaces.Space) -> None:
+def test_unsupported_observation_space_is_rejected(space: spaces.Space) -> None:
     with pytest.raises(InputError, match="Deft takes Box") as caught:
         ObservationLayout(space)
     assert "\n" not in str(caught.value)
@@ -81,7 +81,7 @@ def test_unsupported_observation_space_is_refused(space: spaces.Space) -> None:
         ({"a": np.zeros(2, np.float32)}, "no 'b'"),
     ],
 )
-def test_observation_that_does_not_fit_its_space_is_refused(observation: dict, message: str) -> None:
+def test_observation_that_does_not_fit_its_space_is_rejected(observation: dict, message: str) -> None:
     layout = ObservationLayout(spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3)}))
     with pytest.raises(InputError, match=message):
         layout.check(observation, "environment 0")
@@ -169,13 +169,13 @@ def test_discrete_actions_count_from_zero() -> None:
         spaces.MultiBinary((2, 2)),
     ],
 )
-def test_unsupported_action_space_is_refused(space: spaces.Space) -> None:
+def test_unsupported_action_space_is_rejected(space: spaces.Space) -> None:
     with pytest.raises(InputError, match="is not supported") as caught:
         ActionLayout(space)
     assert "\n" not in str(caught.value)
 
 
-def test_actions_of_another_shape_are_refused() -> None:
+def test_actions_of_another_shape_are_rejected() -> None:
     with pytest.raises(InputError, match=r"shape \(2, 1\).*take \(2,\)"):
         ActionLayout(spaces.Discrete(2)).prepare(np.zeros((2, 1), np.int64), 2)
 

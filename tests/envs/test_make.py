@@ -16,7 +16,7 @@ from deft.errors import InputError
 MakeEnv = Callable[..., gymnasium.Env]
 
 
-def refusal(**settings: object) -> str:
+def error_of(**settings: object) -> str:
     with pytest.raises(InputError) as caught:
         make_env(EnvConfig(**settings))
     assert "\n" not in str(caught.value)
@@ -39,7 +39,7 @@ def test_kwargs_and_render_mode() -> None:
 
 def test_short_name() -> None:
     assert gymnasium.spec("deft/Reach-v0").max_episode_steps == 50
-    assert "deft/Reach-v0" in refusal(id="reach", kwargs={"no_such_argument": 1})
+    assert "deft/Reach-v0" in error_of(id="reach", kwargs={"no_such_argument": 1})
 
 
 def test_vector_kinds_and_numbers() -> None:
@@ -74,7 +74,7 @@ def test_chunks() -> None:
     ],
 )
 def test_unknown_id_gives_the_one_to_use(env_id: str, advice: str) -> None:
-    message = refusal(id=env_id)
+    message = error_of(id=env_id)
     assert env_id in message
     assert advice in message
 
@@ -108,13 +108,13 @@ def test_highway_ids_need_no_module() -> None:
     assert env.action_space == gymnasium.spaces.Discrete(5)
     assert np.isfinite(env.step(np.array([0, 4])).reward).all()
     env.close()
-    assert "use highway-v0" in refusal(id="highway-v7")
+    assert "use highway-v0" in error_of(id="highway-v7")
 
 
 def test_highway_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highway_env", None)
     monkeypatch.delitem(gymnasium.registry, "merge-v0", raising=False)
-    message = refusal(id="merge-v0")
+    message = error_of(id="merge-v0")
     assert message == 'env.id: merge-v0: highway_env is not installed: pip install "deft[highway]"'
 
 
@@ -123,15 +123,15 @@ def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(sys.modules, name, None)  # missing, whether or not it is installed
     for name in ("gymnasium.envs.box2d", "gymnasium.envs.phys2d", "gymnasium.envs.phys2d.cartpole"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert "gymnasium[box2d]" in refusal(id="LunarLander-v3")
-    assert 'pip install "gymnasium[jax]"' in refusal(id="phys2d/CartPole-v1")
+    assert "gymnasium[box2d]" in error_of(id="LunarLander-v3")
+    assert 'pip install "gymnasium[jax]"' in error_of(id="phys2d/CartPole-v1")
 
 
 def test_wrong_kwargs() -> None:
-    message = refusal(id="CartPole-v1", kwargs={"gravity": 3})
+    message = error_of(id="CartPole-v1", kwargs={"gravity": 3})
     assert "env.kwargs {'gravity': 3} do not fit CartPole-v1" in message
     assert "unexpected keyword argument 'gravity'" in message
-    assert "xml" in refusal(id="Hopper-v5", kwargs={"xml_file": "/no/such/file.xml"})
+    assert "xml" in error_of(id="Hopper-v5", kwargs={"xml_file": "/no/such/file.xml"})
 
 
 def test_module_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_module_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     assert make_env(EnvConfig(id="registers_one:ByModule-v0")).spec.id == "ByModule-v0"
     del gymnasium.registry["ByModule-v0"]
-    assert "module 'no_such_module' cannot be imported" in refusal(id="no_such_module:MyEnv-v0")
+    assert "module 'no_such_module' cannot be imported" in error_of(id="no_such_module:MyEnv-v0")
 
 
 def test_wrap_takes_what_a_user_has(make_counting_env: MakeEnv) -> None:

@@ -70,14 +70,14 @@ def test_an_action_moves_the_target_by_what_it_says(mode: str, scale: float) -> 
 def test_the_hand_is_always_within_reach() -> None:
     random = np.random.default_rng(0)
     normalizer = StateNormalizer("delta_ee_pos")
-    places = [kinematics().pose(random.uniform(panda.JOINT_LOWER, panda.JOINT_UPPER))[0] for _ in range(500)]
-    distances = np.linalg.norm(np.array(places) - [0, 0, 0.333], axis=1)
+    positions = [kinematics().pose(random.uniform(panda.JOINT_LOWER, panda.JOINT_UPPER))[0] for _ in range(500)]
+    distances = np.linalg.norm(np.array(positions) - [0, 0, 0.333], axis=1)
     assert 0.8 < distances.max() < REACH
-    padded = normalizer.normalize(np.column_stack([places, np.zeros(500)]))
+    padded = normalizer.normalize(np.column_stack([positions, np.zeros(500)]))
     assert np.abs(padded).max() <= 1
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_wrong_shapes_are_rejected() -> None:
     with pytest.raises(InputError, match="last dim must be 8"):
         ActionNormalizer().normalize(np.zeros(7))
     with pytest.raises(InputError, match="last dim must be 32"):

@@ -24,7 +24,7 @@ MakeEnv = Callable[..., gymnasium.Env]
 
 @pytest.fixture
 def make_faulty_env() -> Callable[..., gymnasium.Env]:
-    """A maker of environments that do what they are told when the action is 1."""
+    """A maker of environments that fail in a given way when the action is 1."""
 
     class FaultyEnv(gymnasium.Env):
         observation_space = spaces.Box(-1, 1, (2,))
@@ -110,7 +110,7 @@ def test_same_bits_as_serial(pair: tuple[VectorEnv, VectorEnv]) -> None:
         else:
             num_done += len(expected.done_index)
             assert found.final_observation.tobytes() == expected.final_observation.tobytes()
-        if turn == 50:  # a state saved by one kind goes on in the other
+        if turn == 50:  # a state saved by one kind continues in the other
             process.set_state(serial.get_state())
             serial.set_state(process.get_state())
             assert process.observation.tobytes() == serial.observation.tobytes()
@@ -175,7 +175,7 @@ def test_workers_are_light_and_leave_signals_to_the_parent(make_faulty_env: Make
     ],
 )
 def test_fault_is_named_and_ends_every_worker(make_faulty_env: MakeEnv, fault: str, message: str) -> None:
-    # Environments 1 and 2 share a worker, 0 is alone: the message must tell them apart, and all must end.
+    # Environments 1 and 2 share a worker, 0 is alone: the message must distinguish them, and all must end.
     functions = [make_faulty_env, lambda: make_faulty_env(fault), make_faulty_env]
     env = ProcessVectorEnv(functions, num_workers=2, timeout=1.0 if fault == "hang" else 60.0, restart_workers=0)
     env.reset()

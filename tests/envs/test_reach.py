@@ -115,11 +115,11 @@ def test_dense_reward_by_hand() -> None:
 
 @pytest.mark.parametrize(("kind", "right", "wrong"), [("dense", 1.0, -1.0), ("sparse", 1.0, 0.0)])
 def test_the_instruction_decides_which_target_counts(kind: Any, right: float, wrong: float) -> None:
-    places = [[0.48, 0.37], [-0.5, 0.5]]  # the fingertip, at (0.48, 0.42), is 0.05 from the first: over its disc
+    positions = [[0.48, 0.37], [-0.5, 0.5]]  # the fingertip, at (0.48, 0.42), is 0.05 from the first: over its disc
     env = ReachEnv(reward=kind)
-    _, reward, terminated, _, info = put(env, 0.0, math.pi / 2, places, target_index=0).step(STILL)
+    _, reward, terminated, _, info = put(env, 0.0, math.pi / 2, positions, target_index=0).step(STILL)
     assert (reward, terminated, info["success"]) == (right, True, True)
-    _, reward, terminated, _, info = put(env, 0.0, math.pi / 2, places, target_index=1).step(STILL)
+    _, reward, terminated, _, info = put(env, 0.0, math.pi / 2, positions, target_index=1).step(STILL)
     assert (reward, terminated, info["success"]) == (wrong, True, False)
 
 
@@ -157,12 +157,12 @@ def test_scenes_are_fair(num_targets: int) -> None:
         env.reset()
         elbow_sides.add(env.elbow > 0)
         indices.add(env.target_index)
-        places = env.target_positions
+        positions = env.target_positions
         assert len(set(env.target_colours.tolist())) == num_targets
-        assert (np.linalg.norm(places - [env.tip_x, env.tip_y], axis=1) > 2 * reach.TARGET_RADIUS).all()
-        gaps = np.linalg.norm(places[:, None] - places[None], axis=-1)[np.triu_indices(num_targets, 1)]
+        assert (np.linalg.norm(positions - [env.tip_x, env.tip_y], axis=1) > 2 * reach.TARGET_RADIUS).all()
+        gaps = np.linalg.norm(positions[:, None] - positions[None], axis=-1)[np.triu_indices(num_targets, 1)]
         assert (gaps > 3 * reach.TARGET_RADIUS).all()
-        for distance, angle in zip(np.linalg.norm(places, axis=1), np.arctan2(*places.T[::-1]), strict=True):
+        for distance, angle in zip(np.linalg.norm(positions, axis=1), np.arctan2(*positions.T[::-1]), strict=True):
             # Law of cosines in the triangle shoulder, elbow, target with sides 0.48, 0.42 and the distance.
             bend = math.pi - math.acos((0.48**2 + 0.42**2 - distance**2) / (2 * 0.48 * 0.42))
             beside = math.acos((0.48**2 + distance**2 - 0.42**2) / (2 * 0.48 * distance))
@@ -219,8 +219,8 @@ def test_render_rings_the_instructed_target() -> None:
     assert first.shape == (256, 256, 3)
     assert first.dtype == np.uint8
     rows, columns = np.nonzero((first != second).any(axis=-1))
-    places = np.stack([columns + 0.5, 256 * 1.08 / 1.8 - rows - 0.5], axis=1) * 1.8 / 256 - [0.9, 0.0]
-    distances = np.linalg.norm(places[:, None] - env.target_positions[None], axis=-1).min(axis=1)
+    positions = np.stack([columns + 0.5, 256 * 1.08 / 1.8 - rows - 0.5], axis=1) * 1.8 / 256 - [0.9, 0.0]
+    distances = np.linalg.norm(positions[:, None] - env.target_positions[None], axis=-1).min(axis=1)
     # Only the ring moved: its radius is 0.135, its line 0.014 wide, and a pixel is 0.007.
     assert np.abs(distances - 0.135).max() < 0.007 + 0.01
     for index, picture in enumerate((first, second)):

@@ -85,7 +85,7 @@ def test_an_attribute_of_that_name_that_is_something_else(make_counting_env: Mak
     assert SerialVectorEnv([env]).reward_terms == ()
 
 
-def test_terms_that_are_not_named_are_refused(make_naming_env: MakeEnv) -> None:
+def test_terms_that_are_not_named_are_rejected(make_naming_env: MakeEnv) -> None:
     env = make_naming_env()
     env.reward_terms = ("one",)  # type: ignore[attr-defined]
     vector_env = SerialVectorEnv([env])

@@ -91,7 +91,7 @@ def test_unknown_terms_are_refused_with_the_known_ones(make_counting_env: MakeEn
         undeclared.step(0)
 
 
-def test_an_environment_without_terms_is_refused() -> None:
+def test_an_environment_without_terms_is_rejected() -> None:
     env = RewardWeights(Silent(), WEIGHTS)
     env.reset()
     with pytest.raises(InputError, match=r"Silent.* reports no reward terms"):

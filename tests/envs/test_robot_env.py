@@ -34,21 +34,21 @@ def robotwin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quiet_variables: N
 
 @pytest.mark.usefixtures("robotwin")
 @pytest.mark.parametrize(
-    ("single_arm", "places"), [(True, [0, 1, 2, 8]), (False, [0, 1, 2, 8, 9, 10, 11, 17])]
+    ("single_arm", "dims"), [(True, [0, 1, 2, 8]), (False, [0, 1, 2, 8, 9, 10, 11, 17])]
 )  # its robot has 3 joints an arm
-def test_robotwin(single_arm: bool, places: list[int]) -> None:
+def test_robotwin(single_arm: bool, dims: list[int]) -> None:
     config = {"world": "robotwin", "task_name": "push_button", "embodiment": ["tiny-arm"], "image_size": 16}
     env = TeacherEnv(config, single_arm=single_arm, action_scale=0.5)
     observation, _ = env.reset(seed=3)
     assert env.observation_space.contains(observation)
-    assert np.flatnonzero(env.action_mask).tolist() == places
+    assert np.flatnonzero(env.action_mask).tolist() == dims
     assert observation["wrist_rgb"].shape == (4, 3, 16, 16)
     assert observation["instruction"] == "push button"
     observation, *_ = env.step(np.ones(32))
     # 0.1 rad x 0.5, applied once; joints of an unknown robot count from -π to π, the open gripper is 1
     assert observation["state"][0] == pytest.approx(0.05 / np.pi)
     assert observation["state"][8] == 1
-    assert np.flatnonzero(observation["action_history"][-1]).tolist() == places
+    assert np.flatnonzero(observation["action_history"][-1]).tolist() == dims
     assert observation["wrist_rgb"][:, 0, 0, 0].tolist() == [0, 0, 0, 1]  # red counts the actions there
 
 
@@ -80,7 +80,7 @@ def test_a_world_by_its_id() -> None:
         assert set(world.frames(observation)) == {"wrist_rgb"}
 
 
-def test_a_world_without_the_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_the_streams_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     from robot_worlds import NumberedWorld
 
     def without(self: Any, *args: Any) -> None:

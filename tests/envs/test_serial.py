@@ -131,7 +131,7 @@ def test_action_mask_comes_from_the_environment(make_counting_env: MakeEnv) -> N
     assert SerialVectorEnv([make_counting_env()]).action_mask is None
 
 
-def test_wrong_use_is_refused(make_counting_env: MakeEnv) -> None:
+def test_wrong_use_is_rejected(make_counting_env: MakeEnv) -> None:
     with pytest.raises(InputError, match="at least one"):
         SerialVectorEnv([])
     env = make_counting_env()
@@ -176,7 +176,7 @@ def test_state_goes_on_with_the_same_bits(make_counting_env: MakeEnv) -> None:
     for row in actions[25:]:
         expected, found = env.step(row), other.step(row)
         assert found.observation.tobytes() == expected.observation.tobytes()
-        assert found.episodes == expected.episodes  # the running episode's return and length went on too
+        assert found.episodes == expected.episodes  # the running episode's return and length continued too
     with pytest.raises(InputError, match="2 saved environment states do not fit 1"):
         SerialVectorEnv([make_env(config)]).set_state(states)
 

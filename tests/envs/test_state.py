@@ -1,4 +1,4 @@
-"""Saved states go on bit for bit in a new environment, or say what keeps them."""
+"""Saved states continue bit for bit in a new environment, or the error names the obstacle."""
 
 import io
 import threading
@@ -212,7 +212,7 @@ def test_own_get_state_is_used_and_the_layers_around_it_saved() -> None:
     assert expected[2][3] is True  # truncated: 2 steps before, 3 after
 
 
-def test_state_of_another_environment_is_refused() -> None:
+def test_state_of_another_environment_is_rejected() -> None:
     env = make_env(EnvConfig(id="CartPole-v1"))
     env.reset()
     with pytest.raises(InputError, match="saved state is of TimeLimit<CartPoleEnv, the environment is TinyEnv"):

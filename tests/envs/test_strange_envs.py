@@ -21,7 +21,7 @@ from deft.models.encoders import ObservationEncoder
 
 
 class Strange(gymnasium.Env):
-    """One step returns what it was told to; `leaves` instead of returning."""
+    """One step returns a given value; `leaves` instead of returning."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
     action_space = spaces.Box(-1, 1, (2,), np.float32)

@@ -1,7 +1,7 @@
 """A small stand-in for the `carla` client package, with the names, arguments and signs of its own API (0.9.16).
 
 The road is straight along x, two lanes of 3.5 m whose middles are y = 0 and y = 3.5 (to the right); vehicles are points
-that turn and accelerate as they are told. A server keeps what was spawned, so that a test sees what is left behind.
+that turn and accelerate as commanded. A server keeps what was spawned, so that a test sees what is left behind.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class TestInstalled:
         pytest.importorskip("envpool")
 
     def test_contract_of_a_step(self) -> None:
-        # CartPole's reward is 1 a step, so that an episode's return is its length. Its physics tells a true last
+        # CartPole's reward is 1 a step, so that an episode's return is its length. Its physics show a true last
         # observation: x' = x + 0.02 v, with x and v of the observation before.
         env = make(num_envs=4, max_episode_steps=12)
         assert env.action_space == spaces.Discrete(2)

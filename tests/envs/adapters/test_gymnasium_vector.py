@@ -84,7 +84,7 @@ def test_faults(make_counting_env: MakeEnv) -> None:
         env.call("fly")
 
 
-def test_chunks_inside_are_refused(make_counting_env: MakeEnv) -> None:
+def test_chunks_inside_are_rejected(make_counting_env: MakeEnv) -> None:
     env = GymnasiumVectorEnv(
         SyncVectorEnv([lambda: ActionChunk(make_counting_env(), 2, 1.0)], autoreset_mode=AutoresetMode.SAME_STEP)
     )

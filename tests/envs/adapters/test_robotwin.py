@@ -38,8 +38,8 @@ def action(**dims: float) -> np.ndarray:
     """An action in the 32-dim layout, from names as `left2` or `right_gripper`."""
     row = np.zeros(32, np.float32)
     for name, value in dims.items():
-        places = {"left_gripper": 8, "right_gripper": 17}
-        row[places[name] if name in places else (0 if name.startswith("left") else 9) + int(name[-1])] = value
+        dims = {"left_gripper": 8, "right_gripper": 17}
+        row[dims[name] if name in dims else (0 if name.startswith("left") else 9) + int(name[-1])] = value
     return row
 
 
@@ -56,7 +56,7 @@ def test_layout_of_streams_and_actions(root: Path) -> None:
     assert observation["instruction"] == info["instruction"] == "push button"
     assert [int(observation[name][1, 0, 0]) for name in ("head_rgb", "wrist_rgb", "right_wrist_rgb")] == [0, 10, 20]
     assert np.flatnonzero(env.unwrapped.action_mask).tolist() == [0, 1, 2, 8, 9, 10, 11, 17]  # 3 joints an arm here
-    # ±0.1 rad onto the last target; grippers go where they are told, 1 open and -1 closed
+    # ±0.1 rad onto the last target; grippers move to the commanded opening, 1 open and -1 closed
     env.step(action(left0=0.5, right2=-1.0, left_gripper=1.0, right_gripper=-1.0))
     observation, reward, terminated, truncated, info = env.step(action(left0=1.0, left1=7.0, left_gripper=0.0))
     first, second = calls(env, "take_action")

@@ -56,7 +56,7 @@ def test_a_number_of_ones_own() -> None:
     assert os.environ["VK_DEVICE_INDEX"] == "5"
 
 
-def test_names_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_no_numbers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
     with pytest.raises(InputError, match="GPUs by number"):
         get_physical_gpu_id()

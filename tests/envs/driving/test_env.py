@@ -24,7 +24,7 @@ def test_gymnasium_accepts_it(observation: str) -> None:
     check_env(DrivingEnv(observation=observation, render_mode="rgb_array"), skip_render_check=True)  # type: ignore[arg-type]
 
 
-def test_settings_that_do_not_exist_are_refused() -> None:
+def test_settings_that_do_not_exist_are_rejected() -> None:
     for kwargs, message in (
         ({"difficulty": "extreme"}, "difficulty is 'extreme'; choose 'easy', 'medium' or 'hard'"),
         ({"observation": "lidar"}, "observation is 'lidar'; choose 'vector', 'image' or 'both'"),

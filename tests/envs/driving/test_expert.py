@@ -57,7 +57,7 @@ def test_waypoints_are_where_the_expert_then_drives() -> None:
         action = expert_action(simulator)
         simulator.step(action[:, 0] * MAX_ACCELERATION, action[:, 1] * MAX_STEERING)
     waypoints = expert_waypoints(simulator, 4, 0.5)
-    places = simulator.to_map(waypoints)
+    on_map = simulator.to_map(waypoints)
     assert waypoints.shape == (5, 4, 2)
     assert (np.diff(waypoints[..., 0], axis=1) > 0).all()
     path = [simulator.position]
@@ -66,6 +66,6 @@ def test_waypoints_are_where_the_expert_then_drives() -> None:
         simulator.step(action[:, 0] * MAX_ACCELERATION, action[:, 1] * MAX_STEERING)
         path.append(simulator.position)
     # 1.0 and 2.0 s are after 5 and 10 steps of 0.2 s; 0.5 s is in the middle between steps 2 and 3.
-    np.testing.assert_allclose(places[:, 1], path[5], atol=1e-9)
-    np.testing.assert_allclose(places[:, 3], path[10], atol=1e-9)
-    np.testing.assert_allclose(places[:, 0], (path[2] + path[3]) / 2, atol=1e-9)
+    np.testing.assert_allclose(on_map[:, 1], path[5], atol=1e-9)
+    np.testing.assert_allclose(on_map[:, 3], path[10], atol=1e-9)
+    np.testing.assert_allclose(on_map[:, 0], (path[2] + path[3]) / 2, atol=1e-9)

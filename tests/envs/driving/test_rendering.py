@@ -68,10 +68,10 @@ def test_grass_is_off_the_road_and_the_road_is_not_green(simulator: DrivingSimul
 def test_vehicles_are_drawn_where_they_are(simulator: DrivingSimulator) -> None:
     images = rendering.images(simulator, 64).transpose(0, 2, 3, 1)
     assert is_near(images[:, pixel(-1.0, 0.0, 64)[0], pixel(-1.0, 0.0, 64)[1]], EGO).all()
-    places = simulator.to_ego(simulator.other_position)
+    in_ego_frame = simulator.to_ego(simulator.other_position)
     seen = 0
     for row, number in np.argwhere(simulator.other_active):
-        forward, left = places[row, number]
+        forward, left = in_ego_frame[row, number]
         if -10 < forward < 34 and abs(left) < 20:
             seen += 1
             # A metre behind its centre is bodywork, at its centre nearly

@@ -64,17 +64,17 @@ def test_the_bicycle_goes_in_the_circle_that_its_steering_makes() -> None:
     for _ in range(3):  # the wheels turn by 0.1 rad a step
         simulator.step(np.zeros(1), steering)
     np.testing.assert_allclose(simulator.steering, 0.2)
-    places = [simulator.position[0]]
+    visited = [simulator.position[0]]
     for _ in range(12):
         simulator.step(np.zeros(1), steering)
-        places.append(simulator.position[0])
+        visited.append(simulator.position[0])
     # The rear axle turns at wheelbase / tan δ, the middle between the axles half a wheelbase before it.
     radius = np.hypot(WHEELBASE / np.tan(0.2), WHEELBASE / 2)
-    a, b, c = places[0], places[6], places[12]
+    a, b, c = visited[0], visited[6], visited[12]
     sides = [np.linalg.norm(a - b), np.linalg.norm(b - c), np.linalg.norm(a - c)]
     area = abs((b - a)[0] * (c - a)[1] - (b - a)[1] * (c - a)[0]) / 2
     assert np.prod(sides) / (4 * area) == pytest.approx(radius, rel=1e-3)  # of the circle through three points
-    assert np.linalg.norm(places[1] - places[0]) == pytest.approx(3.0 * STEP_SECONDS, rel=1e-3)
+    assert np.linalg.norm(visited[1] - visited[0]) == pytest.approx(3.0 * STEP_SECONDS, rel=1e-3)
 
 
 def test_speed_and_limits() -> None:

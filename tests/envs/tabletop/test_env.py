@@ -130,13 +130,13 @@ def test_exploration_has_no_goal() -> None:
     env = TabletopEnv("random_exploration", max_episode_steps=20)
     _, info = env.reset(seed=0)
     assert "success" not in info
-    places = []
+    positions = []
     for step in range(20):
         _, reward, terminated, truncated, info = env.step(env.expert_action())
         assert (reward, terminated, truncated) == (0.0, False, step == 19)
         assert "success" not in info
-        places.append(env.simulation.tcp.copy())
-    assert np.ptp(places, axis=0).max() > 0.1  # it moves about
+        positions.append(env.simulation.tcp.copy())
+    assert np.ptp(positions, axis=0).max() > 0.1  # it moves about
 
 
 # ---------------------------------------------------------------------------------------------------- exact states
@@ -163,12 +163,12 @@ def assert_same(first: list[np.ndarray], second: list[np.ndarray]) -> None:
 def test_same_seed_same_pixels() -> None:
     actions = np.random.default_rng(0).uniform(-1, 1, (15, 8))
 
-    def film(seed: int) -> list[np.ndarray]:
+    def record(seed: int) -> list[np.ndarray]:
         env = TabletopEnv("all", observation="both", image_size=48, domain_randomization=EVERYTHING)
         first, _ = env.reset(seed=seed)
         return [first["head_rgb"], *record(env, actions)]
 
-    first, second, other = film(5), film(5), film(6)
+    first, second, other = record(5), record(5), record(6)
     assert_same(first, second)
     assert not np.array_equal(first[0], other[0])
 
@@ -176,7 +176,7 @@ def test_same_seed_same_pixels() -> None:
 @pytest.mark.usefixtures("gl")
 @pytest.mark.parametrize("task", GOAL_TASKS)
 def test_a_restored_state_goes_on_alike(task: str) -> None:
-    """Saved at many moments of the expert's work, with things asleep, pushed, held and let go."""
+    """Saved at many times during the expert's work, with things asleep, pushed, held and let go."""
     kwargs: dict[str, Any] = {"observation": "both", "image_size": 32, "domain_randomization": EVERYTHING}
     env, fresh = TabletopEnv(task, **kwargs), TabletopEnv(task, **kwargs)
     env.reset(seed=7)
@@ -235,14 +235,14 @@ def test_scene_is_kept_for_some_episodes() -> None:
     env = TabletopEnv("pick", scene_reset_interval=3)
     env.reset(seed=0)
     seeds, targets = [env.scene.seed], [env.goal.index]
-    places = env.simulation.object_positions.copy()
+    positions = env.simulation.object_positions.copy()
     for _ in range(11):
         play_expert(env, 25)
         env.reset()
         seeds.append(env.scene.seed)
         targets.append(env.goal.index)
         if seeds[-1] == seeds[0]:
-            np.testing.assert_array_equal(env.simulation.object_positions, places)  # put back
+            np.testing.assert_array_equal(env.simulation.object_positions, positions)  # put back
     assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9]
     assert set(targets) == {0, 1}
     env.reset(seed=0)
@@ -266,10 +266,10 @@ def test_scenes_are_stable() -> None:
     for seed in range(10):
         env.reset(seed=seed)
         count = len(env.scene.everything)
-        places = [env.simulation.data.qpos[object_position(index)].copy() for index in range(count)]
+        positions = [env.simulation.data.qpos[object_position(index)].copy() for index in range(count)]
         for _ in range(25):
             env.step(still)
-        for index, place in enumerate(places):
+        for index, place in enumerate(positions):
             assert math.dist(place, env.simulation.data.qpos[object_position(index)]) < 0.003
 
 
@@ -360,18 +360,18 @@ def place_of_colour(env: TabletopEnv, colour: str) -> np.ndarray:
         (1 - 2 * row / size) * half,
         -1.0,
     ]
-    eye = simulation.data.cam_xpos[camera]
-    return (eye + ray * (0.03 - eye[2]) / ray[2])[:2]  # where the ray is 3 cm above the table
+    origin = simulation.data.cam_xpos[camera]
+    return (origin + ray * (0.03 - origin[2]) / ray[2])[:2]  # where the ray is 3 cm above the table
 
 
 def oracle(env: TabletopEnv, reads_words: bool) -> int:
     """The object that a policy goes for which sees the picture, and where it may, reads the instruction."""
-    places = env.simulation.object_positions[:, :2]
+    positions = env.simulation.object_positions[:, :2]
     if not reads_words:  # nothing better is left than a rule: the one nearest to the robot
-        return int(np.linalg.norm(places, axis=1).argmin())
+        return int(np.linalg.norm(positions, axis=1).argmin())
     words = env.instruction.split()
     named = next(word for word in words if word in COLOURS)
-    return int(np.linalg.norm(places - place_of_colour(env, named), axis=1).argmin())
+    return int(np.linalg.norm(positions - place_of_colour(env, named), axis=1).argmin())
 
 
 @pytest.mark.usefixtures("gl")
@@ -440,7 +440,7 @@ def test_wrong_use_is_named() -> None:
 
 
 @pytest.mark.parametrize("seed", [12, 51, 53])
-def test_four_objects_and_an_area_find_their_places(seed):
+def test_four_objects_and_an_area_find_room(seed):
     env = TabletopEnv(task="push", num_objects=4)
     env.reset(seed=seed)
     assert len(env.scene.objects) == 4

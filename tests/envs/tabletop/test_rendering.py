@@ -122,7 +122,7 @@ def test_randomisation_shows() -> None:
 def test_a_noise_patch_changes_with_every_step_and_comes_again() -> None:
     env = TabletopEnv(domain_randomization={"noise_patch_rate": 1.0})
 
-    def film() -> list[np.ndarray]:
+    def record() -> list[np.ndarray]:
         env.reset(seed=2)
         frames = [pictures(env)["wrist"].astype(int)]
         for _ in range(3):
@@ -130,7 +130,7 @@ def test_a_noise_patch_changes_with_every_step_and_comes_again() -> None:
             frames.append(pictures(env)["wrist"].astype(int))
         return frames
 
-    first, second = film(), film()
+    first, second = record(), record()
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     for one, other in itertools.pairwise(first):
         # The hand stands still: what differs by much is the patch, and it is a part of the picture alone.
@@ -142,7 +142,7 @@ def test_crazy_light_changes_with_every_step_and_comes_again() -> None:
     settings = {"random_light": True, "crazy_random_light_rate": 1.0}
     env = TabletopEnv(domain_randomization=settings)
 
-    def film() -> list[np.ndarray]:
+    def record() -> list[np.ndarray]:
         env.reset(seed=2)
         frames = [pictures(env)["head"]]
         for _ in range(3):
@@ -150,7 +150,7 @@ def test_crazy_light_changes_with_every_step_and_comes_again() -> None:
             frames.append(pictures(env)["head"])
         return frames
 
-    first, second = film(), film()
+    first, second = record(), record()
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     # Nothing moves much, but the light is another one: the mean colour jumps.
     means = [frame.mean(axis=(0, 1)) for frame in first]

@@ -1,4 +1,4 @@
-"""Scenes: fair places, the randomisation's switches one by one, and that plain data bring a scene back."""
+"""Scenes: fair positions, the randomisation's switches one by one, and that plain data bring a scene back."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def test_places_are_fair(has_area: bool) -> None:
             continue
         first, second = found.objects
         assert math.dist(first.place, second.place) >= scenes.OBJECT_GAP
-        assert first.name.split()[0] != second.name.split()[0]  # the colours tell them apart
+        assert first.name.split()[0] != second.name.split()[0]  # the colours differ
         for item, other in ((first, second), (second, first)):
             assert math.hypot(*item.place) < scenes.OBJECT_REACH
             if has_area:

@@ -11,8 +11,8 @@ def make_view(has_area: bool = False) -> View:
     """Two objects far apart on the table, the open hand high above."""
     scene = draw_scene(1, 2, has_area, DomainRandomization())
     assert scene is not None
-    places = np.array([[*item.place, item.half_height] for item in scene.objects])
-    return View(scene, np.array([0.4, 0.0, 0.4]), 0.04, 0.0, places, np.zeros((2, 3)), 0.0)
+    positions = np.array([[*item.place, item.half_height] for item in scene.objects])
+    return View(scene, np.array([0.4, 0.0, 0.4]), 0.04, 0.0, positions, np.zeros((2, 3)), 0.0)
 
 
 @pytest.mark.parametrize("name", GOAL_TASKS)
