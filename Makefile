@@ -53,7 +53,7 @@ demo: setup
 
 # PPO on the embedded Reach world, in a minute.
 reach: setup
-	$(BIN)/python -m deft.reach_demo
+	$(BIN)/python -m deft.demo reach
 
 # Records driving, trains a waypoint policy on it, refines it with PPO, and compares the two: out/waypoints.
 WAYPOINTS := out/waypoints
