@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import unicodedata
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,13 +29,6 @@ INDEX = ".deft-files"
 KEPT = ".kept"  # suffix of renamed files and directories that Deft did not write
 INDEX_HEADER = "deft-run-1: the files in this folder that Deft wrote; --overwrite deletes these alone"
 DIGEST_SIZE = 32
-# Files that earlier versions without an index wrote to a run directory, apart from checkpoints and logs.
-EARLIER_FILES = re.compile(
-    r"config\.(yaml|json)|episode_metrics\.jsonl|evaluation\.json|report\.html|f1_config\.json|results\.json|"
-    r"(train|eval)_metrics\.json|final\.pt|checkpoint_iter_\d+\.pt|tokenizer\.safetensors|explorer/f1_config\.json|"
-    r"tensorboard/events\.out\.tfevents\.\d{20}|videos/(step|episode)_\d+\.mp4|samples/(episode|update)_\d+\.png|"
-    r"plots/(learning_curve|updates|rewards|safety|held_out|open_loop_\w+|waypoints_\w+)\.(png|mp4)"
-)
 Entry = dict[str, Any]  # {"bytes": size, "blake2b": hex digest}
 _verified: set[tuple[str, int, int, int]] = set()  # files whose hash was verified, so that each is read only once
 
@@ -151,12 +143,9 @@ def check_output_path(path: str | Path) -> str | Path:
 
 
 def start_index(run_dir: Path) -> None:
-    """Create the index of a run directory if it is missing: empty, or with the known files of an earlier version."""
-    if (run_dir / INDEX).exists():
-        return
-    is_run = any(has_format(path) for path in run_dir.glob("checkpoint-*/training_state.pt"))
-    known = [name for name in relative_files(run_dir) if EARLIER_FILES.fullmatch(name)] if is_run else []
-    (run_dir / INDEX).write_text("\n".join([INDEX_HEADER, *known]) + "\n", encoding="utf-8")
+    """Create the empty index of a run directory if it is missing."""
+    if not (run_dir / INDEX).exists():
+        (run_dir / INDEX).write_text(INDEX_HEADER + "\n", encoding="utf-8")
 
 
 def indexed_files(run_dir: Path) -> list[str]:
@@ -170,24 +159,27 @@ def indexed_files(run_dir: Path) -> list[str]:
 
 def record(path: Path) -> Path:
     """Add a new file to the index of its run directory, if it is in one."""
-    for folder in list(path.parents)[:2]:
-        if (folder / INDEX).is_file():
-            name = path.relative_to(folder).as_posix()
-            if name not in indexed_files(folder) and len(name.splitlines()) == 1:
-                with open(folder / INDEX, "a", encoding="utf-8") as file:
-                    file.write(name + "\n")
-            break
+    folder, name = _indexed_by(path)
+    if folder is not None and name not in indexed_files(folder) and len(name.splitlines()) == 1:
+        with open(folder / INDEX, "a", encoding="utf-8") as file:
+            file.write(name + "\n")
     return path
 
 
 def keep_foreign(path: Path) -> None:
     """Rename an existing file that is about to be overwritten in a run directory if Deft did not write it."""
-    folder = next((parent for parent in list(path.parents)[:2] if (parent / INDEX).is_file()), None)
+    folder, name = _indexed_by(path)
     is_file = path.is_symlink() or path.is_file()
-    if folder is not None and is_file and path.relative_to(folder).as_posix() not in indexed_files(folder):
+    if folder is not None and is_file and name not in indexed_files(folder):
         kept = free_place(path)
         os.replace(path, kept)
         log.warning("%s: Deft did not write it; renamed to %s", path, kept.name)
+
+
+def _indexed_by(path: Path) -> tuple[Path | None, str]:
+    """Return the run directory with an index that a file is in, or None, and the relative path of the file."""
+    folder = next((parent for parent in list(path.parents)[:2] if (parent / INDEX).is_file()), None)
+    return folder, "" if folder is None else path.relative_to(folder).as_posix()
 
 
 def free_place(path: Path) -> Path:
