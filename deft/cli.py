@@ -174,13 +174,6 @@ def train(arguments: list[str]) -> int:
     return _report(_load(TRAINING.get(name, algorithm))(config), as_json)
 
 
-def parse_train(arguments: list[str]) -> tuple[Any, bool]:
-    """Return the run that `deft train` is asked for, and whether to print JSON."""
-    from deft.config.training import parse_training
-
-    return parse_training(arguments)[1:]
-
-
 def evaluate(config: Any) -> Outcome | Mapping[str, Any]:
     """Evaluate a run or checkpoint: of an algorithm, or of a phase of F1 training."""
     from deft.config.training import config_of_run, kind_of_file

@@ -17,7 +17,7 @@ from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.loading import replace, resolve, write_config
 from deft.config.rl_yaml import PHASE_TRAINING
 from deft.config.settings import OfflineRunConfig, RunConfig
-from deft.config.training import FLAT_TRAINING
+from deft.config.training import FLAT_TRAINING, parse_training
 from deft.errors import CommandExit, InputError, RunError
 
 ALGORITHM_NAMES = ", ".join([*ALGORITHM_SETTINGS, *FLAT_TRAINING, *PHASE_TRAINING])
@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def parsed(*arguments: str) -> RunConfig:
-    return cli.parse_train(list(arguments))[0]
+    return parse_training(list(arguments))[1]
 
 
 def test_the_command_of_the_documents() -> None:
@@ -263,7 +263,7 @@ def test_a_file_and_a_command_that_disagree(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "c.yaml"
     path.write_text("algorithm: ppo\n")
     with pytest.raises(InputError, match=r"^train other: .*c\.yaml says algorithm\.name 'ppo'; give one of them$"):
-        cli.parse_train(["other", "--config", str(path)])
+        parse_training(["other", "--config", str(path)])
 
 
 def test_train_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,6 +377,9 @@ def test_python_m_deft_is_the_same_command() -> None:
 
 
 def test_parsing_imports_no_torch() -> None:
-    program = "import sys; from deft.cli import parse_train; parse_train(['ppo']); print('torch' in sys.modules)"
+    program = (
+        "import sys; from deft.config.training import parse_training; parse_training(['ppo']);"
+        "print('torch' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "False\n", ran.stderr

@@ -6,16 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deft.config.groups import (
-    ActorCriticSettings,
-    ClippingSettings,
-    CompileSettings,
-    DecaySettings,
-    DiscountSettings,
-    MicroBatchSettings,
-    PolicyGradientSettings,
-    Precision,
-)
+from deft.config import groups
 from deft.config.validation import (
     Count,
     Fraction,
@@ -33,7 +24,7 @@ DEFAULT_GROUPS = 8  # of GRPO, if neither num_envs nor groups_per_iteration is g
 
 
 @settings
-class AlgorithmSettings(DiscountSettings):
+class AlgorithmSettings(groups.DiscountSettings):
     """Settings that every algorithm has."""
 
     LEARNS_FROM: ClassVar[Source] = "rollouts"
@@ -50,7 +41,7 @@ class AlgorithmSettings(DiscountSettings):
 
 
 @settings
-class RolloutSettings(AlgorithmSettings, PolicyGradientSettings, MicroBatchSettings):
+class RolloutSettings(AlgorithmSettings, groups.PolicyGradientSettings, groups.MicroBatchSettings):
     """Settings of the algorithms that learn from rollouts."""
 
     sequence_length: Count = 16
@@ -64,7 +55,7 @@ class RolloutSettings(AlgorithmSettings, PolicyGradientSettings, MicroBatchSetti
 
 
 @settings
-class PPOSettings(RolloutSettings, ActorCriticSettings, CompileSettings):
+class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSettings):
     """Proximal policy optimization."""
 
     clip_range_vf: Positive | None = None
@@ -133,13 +124,13 @@ class GRPOSettings(RolloutSettings):
 
 
 @settings
-class OfflineSettings(AlgorithmSettings, DecaySettings):
+class OfflineSettings(AlgorithmSettings, groups.DecaySettings):
     """Settings of the algorithms that learn from a dataset."""
 
     LEARNS_FROM: ClassVar[Source] = "dataset"
 
     batch_size = Field(256, description="Transitions (or windows) per batch.")
-    precision: Precision = "fp32"
+    precision: groups.Precision = "fp32"
     """Number format of matrix products; `bf16` is faster with hardware support; `tf32` is for GPUs."""
 
 
@@ -240,7 +231,7 @@ class TD3BCSettings(OffPolicySettings):
 
 
 @settings
-class SFTSettings(OfflineSettings, MicroBatchSettings):
+class SFTSettings(OfflineSettings, groups.MicroBatchSettings):
     """Supervised fine-tuning (behaviour cloning)."""
 
     loss: Literal["log_prob", "mse"] = "log_prob"
@@ -270,7 +261,7 @@ class SFTSettings(OfflineSettings, MicroBatchSettings):
 
 
 @settings
-class SACSettings(TemperatureSettings, CompileSettings):
+class SACSettings(TemperatureSettings, groups.CompileSettings):
     """Soft actor-critic."""
 
     LEARNS_FROM = "replay"
@@ -329,7 +320,7 @@ class SACSettings(TemperatureSettings, CompileSettings):
 
 
 @settings
-class DTSettings(OfflineSettings, ClippingSettings):
+class DTSettings(OfflineSettings, groups.ClippingSettings):
     """Decision Transformer."""
 
     learning_rate = Field(1e-4, description="Learning rate of AdamW after the warm-up.")

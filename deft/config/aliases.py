@@ -6,7 +6,7 @@ accepted wherever a class has no setting of that name but the one that the table
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deft.config.fields import default_of, nested_class, setting_names
@@ -75,22 +75,20 @@ SHORTHANDS: dict[str, str] = {"env": "id", "policy": "name", "algorithm": "name"
 def field_for(cls: type, name: str) -> str | None:
     """Return the setting of a class that a name means; None where the class has none."""
     names = setting_names(cls)
-    return name if name in names else next((own for own in _meanings(cls, name) if own in names), None)
+    if name in names:
+        return name
+    return next((table[name] for table in _tables(cls) if table.get(name) in names), None)
 
 
 def aliases_of(cls: type, name: str) -> list[str]:
     """Return the other names that a class accepts for one of its settings."""
-    tables = [ALIASES, *(CLASS_ALIASES[base.__name__] for base in cls.__mro__ if base.__name__ in CLASS_ALIASES)]
-    others = dict.fromkeys(alias for table in tables for alias in table)
+    others = dict.fromkeys(alias for table in reversed(_tables(cls)) for alias in table)
     return [alias for alias in others if alias != name and field_for(cls, alias) == name]
 
 
-def _meanings(cls: type, name: str) -> Iterator[str]:
-    for base in cls.__mro__:
-        if name in CLASS_ALIASES.get(base.__name__, ()):
-            yield CLASS_ALIASES[base.__name__][name]
-    if name in ALIASES:
-        yield ALIASES[name]
+def _tables(cls: type) -> list[dict[str, str]]:
+    """Return the tables of aliases of a class: those of its own, of its bases, and that of all classes."""
+    return [*(CLASS_ALIASES[base.__name__] for base in cls.__mro__ if base.__name__ in CLASS_ALIASES), ALIASES]
 
 
 def translate_value(name: str, value: Any) -> Any:

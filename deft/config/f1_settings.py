@@ -10,22 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from deft.config import groups
 from deft.config.algorithm_settings import PPOSettings
-from deft.config.groups import (
-    AutoPrecision,
-    ClippingSettings,
-    CompileSettings,
-    DecaySettings,
-    DirectorySettings,
-    EnvKwargsSettings,
-    ImageDatasetSettings,
-    LearningSettings,
-    LoggedCheckpoints,
-    MicroBatchSettings,
-    ResumeSettings,
-    RunSettings,
-    ShardSettings,
-)
 from deft.config.settings import LoggingConfig
 from deft.config.validation import (
     Count,
@@ -58,7 +44,7 @@ class ModelSection:
 
 
 @settings
-class RecordedVideo(ImageDatasetSettings):
+class RecordedVideo(groups.ImageDatasetSettings):
     """Train a world model on recorded video instead of random exploration."""
 
     wrist_camera: str | None = None
@@ -72,7 +58,9 @@ class RecordedVideo(ImageDatasetSettings):
 
 
 @settings
-class WorldModelTraining(RecordedVideo, DecaySettings, ClippingSettings, MicroBatchSettings, CompileSettings):
+class WorldModelTraining(
+    RecordedVideo, groups.DecaySettings, groups.ClippingSettings, groups.MicroBatchSettings, groups.CompileSettings
+):
     """Training of a world model."""
 
     batch_size = Field(8, description="Episodes per batch and process.")
@@ -112,7 +100,7 @@ class WorldModelTraining(RecordedVideo, DecaySettings, ClippingSettings, MicroBa
 
 
 @settings
-class TrainingConfig(WorldModelTraining, ShardSettings, LoggedCheckpoints):
+class TrainingConfig(WorldModelTraining, groups.ShardSettings, groups.LoggedCheckpoints):
     """Training of a phase."""
 
     UNIT = "episodes"
@@ -136,12 +124,12 @@ class TrainingConfig(WorldModelTraining, ShardSettings, LoggedCheckpoints):
     """Parallel environments; by default one per core that training leaves free."""
     max_minutes: Positive | None = None
     """Stop and save after this many minutes; the learning rate then decays with time."""
-    precision: AutoPrecision = "auto"
+    precision: groups.AutoPrecision = "auto"
     """Number format of matrix products; `auto`: bf16 where it is faster on this machine."""
 
 
 @settings
-class TeacherSection(DirectorySettings):
+class TeacherSection(groups.DirectorySettings):
     """Phase 1: the world model (teacher)."""
 
     output_dir = "./outputs/teacher_rl"
@@ -175,14 +163,10 @@ class StudentRewards:
 class ExplorerSettings(PPOSettings):
     """Action sampling and PPO training of the explorer."""
 
-    learning_rate = Field(
-        3e-4, description="Learning rate of the value and memory; the action weights start with a tenth of it."
-    )
+    learning_rate = Field(3e-4, description="Learning rate of value and memory; action weights start at 1/10 of it.")
     gamma = 0.95
     batch_size = Field(100, description="Steps per minibatch.")
-    entropy_coef = Field(
-        0.0, description="Weight of the entropy bonus; it has no effect, because the action noise is fixed."
-    )
+    entropy_coef = Field(0.0, description="Weight of the entropy bonus; no effect, because the action noise is fixed.")
     learning_rate_schedule = "adaptive"
     desired_kl = 0.1
     clip_range = 0.3
@@ -202,7 +186,7 @@ class ExplorerSettings(PPOSettings):
 
 
 @settings
-class AfterTeacher(DirectorySettings):
+class AfterTeacher(groups.DirectorySettings):
     """A phase that starts from a world model."""
 
     teacher_checkpoint: str | None = None
@@ -262,7 +246,7 @@ class AdversarialSection(AfterTeacher):
 
 
 @settings
-class AllSection(DirectorySettings):
+class AllSection(groups.DirectorySettings):
     """All three phases in order; each starts from the best checkpoint of the previous one."""
 
     output_dir = Field("./outputs/all", description="Directory for a run directory per phase and `report.html`.")
@@ -295,12 +279,17 @@ class PhaseConfig:
     student: StudentSection = Field(default_factory=StudentSection)
     adversarial: AdversarialSection = Field(default_factory=AdversarialSection)
     all: AllSection = Field(default_factory=AllSection)
-    run: ResumeSettings = Field(default_factory=ResumeSettings)
+    run: groups.ResumeSettings = Field(default_factory=groups.ResumeSettings)
 
 
 @settings
 class TokenizerTrainingConfig(
-    DirectorySettings, RunSettings, LoggedCheckpoints, ImageDatasetSettings, EnvKwargsSettings, LearningSettings
+    groups.DirectorySettings,
+    groups.RunSettings,
+    groups.LoggedCheckpoints,
+    groups.ImageDatasetSettings,
+    groups.EnvKwargsSettings,
+    groups.LearningSettings,
 ):
     """Train an image tokenizer on rendered images of the tabletop or on a dataset."""
 
@@ -316,9 +305,7 @@ class TokenizerTrainingConfig(
     num_updates: Count = 1600
     """Gradient updates."""
     batch_size = Field(16, description="Images per update.")
-    learning_rate = Field(
-        2e-3, description="Peak learning rate of AdamW: a warm-up of 50 updates, then a cosine decay to 0."
-    )
+    learning_rate = Field(2e-3, description="Peak learning rate of AdamW: 50 updates of warm-up, then a cosine to 0.")
     num_frames: Count = 16384
     """Images to train on: rendered, or sampled evenly from the dataset."""
     held_out_frames: Count = 512

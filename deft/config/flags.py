@@ -247,6 +247,8 @@ def read_flags(
         exit_on_error=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=120),
     )
+    # `--resume` may stand alone, as the documents write it: it then means the run in `output_dir`.
+    bare = "resume" if defaults.get("output_dir") is not None and "algorithm" not in defaults else None
     for group in [*groups, FlagGroup("output", "", OUTPUT_FLAGS)]:
         section = parser.add_argument_group(f"{group.title} options", " ".join(group.help.split()))
         for flag in group.flags:
@@ -256,14 +258,14 @@ def read_flags(
                 dest=flag.path,
                 action=_Given,
                 default=argparse.SUPPRESS,
-                nargs=_count(flag, defaults),
+                nargs=0 if flag.is_switch else "?" if flag.path == bare else "+" if flag.takes_several else None,
                 metavar=metavar(flag.annotation).replace(" ...", ""),
                 help=f"{flag.help}{default}".replace("%", "%%"),
             )
     if {"-h", "--help"} & set(arguments):
         print(parser.format_help(), end="")
         raise CommandExit(0)
-    flags = [flag for group in groups for flag in group.flags] + list(OUTPUT_FLAGS)
+    flags = [*(flag for group in groups for flag in group.flags), *OUTPUT_FLAGS]
     written: dict[str, str] = {}
     try:
         namespace, rest = parser.parse_known_args(_normalized(arguments), argparse.Namespace(_written=written))
@@ -277,11 +279,7 @@ def read_flags(
             raise InputError(f"{spelled}: unknown flag; {_advice(spelled, known)}")
         words.append(extra)
     given = vars(namespace)
-    values = {
-        flag.path: given[flag.path] if flag.is_switch else _value(flag, given[flag.path], written[flag.path])
-        for flag in flags
-        if flag.path in written
-    }
+    values = {flag.path: _value(flag, given[flag.path], written[flag.path]) for flag in flags if flag.path in written}
     return values, written, words
 
 
@@ -307,18 +305,6 @@ class _Given(argparse.Action):
             opposites = {dashed(name) for name in OPPOSITES.values()}
             values = not spelled.startswith("--no-") and spelled not in opposites
         setattr(namespace, self.dest, values)
-
-
-def _count(flag: Flag, defaults: Mapping[str, Any]) -> Any:
-    """Return how many words follow a flag, as argparse writes it."""
-    if flag.is_switch:
-        return 0
-    return "+" if flag.takes_several else "?" if _is_bare_resume(flag, defaults) else None
-
-
-def _is_bare_resume(flag: Flag, defaults: Mapping[str, Any]) -> bool:
-    """Whether `--resume` may stand alone, as the documents write it: it then means the run in `output_dir`."""
-    return flag.path == "resume" and defaults.get("output_dir") is not None and "algorithm" not in defaults
 
 
 def _normalized(arguments: Sequence[str]) -> list[str]:
@@ -384,8 +370,8 @@ def _kind_name(kind: Any) -> str:
 
 def _value(flag: Flag, words: Any, written: str) -> Any:
     """Return the words after a flag as a value. What is not of its type stays text, which validation rejects."""
-    if words is None:  # --resume alone
-        return True
+    if words is None or flag.is_switch:
+        return words is not False  # None: --resume alone
     kinds, may_be_none = alternatives(flag.annotation)
     if get_origin(kinds[0]) is dict:
         return _mapping(words, written, of_texts=get_args(kinds[0])[1] is str)

@@ -439,18 +439,14 @@ class CollectConfig(PolicyChoice):
     """Record this many whole episodes."""
     noise: NonNegative = 0.0
     """Noise on the actions. Box: standard deviation in half ranges; discrete: probability of a random action."""
-    deterministic = Field(
-        False, description="Play the most likely actions; by default actions are sampled as in training."
-    )
+    deterministic = Field(False, description="Play the most likely actions; by default actions are sampled.")
     num_envs: Count = 1
     """Parallel environments."""
     vector: Literal["sync", "process"] = "sync"
     """Run the environments in this process or in worker processes."""
     append: Switch = False
     """Append to an existing dataset."""
-    seed = Field(
-        0, description="Seed of the recording; appended episodes start from seed + the number of existing episodes."
-    )
+    seed = Field(0, description="Seed of the recording; appended episodes start from seed + number of episodes.")
 
     @model_validator(mode="after")
     def _has_one_end(self) -> CollectConfig:

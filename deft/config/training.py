@@ -140,13 +140,9 @@ def _parse_flat(name: str, flags: Sequence[str], source: Path | None) -> tuple[A
         file = {key: value for key, value in file.items() if key not in START}
         if peek(flags, "resume"):
             file["output_dir"] = str(source.parent)
-    defaults = {key: default_of(cls, key) for key in setting_names(cls)}
     groups = [FlagGroup(name.replace("-", "_"), "", (CONFIG_FLAG, *class_flags(cls)))]
-    if file:
-        required = {key: value for key, value in {**defaults, **file}.items() if value is not None or key in file}
-        parsed = parse(f"train {name}", cls, flags, groups=groups, base=required)
-    else:
-        parsed = parse(f"train {name}", cls, flags, groups=groups)
+    optional = {key: default_of(cls, key) for key in setting_names(cls) if default_of(cls, key) is not None}
+    parsed = parse(f"train {name}", cls, flags, groups=groups, base={**optional, **file} if file else None)
     if name == "tokenizer" and "output_dir" not in {**parsed.given, **file}:
         parsed.config.output_dir = below_output_base(parsed.config.output_dir)
     return parsed.config, parsed.as_json

@@ -154,10 +154,9 @@ def explain(
     problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
     unknown = [problem for problem in problems if problem["type"] == "unexpected_keyword_argument"]
     problem = (unknown or problems)[0]  # a misspelled name may also be why another one is missing
-    path = _setting(root, problem["loc"], concrete or {})
-    same = [other for other in problems if _setting(root, other["loc"], concrete or {}) == path]
+    path, owner = _located(root, problem["loc"], concrete or {})
+    same = [other for other in problems if _located(root, other["loc"], concrete or {})[0] == path]
     if unknown:
-        owner = _owner(root, problem["loc"][:-1], concrete or {})
         advice = suggestion(str(problem["loc"][-1]), setting_names(owner), elsewhere or {})
         reason = f"unknown setting; {advice}" if advice else "unknown setting"
     else:
@@ -190,28 +189,19 @@ def dotted(location: Iterable[int | str]) -> str:
     return path
 
 
-def _setting(root: type, location: Iterable[int | str], concrete: Mapping[type, type]) -> str:
-    """Return the path of a setting from an error location, without the alternatives of a union type."""
+def _located(root: type, location: Iterable[int | str], concrete: Mapping[type, type]) -> tuple[str, type]:
+    """Return the path of a setting from an error location, without the alternatives of a union type, and its class."""
     kept: list[int | str] = []
-    owner: type | None = root
+    owner = root
+    nested: type | None = root
     for part in location:
         if isinstance(part, int):
             kept.append(part)
-        elif owner is not None:
+        elif nested is not None:
             kept.append(part)
-            nested = nested_class(owner, part)
-            owner = None if nested is None else concrete.get(nested, nested)
-    return dotted(kept)
-
-
-def _owner(root: type, location: Iterable[int | str], concrete: Mapping[type, type]) -> type:
-    owner = root
-    for part in location:
-        found = nested_class(owner, str(part))
-        if found is None:
-            break
-        owner = concrete.get(found, found)
-    return owner
+            owner, found = nested, nested_class(nested, part)
+            nested = None if found is None else concrete.get(found, found)
+    return dotted(kept), owner
 
 
 _BOUNDS = {

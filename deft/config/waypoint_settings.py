@@ -9,16 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deft.config.groups import (
-    ActorCriticSettings,
-    DecaySettings,
-    DirectorySettings,
-    EnvKwargsSettings,
-    EpisodeSettings,
-    EvaluationSettings,
-    RunSettings,
-    SaveSettings,
-)
+from deft.config import groups
 from deft.config.validation import (
     Count,
     Fraction,
@@ -50,7 +41,7 @@ def _known_envs(names: Any) -> Any:
 
 
 @settings
-class DifficultySettings(EnvKwargsSettings):
+class DifficultySettings(groups.EnvKwargsSettings):
     """The difficulty of a waypoint environment, and its number of copies."""
 
     difficulty: Difficulty = "medium"
@@ -61,7 +52,12 @@ class DifficultySettings(EnvKwargsSettings):
 
 @settings
 class PPOConfig(
-    DirectorySettings, RunSettings, SaveSettings, EvaluationSettings, ActorCriticSettings, DifficultySettings
+    groups.DirectorySettings,
+    groups.RunSettings,
+    groups.SaveSettings,
+    groups.EvaluationSettings,
+    groups.ActorCriticSettings,
+    DifficultySettings,
 ):
     """PPO for a residual on the waypoints of a frozen supervised policy."""
 
@@ -125,14 +121,12 @@ class PPOConfig(
 
 
 @settings
-class WaypointSFTConfig(DirectorySettings, RunSettings, DecaySettings):
+class WaypointSFTConfig(groups.DirectorySettings, groups.RunSettings, groups.DecaySettings):
     """Supervised training of a waypoint policy on recorded driving."""
 
     dataset: str
     """Recording made by `deft collect waypoints`."""
-    output_dir = Field(
-        "out/sft_waypoint_bc_torch_v0", description="Run directory: `model.pt`, `config.json`, `train_metrics.json`."
-    )
+    output_dir = Field("out/sft_waypoint_bc_torch_v0", description="Run directory: model, config and metrics.")
     num_epochs: Count = 15
     """Epochs over the recording."""
     batch_size = Field(64, description="Decisions per minibatch.")
@@ -147,7 +141,7 @@ class WaypointSFTConfig(DirectorySettings, RunSettings, DecaySettings):
 
 
 @settings
-class WaypointRecordingConfig(EpisodeSettings, DifficultySettings):
+class WaypointRecordingConfig(groups.EpisodeSettings, DifficultySettings):
     """Record demonstrations of an environment's scripted driver."""
 
     out: OutputPath
@@ -169,7 +163,7 @@ class WaypointRecordingConfig(EpisodeSettings, DifficultySettings):
 
 
 @settings
-class CompareConfig(EpisodeSettings):
+class CompareConfig(groups.EpisodeSettings):
     """Compare a supervised waypoint policy with the policy that PPO trained from it."""
 
     sft_checkpoint: str

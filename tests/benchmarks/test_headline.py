@@ -2,7 +2,7 @@
 
 import pytest
 
-from deft import cli
+from deft.config.training import parse_training
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def headline(load_benchmark):
 
 
 def parsed(*words):
-    return cli.parse_train([str(word) for word in words])[0]
+    return parse_training([str(word) for word in words])[1]
 
 
 def test_every_training_command_is_understood(headline):
