@@ -16,7 +16,7 @@ from torch import Tensor
 from deft import PPO, ActorCritic, schema
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
-from deft.algorithms.optimizer_state import load_optimizer_state, optimizer_state
+from deft.algorithms.optimization import load_optimizer_state, optimizer_state
 from deft.algorithms.sac import SAC
 from deft.config.algorithm_settings import GRPOSettings, IQLSettings, PPOSettings, SACSettings
 from deft.config.loading import resolve

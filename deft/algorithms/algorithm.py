@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import gymnasium
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from deft.algorithms import optimization
 from deft.algorithms.auxiliary import Auxiliary
 from deft.algorithms.experience import Experience, Rollouts
+from deft.algorithms.optimization import SharedTraining
 from deft.config.algorithm_settings import AlgorithmSettings
 from deft.config.settings import PolicyConfig
 from deft.models.building import make_policy
@@ -21,26 +22,6 @@ from deft.models.policy import Policy
 from deft.models.targets import soft_update
 
 Metrics: TypeAlias = dict[str, Tensor]
-
-
-class SharedTraining(Protocol):
-    """What an algorithm asks of the processes that train with it (`deft.runs.processes`)."""
-
-    count: int
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor, in place, by its mean over the processes."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes, in place."""
-        ...
-
-    def maximum(self, value: float, device: Any) -> float:
-        """Return the maximum of the processes' values."""
-        ...
-
-    def merge_statistics(self, module: nn.Module) -> None:
-        """Give every process the running statistics of all."""
 
 
 class Algorithm:

@@ -1,7 +1,7 @@
-"""What a policy learns besides its reward: `vla-tiny` to see, where the observations come with labels.
+"""An auxiliary loss beside the reward: `vla-tiny` predicts object positions, where the observations have labels.
 
-Reward is thin, and seeing takes much data: a simulator that knows where things are can say so. PPO and GRPO make one of
-these where `auxiliary_learning_rate` is given, and train it on what was just collected, after their own update.
+Rewards are sparse, and a vision encoder needs much data; a simulator can provide labels. PPO and GRPO train it on each
+rollout, after their own update, if `auxiliary_learning_rate` is given.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from deft.algorithms.optimization import GradientAverage, apply_gradients, backward, make_optimizer, set_learning_rate
-from deft.algorithms.optimizer_state import are_sharded, load_optimizer_state, optimizer_state
+from deft.algorithms import optimization
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.errors import InputError
 from deft.models.policy import Policy
 
-BATCH_SIZE = 32  # small, since each row is seen but a few times: two passes teach what four of 64 do, in half the time
-LAST_RATE = 0.1  # of the first step size, when training ends: what was learned last settles
+BATCH_SIZE = 32  # small: two epochs then learn as much as four with 64, in half the time
+LAST_RATE = 0.1  # of the initial learning rate, at the end of training
 
 
 def make_auxiliary(policy: Policy, settings: PPOSettings | GRPOSettings) -> Auxiliary | None:
@@ -33,7 +32,7 @@ def make_auxiliary(policy: Policy, settings: PPOSettings | GRPOSettings) -> Auxi
 
 
 def check_resumed(auxiliary: object | None, state: dict[str, Any]) -> None:
-    """A run goes on as it began: with one of these, or without."""
+    """Raise an error if a resumed run had an auxiliary loss and has none now, or the other way round."""
     if (auxiliary is None) != (state.get("auxiliary") is None):
         was, now = ("0", "above it") if auxiliary is not None else ("above 0", "0")
         raise InputError(
@@ -53,34 +52,26 @@ class Auxiliary:
         self.policy, self.batch_size, self.epochs = policy, batch_size, epochs
         self.learning_rate = learning_rate
         self.parameters = list(policy.auxiliary_parameters())
-        if are_sharded(self.parameters):
+        if optimization.are_sharded(self.parameters):
             raise InputError("auxiliary_learning_rate: not with fsdp; train without one of the two")
         self._train(True)
-        self.optimizer = make_optimizer(self.parameters, learning_rate)
-        self.processes: GradientAverage | None = None
+        self.optimizer = optimization.make_optimizer(self.parameters, learning_rate)
+        self.processes: optimization.SharedTraining | None = None
         self._train(False)
 
     def update(self, rows: TensorDictBase, generator: torch.Generator, progress: float = 0.0) -> dict[str, Tensor]:
-        """Passes over observations [B] in random minibatches; the loss is that of the first, on new rows.
+        """Train for some epochs over observations [B] in random minibatches; return the loss of the first, on new rows.
 
-        `epochs` of them when training begins, one fewer with each equal part of it (`progress`, 0 to 1), and one in the
-        last: the first scenes teach most, and passes cost more time than anything else. The step size falls linearly.
+        The number of epochs decreases from `epochs` to 1 with `progress` (0 to 1), since the first rollouts teach most,
+        and the learning rate decreases linearly.
         """
         self._train(True)
         rate = self.learning_rate * (1.0 - (1.0 - LAST_RATE) * min(1.0, progress))
-        set_learning_rate(self.optimizer, rate)
+        optimization.set_learning_rate(self.optimizer, rate)
         count = max(1, math.ceil(self.epochs * (1.0 - progress)))
         passes = [torch.stack([self._step(part) for part in self._minibatches(rows, generator)]) for _ in range(count)]
         self._train(False)
         return {"auxiliary_loss": passes[0].mean()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's."""
-        return optimizer_state(self.optimizer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; the step size comes from the settings, at each update."""
-        load_optimizer_state(self.optimizer, state)
 
     def _minibatches(self, rows: TensorDictBase, generator: torch.Generator) -> Iterator[TensorDictBase]:
         device = self.parameters[0].device
@@ -89,8 +80,8 @@ class Auxiliary:
 
     def _step(self, minibatch: TensorDictBase) -> Tensor:
         loss = self.policy.auxiliary_loss(minibatch).mean()
-        backward(loss, self.optimizer)
-        apply_gradients(self.optimizer, processes=self.processes)
+        optimization.backward(loss, self.optimizer)
+        optimization.apply_gradients(self.optimizer, processes=self.processes)
         return loss.detach()
 
     def _train(self, on: bool) -> None:

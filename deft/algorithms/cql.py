@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.off_policy import Scalars, SoftPolicy
+from deft.algorithms.off_policy import SoftPolicy
 from deft.config.algorithm_settings import CQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.models.policy import Encoded, Policy
@@ -136,4 +136,4 @@ class CQL(SoftPolicy):
         return factor.detach() * excess, -factor * excess.detach()
 
     def _parts(self) -> dict[str, Any]:
-        return {**super()._parts(), "scalars": Scalars(self.log_alpha, self.log_factor)}
+        return {**super()._parts(), "scalars": nn.ParameterList([self.log_alpha, self.log_factor])}

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from deft import schema
+from deft.algorithms import optimization
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm
-from deft.algorithms.optimization import backward, make_optimizer, set_learning_rate
-from deft.algorithms.optimizer_state import load_optimizer_state, optimizer_state
 from deft.config.algorithm_settings import DTSettings
 from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.data.datasets.dataset import Dataset
@@ -51,7 +50,7 @@ class DecisionTransformer(OfflineAlgorithm):
         self.settings = settings or DTSettings()
         self.device = policy.timestep.device
         decay = self.settings.weight_decay
-        self.optimizer = make_optimizer(
+        self.optimizer = optimization.make_optimizer(
             policy.parameters(), self.settings.learning_rate, weight_decay=decay, capturable=True
         )
         self._dropout = DropoutMasks(self.settings.dropout, self.device)
@@ -121,7 +120,7 @@ class DecisionTransformer(OfflineAlgorithm):
     def schedule(self) -> None:
         """Write the learning rate of the next update into the optimizer's tensor."""
         warmed = min((self.version + 1) / max(self.settings.warmup_steps, 1), 1.0)
-        set_learning_rate(self.optimizer, self.settings.learning_rate * warmed)
+        optimization.set_learning_rate(self.optimizer, self.settings.learning_rate * warmed)
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         with self._precision():
@@ -130,7 +129,7 @@ class DecisionTransformer(OfflineAlgorithm):
         error = predicted - self.policy.to_unit(batch[schema.ACTION])
         # Σ w e² / Σ w, over steps and dims
         loss = (error.square() * weight).sum() / weight.expand_as(error).sum()
-        backward(loss, self.optimizer)
+        optimization.backward(loss, self.optimizer)
         return {
             "action_loss": loss.detach(),
             "grad_norm": self.apply_gradients(self.optimizer, self.settings.max_grad_norm),
@@ -139,11 +138,11 @@ class DecisionTransformer(OfflineAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and the number of updates, which the warm-up follows; dropout draws from torch's own generator."""
-        return {"optimizer": optimizer_state(self.optimizer), "version": self.version}
+        return {"optimizer": optimization.optimizer_state(self.optimizer), "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        load_optimizer_state(self.optimizer, state["optimizer"])
+        optimization.load_optimizer_state(self.optimizer, state["optimizer"])
         self.version = state["version"]
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:

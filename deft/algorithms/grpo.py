@@ -16,9 +16,8 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.epochs import Epochs
 from deft.algorithms.experience import Groups
-from deft.algorithms.policy_gradient import PolicyGradient, approximate_kl
+from deft.algorithms.policy_gradient import Epochs, PolicyGradient, approximate_kl, cut_sequences
 from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
 from deft.errors import InputError
@@ -66,7 +65,7 @@ class GRPO(PolicyGradient):
         )
 
     def set_reward_terms(self, names: Sequence[str]) -> None:
-        """The names of the columns of `schema.NEXT_REWARD_TERMS`; refuses weights for others."""
+        """Take the names of the columns of `schema.NEXT_REWARD_TERMS`; raise an error for weights of others."""
         unknown = sorted(set(self.settings.reward_weights) - set(names))
         if unknown and not names:
             raise InputError(f"reward_weights: {', '.join(unknown)} given, but the environment names no reward terms")
@@ -77,7 +76,7 @@ class GRPO(PolicyGradient):
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """All rounds of an iteration, several epochs of minibatches."""
         epochs, self.unfinished = self.unfinished or self._begin(list(batches)), None
-        learns = self._largest(0 if epochs.data is None else 1) > 0
+        learns = self._maximum(0 if epochs.data is None else 1) > 0
         if learns and not self._train(epochs):
             self.unfinished = epochs
             return {}
@@ -86,7 +85,9 @@ class GRPO(PolicyGradient):
         metrics |= self._loss_metrics(epochs) if epochs.losses else self._no_step()
         self.version += 1
         if self.auxiliary is not None:
-            metrics |= self.auxiliary.update(self._as_many(torch.cat(observed)), self.generator, self.progress)
+            rows = torch.cat(observed)
+            fewest = -int(self._maximum(-len(rows)))  # so that all processes take as many steps
+            metrics |= self.auxiliary.update(rows[:fewest], self.generator, self.progress)
         self.observe(part.to(self.device) for part in observed)
         interval = self.settings.reference_update_interval
         if self.reference is not None and interval is not None and self.version % interval == 0:
@@ -180,7 +181,8 @@ class GRPO(PolicyGradient):
             td = rollout.select(*keys, schema.NEXT_TERMINATED, schema.NEXT_TRUNCATED)[:, kept]
             td[schema.ADVANTAGE] = advantage[:, kept]
             if self.policy.recurrent:
-                parts.append(_sequences(td, length))
+                sequences = cut_sequences(td, length)
+                parts.append(sequences[:, sequences[schema.STEP_MASK].any(0)])  # those with a real step
             else:
                 parts.append(td[td[schema.STEP_MASK]])
         steps: Any = torch.cat(parts, int(self.policy.recurrent))
@@ -196,8 +198,8 @@ class GRPO(PolicyGradient):
     @torch.no_grad()
     def _score(self, policy: Policy, steps: TensorDict) -> Tensor:
         """Log-probs of all actions, [S] or [L, S], and [..., tokens] with token ratios."""
-        order = torch.arange(steps.batch_size[-1])
-        scored = [policy.evaluate_actions(part) for part in self._minibatches(steps, order)]
+        order, size = torch.arange(steps.batch_size[-1]), self._minibatch_size(steps)
+        scored = [policy.evaluate_actions(part) for part in self._minibatches(steps, order, size)]
         if self._log_prob not in scored[0]:
             raise InputError(
                 f"ratio: 'token' needs a policy that reports token_log_prob; {type(policy).__name__} does not here: "
@@ -205,16 +207,8 @@ class GRPO(PolicyGradient):
             )
         return torch.cat([part[self._log_prob] for part in scored], steps.batch_dims - 1).cpu()
 
-    def _minibatches(self, steps: TensorDict, order: Tensor) -> Iterator[TensorDictBase]:
-        """The steps (or sequences) in minibatches by `order`, the last one smaller where it does not come out even."""
-        for index in order.split(self._minibatch_size(steps)):
-            yield (steps[:, index] if self.policy.recurrent else steps[index]).to(self.device)
-
     def _minibatch_size(self, steps: TensorDict) -> int:
         return max(1, self.settings.batch_size // (steps.batch_size[0] if self.policy.recurrent else 1))
-
-    def _num_minibatches(self, steps: TensorDict) -> int:
-        return -(-steps.batch_size[-1] // self._minibatch_size(steps))
 
     # -- the epochs ----------------------------------------------------------------------------------------------------
 
@@ -227,13 +221,14 @@ class GRPO(PolicyGradient):
 
         def minibatches(order: Tensor) -> Iterator[TensorDictBase | None]:
             # Processes take as many steps as the one with the most minibatches, each with a part of its own, if any.
-            own = 0 if steps is None else self._num_minibatches(steps)
-            yield from () if steps is None else self._minibatches(steps, order)
-            yield from [None] * (int(self._largest(own)) - own)
+            size = 1 if steps is None else self._minibatch_size(steps)
+            own = -(-len(order) // size)
+            yield from () if steps is None else self._minibatches(steps, order, size)
+            yield from [None] * (int(self._maximum(own)) - own)
 
         def ends(losses: list[Metrics]) -> bool:
             limit = self.settings.target_kl
-            return limit is not None and self._largest(self._kl(losses)) > 1.5 * limit
+            return limit is not None and self._maximum(float(approximate_kl(losses)) if losses else 0.0) > 1.5 * limit
 
         return epochs.train(self.settings.n_epochs, order, minibatches, self._step, ends, self.should_stop)
 
@@ -259,17 +254,6 @@ class GRPO(PolicyGradient):
             return 1.0
         own = torch.zeros((), device=self.device) if minibatch is None else minibatch[schema.STEP_MASK].sum().float()
         return own * self.processes.count / self.processes.sum(own.clone())
-
-    def _as_many(self, rows: TensorDictBase) -> TensorDictBase:
-        """As many rows as every process has, so that all of them take as many steps."""
-        return rows[: -int(self._largest(-len(rows)))]
-
-    def _largest(self, value: float) -> float:
-        return value if self.processes is None else self.processes.maximum(value, self.device)
-
-    @staticmethod
-    def _kl(losses: list[Metrics]) -> float:
-        return float(approximate_kl(losses)) if losses else 0.0
 
     def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
         """The loss of a minibatch, and its parts; log-probs are [B], or [B, tokens] with token ratios."""
@@ -361,18 +345,3 @@ def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(π ‖ π_ref) from actions of π: exp(d) − d − 1 with d = log π_ref − log π; ≥ 0."""
     difference = (reference - log_prob).clamp(max=LARGEST_LOG_RATIO)
     return difference.exp() - difference - 1
-
-
-def _sequences(td: TensorDictBase, length: int) -> TensorDict:
-    """[T, N] → [length, ⌈T / length⌉ · N], padded with rows outside the mask; sequences without a real step go."""
-    steps, num_envs = td.batch_size
-    pieces = -(-steps // length)
-
-    def cut(column: Tensor) -> Tensor:
-        padding = column.new_zeros(pieces * length - steps, *column.shape[1:])
-        parts = torch.cat([column, padding]).reshape(pieces, length, num_envs, *column.shape[2:])
-        return parts.transpose(0, 1).reshape(length, pieces * num_envs, *column.shape[2:])
-
-    columns = {key: cut(td[key]) for key in td.keys(True, True)}
-    sequences = TensorDict(columns, batch_size=[length, pieces * num_envs])
-    return sequences[:, sequences[schema.STEP_MASK].any(0)]

@@ -18,7 +18,7 @@ from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.off_policy import OffPolicy
-from deft.algorithms.optimizer_state import are_sharded
+from deft.algorithms.optimization import are_sharded
 from deft.config.algorithm_settings import IQLSettings
 from deft.data.datasets.dataset import Dataset
 from deft.errors import InputError

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import gymnasium
@@ -13,15 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from deft import schema
+from deft.algorithms import optimization
+from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
-from deft.algorithms.optimization import make_optimizer, set_learning_rate
-from deft.algorithms.optimizer_state import (
-    are_sharded,
-    from_flat_state,
-    load_optimizer_state,
-    optimizer_state,
-    parameters_of,
-)
 from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
 from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import Dataset
@@ -72,7 +67,9 @@ class ActorAlgorithm(OfflineAlgorithm):
         return [(self.actor_optimizer, self._actor_learning_rate())]
 
     def _optimizer(self, parameters: Iterator[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-        return make_optimizer(parameters, learning_rate, weight_decay=self.settings.weight_decay, capturable=True)
+        return optimization.make_optimizer(
+            parameters, learning_rate, weight_decay=self.settings.weight_decay, capturable=True
+        )
 
     @classmethod
     def make_policy(
@@ -120,7 +117,7 @@ class ActorAlgorithm(OfflineAlgorithm):
             # α_t = α (1 + cos π t) / 2
             share = 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
             for optimizer, rate in self._policy_optimizers():
-                set_learning_rate(optimizer, rate * share)
+                optimization.set_learning_rate(optimizer, rate * share)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -130,8 +127,11 @@ class ActorAlgorithm(OfflineAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizers, counters, and the other parts with a state."""
-        parts = {name: _state_of(part) for name, part in self._parts().items()}
-        return {**parts, "version": self.version}
+        states = {
+            name: optimization.optimizer_state(part) if isinstance(part, torch.optim.Optimizer) else part.state_dict()
+            for name, part in self._parts().items()
+        }
+        return {**to_cpu(states), "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state; raise an error where it does not fit."""
@@ -144,8 +144,9 @@ class ActorAlgorithm(OfflineAlgorithm):
         for name in names:
             if name not in state:
                 raise InputError(f"the checkpoint has no {name}; it cannot be resumed with these settings")
+            load = partial(optimization.load_optimizer_state, parts[name])
             try:
-                _load_state(parts[name], state[name])
+                (load if isinstance(parts[name], torch.optim.Optimizer) else parts[name].load_state_dict)(state[name])
             except RuntimeError as error:
                 raise InputError(
                     f"{name} of the checkpoint does not fit: use the sizes that it was trained with (num_critics, "
@@ -182,6 +183,7 @@ class OffPolicy(ActorAlgorithm):
             PRECISIONS[settings.precision],
         ).to(policy.center.device)
         self.critic_optimizer = self._optimizer(self._critic_trains(), settings.learning_rate)
+        self._policy_metrics: Metrics = {}  # of the latest policy update, which following critic updates report too
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from self.critics.online.parameters()
@@ -194,6 +196,15 @@ class OffPolicy(ActorAlgorithm):
         """Fit the normalisation, and reset the reward scale: new critics learn from unscaled rewards."""
         super().prepare(dataset, sampler, fresh)
         self.policy.reward_scale.fill_(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Critics, targets, optimizers, counters, and the latest metrics of the policy."""
+        return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state; raise an error where it does not fit."""
+        super().load_state_dict(state)
+        self._policy_metrics = dict(state.get("policy_metrics", {}))
 
     def load_critics(self, state: dict[str, Any]) -> None:
         """Load the critics from the state of another off-policy algorithm."""
@@ -240,11 +251,11 @@ class SoftPolicy(OffPolicy):
 
     def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
         """The policy's optimizer state, which ends with α's if α was learned: drop that, or start it at zero."""
-        own = parameters_of(self.actor_optimizer)
-        if are_sharded(own):
+        own = optimization.parameters_of(self.actor_optimizer)
+        if optimization.are_sharded(own):
             return state
         covered = own if own[-1] is self.log_alpha else [*own, self.log_alpha]
-        state = from_flat_state(state, self.actor_optimizer, covered)
+        state = optimization.from_flat_state(state, self.actor_optimizer, covered)
         entries = dict(state["state"])
         if len(entries) == len(covered) > len(own):
             del entries[len(own)]
@@ -270,30 +281,3 @@ class SoftPolicy(OffPolicy):
         if self.settings.alpha != "auto":
             return torch.zeros_like(self.log_alpha)
         return -self.log_alpha * (log_prob.detach() + self.target_entropy).mean(-1)
-
-
-def _state_of(part: Any) -> dict[str, Any]:
-    return to_cpu(optimizer_state(part) if isinstance(part, torch.optim.Optimizer) else part.state_dict())
-
-
-def _load_state(part: Any, state: dict[str, Any]) -> None:
-    if isinstance(part, torch.optim.Optimizer):
-        load_optimizer_state(part, state)
-    else:
-        part.load_state_dict(state)
-
-
-class Scalars:
-    """Learned scalars, as a part of an algorithm with a state."""
-
-    def __init__(self, *scalars: nn.Parameter) -> None:
-        self._scalars = scalars
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Their values, numbered."""
-        return {str(index): scalar.detach() for index, scalar in enumerate(self._scalars)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse."""
-        for index, scalar in enumerate(self._scalars):
-            scalar.data.copy_(state[str(index)])

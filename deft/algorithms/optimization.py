@@ -1,4 +1,4 @@
-"""Adam on flat memory, and how algorithms compute gradients and apply them.
+"""Adam on flat memory, how algorithms compute gradients and apply them, and the state of optimizers in checkpoints.
 
 All trainable parameters are views of one tensor, and so are their gradients: clipping and stepping then cost a handful
 of operations instead of several for each parameter, which is a third of an update of a small network on a CPU.
@@ -11,25 +11,30 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from deft.algorithms.optimizer_state import (
-    are_sharded,
-    check_state,
-    from_flat_state,
-    full_tensor,
-    group_by_kind,
-    parameters_of,
-)
 from deft.errors import InputError, RunError
 
 
-class GradientAverage(Protocol):
-    """The processes that train together (`deft.runs.processes`)."""
+class SharedTraining(Protocol):
+    """What an algorithm asks of the processes that train with it (`deft.runs.processes`)."""
+
+    count: int
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, in place, by its mean over the processes."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, in place."""
+        ...
+
+    def maximum(self, value: float, device: Any) -> float:
+        """Return the maximum of the processes' values."""
+        ...
+
+    def merge_statistics(self, module: nn.Module) -> None:
+        """Give every process the running statistics of all."""
 
 
 def make_optimizer(
@@ -79,7 +84,7 @@ def backward(loss: Tensor, *optimizers: torch.optim.Optimizer, accumulate: bool 
 
 
 def apply_gradients(
-    optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None, processes: GradientAverage | None = None
+    optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None, processes: SharedTraining | None = None
 ) -> Tensor:
     """Average the gradients over the processes, clip them to a global norm, step; return the norm before clipping."""
     gradients = gradients_of(optimizer)
@@ -301,3 +306,112 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     if not trainable:
         raise InputError("nothing to train: every parameter is frozen")
     return trainable
+
+
+# -- the state in checkpoints: in torch's form, with full tensors, whether parameters are sharded (FSDP) or not ------
+
+
+def are_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any of the tensors is sharded."""
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor that may be sharded; all processes call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Shard a full tensor, which every process has, as a parameter of its shape is sharded; not a step count."""
+    if not isinstance(parameter, DTensor) or not value.ndim:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer, in the order of their state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def group_by_kind(parameters: Iterable[Tensor]) -> dict[Any, list[int]]:
+    """Return the indices of the parameters of each type and device."""
+    kinds: dict[Any, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+    return kinds
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state with full tensors on the CPU, None in all processes but the first; all processes call it."""
+    state, is_first = optimizer.state_dict(), not distributed.is_initialized() or distributed.get_rank() == 0
+    if not are_sharded(parameters_of(optimizer)):
+        return state
+    gathered: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        gathered[index] = {}
+        for name, value in values.items():
+            full = full_tensor(value)  # one at a time: all of them together may not fit a device
+            gathered[index][name] = full.cpu() if is_first else None
+    return {**state, "state": gathered}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], hyperparameters: bool = False
+) -> None:
+    """Load what `optimizer_state` returned, or the state of earlier versions of Deft; every process has the full state.
+
+    `hyperparameters`: load those of the parameter groups too. Otherwise the settings' learning rate stays.
+    """
+    state, parameters = from_flat_state(state, optimizer), parameters_of(optimizer)
+    check_state(state, parameters)
+    shards = {
+        index: {name: shard_like(value, parameters[index]) for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    groups = state["param_groups"] if hyperparameters else optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**state, "state": shards, "param_groups": groups})
+
+
+def check_state(state: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    """Raise an error if a state in torch's form is that of other parameters."""
+    saved = {index: values["exp_avg"] for index, values in state["state"].items()}
+    count = sum(len(group["params"]) for group in state["param_groups"])
+    if count != len(parameters) or any(parameters[index].shape != value.shape for index, value in saved.items()):
+        _raise_mismatch(sum(value.numel() for value in saved.values()), parameters)
+
+
+def _raise_mismatch(saved: int, parameters: list[nn.Parameter]) -> None:
+    own = sum(parameter.numel() for parameter in parameters)
+    raise InputError(f"the optimizer state is for {saved} parameters; the policy trains {own}")
+
+
+def from_flat_state(
+    state: dict[str, Any], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter] | None = None
+) -> dict[str, Any]:
+    """Return a state in torch's form; translate one that an earlier version of Deft wrote as flat tensors.
+
+    The flat tensors `first` and `second` hold the averages of all parameters of one type, one after the other.
+    `parameters`: those that the state may cover, where they are not the optimizer's.
+    """
+    if "first" not in state:
+        return state
+    covered = parameters_of(optimizer) if parameters is None else parameters
+    order = [index for indices in group_by_kind(covered).values() for index in indices]
+    listed = [[state[name]] if isinstance(state[name], Tensor) else state[name] for name in ("first", "second")]
+    flat = [torch.cat([part.flatten() for part in parts]) for parts in listed]
+    entries, start = {}, 0
+    for index in order:
+        shape, stop = covered[index].shape, start + covered[index].numel()
+        if stop > len(flat[0]):
+            break
+        averages = [part[start:stop].view(shape) for part in flat]
+        count = torch.tensor(float(state["count"]))
+        entries[index] = {"step": count, "exp_avg": averages[0], "exp_avg_sq": averages[1]}
+        start = stop
+    if start != len(flat[0]) or (parameters is None and len(entries) != len(covered)):
+        _raise_mismatch(len(flat[0]), covered)
+    groups = optimizer.state_dict()["param_groups"]
+    if "learning_rate" in state:
+        groups = [{**group, "lr": state["learning_rate"]} for group in groups]
+    return {"state": entries, "param_groups": groups}

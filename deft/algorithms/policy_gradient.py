@@ -2,22 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from deft.algorithms import optimization
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.auxiliary import check_resumed, make_auxiliary
-from deft.algorithms.epochs import Epochs
-from deft.algorithms.optimization import backward, make_optimizer, set_learning_rate
-from deft.algorithms.optimizer_state import load_optimizer_state, optimizer_state
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.errors import RunError, Stopped
 from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
 from deft.models.policy import Policy
+
+
+@dataclass
+class Epochs:
+    """One update: what it trains on, and how far it is."""
+
+    data: TensorDictBase | None  # None: this process has nothing, of several that train together
+    losses: list[Metrics] = field(default_factory=list)  # of each minibatch so far
+    first: int = 0  # of the latest epoch's, among them
+    epoch: int = 0  # how many are complete
+    order: Tensor | None = None  # of the epoch under way
+    done: int = 0  # minibatches of the epoch under way
+    ended_early: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)  # tensors that the algorithm needs when the epochs are done
+
+    def train(
+        self,
+        num_epochs: int,
+        draw: Callable[[], Tensor],
+        parts: Callable[[Tensor], Iterable[Any]],
+        step: Callable[[Any], Metrics],
+        ends: Callable[[list[Metrics]], bool],
+        should_stop: Callable[[], bool],
+    ) -> bool:
+        """Step on every minibatch of `parts(order)` until all epochs are done, or one `ends` them; False if stopped.
+
+        A `step` that raises `Stopped` has changed nothing: it is repeated when the update is continued.
+        """
+        while self.epoch < num_epochs and not self.ended_early:
+            if self.order is None:
+                self.order, self.done, self.first = draw(), 0, len(self.losses)
+            for minibatch in itertools.islice(parts(self.order), self.done, None):
+                if should_stop():
+                    return False
+                try:
+                    metrics = step(minibatch)
+                except Stopped:
+                    return False
+                if metrics:  # a process may have no part in a minibatch
+                    self.losses.append(metrics)
+                self.done += 1
+            self.order, self.epoch = None, self.epoch + 1
+            self.ended_early = ends(self.losses[self.first :])
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as tensors and plain data, on the CPU."""
+        assert self.data is not None  # with several processes an update is not stopped
+        own = {name: getattr(self, name) for name in ("first", "epoch", "done", "ended_early", "order")}
+        return own | {
+            "data": _plain(self.data),
+            "losses": _packed(self.losses),
+            "kept": {name: _plain(value) for name, value in self.kept.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Epochs:
+        """The inverse of `state_dict`; what was measured is on `device` again."""
+        losses = _unpacked(state["losses"], device)
+        kept = {name: _restored(value) for name, value in state["kept"].items()}
+        own = {name: state[name] for name in ("first", "epoch", "done", "ended_early", "order")}
+        return cls(_restored(state["data"]), losses, kept=kept, **own)
+
+
+def _packed(losses: list[Metrics]) -> dict[str, Any]:
+    """The metrics of many minibatches as one tensor each, with their shapes: thousands of small ones save slowly."""
+    return {
+        name: {
+            "values": torch.cat([metrics[name].reshape(-1) for metrics in losses]).cpu(),
+            "shapes": [list(metrics[name].shape) for metrics in losses],
+        }
+        for name in (losses[0] if losses else ())
+    }
+
+
+def _unpacked(packed: dict[str, Any], device: torch.device) -> list[Metrics]:
+    """The inverse of `_packed`."""
+    columns = {}
+    for name, column in packed.items():
+        parts = column["values"].to(device).split([math.prod(shape) for shape in column["shapes"]])
+        columns[name] = [part.reshape(shape) for part, shape in zip(parts, column["shapes"], strict=True)]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, TensorDictBase):
+        return {"batch_size": list(value.batch_size), "columns": value.cpu().to_dict()}
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        return TensorDict(value["columns"], batch_size=value["batch_size"])
+    return value
 
 
 class PolicyGradient(Algorithm):
@@ -36,26 +131,28 @@ class PolicyGradient(Algorithm):
         self.generator = torch.Generator().manual_seed(seed)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.policy.parameters(), self.settings.learning_rate, epsilon=self.settings.adam_epsilon)
+        return optimization.make_optimizer(
+            self.policy.parameters(), self.settings.learning_rate, epsilon=self.settings.adam_epsilon
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, learning rate, generator, version, and an update that was stopped."""
         return {
-            "optimizer": optimizer_state(self.optimizer),
+            "optimizer": optimization.optimizer_state(self.optimizer),
             "learning_rate": self.learning_rate,
             "generator": self.generator.get_state(),
             "version": self.version,
             "frozen_statistics": frozen_statistics(self.policy),
-            "auxiliary": None if self.auxiliary is None else self.auxiliary.state_dict(),
+            "auxiliary": None if self.auxiliary is None else optimization.optimizer_state(self.auxiliary.optimizer),
             "unfinished": None if self.unfinished is None else self.unfinished.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned. The learning rate comes from the settings unless it adapts itself."""
         check_resumed(self.auxiliary, state)
-        load_optimizer_state(self.optimizer, state["optimizer"])
+        optimization.load_optimizer_state(self.optimizer, state["optimizer"])
         adapted = self.settings.learning_rate
         if self.settings.learning_rate_schedule == "adaptive":  # the last version stored it with the optimizer
             adapted = state["learning_rate"] if "learning_rate" in state else state["optimizer"]["learning_rate"]
@@ -66,17 +163,28 @@ class PolicyGradient(Algorithm):
         unfinished = state["unfinished"]
         self.unfinished = None if unfinished is None else Epochs.from_state(unfinished, self.device)
         if self.auxiliary is not None:
-            self.auxiliary.load_state_dict(state["auxiliary"])
+            optimization.load_optimizer_state(self.auxiliary.optimizer, state["auxiliary"])
 
     # -- learning rate -------------------------------------------------------------------------------------------------
 
     def _set_learning_rate(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
-        set_learning_rate(self.optimizer, learning_rate)
+        optimization.set_learning_rate(self.optimizer, learning_rate)
 
     def _schedule_learning_rate(self) -> None:
         if self.settings.learning_rate_schedule == "linear":
             self._set_learning_rate(self.settings.learning_rate * max(0.0, 1.0 - self.progress))
+
+    # -- minibatches ---------------------------------------------------------------------------------------------------
+
+    def _minibatches(self, items: TensorDictBase, order: Tensor, size: int) -> Iterator[TensorDictBase]:
+        """Transitions, or sequences of a recurrent policy, in minibatches by `order`; the last one may be smaller."""
+        for index in order.split(size):
+            yield (items[:, index] if self.policy.recurrent else items[index]).to(self.device)
+
+    def _maximum(self, value: float) -> float:
+        """Return the maximum of a number over all processes."""
+        return value if self.processes is None else self.processes.maximum(value, self.device)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -101,7 +209,7 @@ class PolicyGradient(Algorithm):
         count = min(self.settings.gradient_accumulation, minibatch.batch_size[axis])
         if count == 1 and isinstance(scale, float):
             loss, metrics = self._loss(self._scored(minibatch), minibatch)
-            backward(loss, self.optimizer)
+            optimization.backward(loss, self.optimizer)
             return metrics
         found: dict[str, list[Tensor]] = {}
         for part in minibatch.chunk(count, axis):
@@ -109,7 +217,7 @@ class PolicyGradient(Algorithm):
                 raise Stopped  # the gradients so far are dropped
             weight = self._weight(part, minibatch)
             loss, metrics = self._loss(self._scored(part), part)
-            backward(loss * (weight * scale), self.optimizer, accumulate=bool(found))
+            optimization.backward(loss * (weight * scale), self.optimizer, accumulate=bool(found))
             for name, value in metrics.items():
                 found.setdefault(name, []).append(value if value.ndim else value * weight)
         return {
@@ -146,3 +254,17 @@ def approximate_kl(losses: list[Metrics]) -> Tensor:
     """E[(r − 1) − log r], low in variance and never negative (Schulman, 2020)."""
     log_ratio = torch.cat([loss["log_ratio"].flatten() for loss in losses])
     return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def cut_sequences(td: TensorDictBase, length: int) -> TensorDict:
+    """[T, N] → [length, ⌈T / length⌉ · N], padded with zeros: consecutive steps of one environment stay together."""
+    steps, num_envs = td.batch_size
+    pieces = -(-steps // length)
+
+    def cut(column: Tensor) -> Tensor:
+        padding = column.new_zeros(pieces * length - steps, *column.shape[1:])
+        parts = torch.cat([column, padding]).reshape(pieces, length, num_envs, *column.shape[2:])
+        return parts.transpose(0, 1).reshape(length, pieces * num_envs, *column.shape[2:])
+
+    columns = {key: cut(td[key]) for key in td.keys(True, True)}
+    return TensorDict(columns, batch_size=[length, pieces * num_envs])

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.epochs import Epochs
-from deft.algorithms.policy_gradient import PolicyGradient, approximate_kl
+from deft.algorithms.policy_gradient import Epochs, PolicyGradient, approximate_kl, cut_sequences
 from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError
@@ -150,9 +149,8 @@ class PPO(PolicyGradient):
         return normalizer(reward.to(self.device)).to(reward.device)
 
     def _is_stale(self, rollout: TensorDictBase) -> bool:
-        """Whether an older policy acted, in any process: what goes through weights that are shared out, does in all."""
-        stale = bool((rollout[schema.POLICY_VERSION] != self.version).any())
-        return stale if self.processes is None else bool(self.processes.maximum(float(stale), self.device))
+        """Whether an older policy acted, in any process: with sharded weights all make the same passes."""
+        return self._maximum(float((rollout[schema.POLICY_VERSION] != self.version).any())) > 0
 
     @torch.no_grad()
     def _weigh_behavior(self, rollout: TensorDict) -> bool:
@@ -202,19 +200,14 @@ class PPO(PolicyGradient):
         size = self.settings.batch_size
         if self.policy.recurrent:
             length = self._length(rollout)
-            size = max(1, size // length)
             selected = rollout.select(*keys, schema.NEXT_TERMINATED, schema.NEXT_TRUNCATED)
-            items = TensorDict(
-                {key: _sequences(selected[key], length) for key in selected.keys(True, True)},
-                batch_size=[length, self._num_items(rollout)],
-            )
-            yield from (items[:, index].to(self.device) for index in order.split(size))
+            yield from self._minibatches(cut_sequences(selected, length), order, max(1, size // length))
             return
         flat = rollout.select(*keys).flatten(0, 1)
         if flat.bytes() <= SHUFFLE_WHOLE_BYTES:
             yield from flat[order].to(self.device).split(size)
         else:
-            yield from (flat[index].to(self.device) for index in order.split(size))
+            yield from self._minibatches(flat, order, size)
 
     # -- one gradient step ---------------------------------------------------------------------------------------------
 
@@ -332,12 +325,3 @@ class PPO(PolicyGradient):
         metrics["staleness"] = (self.version - 1 - rollout[schema.POLICY_VERSION]).float().mean()
         metrics["epochs_stopped_early"] = torch.tensor(float(stopped))
         return metrics
-
-
-def _sequences(column: Tensor, length: int) -> Tensor:
-    """[T, N, …] → [length, (T / length) · N, …]: consecutive steps of one environment stay together."""
-    steps, num_envs = column.shape[:2]
-    if steps % length:
-        raise InputError(f"a rollout of {steps} steps does not divide into sequences of {length}")
-    chunks = column.reshape(steps // length, length, num_envs, *column.shape[2:]).transpose(0, 1)
-    return chunks.reshape(length, -1, *column.shape[2:])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Replay
-from deft.algorithms.off_policy import Scalars, SoftPolicy
+from deft.algorithms.off_policy import SoftPolicy
 from deft.algorithms.offline import to_cpu
 from deft.config.algorithm_settings import SACSettings
 from deft.data.augmentation import shift_images
@@ -44,7 +44,6 @@ class SAC(SoftPolicy):
         super().__init__(policy, settings or SACSettings(), seed)
         self._start_alpha(1.0)
         self.period = self.settings.policy_delay
-        self._policy_metrics: Metrics = {}
         self._former_scale = float(policy.reward_scale)  # of the rewards that its critics were trained on
         self.anchor = frozen_copy(policy) if self.settings.anchor_coef else None
         self._held = self._held_in_warmup() if self.settings.critic_warmup else []
@@ -203,17 +202,16 @@ class SAC(SoftPolicy):
         return shifted
 
     def _parts(self) -> dict[str, Any]:
-        return {**super()._parts(), "scalars": Scalars(self.log_alpha)}
+        return {**super()._parts(), "scalars": nn.ParameterList([self.log_alpha])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Critics, targets, optimizers, temperature, counters, the policy's latest metrics, and the anchor."""
+        """The shared state and the weights of the anchor."""
         anchor = None if self.anchor is None else to_cpu(dict(self.anchor.state_dict()))
-        return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics), "anchor": anchor}
+        return {**super().state_dict(), "anchor": anchor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state."""
         super().load_state_dict(state)
-        self._policy_metrics = dict(state["policy_metrics"])
         if self.anchor is None:
             return
         if state.get("anchor") is None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import OffPolicy
-from deft.algorithms.offline import to_cpu
 from deft.config.algorithm_settings import TD3BCSettings
 from deft.models.policy import Encoded, Policy, squared_error
 from deft.models.targets import frozen_copy, soft_update
@@ -29,7 +28,6 @@ class TD3BC(OffPolicy):
     def __init__(self, policy: Policy, settings: TD3BCSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or TD3BCSettings(), seed)
         self.target_policy = frozen_copy(policy)
-        self._policy_metrics: Metrics = {}
         self.period = self.settings.policy_delay
 
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
@@ -61,12 +59,3 @@ class TD3BC(OffPolicy):
 
     def _parts(self) -> dict[str, Any]:
         return {**super()._parts(), "target_policy": self.target_policy}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Critics, targets, optimizers, counters, and the latest policy metrics, which the next update reports."""
-        return {**super().state_dict(), "policy_metrics": to_cpu(self._policy_metrics)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state."""
-        super().load_state_dict(state)
-        self._policy_metrics = dict(state["policy_metrics"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.epochs import Epochs
+from deft.algorithms.policy_gradient import Epochs
 from deft.algorithms.ppo import PPO
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import Stopped

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from deft.algorithms.optimizer_state import are_sharded, full_tensor
+from deft.algorithms.optimization import are_sharded, full_tensor
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.runs.processes import Processes

@@ -1,7 +1,7 @@
 import torch
 from tensordict import TensorDict
 
-from deft.algorithms.epochs import Epochs
+from deft.algorithms.policy_gradient import Epochs
 
 
 def test_a_state_holds_one_tensor_for_each_metric_and_is_restored():

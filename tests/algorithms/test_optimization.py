@@ -5,8 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from deft.algorithms.optimization import FlatAdam, apply_gradients, backward, gradients_of, set_learning_rate
-from deft.algorithms.optimizer_state import load_optimizer_state
+from deft.algorithms.optimization import (
+    FlatAdam,
+    apply_gradients,
+    backward,
+    gradients_of,
+    load_optimizer_state,
+    set_learning_rate,
+)
 from deft.algorithms.ppo import PPO
 from deft.errors import InputError, RunError
 from deft.models.actor_critic import ActorCritic

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from deft.algorithms.optimizer_state import full_tensor, load_optimizer_state, optimizer_state
+from deft.algorithms.optimization import full_tensor, load_optimizer_state, optimizer_state
 from deft.config.f1_settings import PhaseConfig
 from deft.config.loading import to_dict
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, read_phase_config, write_phase_config

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.algorithms.optimizer_state import load_optimizer_state, shard_like
+from deft.algorithms.optimization import load_optimizer_state, shard_like
 from deft.config.f1_settings import PhaseConfig
 from deft.data.episodes import EpisodeBatch, EpisodeBuffer
 from deft.data.robot_episode import RobotEpisode
