@@ -19,7 +19,7 @@ from deft.data.spaces import space_from_json, space_to_json
 from deft.errors import InputError
 from deft.models.encoders import ObservationEncoder
 from deft.models.policy import Policy
-from deft.models.vla.defaults import OBJECT_POSITIONS
+from deft.models.vla.spec import OBJECT_POSITIONS
 from deft.ownership import MANIFEST, verify
 from deft.plain_data import parse_bounded, read_bounded
 from deft.schema import INSTRUCTION, channels_first, has_channels_last

@@ -169,13 +169,11 @@ class GetActionModel(BaseVLAModel):
             action = self.policy.get_action(streams, **keywords)
         except DeftError:
             raise
-        except KeyError as error:
-            if error.args and error.args[0] not in streams:
+        except Exception as error:
+            if isinstance(error, KeyError) and error.args and error.args[0] not in streams:
                 raise InputError(
                     f"{self.name}.get_action reads obs[{error}]; the environment's streams are {', '.join(streams)}"
                 ) from error
-            raise RunError(f"{self.name}.get_action raised {_one_line(error)}") from error
-        except Exception as error:
             raise RunError(f"{self.name}.get_action raised {_one_line(error)}") from error
         if not isinstance(action, Tensor):
             raise InputError(

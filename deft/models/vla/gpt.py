@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft.errors import InputError
+from deft.models.vla.interface import Sample
 from deft.models.vla.spec import ProprioSpec
-from deft.models.vla.streams import GaussianVLA, Sample, Statistics, read_stream, square_images
+from deft.models.vla.streams import GaussianVLA, Statistics, read_stream, square_images
 
 BYTE_VALUES = 256
 PADDING_BYTE = 0  # never part of UTF-8 text, except for the character NUL

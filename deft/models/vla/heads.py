@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ TIME_FREQUENCIES = 8
 LOG_STD_RANGE = (-4.0, 1.0)
 ROUNDING = 0.1  # below this the absolute error becomes a squared one, e² / 0.2, whose gradient vanishes at 0
 SWITCH_WEIGHT = 0.1  # weight of −log p of the switches in the imitation loss, relative to the error of the other dims
+Drawn: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 class Chunks(nn.Module):
@@ -30,9 +31,7 @@ class Chunks(nn.Module):
         super().__init__()
         self.shape = (chunk_length, action_dim)
 
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
         """Actions [B, K, A], their log-prob [B], and further random values that `score` needs."""
         raise TypeError(type(self).__name__)
 
@@ -92,9 +91,7 @@ class GaussianChunks(Chunks):
         """[B, K, A]."""
         return self.out(features).view(-1, *self.shape)
 
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
         """Mean plus noise."""
         mean = self.mean(features)
         action = mean
@@ -168,9 +165,7 @@ class TokenChunks(Chunks):
     def _bins(self, actions: Tensor) -> Tensor:
         return ((actions + 1.0) * (0.5 * self.num_bins)).long().clamp(0, self.num_bins - 1)
 
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
         """Sample bins; deterministic: the most likely bin of each dim, since the mean of two modes is neither."""
         logs = self._log_probs(features)
         bins = logs.argmax(-1) if deterministic else _sample(logs)
@@ -214,9 +209,7 @@ class FlowChunks(Chunks):
 
         return velocity
 
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
         """The end of a chain from sampled noise; deterministic: without further noise in its steps.
 
         A chain from noise 0 ends between the modes of the demonstrated actions.
@@ -259,9 +252,7 @@ class SwitchedChunks(Chunks):
         closed = [[-1.0] * steps + [1.0] * (chunk_length - steps) for steps in range(1, chunk_length)]
         self.register_buffer("ways", torch.tensor(opened + closed), persistent=False)  # [2K, K]
 
-    def draw(
-        self, features: Tensor, deterministic: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
         """The sample of the other dims, and a sequence for each switch; deterministic: the most likely one."""
         drawn, log_prob, sample = self.others.draw(features, deterministic, self._mask_of_others(mask))
         logs = self._log_probs(features)

@@ -10,7 +10,7 @@ import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
 
+Sample: TypeAlias = Mapping[str, Tensor] | TensorDictBase | None
+"""What `act` returned beside an action, if the model keeps it."""
 REQUIRED_METHODS = ("forward", "get_value", "evaluate_actions")
 
 
@@ -120,11 +122,7 @@ class BaseVLAModel(nn.Module, ABC):
         return action, log_prob, self.get_value(observations)
 
     def evaluate(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob [B], entropy [B] and value [B, 1]; `sample` is what `act` returned, if `keeps_sample`."""
         mask = {} if action_mask is None else {"action_mask": action_mask}
@@ -132,11 +130,7 @@ class BaseVLAModel(nn.Module, ABC):
         return scored[0], scored[1], self.get_value(observations)
 
     def evaluate_tokens(
-        self,
-        observations: TensorDictBase,
-        actions: Tensor,
-        action_mask: Tensor | None = None,
-        sample: Mapping[str, Tensor] | TensorDictBase | None = None,
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `evaluate` returns, with the log-probs of the parts of a decision (tokens, steps): [B, n]."""
         raise TypeError(f"{type(self).__name__} does not define evaluate_tokens")

@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from deft import schema, trust
 from deft.errors import InputError
-from deft.models.vla.interface import takes_keyword
+from deft.models.vla.interface import Sample, takes_keyword
 from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead
 from deft.models.vla.spec import ProprioSpec
-from deft.models.vla.streams import GaussianVLA, Sample, Statistics, check_images, read_stream
+from deft.models.vla.streams import GaussianVLA, Statistics, check_images, read_stream
 
 POOLED = 8  # side of the pooled images that the value reads
 STATE, ACTION, TASK = "observation.state", "action", "task"

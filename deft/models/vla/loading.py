@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from deft import trust
 from deft.config.settings import VLAConfig
 from deft.errors import InputError, RunError
-from deft.models.vla.defaults import model_defaults
 from deft.models.vla.interface import as_vla_class, missing_methods
-from deft.models.vla.spec import model_keywords
+from deft.models.vla.spec import model_defaults, model_keywords
 from deft.ownership import verify
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,9 @@ def load_vla_model(
     if path is None:
         logger.warning("%s starts from new weights: no model_path was given", found_class.__name__)
     else:
-        _load_weights(model, path)
+        weights = read_weights(path)
+        check_fit(model.state_dict(), weights, path, found_class.__name__)
+        model.load_state_dict(weights)
     return _to_device(model, device)
 
 
@@ -223,14 +224,6 @@ def _check_weights_path(path: Path) -> None:
     if not path.exists():
         raise InputError(f"model_path {path} does not exist; leave model_path out to start from new weights")
     _check_suffix(path)
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    """Copy the file's tensors into the model; every key and every shape must fit."""
-    weights = read_weights(path)
-    own = model.state_dict()
-    check_fit(own, weights, path, type(model).__name__)
-    model.load_state_dict(weights)
 
 
 def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path, what: str) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from deft import schema
 from deft.errors import InputError
+from deft.models.vla.interface import Sample
 from deft.models.vla.pretrained import PretrainedVLA, ValueHead, read_statistics
 from deft.models.vla.spec import PromptedSpec
-from deft.models.vla.streams import Sample, Statistics
+from deft.models.vla.streams import Statistics
 from deft.models.vla.vlm import Trunk
 
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"

@@ -5,8 +5,8 @@ A flow: it is fine-tuned by flow matching, acts by denoising, and PPO and GRPO s
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from deft import schema
 from deft.errors import InputError
 from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last
+from deft.models.vla.interface import Sample
 from deft.models.vla.pretrained import (
     ImagePreprocessor,
     InstructionTokenizer,
@@ -32,7 +33,7 @@ from deft.models.vla.pretrained import (
     transformers_module,
 )
 from deft.models.vla.spec import PretrainedSpec, ProprioSpec
-from deft.models.vla.streams import Sample, Statistics
+from deft.models.vla.streams import Statistics
 
 PROMPT = "{instruction}\n"
 Prefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]  # keys and values by layer, mask [B, T], features [B, F]
@@ -225,7 +226,9 @@ class Pi0VLA(PretrainedVLA):
             )
             return output.logits.float()
 
-        return _checkpointed(velocity) if self.gradient_checkpointing else velocity
+        if self.gradient_checkpointing and torch.is_grad_enabled():  # recompute each denoising step in backward
+            return functools.partial(checkpoint, velocity, use_reentrant=False)
+        return velocity
 
     def _executed(self, action_mask: Tensor | None, device: torch.device) -> Tensor:
         """Mask of the executed steps and dims of the chain, bool, broadcast to [B, chunk, dims]."""
@@ -240,15 +243,3 @@ class Pi0VLA(PretrainedVLA):
         """The executed part of a chain's end, in the environment's units."""
         executed = end[:, : self.chunk_length, : self.action_dim]
         return self.shaped(self.action_statistics.denormalize(executed), action_mask)
-
-
-def _checkpointed(velocity: Velocity) -> Velocity:
-    """Checkpoint each denoising step: its activations are recomputed in the backward pass."""
-
-    def run(x: Tensor, time: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return velocity(x, time)
-        run_step: Callable[..., Any] = checkpoint
-        return run_step(velocity, x, time, use_reentrant=False)
-
-    return run

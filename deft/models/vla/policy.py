@@ -178,11 +178,7 @@ class VLAPolicy(ActionScale, Policy):
         }
         if not by_token:
             return {"log_prob": self._scalar(method, "log_prob", log_prob, batch), **scored}
-        if log_prob.ndim != 2 or len(log_prob) != batch:
-            shape = list(log_prob.shape)
-            raise InputError(
-                f"log_prob of {self.model_name}.{method} has shape {shape}; it must have [{batch}, tokens]"
-            )
+        self._check_shape(f"log_prob of {self.model_name}.{method}", log_prob, batch, "tokens")
         return {"log_prob": log_prob.sum(1), "token_log_prob": log_prob, **scored}
 
     def get_value(self, td: TensorDictBase) -> Tensor:
@@ -444,24 +440,21 @@ class VLAPolicy(ActionScale, Policy):
 
     def _check_action(self, source: str, action: Tensor, batch: int) -> None:
         steps = [self.chunk_length] if self.chunk_length > 1 else []
-        dims = action.shape[-1:] if self.step_dim is None else [self.step_dim]
-        if action.ndim != 2 + len(steps) or list(action.shape) != [batch, *steps, *dims]:
-            expected = ", ".join(map(str, [batch, *steps, self.step_dim or "A"]))
-            raise InputError(f"{source} has shape {list(action.shape)}; it must have [{expected}]")
+        self._check_shape(source, action, batch, *steps, self.step_dim or "A")
 
     def _scalar(self, method: str, name: str, values: Tensor, batch: int) -> Tensor:
-        if tuple(values.shape) != (batch,):
-            raise InputError(
-                f"{name} of {self.model_name}.{method} has shape {list(values.shape)}; it must have [{batch}]"
-            )
-        return values
+        return self._check_shape(f"{name} of {self.model_name}.{method}", values, batch)
 
     def _value(self, method: str, values: Tensor, batch: int) -> Tensor:
-        if tuple(values.shape) != (batch, 1):
-            raise InputError(
-                f"value of {self.model_name}.{method} has shape {list(values.shape)}; it must have [{batch}, 1]"
-            )
-        return values.squeeze(1)
+        return self._check_shape(f"value of {self.model_name}.{method}", values, batch, 1).squeeze(1)
+
+    def _check_shape(self, what: str, values: Tensor, *shape: int | str) -> Tensor:
+        """Return a tensor of this shape, in which a name stands for any size; raise an error for another shape."""
+        sizes = [size if isinstance(wanted, str) else wanted for wanted, size in zip(shape, values.shape, strict=False)]
+        if values.ndim != len(shape) or list(values.shape) != sizes:
+            wanted = ", ".join(map(str, shape))
+            raise InputError(f"{what} has shape {list(values.shape)}; it must have [{wanted}]")
+        return values
 
 
 def _streams(observation: Mapping[str, Tensor] | TensorDictBase) -> TensorDictBase:

@@ -15,11 +15,10 @@ from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
-from deft.models.vla.interface import BaseVLAModel
+from deft.models.vla.interface import BaseVLAModel, Sample
 from deft.models.vla.spec import ProprioSpec, StreamSpec
 
 Observations: TypeAlias = TensorDictBase | Mapping[str, Tensor]
-Sample: TypeAlias = Mapping[str, Tensor] | TensorDictBase | None
 
 
 def read_stream(observations: Observations, key: str) -> Tensor:

@@ -21,8 +21,9 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.normalization import RunningNormalizer
 from deft.models.vla.heads import ROUNDING, Chunks, FlowChunks, GaussianChunks, SwitchedChunks, TokenChunks
+from deft.models.vla.interface import Sample
 from deft.models.vla.spec import ProprioSpec
-from deft.models.vla.streams import Observations, Sample, StreamVLA, read_stream, square_images
+from deft.models.vla.streams import Observations, StreamVLA, read_stream, square_images
 
 IMAGE_MULTIPLE = 16  # image sizes are multiples of it, in pixels
 CHANNELS = 24

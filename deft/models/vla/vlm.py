@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from deft.errors import InputError
-from deft.models.vla.interface import keywords_of
+from deft.models.vla.interface import Sample, keywords_of
 from deft.models.vla.pretrained import (
     ImagePreprocessor,
     InstructionTokenizer,
@@ -28,7 +28,7 @@ from deft.models.vla.pretrained import (
     transformers_module,
 )
 from deft.models.vla.spec import PromptedSpec, ProprioSpec
-from deft.models.vla.streams import GaussianVLA, Sample, Statistics
+from deft.models.vla.streams import GaussianVLA, Statistics
 
 PROMPT = "{instruction}\n"
 PALIGEMMA = "paligemma"

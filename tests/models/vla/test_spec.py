@@ -4,8 +4,8 @@ import numpy as np
 from gymnasium import spaces
 from torch import nn
 
-from deft.models.vla.defaults import model_defaults
 from deft.models.vla.gpt import GPTVLAModel
+from deft.models.vla.spec import model_defaults
 from deft.models.vla.tiny import TinyVLAModel
 
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)

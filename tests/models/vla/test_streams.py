@@ -7,8 +7,8 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from deft.errors import InputError
-from deft.models.vla.defaults import model_defaults
 from deft.models.vla.gpt import GPTVLAModel
+from deft.models.vla.spec import model_defaults
 from deft.models.vla.streams import square_images
 from deft.models.vla.tiny import TinyVLAModel
 
