@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import gymnasium
 import torch
+from gymnasium import Space
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -55,20 +55,11 @@ class Algorithm:
 
     @classmethod
     def make_policy(
-        cls,
-        observation_space: gymnasium.Space,
-        action_space: gymnasium.Space,
-        config: PolicyConfig,
-        settings: Any,
-        num_members: int = 1,
-        weights_follow: bool = False,
-        where: str = "the dataset",
+        cls, observation_space: Space, action_space: Space, config: PolicyConfig, settings: Any, **how: Any
     ) -> Policy:
-        """Build the policy that this algorithm trains, for the spaces of `where`, an environment or a dataset.
-
-        `weights_follow`: weights of a checkpoint are loaded next, so the pretrained file of the config is not read.
-        """
-        return make_policy(config, observation_space, action_space, where, num_members, weights_follow=weights_follow)
+        """Build the policy that this algorithm trains; `how`: `num_members`, `weights_follow` and `where` of
+        `deft.models.building.make_policy`."""
+        return make_policy(config, observation_space, action_space, **how)
 
     @property
     def experience(self) -> Experience:

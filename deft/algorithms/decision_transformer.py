@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
+from gymnasium import Space
 from torch import Tensor
 
 from deft import schema
@@ -57,25 +57,15 @@ class DecisionTransformer(OfflineAlgorithm):
 
     @classmethod
     def make_policy(
-        cls,
-        observation_space: gymnasium.Space,
-        action_space: gymnasium.Space,
-        config: PolicyConfig,
-        settings: DTSettings,
-        num_members: int = 1,
-        weights_follow: bool = False,
-        where: str = "the dataset",
+        cls, observation_space: Space, action_space: Space, config: PolicyConfig, settings: DTSettings, **how: Any
     ) -> DecisionTransformerPolicy:
         """A transformer for the spaces."""
-        if num_members > 1:
+        if how.get("num_members", 1) > 1:
             raise InputError("num_seeds: dt trains one seed at a time; start a run for each")
-        for name, instead in (
-            ("hidden_dim", "embed_dim"),
-            ("num_layers", "n_layer"),
-            ("log_std_init", "nothing like it"),
-        ):
+        instead = {"hidden_dim": "embed_dim", "num_layers": "n_layer", "log_std_init": "nothing like it"}
+        for name in instead:
             if getattr(config, name) != getattr(DatasetPolicyConfig, name):
-                log.warning("%s: not used: dt has %s", name, instead)
+                log.warning("%s: not used: dt has %s", name, instead[name])
         if config.name == "vla":
             raise InputError("policy: dt trains a transformer of its own, not a VLA model; leave policy.name out")
         return DecisionTransformerPolicy(

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import gymnasium
 import torch
+from gymnasium import Space
 from torch import Tensor, nn
 
 from deft import schema
@@ -73,14 +73,7 @@ class ActorAlgorithm(OfflineAlgorithm):
 
     @classmethod
     def make_policy(
-        cls,
-        observation_space: gymnasium.Space,
-        action_space: gymnasium.Space,
-        config: PolicyConfig,
-        settings: Any,
-        num_members: int = 1,
-        weights_follow: bool = False,
-        where: str = "the dataset",
+        cls, observation_space: Space, action_space: Space, config: PolicyConfig, settings: Any, **how: Any
     ) -> Policy:
         """Build the policy of a config, with this algorithm's distribution where the config gives none."""
         if config.distribution is None:
@@ -88,7 +81,7 @@ class ActorAlgorithm(OfflineAlgorithm):
         if config.distribution == "tanh_gaussian" and config.log_std_init != PolicyConfig.log_std_init:
             log.warning("log_std_init: not used: the deviation of %s's policy depends on the state", cls.name)
         dtype = PRECISIONS[settings.precision]
-        return make_policy(config, observation_space, action_space, where, num_members, dtype, weights_follow)
+        return make_policy(config, observation_space, action_space, dtype=dtype, **how)
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
         """Sample single transitions, from memory or from disk."""

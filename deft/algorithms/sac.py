@@ -23,6 +23,10 @@ from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
 SMALLEST_VALUE = 1e-3  # lower bound of mean |Q|, by which losses are divided
+REPLAY_SETTINGS = (
+    "batch_size", "buffer_size", "train_freq", "updates_per_step", "learning_starts", "random_steps", "n_step", "gamma",
+    "prior_data", "prior_fraction", "precision",
+)  # fmt: skip
 LEARNED_ALPHA = 0.05  # initial temperature for a policy of an algorithm without one
 
 
@@ -57,21 +61,9 @@ class SAC(SoftPolicy):
     def experience(self) -> Replay:
         """Batches of a replay buffer, as the settings define them."""
         own = self.settings
-        return Replay(
-            batch_size=own.batch_size,
-            buffer_size=own.buffer_size,
-            train_freq=own.train_freq,
-            updates_per_step=own.updates_per_step,
-            learning_starts=own.learning_starts,
-            random_steps=own.random_steps,
-            n_step=own.n_step,
-            gamma=own.gamma,
-            prior_data=own.prior_data,
-            prior_fraction=own.prior_fraction,
-            precision=own.precision,
-            capture="off" if own.compile and own.capture == "auto" else own.capture,
-            captured_warmup=own.critic_warmup,
-        )
+        capture = "off" if own.compile and own.capture == "auto" else own.capture
+        shared = {name: vars(own)[name] for name in REPLAY_SETTINGS}
+        return Replay(**shared, capture=capture, captured_warmup=own.critic_warmup)
 
     def check_policy(self, fresh: bool) -> None:
         """Raise an error if there is an anchor but no trained policy to anchor to."""

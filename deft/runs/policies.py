@@ -49,7 +49,8 @@ def build_policy(
     wanted, actual = config.policy.action_dim, int(action.shape[-1]) if action.shape else 1
     if wanted not in (None, actual):
         raise InputError(f"policy.action_dim: {wanted} was given, but {where} takes actions of {actual} dims")
-    return kind.make_policy(observation, action, config.policy, settings, members, weights_follow, where)
+    how = {"num_members": members, "weights_follow": weights_follow, "where": where}
+    return kind.make_policy(observation, action, config.policy, settings, **how)
 
 
 def load_policy_weights(policy: Policy, path: str | Path) -> None:

@@ -91,12 +91,8 @@ class LeRobotVLA(PretrainedVLA, GaussianVLA):
         # LeRobot's decorator disables gradients: call the undecorated method.
         self._predict = inspect.unwrap(type(self.backbone).predict_action_chunk)
         self.starts_from_noise = hasattr(config, "max_action_dim") and takes_keyword(self._predict, "noise")
+        self.keeps_sample = self.starts_from_noise
         self._checked = False
-
-    @property
-    def keeps_sample(self) -> bool:  # type: ignore[override]
-        """Whether `act` also returns the noise that a flow started from."""
-        return self.starts_from_noise
 
     # The interface of a VLA model ------------------------------------------------------------------------------------
 

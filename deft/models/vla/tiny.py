@@ -127,10 +127,7 @@ class CameraEncoder(nn.Module):
         # In this order, and with contiguous queries, many times as fast as queries @ cellsᵀ
         matches = (cells @ queries.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()  # [B, Q, cells]
         attention = (SHARPNESS * matches).softmax(-1)
-        positions, appearances = (
-            attention @ self.grid,
-            attention @ self.look(cells),
-        )  # [B, Q, 2], [B, Q, APPEARANCE_DIM]
+        positions, appearances = attention @ self.grid, attention @ self.look(cells)  # [B, Q, 2 or APPEARANCE_DIM]
         # amax is several times as fast, but its gradient compares all cells; that of max selects one of them
         confidence = matches.max(-1).values if matches.requires_grad else matches.amax(-1)
         return torch.cat([positions.flatten(1), confidence, appearances.flatten(1)], 1)
@@ -236,6 +233,8 @@ class TinyVLAModel(StreamVLA):
         super().__init__(spec)
         self.switch_dims = sorted({dim % spec.action_dim for dim in spec.switch_dims})
         self.head_name, self.image_size, self.value_gradient = spec.head, spec.image_size, spec.value_gradient
+        self.starts_from_noise = spec.head == "flow"
+        self.keeps_sample = self.starts_from_noise or spec.freeze_vision  # a chain, or features of frozen encoders
         self.freeze_vision, self.bottleneck = spec.freeze_vision, spec.bottleneck
         self.places_key, self.places_dim = spec.places_key, spec.places_dim
         self.width = width = spec.width
@@ -284,16 +283,6 @@ class TinyVLAModel(StreamVLA):
         if spec.freeze_vision:
             for module in self._vision():
                 module.requires_grad_(False)
-
-    @property
-    def keeps_sample(self) -> bool:  # type: ignore[override]
-        """Whether `act` also returns a sample for `evaluate`: the chain of a flow, or features of frozen encoders."""
-        return self.head_name == "flow" or self.freeze_vision
-
-    @property
-    def starts_from_noise(self) -> bool:  # type: ignore[override]
-        """Whether deterministic actions are denoised from sampled noise: those of a flow."""
-        return self.head_name == "flow"
 
     @property
     def has_mean(self) -> bool:

@@ -73,7 +73,7 @@ class Trunk(nn.Module):
         self.width: int = text.hidden_size
         self.vocabulary: int = text.vocab_size
         self.config: Any = config
-        self._has_types = "token_type_ids" in keywords_of(self._inner().forward)
+        self._has_types = "token_type_ids" in keywords_of(self.model.model.forward)
         self._first_position = 1 if config.model_type == PALIGEMMA else 0
 
     def compile(self, **settings: Any) -> None:
@@ -81,7 +81,7 @@ class Trunk(nn.Module):
 
         Copies of the module (a reference policy, an acting one) are not compiled.
         """
-        self._inner().compile(**settings)
+        self.model.model.compile(**settings)
         self._vision().compile(**settings)
 
     def embed(self, observations: TensorDictBase, instructions: Tensor | None) -> Tokens:
@@ -129,7 +129,7 @@ class Trunk(nn.Module):
             else:
                 types[:, : prefix_length - self.tokenize.length] = 1
             keywords["token_type_ids"] = types
-        inner = self._inner()
+        inner = self.model.model  # without its language head
         run = inner if cache is None else inner.forward  # a cache grows, and each length would be compiled anew
         return run(
             inputs_embeds=tokens, attention_mask=mask.long(), position_ids=positions, return_dict=True, **keywords
@@ -137,19 +137,17 @@ class Trunk(nn.Module):
 
     def _image_features(self, pixels: Tensor) -> Tensor:
         """[N, 3, size, size] → [N, cells, H]."""
-        found = self._inner().get_image_features(pixels.unsqueeze(1) if self.config.model_type in NESTED else pixels)
+        found = self.model.model.get_image_features(pixels.unsqueeze(1) if self.config.model_type in NESTED else pixels)
         features = found.pooler_output if isinstance(found, transformers_module().utils.ModelOutput) else found
         return torch.stack(list(features)) if isinstance(features, list | tuple) else features
 
-    def _inner(self) -> Any:
-        """The model without its language head."""
-        return self.model.model
-
     def _vision(self) -> nn.Module:
-        parts = dict(self._inner().named_children())
+        parts = dict(self.model.model.named_children())
         found = parts.get("vision_tower", parts.get("vision_model"))
         if found is None:
-            raise InputError(f"{type(self._inner()).__name__} has no vision_tower: freeze_vision and compile need one")
+            raise InputError(
+                f"{type(self.model.model).__name__} has no vision_tower: freeze_vision and compile need one"
+            )
         return found
 
 

@@ -278,7 +278,7 @@ def test_what_cannot_be_built_is_refused():
     with pytest.raises(InputError, match="num_seeds"):
         IQL.make_policy(OBSERVATION, UNIT, config, IQLSettings(), num_members=3)
     with pytest.raises(InputError, match="named streams; the dataset"):
-        IQL.make_policy(UNIT, UNIT, config, IQLSettings())
+        IQL.make_policy(UNIT, UNIT, config, IQLSettings(), where="the dataset")
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
