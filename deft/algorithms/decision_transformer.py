@@ -159,7 +159,7 @@ def return_scale(returns: Sequence[float] | np.ndarray) -> float:
 
 
 class DropoutMasks:
-    """Masks of 0 and 1 / (1 − p), all from one draw of 16 random bits an element; p is met to 1 / 65,536.
+    """Masks of 0 and 1 / (1 − p), all from one draw of 16 random bits an element; p is exact to 1 / 65,536.
 
     A Bernoulli draw for each mask takes four times as long on a CPU. The memory is kept: a draw overwrites the last.
     """

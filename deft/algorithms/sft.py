@@ -38,10 +38,6 @@ class SFT(ActorAlgorithm):
         action = self._unit_action(batch)
         observation, mask = augment(batch[schema.OBSERVATION], self.settings.augment), batch.get(schema.STEP_MASK)
         count = min(self.settings.gradient_accumulation, action.shape[1])
-        if count == 1:
-            losses = self.policy.imitation(observation, action, mask, self.settings.loss)
-            self.descend(losses["bc_loss"].sum(), self.actor_optimizer)
-            return {name: value.detach().mean() for name, value in losses.items()}
         # Micro-batches: the loss is a mean over the rows, ∇L = Σ (n_i / n) ∇L_i
         axis = 1 if self.policy.num_members > 1 else 0  # the batch dimension follows the members, if there are several
         metrics: Metrics = {}

@@ -109,7 +109,7 @@ def test_grpo_may_learn_to_see_first():
     assert moved == [[True, False], [True, True]]
 
 
-def test_a_warm_up_in_which_nothing_learns_is_refused():
+def test_a_warm_up_in_which_nothing_learns_is_rejected():
     with pytest.raises(ValueError, match="warmup 1: there is no auxiliary loss; give auxiliary_learning_rate"):
         GRPOSettings(auxiliary_warmup=1)
 
@@ -177,7 +177,7 @@ def test_a_run_goes_on_as_it_began():
         PPO(make_policy(), PPOSettings(**SETTINGS)).load_state_dict(PPO(make_policy(), plain).state_dict())
 
 
-def test_policies_with_nothing_to_learn_besides_are_refused():
+def test_policies_with_nothing_to_learn_besides_are_rejected():
     box = spaces.Box(-1, 1, (3,), np.float32)
     plain = ActorCritic(box, spaces.Box(-1, 1, (2,)), PolicyConfig())
     with pytest.raises(InputError, match="ActorCritic has no auxiliary loss; set it to 0"):

@@ -217,7 +217,7 @@ def test_cal_ql_gets_the_returns_of_the_dataset():
     algorithm.prepare(dataset, sampler, fresh=True)
     batch = sampler.sample(256)
     # A good episode pays 1 at its second step: 0.9 from its first, 1 from its second; the sign of the first action, or
-    # at the second step that in the observation, tells which it is.
+    # at the second step that in the observation, identifies it.
     second = batch[schema.OBSERVATION][:, 0] == 1
     good = torch.where(second, batch[schema.OBSERVATION][:, 1], batch[schema.ACTION][:, 0]) > 0
     torch.testing.assert_close(batch[schema.VALUE_TARGET], good * torch.where(second, 1.0, 0.9))

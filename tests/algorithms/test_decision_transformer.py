@@ -70,7 +70,7 @@ class Choice(gymnasium.Env):
 
 
 def test_the_return_that_is_asked_for_chooses_the_action() -> None:
-    """The data is half good and half bad: its mean action is 0. Only the return-to-go tells them apart."""
+    """The data is half good and half bad: its mean action is 0. Only the return-to-go differs between them."""
     algorithm, windows = make_algorithm(make_table(), learning_rate=3e-3)
     policy = algorithm.policy
     assert float(policy.target_return) == 5.0  # the best return: five steps of 1
@@ -102,7 +102,7 @@ def test_targets_and_scale_can_be_given() -> None:
     assert DTSettings(target_return=3600).target_return == (3600,)
 
 
-def test_another_scale_than_the_weights_were_trained_with_is_refused():
+def test_another_scale_than_the_weights_were_trained_with_is_rejected():
     table = make_table()
     algorithm, _ = make_algorithm(table, return_scale=8.0)
     algorithm.settings.return_scale = 4.0
@@ -110,7 +110,7 @@ def test_another_scale_than_the_weights_were_trained_with_is_refused():
         algorithm.resumed()
 
 
-def test_episodes_longer_than_the_timesteps_are_refused() -> None:
+def test_episodes_longer_than_the_timesteps_are_rejected() -> None:
     with pytest.raises(InputError, match=r"max_episode_length: 4 is less than the dataset's longest .* set it to 5"):
         make_algorithm(make_table(), max_episode_length=4)
 
@@ -124,7 +124,7 @@ def test_a_policy_from_a_checkpoint_keeps_its_statistics() -> None:
     assert changed == {"target_return"}
 
 
-def test_what_it_cannot_train_is_refused() -> None:
+def test_what_it_cannot_train_is_rejected() -> None:
     with pytest.raises(InputError, match="num_seeds: dt trains one seed at a time"):
         DecisionTransformer.make_policy(OBSERVATION, ACTION, DatasetPolicyConfig(), DTSettings(), num_members=3)
     vla = DatasetPolicyConfig(name="vla", vla_config=VLAConfig(model_class="some.Model"))
@@ -202,7 +202,7 @@ def test_a_resumed_run_is_bit_equal() -> None:
         assert torch.equal(one, two)
 
 
-def test_the_optimizer_state_of_another_network_is_refused() -> None:
+def test_the_optimizer_state_of_another_network_is_rejected() -> None:
     algorithm, _ = make_algorithm(make_table())
     wider, _ = make_algorithm(make_table(), embed_dim=32)
     with pytest.raises(InputError, match="optimizer state is for"):

@@ -140,7 +140,7 @@ def test_named_terms_are_normalized_apart_and_weighted():
         ((), "reward_weights: speed given, but the environment names no reward terms"),
     ],
 )
-def test_weights_of_unknown_terms_are_refused(names, line):
+def test_weights_of_unknown_terms_are_rejected(names, line):
     with pytest.raises(InputError) as error:
         make_grpo(reward_weights={"speed": 1.0}).set_reward_terms(names)
     assert str(error.value) == line
@@ -429,7 +429,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         ({"advantage": "gae"}, "advantage: 'gae' is not allowed; one of 'outcome', 'process'"),
     ],
 )
-def test_wrong_settings_are_refused(settings, line):
+def test_wrong_settings_are_rejected(settings, line):
     with pytest.raises(InputError) as error:
         GRPOSettings(**settings)
     assert str(error.value) == line

@@ -78,7 +78,7 @@ def test_the_return_in_place_of_the_critics_weighs_the_actions_alone():
     assert float(metrics["mean_weight"]) == pytest.approx(math.cosh(1.0))
     actions = [log_normal(0.5, math.tanh(1.0), 0.5), log_normal(-0.5, math.tanh(-1.0), 0.5)]
     assert float(metrics["policy_loss"]) == pytest.approx(-(math.e * actions[0] + actions[1] / math.e) / 2)
-    for name in ("v_loss", "q_loss"):  # these go on with the critics
+    for name in ("v_loss", "q_loss"):  # these depend on the critics
         assert float(metrics[name]) == pytest.approx(float(known_iql(**settings).update(iter([BATCH]))[name]))
 
 
@@ -202,7 +202,7 @@ def test_rewards_that_sum_to_the_same_are_not_constant():
     algorithm.prepare(dataset, algorithm.make_sampler(dataset, 0, torch.device("cpu"), 0), fresh=True)
 
 
-def test_equal_returns_leave_the_rewards_and_are_told(caplog):
+def test_equal_returns_leave_the_rewards_and_log_a_warning(caplog):
     dataset = two_step_dataset()
     dataset.table.reward.zero_()
     algorithm = IQL(small_actor(2, 1), IQLSettings(allow_constant_reward=True))

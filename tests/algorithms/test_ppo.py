@@ -321,7 +321,7 @@ def test_nan_loss_is_a_clear_failure():
         PPO(policy, PPOSettings()).update(iter([rollout]))
 
 
-def test_frozen_policy_is_refused():
+def test_frozen_policy_is_rejected():
     with pytest.raises(InputError, match="frozen"):
         FlatAdam(make_policy().requires_grad_(False).parameters(), 1e-3)
 

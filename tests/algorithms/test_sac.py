@@ -256,7 +256,7 @@ def test_the_anchors_weight_ends_at_its_floor():
         ({"anchor_coef": 0.01, "anchor_floor": 0.5}, "anchor_floor 0.5 is above anchor_coef 0.01"),
     ],
 )
-def test_an_anchor_that_cannot_be_is_refused(given, line):
+def test_an_anchor_that_cannot_be_is_rejected(given, line):
     with pytest.raises(ValueError, match=line):
         SACSettings(**given)
 

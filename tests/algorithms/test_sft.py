@@ -31,12 +31,12 @@ def test_losses_by_hand(loss):
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_policy_observes_the_whole_dataset_and_is_told_so(fresh, monkeypatch):
-    algorithm, told = SFT(small_actor()), []
-    monkeypatch.setattr(algorithm.policy, "observe", lambda td: told.append(td["observation"]))
-    monkeypatch.setattr(algorithm.policy, "freeze_statistics", lambda: told.append("settled"))
+def test_a_policy_observes_the_whole_dataset_and_then_freezes_its_statistics(fresh, monkeypatch):
+    algorithm, calls = SFT(small_actor()), []
+    monkeypatch.setattr(algorithm.policy, "observe", lambda td: calls.append(td["observation"]))
+    monkeypatch.setattr(algorithm.policy, "freeze_statistics", lambda: calls.append("frozen"))
     algorithm.prepare(None, SimpleNamespace(observations=lambda: iter([1, 2])), fresh)
-    assert told == ([1, 2, "settled"] if fresh else [])
+    assert calls == ([1, 2, "frozen"] if fresh else [])
 
 
 def test_it_finds_the_mean_of_the_data():

@@ -154,7 +154,7 @@ def test_the_normalisation_is_of_the_dataset_and_travels_with_the_policy():
     assert torch.equal(
         stored.act(row.clone(), True)[schema.ACTION], algorithm.policy.act(row.clone(), True)[schema.ACTION]
     )
-    # The policy of a run that goes on keeps its own.
+    # The policy of a resumed run keeps its own.
     resumed = TD3BC(small_actor(2, 1))
     resumed.prepare(dataset, resumed.make_sampler(dataset, 0, torch.device("cpu"), 0), fresh=False)
     assert torch.equal(resumed.policy.encode(torch.ones(1, 2)).features[0], torch.ones(1, 2))

@@ -114,7 +114,7 @@ def test_the_bound_opens_with_training():
         assert float(metrics["residual_scale"]) == pytest.approx(expected)
 
 
-def test_an_update_that_is_refused_leaves_nothing_behind():
+def test_an_update_that_is_rejected_leaves_nothing_behind():
     policy = make_policy()
     answers = iter([True, False, True])
     algorithm = WaypointPPO(policy, SETTINGS, kl_coef=0.1, kl_target=1e-9, accept=lambda policy: next(answers))
@@ -126,11 +126,11 @@ def test_an_update_that_is_refused_leaves_nothing_behind():
     for name, value in policy.state_dict().items():
         assert torch.equal(value, weights[name]), name
     after = algorithm.state_dict()
-    assert after["version"] == 2  # the update counts: the run goes on
+    assert after["version"] == 2  # the update counts: the run continues
     assert after["kl_coef"] == state["kl_coef"]
     _equal(after["optimizer"], state["optimizer"])
     assert torch.equal(after["running_return"], state["running_return"])
-    # What follows is as if the refused update had never been.
+    # What follows is as if the rejected update had never been.
     metrics = algorithm.update(iter([make_rollout(policy)]))
     assert float(metrics["rolled_back"]) == 0.0
     assert not torch.equal(policy.delta_head.direct[0].weight, weights["delta_head.direct.0.weight"])

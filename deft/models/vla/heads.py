@@ -69,12 +69,6 @@ class GaussianChunks(Chunks):
         self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
         self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Weights of a version without shared noise continue with almost none."""
-        if prefix + "log_std_free" in state and prefix + "log_common_free" not in state:
-            state[prefix + "log_common_free"] = torch.full_like(self.log_common_free, LOG_STD_RANGE[0])
-        super()._load_from_state_dict(state, prefix, *rest)
-
     @property
     def deviations(self) -> tuple[Tensor, Tensor]:
         """σ [K, A] and c [A]; a single step has no shared noise."""

@@ -293,6 +293,6 @@ def test_what_is_lacking_is_said_in_one_line() -> None:
         act(object_with(breaks))
 
 
-def test_discrete_actions_are_refused() -> None:
+def test_discrete_actions_are_rejected() -> None:
     with pytest.raises(InputError, match=r"needs actions in a Box; the environment's are Discrete\(2\)"):
         wrap_policy(Wrapped(VLAModel()), spaces.Box(-1, 1, (4,)), spaces.Discrete(2), PolicyConfig())

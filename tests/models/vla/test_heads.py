@@ -148,7 +148,7 @@ def test_a_model_with_switches_acts_and_scores(kind):
         model.sample_many(pictures, 2)
 
 
-def test_switches_that_do_not_fit_are_refused():
+def test_switches_that_do_not_fit_are_rejected():
     with pytest.raises(InputError, match="dims 0 to 6"):
         TinyVLAModel(switch_dims=[7])
     for wrong in (-1, True, "abc", ["a"], [0.5]):
@@ -166,10 +166,3 @@ def test_tokens_beside_a_switch_keep_their_bins():
     assert set(action[..., 0].unique().tolist()) == {-1.0, 1.0}
     # All are drawn alike at first: 3 steps of 4 bins, one of 6 ways
     torch.testing.assert_close(log_prob, torch.full((200,), -3 * math.log(4) - math.log(6)), atol=1e-4, rtol=0)
-
-
-def test_weights_from_before_noise_in_common_load_with_next_to_none():
-    head = GaussianChunks(WIDTH, STEPS, 2, -0.5, -0.5, "squared")
-    old = {name: value for name, value in head.state_dict().items() if name != "log_common_free"}
-    head.load_state_dict(old)
-    assert head.deviations[1].tolist() == pytest.approx([math.exp(-4.0)] * 2)

@@ -48,7 +48,7 @@ class ACT(nn.Module):
 
 
 class Sampling(ACT):
-    """Draws its chunk, and cannot be told from what."""
+    """Samples its chunk from noise that cannot be set."""
 
     @torch.no_grad()
     def predict_action_chunk(self, batch: dict[str, Any]) -> Tensor:
@@ -130,7 +130,7 @@ def test_numbers_go_through_their_processors(lerobot: Path) -> None:
     torch.testing.assert_close(model(observation, deterministic=True), expected)
 
 
-def test_a_policy_that_draws_is_refused(lerobot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_samples_its_chunk_is_rejected(lerobot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["lerobot.policies.factory"], "get_policy_class", lambda name: Sampling)
     model: Any = load_vla_model(lerobot, "lerobot", SETTINGS)
     with pytest.raises(InputError, match="gives another chunk for the same observation"):

@@ -116,7 +116,7 @@ class Marked:
 
 
 @pytest.mark.parametrize("content", [Marked(), {"model": nn.Linear(1, 1)}])
-def test_pickled_code_is_refused(tmp_path, content):
+def test_pickled_code_is_rejected(tmp_path, content):
     torch.save(content, tmp_path / "foreign.pth")
     with pytest.raises(InputError, match=r"foreign.pth holds code \([\w.]+\).*was not opened") as error:
         load_vla_model(tmp_path / "foreign.pth", CLASS, CONFIG)

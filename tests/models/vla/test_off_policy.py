@@ -197,7 +197,7 @@ def test_an_action_outside_the_box_can_only_come_back():
     assert x.grad.tolist() == [0.0, -1.0, 1.0, -1.0, 1.0, 0.0]
 
 
-def test_many_draws_cost_one_pass_of_a_model_that_tells_its_gaussian():
+def test_many_draws_cost_one_pass_of_a_model_that_defines_gaussian():
     policy = vla_policy(gpt(), OBSERVATION, UNIT, SMALL)
     state, sizes = policy.encode(streams()), []
     policy.model.vision.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
@@ -260,16 +260,16 @@ def test_get_value_is_what_iql_trained():
     assert torch.equal(policy.act(td)[schema.VALUE], value)
 
 
-@pytest.mark.parametrize(("kind", "settings", "told"), [(*CASES[1], "iql"), (*CASES[2], "deterministic")])
-def test_what_a_model_must_offer_is_told_in_one_line(kind, settings, told):
+@pytest.mark.parametrize(("kind", "settings", "message"), [(*CASES[1], "iql"), (*CASES[2], "deterministic")])
+def test_what_a_model_must_offer_is_named_in_one_line(kind, settings, message):
     make(IQL, IQLSettings(), Sampling()).step(batch_of())  # IQL asks for log-probs alone
-    with pytest.raises(InputError, match=told) as error:
+    with pytest.raises(InputError, match=message) as error:
         make(kind, settings, Sampling()).step(batch_of())
     assert "Sampling" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_what_cannot_be_built_is_refused():
+def test_what_cannot_be_built_is_rejected():
     with pytest.raises(InputError, match="bounded Box"):
         vla_policy(Known(), OBSERVATION, spaces.Box(-np.inf, np.inf, (2,), np.float32), SMALL)
     with pytest.raises(InputError, match="chunk_length"):
@@ -459,7 +459,7 @@ def test_critics_on_the_models_trunk_leave_it_to_the_policy():
     assert {"model.head.out.weight", "model.trunk.0.weight", "model.value_head.4.bias"} <= changed
 
 
-def test_offline_learning_is_told_the_labels_and_teaches_them(monkeypatch):
+def test_offline_training_reads_the_labels_and_learns_to_predict_them(monkeypatch):
     """What IQL learns of acting and of values stands on where things are, not on where they are found so far."""
     monkeypatch.setattr("deft.models.vla.tiny.LABEL_NOISE", 0.0)
     model = tiny(bottleneck=2, places_key="places", places_dim=2)
@@ -513,7 +513,7 @@ def test_iql_may_teach_seeing_faster_than_acting():
 
 
 def test_iql_clones_what_its_start_did_about_what_that_saw():
-    """Its own episodes teach how to go about what it saw there, however much better it sees by now."""
+    """Actions of its own episodes depend on the positions that it predicted then, not on its better ones now."""
     model = tiny(bottleneck=2, places_key="places", places_dim=2)
     actor, batch = vla_policy(model, OBSERVATION, chunked(UNIT), SMALL), batch_of_chunks()
     for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
@@ -526,7 +526,9 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
         model.found[-1].bias += 1.0  # now it sees otherwise
         otherwise = model.imitation_loss(observations, *chunks, features=model.features(observations)).mean()
     assert not torch.isclose(otherwise, expected)
-    twin = IQL(copy.deepcopy(actor), algorithm.settings)  # started from these eyes, until it goes on from the other
+    twin = IQL(
+        copy.deepcopy(actor), algorithm.settings
+    )  # starts from this encoder
     saved = copy.deepcopy(algorithm.state_dict())
     metrics = algorithm.step(batch)
     torch.testing.assert_close(metrics["policy_loss"], expected)

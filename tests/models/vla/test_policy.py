@@ -180,7 +180,7 @@ class WrongShape(ThreeMethods):
         ("forward", lambda a: a[0], r"has shape \[2\]; it must have \[5, A\]"),
     ],
 )
-def test_wrong_shapes_are_refused_at_the_border(method, change, message):
+def test_wrong_shapes_are_rejected_at_the_border(method, change, message):
     policy = VLAPolicy(WrongShape(method, change), action_dim=2)
     with pytest.raises(InputError, match=message):
         policy.evaluate_actions(policy.act(make_batch()))

@@ -483,7 +483,7 @@ def test_statistics_of_files(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
-def test_a_folder_is_loaded_with_its_weights_and_refused_without(
+def test_a_folder_is_loaded_with_its_weights_and_rejected_without(
     tmp_path: Path, vlm: VisionLanguageVLA, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "paligemma"
@@ -503,7 +503,7 @@ def test_a_folder_is_loaded_with_its_weights_and_refused_without(
         load_vla_model(None, "vlm", {**STREAMS, **PROPRIO})
 
 
-def test_weights_that_lack_something_are_refused(tmp_path: Path, pi0: Pi0VLA) -> None:
+def test_weights_that_lack_something_are_rejected(tmp_path: Path, pi0: Pi0VLA) -> None:
     from safetensors.torch import load_file, save_file
 
     pi0.backbone.save_pretrained(tmp_path)

@@ -293,7 +293,7 @@ def test_it_learns_to_look_for_what_is_named():
     assert float(error) < 0.05  # the variance of a place is 0.36
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ invalid input
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_places_are_taught_and_never_read():
             assert torch.equal(method(shown[0]), method(shown[1]))
         losses = [model.imitation_loss(observations, actions) for observations in shown]
         known = model.imitation_loss(shown[0], actions, features=model.features(seen))
-        assert model.features(seen)[:, :2].abs().max() < 1.5  # what it tells before training: near 0
+        assert model.features(seen)[:, :2].abs().max() < 1.5  # its predictions before training: near 0
         plain.load_state_dict(model.state_dict())  # fits: acting needs no labels
         alone = [m.imitation_loss(shown[0], actions, features=m.features(seen)) for m in (model, plain)]
     assert (losses[1] > losses[0]).all()
@@ -417,13 +417,13 @@ def test_a_label_of_zero_counts_less():
     with torch.no_grad():
         for parameter in model.found[-1].parameters():
             parameter.zero_()  # it finds everything at the mean
-    told = torch.tensor([[0.5, 0.3], [0.5, 0.0], [0.0, 0.0], [0.3, 0.1], [0.2, 0.0]])
+    labels = torch.tensor([[0.5, 0.3], [0.5, 0.0], [0.0, 0.0], [0.3, 0.1], [0.2, 0.0]])
     # In deviations: 2 and 1; 2 and (0.5); (3) and (0.5); 0 and 0; 1 and (0.5). Those in brackets, of zeros, count a
     # tenth; of all but 0 half of `beta` is taken off, and the mean of the two is the loss
     half = ROUNDING / 2
     missed = torch.tensor([2 + 1 - 2 * half, 2 + 0.05, 0.3 + 0.05, 0.0, 1 + 0.05]) / 2
     missed -= torch.tensor([0.0, 1.1, 0.2, 0.0, 1.1]) * half / 2
-    loss = model.auxiliary_loss(scenes().set("places", told))
+    loss = model.auxiliary_loss(scenes().set("places", labels))
     torch.testing.assert_close(loss, POSITIONS_WEIGHT * missed, atol=5e-3, rtol=0)  # PROPRIO_EPSILON
 
 
@@ -451,13 +451,13 @@ def test_behind_a_bottleneck_the_trunk_is_taught_with_the_labels(monkeypatch):
         for parameter in model.found[-1].parameters():
             parameter.zero_()
         seen, observations = model.encode_observations(scenes()), scenes().set("places", places)
-        told = model.trunk_features(seen, model._with_labels(observations, model.found(seen)))
+        labelled = model.trunk_features(seen, model._with_labels(observations, model.found(seen)))
         blind = model.trunk_features(seen)
         # What it reads first: the places in deviations, then in metres, coarse and fine
         assert blind[:, :2].abs().max() == 0
-        torch.testing.assert_close(told[:, :2], model.places_scale(functional.pad(places, (0, 22)))[:, :2])
-        torch.testing.assert_close(told[:, 2:4], torch.tanh(places / 0.05), atol=1e-4, rtol=0)
-        actions = model.head.mean(model._for_head(told))  # who does this has nothing to learn but the places
+        torch.testing.assert_close(labelled[:, :2], model.places_scale(functional.pad(places, (0, 22)))[:, :2])
+        torch.testing.assert_close(labelled[:, 2:4], torch.tanh(places / 0.05), atol=1e-4, rtol=0)
+        actions = model.head.mean(model._for_head(labelled))  # a model that acts so only has to predict the positions
     torch.testing.assert_close(model.imitation_loss(observations, actions), model.auxiliary_loss(observations))
     assert (
         model.imitation_loss(observations, model.head.mean(model._for_head(blind))) > model.auxiliary_loss(observations)
