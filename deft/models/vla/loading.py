@@ -160,7 +160,7 @@ def _import_class(name: str) -> Any:
         raise InputError(f"model_class {name!r} is neither a registered model nor a path 'package.module.Class'{hint}")
     try:
         module = trust.import_module(module_name, name, "model_class", "--model")
-    except InputError:
+    except (InputError, KeyboardInterrupt):
         raise
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
@@ -168,8 +168,6 @@ def _import_class(name: str) -> Any:
                 f"model_class {name!r}: there is no module {error.name!r} (is its folder on PYTHONPATH?){hint}"
             ) from error
         raise InputError(f"model_class {name!r}: importing {module_name!r} failed: {_first_line(error)}") from error
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # any error of a user's module, and sys.exit()
         raise InputError(
             f"model_class {name!r}: importing {module_name!r} failed: {type(error).__name__}: {_first_line(error)}"

@@ -247,15 +247,15 @@ class VLAPolicy(ActionScale, Policy):
 
     def mean(self, state: Encoded) -> Tensor:
         """The model's most likely action, clipped as by the environment; an error for heads without a mean."""
-        if not self.has_mean and self.model.takes_deterministic:
-            raise InputError(
-                f"{self.model_name} has no mean action (flow and token heads and switches have none), which td3-bc and "
-                "sft with --loss mse train: use iql, or sft with --loss log_prob, or a Gaussian head without switches"
-            )
-        if not self.has_mean:
+        if not self.model.takes_deterministic:
             raise InputError(
                 f"{self.model_name}.forward takes no `deterministic`, and td3-bc and sft with --loss mse train the "
                 "most likely action: add that keyword, or train with iql or sft"
+            )
+        if not self.has_mean:
+            raise InputError(
+                f"{self.model_name} has no mean action (flow and token heads and switches have none), which td3-bc and "
+                "sft with --loss mse train: use iql, or sft with --loss log_prob, or a Gaussian head without switches"
             )
         unit = self.model(state.observation, deterministic=True)
         self._check_action(f"the action of {self.model_name}.forward", unit, len(state.observation))
