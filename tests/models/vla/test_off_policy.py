@@ -526,9 +526,7 @@ def test_iql_clones_what_its_start_did_about_what_that_saw():
         model.found[-1].bias += 1.0  # now it sees otherwise
         otherwise = model.imitation_loss(observations, *chunks, features=model.features(observations)).mean()
     assert not torch.isclose(otherwise, expected)
-    twin = IQL(
-        copy.deepcopy(actor), algorithm.settings
-    )  # starts from this encoder
+    twin = IQL(copy.deepcopy(actor), algorithm.settings)  # starts from this encoder
     saved = copy.deepcopy(algorithm.state_dict())
     metrics = algorithm.step(batch)
     torch.testing.assert_close(metrics["policy_loss"], expected)
