@@ -167,12 +167,6 @@ class ObservationLayout:
             else:
                 target[index] = [leaf.encode(value) for value in values]
 
-    def check(self, observation: Any, owner: str) -> None:
-        """Raise InputError for an observation that differs from the space."""
-        difference = self.difference(observation)
-        if difference is not None:
-            raise InputError(f"{owner}: {difference}")
-
     def difference(self, observation: Any) -> str | None:
         """Describe how an observation differs from the space; None if it does not."""
         for leaf in self._leaves:

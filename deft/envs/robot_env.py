@@ -137,42 +137,25 @@ class RobotEnv:
 
 def _plan(name: str, config: TaskConfig, needs_head: bool) -> tuple[dict[str, Any], Callable[..., np.ndarray]]:
     """Return the constructor's arguments for a simulator, and the function that reads its `state`."""
-    if name not in ("tabletop", "robotwin", "maniskill"):
+    if name not in _SIMULATORS:
         return {}, _padded_state
-    common = {
-        "task": config.task_name,
-        "control_mode": config.control_mode,
-        "image_size": config.image_size,
-        "observation": "images",
-    }
     if name != "robotwin":
         if not config.single_arm:
             raise InputError(f"single_arm is false, but {name} has one arm; set single_arm: true")
         if set(map(str, config.embodiment)) != {"franka-panda"}:
             raise InputError(f"embodiment is {config.embodiment}; {name} has only [franka-panda]")
-    if name == "tabletop":
-        return {
-            **common,
-            "cameras": ["head", "wrist"] if needs_head else ["wrist"],
-            "action_scale": config.action_scale,
-            "domain_randomization": config.domain_randomization,
-            "scene_reset_interval": config.scene_reset_interval,
-        }, _tabletop_state
-    if config.scene_reset_interval > 1:
-        raise InputError(f"scene_reset_interval: {name} draws every scene; set it to 1")
-    if config.control_mode != "delta_qpos":
-        raise InputError(f"control_mode is {config.control_mode!r}; F1 on {name} has only delta_qpos")
-    if name == "robotwin":
-        return {
-            **common,
-            "action_scale": config.action_scale,
-            "single_arm": config.single_arm,
-            "embodiment": config.embodiment,
-            "domain_randomization": config.domain_randomization,
-        }, _padded_state
-    if any(config.domain_randomization.values()):
+    if name != "tabletop":
+        if config.scene_reset_interval > 1:
+            raise InputError(f"scene_reset_interval: {name} draws every scene; set it to 1")
+        if config.control_mode != "delta_qpos":
+            raise InputError(f"control_mode is {config.control_mode!r}; F1 on {name} has only delta_qpos")
+    if name == "maniskill" and any(config.domain_randomization.values()):
         raise InputError("domain_randomization: ManiSkill's tasks have none; remove it")
-    return common, _maniskill_state
+    names, read_state = _SIMULATORS[name]
+    kwargs = {"task": config.task_name, "observation": "images", **{name: getattr(config, name) for name in names}}
+    if name == "tabletop":
+        kwargs["cameras"] = ["head", "wrist"] if needs_head else ["wrist"]
+    return kwargs, read_state
 
 
 def _tabletop_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> np.ndarray:
@@ -197,3 +180,17 @@ def _maniskill_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> 
 def _padded_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> np.ndarray:
     """Read a state in the 32-dim layout: the dims of the mask."""
     return np.asarray(state)[mask]
+
+
+_SIMULATORS: dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
+    "tabletop": (
+        ("control_mode", "image_size", "action_scale", "domain_randomization", "scene_reset_interval"),
+        _tabletop_state,
+    ),
+    "robotwin": (
+        ("control_mode", "image_size", "action_scale", "domain_randomization", "single_arm", "embodiment"),
+        _padded_state,
+    ),
+    "maniskill": (("control_mode", "image_size"), _maniskill_state),
+}
+"""By the name of a simulator: the settings that are arguments of its constructor, and how to read its `state`."""

@@ -57,7 +57,10 @@ class EnvSlot:
 
     def reset(self, seed: int | None, arrays: StepArrays) -> None:
         """Start an episode, and check the observation against the observation space."""
-        self._begin(arrays, seed, is_checked=True)
+        observation = self._begin(seed)
+        if (difference := self._layout.difference(observation)) is not None:
+            raise InputError(f"{self.name}: {difference}")
+        self._write(observation, arrays.observation)
 
     def step(self, action: Any, arrays: StepArrays, final: Observation) -> Episode | None:
         """Step into this row; at the end of an episode write its last observation to `final` before the reset."""
@@ -99,7 +102,7 @@ class EnvSlot:
             labels={name: info[name] for name in LABELS if isinstance(info.get(name), str)},
         )
         self.finished = episode
-        self._begin(arrays)
+        self._write(self._begin(), arrays.observation)
         self.finished = None
         return episode
 
@@ -172,15 +175,14 @@ class EnvSlot:
         """Close the environment."""
         close_env(self.env, self.name)
 
-    def _begin(self, arrays: StepArrays, seed: int | None = None, is_checked: bool = False) -> None:
+    def _begin(self, seed: int | None = None) -> Any:
+        """Reset the environment and the counters; return the observation."""
         self._episode_return = 0.0
         self._length = 0
         self._terms = {}
         with user_code(f"{self.name}, reset() raised"):
             observation, _ = self.env.reset(seed=seed)
-        if is_checked:
-            self._layout.check(observation, self.name)
-        self._write(observation, arrays.observation)
+        return observation
 
     def _write(self, observation: Any, arrays: Observation) -> None:
         try:

@@ -186,10 +186,6 @@ class ManiSkillVectorEnv(BatchedVectorEnv):
         """Explain in one line why the state cannot be saved."""
         return "ManiSkill's simulation on the GPU cannot be restored exactly"
 
-    def call(self, name: str, *args: Any) -> list[Any]:
-        """Raise InputError: the environments are rows of one simulation."""
-        raise InputError(f"ManiSkill's environments on the GPU have no method {name!r}; use env.vector: sync")
-
     def close(self) -> None:
         """Close the simulation. Further calls do nothing."""
         if not self._closed:
