@@ -48,9 +48,8 @@ from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import BaseRLTrainer, Metrics
-from deft.training.phases.exploration import Exploration, ProcessExplorer
-from deft.training.phases.explorer_evaluation import compare_world_models, evaluate_student, noise_rewards_of_run
-from deft.training.phases.held_out import held_out_episodes
+from deft.training.phases.evaluation import compare_world_models, evaluate_student, noise_rewards_of_run
+from deft.training.phases.exploration import Exploration, ProcessExplorer, held_out_episodes
 from deft.training.phases.student import NUM_ENVS, StudentTrainer, load_teacher
 from deft.training.phases.teacher import TeacherTrainer
 

@@ -28,7 +28,7 @@ from deft.config.rl_yaml import parse_phase
 from deft.evaluation.plots import metric_curve, plot_comparison, read_lines
 from deft.machine import available_cores
 from deft.runs.compute import choose_device
-from deft.training.phases.explorer_evaluation import evaluate_student, explorer_table
+from deft.training.phases.evaluation import evaluate_student, explorer_table
 from deft.training.phases.student import train_student
 
 GPU_FLAGS = ["--num-envs", "32", "--episodes-per-update", "32", "--batch-size", "400"]

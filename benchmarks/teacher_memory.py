@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.episodes import batch_episodes
+from deft.envs.f1 import F1RLEnv
 from deft.evaluation.world_model import predict_frames
 from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy, encode_frames
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import MODEL_FILE
-from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
-from deft.training.phases.teacher import TeacherTrainer, make_exploration
+from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer, make_exploration
+from deft.training.phases.teacher import TeacherTrainer
 
 AWAY, BACK = 10, 10  # steps
 TURN = 1.0  # of the largest delta of the arm's first joint: a radian in all, more than the camera sees
@@ -42,11 +42,11 @@ LEARNING_RATE = 5e-4  # at most: training starts from a trained teacher
 class Sweeps(Exploration):
     """The arm turns to one side and back, with small random motions of the other joints."""
 
-    def action(self, generator: np.random.Generator, step: int, size: int) -> np.ndarray:
+    def choose(self, env: F1RLEnv, generator: np.random.Generator, step: int) -> np.ndarray:
         """Joint 0 turns; which way is drawn at the first step."""
         if step == 0:
             self._side = generator.choice([-1.0, 1.0])
-        action = generator.uniform(-0.1, 0.1, size)
+        action = generator.uniform(-0.1, 0.1, len(env.action_mask))
         action[0] = self._side * TURN * (1.0 if step < AWAY else -1.0)
         return action
 
@@ -62,9 +62,7 @@ def measure_memory(policy: F1Policy, config: PhaseConfig, num_scenes: int, seed:
     """Accuracy and PSNR on the way back, with the memory carried and with it reset."""
     exploration = sweeps(config, policy, held_out=True)
     exploration.seed = seed
-    explorer = InlineExplorer(exploration)
-    episodes = explorer.take(num_scenes)
-    explorer.close()
+    episodes = InlineExplorer(exploration).take_all(num_scenes)
     for episode in episodes:
         episode.codes = encode_frames(policy, episode.wrist)
     model = policy.config
@@ -73,17 +71,15 @@ def measure_memory(policy: F1Policy, config: PhaseConfig, num_scenes: int, seed:
     rows = {}
     for name, reset_every in (("carried", None), ("reset", CHUNK)):
         found = predict_frames(policy, batch, reset_every=reset_every)
-        steps = torch.cat(found.step).to(policy.device)
-        chosen = steps >= AWAY
-        correct = torch.cat(found.correct)[chosen].float().mean(1)
-        forced = torch.cat(found.forced)[chosen]
-        loss = torch.cat(found.losses)[chosen]
+        chosen = found["step"] >= AWAY
+        correct = found["correct"][chosen].float().mean(1)
+        forced, loss = found["forced"][chosen], found["losses"][chosen]
         rows[name] = loss
         results[name] = {
             "wm_acc": float(correct.mean()),
             "wm_acc_forced": float(forced.mean()),
             "cross_entropy": float(loss.mean()),
-            "psnr": float(torch.cat(found.psnr)[chosen].mean()),
+            "psnr": float(found["psnr"][chosen].mean()),
         }
     difference = (rows["reset"] - rows["carried"]).view(-1, num_scenes).mean(0)  # rows are by step, then by scene
     results["cross_entropy_saved"] = float(difference.mean())

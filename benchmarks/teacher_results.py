@@ -32,8 +32,8 @@ from deft.models.f1.loading import load_f1_policy
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import MODEL_FILE
+from deft.training.phases.evaluation import evaluate_teacher
 from deft.training.phases.teacher import TeacherTrainer
-from deft.training.phases.teacher_evaluation import evaluate_teacher
 
 BARS = {"cpu": (3.0, 1.0), "cuda": (10.0, 3.0)}  # points and dB above copying
 GPU_SETTINGS = {

@@ -198,7 +198,7 @@ def _evaluate_phase(phase: str, config: Any) -> Outcome:
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own environment")
-    module = "training.phases.teacher_evaluation" if phase == "teacher" else "training.phases.explorer_evaluation"
+    module = "training.phases.evaluation"
     table = "evaluation.world_model:teacher_table" if phase == "teacher" else f"{module}:explorer_table"
     given = (config.path, config.episodes, config.video, config.seed, config.device)
     results = _load(f"{module}:evaluate_{phase}")(*given)

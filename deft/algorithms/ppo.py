@@ -219,15 +219,11 @@ class PPO(PolicyGradient):
             for parameter in self._held:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
-        self._share_gradients()
         losses["grad_norm"] = self.apply_gradients(self.optimizer, self.settings.max_grad_norm)
         return losses
 
     def _scored(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
         return self._evaluate(minibatch)
-
-    def _share_gradients(self) -> None:
-        """Average gradients in another way than `apply_gradients` does; called before it."""
 
     def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
         settings, advantage = self.settings, self._weighted_advantage(minibatch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,19 @@ class EpisodeBatch:
         if not bool(real.all()):
             batch[schema.STEP_MASK] = real.to(batch[schema.STATE].device)
         return batch, rows
+
+    def chunks(self, length: int) -> Iterator[tuple[int, dict[str, Tensor], Tensor]]:
+        """Yield all chunks of `length` steps in order: the first step, and what `chunk` returns."""
+        for start in range(0, self.longest, length):
+            chunk = self.chunk(start, length)
+            assert chunk is not None  # the longest episode reaches it
+            yield start, *chunk
+
+    def all_rows(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Return values [T, B', …] of the episodes `rows` as [T, B, …], with zeros for the others."""
+        found = values.new_zeros(len(values), len(self.lengths), *values.shape[2:])
+        found[:, rows.to(values.device)] = values
+        return found
 
     def without_head(self) -> EpisodeBatch:
         """Return the same episodes without the head camera."""

@@ -42,10 +42,9 @@ START_TIMEOUT = 120.0  # seconds for imports and constructors; the limit of a st
 CLOSE_TIMEOUT = 1.0  # seconds for the environments to close before their worker is killed
 _SOFTWARE_RENDERER_THREADS = "LP_NUM_THREADS"  # of Mesa, without a GPU; 0: it renders in the worker's own thread
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_WORKER_CODE = (
-    # Stop signals are for the run, which ends its workers.
+# Stop signals are for the run, which ends its workers.
+_IGNORE_SIGNALS = (
     "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]; "
-    "from deft.envs.worker import run_worker; run_worker({connection}, {parent})"
 )
 DEFAULT_RESTARTS = 3
 
@@ -68,18 +67,7 @@ class _Worker:
 
     def launch(self, memory_file: int) -> None:
         """Start the process; the command "make" makes its environments."""
-        self.connection, theirs = Pipe()
-        code = _WORKER_CODE.format(connection=theirs.fileno(), parent=os.getpid())
-        # Only its own socket is inherited, so that a worker without a parent reads the end of the stream. A separate
-        # process group: signals from the terminal go to the parent only.
-        self.process = subprocess.Popen(
-            trust.child_command(code),
-            stdin=subprocess.DEVNULL,
-            env={_SOFTWARE_RENDERER_THREADS: "0", **os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1")},
-            pass_fds=(theirs.fileno(), memory_file),
-            process_group=0,
-        )
-        theirs.close()
+        self.connection, self.process = launch("deft.envs.worker", "run_worker", memory_file)
 
     def make_arguments(self) -> tuple[bytes, int]:
         """Return the arguments of its command "make"."""
@@ -89,16 +77,38 @@ class _Worker:
 Arguments = Callable[[_Worker], tuple[Any, ...]]
 
 
-def _kill(workers: Iterable[_Worker]) -> None:
-    for worker in workers:
-        worker.process.kill()
-    for worker in workers:
-        worker.process.wait()
-        worker.connection.close()
+def launch(module: str, function: str, *files: int) -> tuple[Connection, subprocess.Popen]:
+    """Start a worker that calls `function(connection file, parent's process id)` and inherits open files.
+
+    Return the connection to it, and the process.
+    """
+    connection, theirs = Pipe()
+    arguments = (theirs.fileno(), os.getpid())
+    # Of all sockets only its own is inherited, so that a worker without a parent reads the end of the stream. A
+    # separate process group: signals from the terminal go to the parent only.
+    process = subprocess.Popen(
+        trust.child_command(f"{_IGNORE_SIGNALS}from {module} import {function}; {function}{arguments}"),
+        stdin=subprocess.DEVNULL,
+        env={_SOFTWARE_RENDERER_THREADS: "0", **os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1")},
+        pass_fds=(theirs.fileno(), *files),
+        process_group=0,
+    )
+    theirs.close()
+    return connection, process
+
+
+def kill(workers: Iterable[tuple[Connection, subprocess.Popen]]) -> None:
+    """End processes at once, and close the connections to them."""
+    workers = list(workers)
+    for _, process in workers:
+        process.kill()
+    for connection, process in workers:
+        process.wait()
+        connection.close()
 
 
 def _free(workers: list[_Worker], memory_file: int) -> None:
-    _kill(workers)
+    kill((worker.connection, worker.process) for worker in workers)
     os.close(memory_file)
 
 
@@ -358,7 +368,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
                     num_lost = worker.rows.stop - worker.rows.start if self._started else 0
                     lost = f"; {num_lost} unfinished episode(s) lost" if not worker.has_lost_episodes else ""
                     log.warning("%s%s; starting a new worker", message, lost)
-                    _kill([worker])
+                    kill([(worker.connection, worker.process)])
                     worker.launch(self._memory_file)
                     worker.has_lost_episodes = True
                 failures = self._prepare_new(list(failures), into)

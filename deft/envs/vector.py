@@ -6,7 +6,7 @@ Collectors, evaluations and trainers know this class and nothing else of an envi
     ProcessVectorEnv   environments in worker processes                           process.py
     BatchedVectorEnv   simulators and libraries that step all environments at once: driving, waypoints, ManiSkill on
                        the GPU, envpool, Gymnasium vector environments
-    MixedVectorEnv     several vector environments side by side                   waypoints/mixed.py
+    MixedVectorEnv     several vector environments side by side                   waypoints/make.py
     ClusterEnv         environments that Ray workers step                         deft/training/cluster/pool.py
 
 A new kind derives from `VectorEnv` and implements `reset` and `step`; from `ArrayVectorEnv` if its results are numpy

@@ -99,7 +99,7 @@ class WorkerEnv(SerialVectorEnv):
 
 def run_worker(connection_file: int, parent: int) -> None:
     """Answer commands until "close" arrives or the parent process ends."""
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=watch_parent, args=(parent,), daemon=True).start()
     connection = Connection(connection_file)
     env: WorkerEnv | None = None
     while True:
@@ -128,7 +128,7 @@ def run_worker(connection_file: int, parent: int) -> None:
             os._exit(1)
 
 
-def _watch_parent(parent: int) -> None:
+def watch_parent(parent: int) -> None:
     """End this process when the parent has ended, even while an environment hangs."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_INTERVAL)

@@ -13,11 +13,10 @@ import torch
 
 from deft import schema
 from deft.data.episodes import EpisodeBatch
-from deft.errors import RunError
+from deft.evaluation.plots import drawing
 from deft.evaluation.video import write_video
 from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.policy import F1Policy
-from deft.ownership import record
 from deft.runs.signals import raise_if_stopped
 
 STEPS_TOGETHER = 16
@@ -52,10 +51,12 @@ def predict_episode(policy: F1Policy, batch: EpisodeBatch, row: int = 0) -> Pred
         memory = found.get(schema.MEMORY_STATE)
         predicted.append(found["images"][:, 0].cpu())
     policy.train(was_training)
-    wrist = to_images(to_model(batch.streams["wrist"][row, 1 : length + 1], size, schema.WRIST_RGB)).cpu().numpy()
-    head = batch.streams.get("head")
-    seen = None if head is None else to_images(to_model(head[row, 1 : length + 1], size, schema.HEAD_RGB))
-    return PredictedEpisode(wrist, torch.cat(predicted).numpy(), None if seen is None else seen.cpu().numpy())
+    seen = {
+        name: to_images(to_model(batch.streams[name][row, 1 : length + 1], size, name)).cpu().numpy()
+        for name in ("wrist", "head")
+        if name in batch.streams
+    }
+    return PredictedEpisode(seen["wrist"], torch.cat(predicted).numpy(), seen.get("head"))
 
 
 def write_prediction_video(episode: PredictedEpisode, path: Path) -> Path:
@@ -67,30 +68,19 @@ def write_prediction_video(episode: PredictedEpisode, path: Path) -> Path:
 
 
 def draw_sample(episode: PredictedEpisode, path: Path) -> Path:
-    """A image with a row each for the truth, the prediction and the error of some frames."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """An image with a row each for the truth, the prediction and the error of some frames."""
     chosen = np.unique(np.linspace(0, len(episode.wrist) - 1, SHOWN_FRAMES).round().astype(int))
     truth, predicted = _channels_last(episode.wrist[chosen]), _channels_last(episode.predicted[chosen])
     error = np.abs(truth.astype(int) - predicted.astype(int)).astype(np.uint8)
-    figure = Figure(figsize=(1.3 * len(chosen) + 0.9, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(3, len(chosen), squeeze=False)
-    for line, (label, images) in enumerate((("Truth", truth), ("Prediction", predicted), ("Error", error))):
-        for axes, image, step in zip(grid[line], images, chosen, strict=True):
-            axes.imshow(image, interpolation="nearest")
-            axes.set_xticks([])
-            axes.set_yticks([])
-            if line == 0:
-                axes.set_title(f"step {step + 1}", fontsize=8)
-        grid[line, 0].set_ylabel(label, fontsize=9)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100, format="png")
-        record(path)
-    except OSError as failure:
-        raise RunError(f"cannot write the image {path}: {failure.strerror or failure}") from failure
+    with drawing(path, 1.3 * len(chosen) + 0.9, 4.2) as figure:
+        grid = figure.subplots(3, len(chosen), squeeze=False)
+        for row, label, images in zip(grid, ("Truth", "Prediction", "Error"), (truth, predicted, error), strict=True):
+            row[0].set_ylabel(label, fontsize=9)
+            for axes, image in zip(row, images, strict=True):
+                axes.imshow(image, interpolation="nearest")
+                axes.set(xticks=[], yticks=[])
+        for axes, step in zip(grid[0], chosen, strict=True):
+            axes.set_title(f"step {step + 1}", fontsize=8)
     return path
 
 

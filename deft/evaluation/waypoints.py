@@ -53,16 +53,13 @@ class HeldOut:
         self.disturbed = False
         self.watching: Watching = lambda _: contextlib.nullcontext()  # a trainer's shows progress, and may stop it
         self._shared = dict(shared or {})
-        self.envs: dict[str, WaypointVectorEnv] = {}
+        self.envs: dict[str, WaypointVectorEnv] = {name: self._shared[name] for name in names if name in self._shared}
         for name in names:
-            if name in self._shared:
-                self.envs[name] = self._shared[name]
-                continue
-            own = env_kwargs_of(name, names, kwargs)
-            if name != "toy":  # which always measures it: elsewhere a plan costs as much as the driving
-                own = {"measure_ade": True} | own
-            copies = 1 if name == "carla" else min(episodes, MOST_COPIES)
-            self.envs[name] = WaypointVectorEnv(make_waypoint_simulator(name, copies, difficulty, own))
+            if name not in self._shared:
+                # The toy always measures ADE; elsewhere a plan costs as much as the driving.
+                own = ({} if name == "toy" else {"measure_ade": True}) | env_kwargs_of(name, names, kwargs)
+                copies = 1 if name == "carla" else min(episodes, MOST_COPIES)
+                self.envs[name] = WaypointVectorEnv(make_waypoint_simulator(name, copies, difficulty, own))
 
     def evaluate(self, policy: PPOPolicy) -> dict[str, Any]:
         """The measures of the policy's likeliest waypoints; with several environments also each one's as `name/…`."""
@@ -117,20 +114,14 @@ def plot_waypoints(
     count = min(count, env.num_envs)
     with drawing(path, 3.1 * count, 3.9) as figure:
         for index, axes in enumerate(np.atleast_1d(figure.subplots(1, count))):
-            axes.imshow(
-                observation[schema.CAMERA][index].transpose(1, 2, 0), extent=(left, right, near, far), aspect="equal"
-            )
+            image = observation[schema.CAMERA][index].transpose(1, 2, 0)
+            axes.imshow(image, extent=(left, right, near, far), aspect="equal")
             if target is not None:
-                axes.plot(
-                    target[index, :, 1], target[index, :, 0], "--", color=CYAN, linewidth=1.6, label="ground truth"
-                )
+                axes.plot(*target[index, :, ::-1].T, "--", color=CYAN, linewidth=1.6, label="ground truth")
             for (name, waypoints), color in zip(planned.items(), colors, strict=False):
-                axes.plot(waypoints[index, :, 1], waypoints[index, :, 0], "o-", color=color, markersize=4, label=name)
-            axes.set_xlim(left, right)
-            axes.set_ylim(near, far)
+                axes.plot(*waypoints[index, :, ::-1].T, "o-", color=color, markersize=4, label=name)
+            axes.set(xlim=(left, right), ylim=(near, far), title=f"episode {seed + index}", xlabel="to the left, m")
             axes.grid(False)
-            axes.set_title(f"episode {seed + index}")
-            axes.set_xlabel("to the left, m")
         figure.axes[0].set_ylabel("ahead, m")
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), facecolor=GRAY, frameon=True)
@@ -144,22 +135,17 @@ def plot_safety(
     train_metrics = [entry for entry in train_metrics if "rolled_back" in entry and f"safety/{measures[0]}" in entry]
     with drawing(path, 5.2 * len(measures), 3.2) as figure:
         for axes, measure in zip(np.atleast_1d(figure.subplots(1, len(measures))), measures, strict=True):
-            steps = [entry["iteration"] for entry in train_metrics]
-            deployed = [entry[f"safety/{measure}"] for entry in train_metrics]
             rejected = [entry for entry in train_metrics if entry["rolled_back"]]
             axes.axhline(baseline[measure], color=GRAY, linestyle="--", label="supervised")
-            axes.plot(steps, deployed, color=BLUE, label="deployed")
-            axes.plot(
-                [entry["iteration"] for entry in rejected],
-                [entry[f"safety/candidate_{measure}"] for entry in rejected],
-                "x",
-                color=ORANGE,
-                label="taken back",
-            )
-            axes.set_title(measure.replace("_", " "))
-            axes.set_xlabel("iteration")
+            axes.plot(*_curve(train_metrics, f"safety/{measure}"), color=BLUE, label="deployed")
+            axes.plot(*_curve(rejected, f"safety/candidate_{measure}"), "x", color=ORANGE, label="rejected")
+            axes.set(title=measure.replace("_", " "), xlabel="iteration")
             axes.legend()
     return path
+
+
+def _curve(entries: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    return [entry["iteration"] for entry in entries], [entry[name] for entry in entries]
 
 
 def _waypoints(policy: PPOPolicy, observation: Any) -> np.ndarray:

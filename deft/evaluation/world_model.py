@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,48 +62,45 @@ def measure(
     then codes what these leave of the last frame's features. PSNRs are of the frames that move. What the model relies
     on is also measured `without_head`, by the wrist camera alone, where the episodes have both.
     """
-    changes: dict[str, tuple[Change | None, bool]] = {}
+    ablated: dict[str, Callable[..., dict[str, Tensor]]] = {}
     if ablations:
-        changes = {"actions_shuffled": (shuffled_actions, True), "images_masked": (masked_images(policy), True)}
+        ablated = {
+            "actions_shuffled": partial(predict_frames, change=shuffled_actions),
+            "images_masked": partial(predict_frames, change=masked_images(policy)),
+        }
         if policy.config.memory_enabled:
-            changes["memory_zeroed"] = (None, False)
-    kept = {name: change for name, change in changes.items() if name == "memory_zeroed"}
+            ablated["memory_zeroed"] = partial(predict_frames, keeps_memory=False)
     is_alone = ablations and all("head" in batch.streams for batch in batches)
-    num_passes = 1 + len(changes) + (1 + len(kept) if is_alone else 0)
+    kept = {name: predict for name, predict in ablated.items() if name == "memory_zeroed"}
+    num_passes = 1 + len(ablated) + (1 + len(kept) if is_alone else 0)
     with show_evaluation(num_passes * sum(len(batch.lengths) for batch in batches)) as watch:
-        whole = [predict_frames(policy, batch, watch=watch) for batch in batches]
-        results = _summarize(whole)
-        results["copy_cross_entropy"] = copy_cross_entropy(policy.tokenizer, whole)
+
+        def run(predict: Callable[..., dict[str, Tensor]], batches: list[EpisodeBatch]) -> list[dict[str, Tensor]]:
+            return [predict(policy, batch, watch=watch) for batch in batches]
+
+        def ablate(names: Iterable[str], batches: list[EpisodeBatch], whole: dict[str, Any]) -> dict[str, Any]:
+            """What each change costs, compared with the measures of the whole model."""
+            found = {}
+            for name in names:
+                changed = _summarize(policy, run(ablated[name], batches))
+                found[name] = {key: changed[key] for key in ABLATED} | {
+                    "accuracy_lost": whole["wm_acc"] - changed["wm_acc"],
+                    "cross_entropy_gained": changed["cross_entropy"] - whole["cross_entropy"],
+                }
+            return found
+
+        predicted = run(predict_frames, batches)
+        results = _summarize(policy, predicted)
+        results["copy_cross_entropy"] = copy_cross_entropy(policy.tokenizer, predicted)
         if ablations:
-            results["ablations"] = _ablate(policy, batches, changes, results, watch)
+            results["ablations"] = ablate(ablated, batches, results)
         if is_alone:
             alone = [batch.without_head() for batch in batches]
-            seen = _summarize([predict_frames(policy, batch, watch=watch) for batch in alone])
-            results["without_head"] = {key: seen[key] for key in ABLATED} | {
-                "ablations": _ablate(policy, alone, kept, seen, watch)
-            }
+            seen = _summarize(policy, run(predict_frames, alone))
+            results["without_head"] = {key: seen[key] for key in ABLATED} | {"ablations": ablate(kept, alone, seen)}
     if horizon:
         results["open_loop"] = open_loop(policy, batches, horizon)
     return results
-
-
-def _ablate(
-    policy: F1Policy,
-    batches: list[EpisodeBatch],
-    changes: dict[str, tuple[Change | None, bool]],
-    whole: dict[str, Any],
-    watch: Callable[[int], None],
-) -> dict[str, dict[str, Any]]:
-    """What each change costs, against the measures of the `whole` model: a change of the inputs, and whether the memory
-    is kept."""
-    found = {}
-    for name, (change, keeps_memory) in changes.items():
-        changed = _summarize([predict_frames(policy, batch, change, keeps_memory, watch=watch) for batch in batches])
-        found[name] = {key: changed[key] for key in ABLATED} | {
-            "accuracy_lost": whole["wm_acc"] - changed["wm_acc"],
-            "cross_entropy_gained": changed["cross_entropy"] - whole["cross_entropy"],
-        }
-    return found
 
 
 def mean_loss(policy: F1Policy, batches: list[EpisodeBatch], together: int = HORIZON) -> float:
@@ -112,54 +109,42 @@ def mean_loss(policy: F1Policy, batches: list[EpisodeBatch], together: int = HOR
     return float(sums.sum() / lengths.sum())
 
 
-@torch.no_grad()
 def episode_losses(policy: F1Policy, batches: list[EpisodeBatch], together: int = HORIZON) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of the next frame's codes, summed over each episode, and the episodes' lengths.
-
-    The memory is carried through each episode.
-    """
-    was_training = policy.training
-    policy.eval()
+    """The cross-entropy of the next frame's codes, summed over each episode, and the episodes' lengths."""
     sums = []
     for batch in batches:
-        memory = policy.initial_memory(len(batch.lengths)) if policy.config.memory_enabled else None
-        losses = torch.zeros(len(batch.lengths), device=policy.device)
-        for start in range(0, batch.longest, together):
-            raise_if_stopped()
-            cut = batch.chunk(start, together)
-            assert cut is not None
-            steps, rows = cut[0], cut[1].to(policy.device)
-            before = None if memory is None else memory[:, rows]
-            results = policy.forward_with_world_model(steps, memory_state=before, by_step=True)
-            if memory is not None:
-                memory[:, rows] = results[schema.MEMORY_STATE]
-            by_step, real = results["wm_losses"].float(), steps.get(schema.STEP_MASK)
-            losses[rows] += (by_step if real is None else by_step * real).sum(0)
-        sums.append(losses.cpu())
-    policy.train(was_training)
+        losses = step_results(policy, batch, ("wm_losses",), together)["wm_losses"].float().cpu()
+        sums.append((losses * (torch.arange(len(losses))[:, None] < batch.lengths)).sum(0))
     return torch.cat(sums), torch.cat([batch.lengths for batch in batches])
 
 
-@dataclass
-class Predictions:
-    """Predictions for every step of some episodes: one row a step."""
+@torch.no_grad()
+def step_results(
+    policy: F1Policy, batch: EpisodeBatch, names: Sequence[str], together: int = HORIZON
+) -> dict[str, Tensor]:
+    """Return results of the world model for every step, [T, B, …] each, `together` steps in one forward pass.
 
-    correct: list[Tensor] = field(default_factory=list)  # [N, L] each
-    copied: list[Tensor] = field(default_factory=list)
-    copied_forced: list[Tensor] = field(default_factory=list)
-    left: list[Tensor] = field(default_factory=list)  # [N, L, D]: what the true coarser codes leave of the last frame
-    codes: list[Tensor] = field(default_factory=list)  # the true ones
-    psnr: list[Tensor] = field(default_factory=list)  # [N] each
-    copy_psnr: list[Tensor] = field(default_factory=list)
-    tokenizer_psnr: list[Tensor] = field(default_factory=list)
-    moves: list[Tensor] = field(default_factory=list)
-    episode: list[Tensor] = field(default_factory=list)
-    step: list[Tensor] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)  # cross-entropy, given the true codes of the coarser scales
-    forced: list[Tensor] = field(default_factory=list)  # accuracy, likewise
-    forced_tail: list[tuple[int, float]] = field(default_factory=list)  # steps, accuracy at the finest scale
-    num_codes: int = 1
-    finest: int = 1
+    The memory is carried through each episode, from zeros. What comes after an episode's end is undefined.
+    """
+    was_training = policy.training
+    policy.eval()
+    memory = _initial_memory(policy, len(batch.lengths))
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for _, steps, rows in batch.chunks(together):
+        raise_if_stopped()
+        columns = rows.to(policy.device)
+        before = None if memory is None else memory[:, columns]
+        results = policy.forward_with_world_model(steps, memory_state=before, by_step=True)
+        if memory is not None:
+            memory[:, columns] = results[schema.MEMORY_STATE]
+        for name, parts in found.items():
+            parts.append(batch.all_rows(results[name], rows))
+    policy.train(was_training)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _initial_memory(policy: F1Policy, count: int) -> Tensor | None:
+    return policy.initial_memory(count) if policy.config.memory_enabled else None
 
 
 @torch.no_grad()
@@ -170,86 +155,86 @@ def predict_frames(
     keeps_memory: bool = True,
     reset_every: int | None = None,
     watch: Callable[[int], None] | None = None,
-) -> Predictions:
-    """Predict every step; the memory is carried through each episode.
+) -> dict[str, Tensor]:
+    """Predict every step; the memory is carried through each episode. Return one row a step, by step and episode:
 
-    Without `keeps_memory` it is zeros before every step, with `reset_every` at the first of so many. `watch` is called
-    with the number of episodes when they are done, and before that with 0.
+    `codes`, the true ones, and whether they are predicted (`correct`) or copied (`copied`, `copied_forced`) [N, L],
+    `left` [N, L, D]: what the true coarser codes leave of the last frame, `psnr`, `copy_psnr`, `tokenizer_psnr`,
+    `moves`, `episode` and `step` [N], and, given the true codes of the coarser scales, the cross-entropy `losses` and
+    the accuracies `forced` and `forced_tail` [N].
+
+    Without `keeps_memory` the memory is zeros before every step, with `reset_every` at the first of so many. `watch` is
+    called with the number of episodes when they are done, and before that with 0.
     """
     config, tokenizer = policy.config, policy.tokenizer
     size, history = config.tokenizer.image_size, config.n_obs_img_steps
-    found = Predictions(num_codes=config.tokenizer.codebook_size, finest=tokenizer.sizes[-1])
-    has_memory = config.memory_enabled
-    memory = policy.initial_memory(len(batch.lengths)) if has_memory else None
-    length = reset_every or HORIZON
-    for start in range(0, min(batch.longest, LONGEST), length):
+    parts: list[dict[str, Tensor]] = []
+    memory = _initial_memory(policy, len(batch.lengths))
+    for start, steps, rows in batch.chunks(reset_every or HORIZON):
+        if start >= LONGEST:
+            break
         raise_if_stopped()
         if watch is not None:
             watch(0)
-        cut = batch.chunk(start, length)
-        assert cut is not None
         if memory is not None and reset_every is not None:
             memory = torch.zeros_like(memory)
-        steps, rows = cut
         columns = rows.to(policy.device)
         given = steps if change is None else change(dict(steps))
         before = None if memory is None else memory[:, columns]
-        if has_memory and not keeps_memory:
+        if memory is not None and not keeps_memory:
             given = {name: value.flatten(0, 1) for name, value in given.items()}
             before = policy.initial_memory(len(given[schema.STATE]))
         forced = policy.forward_with_world_model(given, memory_state=before, by_step=True)
         free = policy.predict_images_only(given, before)
         if memory is not None and keeps_memory:
             memory[:, columns] = forced[schema.MEMORY_STATE]
-        mask = steps.get(schema.STEP_MASK)
-        real = torch.ones_like(steps[schema.STATE][..., 0], dtype=torch.bool) if mask is None else mask
-        real = real.flatten()
+        shape = steps[schema.STATE].shape[:2]
+        real = steps.get(schema.STEP_MASK, torch.ones(shape, dtype=torch.bool, device=policy.device)).flatten()
         tokens = steps[schema.FRAME_TOKENS].flatten(0, 1)[real]
         target, last = tokens[:, history], tokens[:, history - 1]
         pixels = to_model(steps[schema.IMAGE0_HISTORY].flatten(0, 1)[real], size, schema.IMAGE0_HISTORY)
-        features = tokenizer.features(pixels[:, history - 1])
-        left = tokenizer.residuals(features, target)
-        nearest = tokenizer.quantize.distances(left).argmin(-1)
+        left = tokenizer.residuals(tokenizer.features(pixels[:, history - 1]), target)
         shown = to_images(pixels[:, history - 1 : history + 1]).float()
         images = free["images"].reshape(-1, *shown.shape[-3:])[real].float()
-        found.correct.append(free[schema.FRAME_TOKENS].reshape(-1, target.shape[-1])[real] == target)
-        found.copied.append(last == target)
-        found.copied_forced.append(nearest == target)
-        found.left.append(left)
-        found.codes.append(target)
-        found.psnr.append(psnr(images, shown[:, 1]))
-        found.copy_psnr.append(psnr(shown[:, 0], shown[:, 1]))
-        found.tokenizer_psnr.append(psnr(to_images(tokenizer.decode(target)).float(), shown[:, 1]))
-        found.moves.append((shown[:, 1] - shown[:, 0]).abs().flatten(1).mean(1) > MOVING)
-        found.step.append(
-            (start + torch.arange(len(steps[schema.STATE])))[:, None].expand(-1, len(rows)).flatten()[real.cpu()]
-        )
-        found.episode.append(rows.to(real.device).expand(len(steps[schema.STATE]), -1).flatten()[real])
-        found.losses.append(forced["wm_losses"].flatten()[real])
-        found.forced.append(forced["wm_accuracies"].flatten()[real])
-        found.forced_tail.append((int(real.sum()), float(forced["wm_acc_tail"])))
+        times = start + torch.arange(shape[0], device=policy.device)
+        part = {
+            "correct": free[schema.FRAME_TOKENS].reshape(-1, target.shape[-1])[real] == target,
+            "copied": last == target,
+            "copied_forced": tokenizer.quantize.distances(left).argmin(-1) == target,
+            "left": left,
+            "codes": target,
+            "psnr": psnr(images, shown[:, 1]),
+            "copy_psnr": psnr(shown[:, 0], shown[:, 1]),
+            "tokenizer_psnr": psnr(to_images(tokenizer.decode(target)).float(), shown[:, 1]),
+            "moves": (shown[:, 1] - shown[:, 0]).abs().flatten(1).mean(1) > MOVING,
+            "episode": columns.expand(shape).flatten()[real],
+            "step": times[:, None].expand(shape).flatten()[real],
+            "losses": forced["wm_losses"].flatten()[real],
+            "forced": forced["wm_accuracies"].flatten()[real],
+        }
+        parts.append(part | {"forced_tail": forced["wm_acc_tail"].expand(len(target))})
     if watch is not None:
         watch(len(batch.lengths))
-    return found
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _summarize(parts: list[Predictions]) -> dict[str, Any]:
+def _joined(parts: list[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.cat([part[name] for part in parts])
+
+
+def _summarize(policy: F1Policy, parts: list[dict[str, Tensor]]) -> dict[str, Any]:
     """The measures over all steps of all parts."""
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([tensor for part in parts for tensor in getattr(part, name)])
-
-    correct, copied, forced_copy, moves = (joined(name) for name in ("correct", "copied", "copied_forced", "moves"))
-    weight, tails = np.array([entry for part in parts for entry in part.forced_tail]).T
-    loss = float(joined("losses").mean())
-    finest = parts[0].finest
+    correct, copied, copied_forced, moves = (
+        _joined(parts, name) for name in ("correct", "copied", "copied_forced", "moves")
+    )
+    loss, finest = float(_joined(parts, "losses").mean()), policy.tokenizer.sizes[-1]
     by_episode = [
-        float(_cat(part.correct)[_cat(part.episode) == row].float().mean())
+        float(part["correct"][part["episode"] == row].float().mean())
         for part in parts
-        for row in _cat(part.episode).unique()
+        for row in part["episode"].unique()
     ]
-    entropy = unigram_entropy(joined("codes"), parts[0].num_codes)
-    results: dict[str, Any] = {
+    entropy = unigram_entropy(_joined(parts, "codes"), policy.config.tokenizer.codebook_size)
+    return {
         "episodes": len(by_episode),
         "mean_reward": float(np.mean(by_episode)),  # the teacher's reward is how much it predicts
         "std_reward": float(np.std(by_episode)),
@@ -258,23 +243,16 @@ def _summarize(parts: list[Predictions]) -> dict[str, Any]:
         "copy_acc": _mean(copied),
         "wm_acc_tail": _mean(correct[:, -finest:]),
         "copy_acc_tail": _mean(copied[:, -finest:]),
-        "wm_acc_forced": _mean(joined("forced")),
-        "copy_acc_forced": _mean(forced_copy),
-        "wm_acc_forced_tail": float((tails * weight).sum() / weight.sum()),
-        "copy_acc_forced_tail": _mean(forced_copy[:, -finest:]),
+        "wm_acc_forced": _mean(_joined(parts, "forced")),
+        "copy_acc_forced": _mean(copied_forced),
+        "wm_acc_forced_tail": _mean(_joined(parts, "forced_tail").double()),
+        "copy_acc_forced_tail": _mean(copied_forced[:, -finest:]),
         "moving_frames": int(moves.sum()),
-        "psnr": _mean(joined("psnr")[moves]),
-        "copy_psnr": _mean(joined("copy_psnr")[moves]),
-        "tokenizer_psnr": _mean(joined("tokenizer_psnr")[moves]),
+        **{name: _mean(_joined(parts, name)[moves]) for name in ("psnr", "copy_psnr", "tokenizer_psnr")},
         "cross_entropy": loss,
         "unigram_entropy": entropy,
         "cross_entropy_ratio": loss / entropy if entropy > 0 else None,
     }
-    return results
-
-
-def _cat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors)
 
 
 def _mean(values: Tensor) -> float | None:
@@ -282,15 +260,13 @@ def _mean(values: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def copy_cross_entropy(tokenizer: MultiScaleTokenizer, parts: list[Predictions]) -> float:
+def copy_cross_entropy(tokenizer: MultiScaleTokenizer, parts: list[dict[str, Tensor]]) -> float:
     """That of "the next frame is nearly this frame": the best that the distances ‖z − e‖² alone can do on these frames.
 
     z is what the true coarser codes leave of the last frame; β is fitted for each scale, on some of these very frames,
     for logits without and with a tail, of which the better counts.
     """
-    left, codes = (
-        torch.cat([tensor for part in parts for tensor in getattr(part, name)]) for name in ("left", "codes")
-    )
+    left, codes = _joined(parts, "left"), _joined(parts, "codes")
     some = slice(None, None, math.ceil(len(codes) / FITTED))
     quantize, sizes = tokenizer.quantize, tokenizer.sizes
     found = []
@@ -351,7 +327,7 @@ def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORI
     measured: dict[str, list[Tensor]] = {name: [] for name in ("wm_acc", "copy_acc", "psnr", "copy_psnr")}
     size = policy.config.tokenizer.image_size
     for batch in batches:
-        memory = policy.initial_memory(len(batch.lengths)) if policy.config.memory_enabled else None
+        memory = _initial_memory(policy, len(batch.lengths))
         for start in range(0, min(batch.longest, LONGEST) - horizon + 1, horizon):
             rows = torch.nonzero(batch.lengths >= start + horizon).flatten()
             if not len(rows):
@@ -367,12 +343,11 @@ def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORI
             target, last = codes[:, start + 1 : start + horizon + 1], codes[:, start : start + 1]
             wrist = batch.streams["wrist"][columns, start : start + horizon + 1]
             pixels = to_images(to_model(wrist, size, schema.WRIST_RGB)).float()
-            truth, still = pixels[:, 1:], pixels[:, :1].expand(-1, horizon, -1, -1, -1)
-            shape = truth.shape[:2]
+            truth, still = pixels[:, 1:].flatten(0, 1), pixels[:, :1].expand(-1, horizon, -1, -1, -1).flatten(0, 1)
             measured["wm_acc"].append((found[schema.FRAME_TOKENS] == target).float().mean(-1))
             measured["copy_acc"].append((last == target).float().mean(-1))
-            measured["psnr"].append(psnr(found["images"].flatten(0, 1).float(), truth.flatten(0, 1)).view(shape))
-            measured["copy_psnr"].append(psnr(still.flatten(0, 1), truth.flatten(0, 1)).view(shape))
+            measured["psnr"].append(psnr(found["images"].flatten(0, 1).float(), truth).view(-1, horizon))
+            measured["copy_psnr"].append(psnr(still, truth).view(-1, horizon))
             if memory is not None:
                 walked = batch.chunk(start, horizon)
                 assert walked is not None
@@ -387,12 +362,9 @@ def plot_horizons(results: dict[str, list[float]], folder: Path) -> list[Path]:
         return []
     ahead = np.arange(1, len(results["wm_acc"]) + 1)
     drawn = []
-    for name, label in (("acc", "Token accuracy"), ("psnr", "PSNR, dB")):
-        own = results["wm_acc" if name == "acc" else name]
-        curves = {
-            "world model": [(ahead, np.array(own))],
-            "last frame seen": [(ahead, np.array(results[f"copy_{name}"]))],
-        }
+    for own, name, label in (("wm_acc", "acc", "Token accuracy"), ("psnr", "psnr", "PSNR, dB")):
+        measured = {"world model": results[own], "last frame seen": results[f"copy_{name}"]}
+        curves = {which: [(ahead, np.array(values))] for which, values in measured.items()}
         path = folder / f"open_loop_{name}.png"
         drawn.append(plot_comparison(curves, path, "Open loop", "Frames ahead", label))
     return drawn
@@ -410,12 +382,10 @@ def teacher_table(results: dict[str, Any]) -> str:
         if results[own] is not None and results[copy] is not None:
             gain = results[own] - results[copy]
             lines.append(f"{label:26}{results[own] * scale:9.2f}{results[copy] * scale:9.2f}{gain * scale:+9.2f}")
-    ratio = results["cross_entropy_ratio"]
-    entropies = (
+    lines.append(
         f"cross-entropy {results['cross_entropy']:.3f}, of the last frame {results['copy_cross_entropy']:.3f}, "
-        f"unigram entropy {results['unigram_entropy']:.3f}"
+        f"unigram entropy {results['unigram_entropy']:.3f}: {results['cross_entropy_ratio']:.3f} of it"
     )
-    lines.append(f"{entropies}: {ratio:.3f} of it")
     lines += _ablation_lines(results.get("ablations", {}))
     alone = results.get("without_head")
     if alone is not None:

@@ -126,7 +126,7 @@ class Processes:
     def remember_statistics(self, module: nn.Module) -> None:
         """Note that all processes have these statistics: `merge_statistics` adds what each observes from here on."""
         if self.count > 1:
-            self._merged = {name: _sums(part) for name, part in normalizers(module)}
+            self._merged |= {name: _sums(part) for name, part in normalizers(module)}
 
     @torch.no_grad()
     def merge_statistics(self, module: nn.Module) -> None:

@@ -21,6 +21,7 @@ from deft.runs.processes import Processes
 
 SFT_FORMAT, PPO_FORMAT = "deft-waypoint-sft-1", "deft-waypoint-ppo-1"
 MODEL, FINAL = "model.pt", "final.pt"
+PPO_SHAPE = ("hidden_sizes", "residual_bound", "residual_modes", "log_std_init")  # what PPO's policy is built with
 CONFIG, TRAIN_METRICS, EVAL_METRICS = "config.json", "train_metrics.json", "eval_metrics.json"
 
 
@@ -31,9 +32,7 @@ def save_sft(model: WaypointSFT, path: Path, about: Mapping[str, Any]) -> None:
 
 def load_sft(path: str | Path) -> tuple[WaypointSFT, dict[str, Any]]:
     """Load the supervised policy of a file or directory, and the description of its training."""
-    file, content = _load(
-        path, MODEL, SFT_FORMAT, "a supervised waypoint policy", "`deft train waypoint-sft` makes one"
-    )
+    file, content = _load(path, MODEL, SFT_FORMAT)
     model = WaypointSFT(WaypointShape.from_dict(content["shape"]))
     checkpoint.load_weights(model, content["weights"], file)
     return model.eval(), content["about"]
@@ -41,27 +40,15 @@ def load_sft(path: str | Path) -> tuple[WaypointSFT, dict[str, Any]]:
 
 def save_ppo(policy: PPOPolicy, path: Path, config: Mapping[str, Any], iteration: int) -> None:
     """Write PPO's policy, which includes the supervised one."""
-    content = {
-        "format": PPO_FORMAT,
-        "shape": policy.sft.shape.to_dict(),
-        "config": dict(config),
-        "iteration": iteration,
-        "weights": _cpu(policy),
-    }
-    _save(content, path)
+    about = {"format": PPO_FORMAT, "shape": policy.sft.shape.to_dict(), "config": dict(config), "iteration": iteration}
+    _save(about | {"weights": _cpu(policy)}, path)
 
 
 def load_ppo(path: str | Path) -> tuple[PPOPolicy, dict[str, Any]]:
     """Load PPO's policy of a file or directory, and the settings of its run."""
-    file, content = _load(path, FINAL, PPO_FORMAT, "a PPO waypoint policy", "`deft train waypoint-ppo` makes one")
-    config = content["config"]
-    policy = PPOPolicy(
-        WaypointSFT(WaypointShape.from_dict(content["shape"])),
-        config["hidden_sizes"],
-        config["residual_bound"],
-        config["residual_modes"],
-        config["log_std_init"],
-    )
+    file, content = _load(path, FINAL, PPO_FORMAT)
+    config, sft = content["config"], WaypointSFT(WaypointShape.from_dict(content["shape"]))
+    policy = PPOPolicy(sft, *(config[name] for name in PPO_SHAPE))
     checkpoint.load_weights(policy, content["weights"], file)
     return policy.eval(), config
 
@@ -88,15 +75,17 @@ def _save(content: dict[str, Any], path: Path) -> None:
         raise RunError(f"{path}: cannot be written: {' '.join(str(error).split())[:200]}") from error
 
 
-def _load(path: str | Path, name: str, expected: str, kind: str, advice: str) -> tuple[Path, dict[str, Any]]:
+def _load(path: str | Path, name: str, expected: str) -> tuple[Path, dict[str, Any]]:
     file = Path(path) / name if Path(path).is_dir() else Path(path)
+    command = "waypoint-sft" if expected == SFT_FORMAT else "waypoint-ppo"
+    advice = f"`deft train {command}` makes one"
     if not file.is_file():
         raise InputError(f"{file}: does not exist; {advice}")
     content = checkpoint.load_tensors(file)
     found = content.get("format") if isinstance(content, dict) else None
     if found != expected:
         kinds = {SFT_FORMAT: "a supervised waypoint policy", PPO_FORMAT: "a PPO waypoint policy"}
-        raise InputError(f"{file}: is {kinds.get(str(found), 'something else')}, not {kind}; {advice}")
+        raise InputError(f"{file}: is {kinds.get(str(found), 'something else')}, not {kinds[expected]}; {advice}")
     return file, content
 
 

@@ -26,9 +26,9 @@ from deft.evaluation.world_model import (
     unigram_entropy,
 )
 from deft.models.f1.policy import F1Policy, encode_frames
+from deft.training.phases.evaluation import evaluate_teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer
 from deft.training.phases.teacher import train_teacher
-from deft.training.phases.teacher_evaluation import evaluate_teacher
 
 
 class FakeTokenizer:

@@ -94,13 +94,8 @@ class WaypointSimulator(ABC):
     @property
     def observation_space(self) -> spaces.Dict:
         """Of one environment."""
-        return spaces.Dict(
-            {
-                schema.CAMERA: image_space(self.camera_size),
-                schema.MOTION: vector_space(len(MOTION_NAMES)),
-                schema.SFT_OFFSET: self.action_space,
-            }
-        )
+        camera, motion = image_space(self.camera_size), vector_space(len(MOTION_NAMES))
+        return spaces.Dict({schema.CAMERA: camera, schema.MOTION: motion, schema.SFT_OFFSET: self.action_space})
 
     @property
     def action_space(self) -> spaces.Box:
@@ -189,17 +184,8 @@ class WaypointVectorEnv(BatchedVectorEnv):
     def _end_episode(self, index: int, result: BatchStep) -> WaypointEpisode:
         episode, outcome = super()._end_episode(index, result), self._outcome
         ade, fde = (self._error_sums[index] / episode.length).tolist() if outcome.ade is not None else (None, None)
-        return WaypointEpisode(
-            index,
-            episode.episode_return,
-            episode.length,
-            episode.success,
-            episode.terms,
-            bool(outcome.collision[index]),
-            bool(outcome.off_road[index]),
-            ade,
-            fde,
-        )
+        own = (episode.episode_return, episode.length, episode.success, episode.terms)
+        return WaypointEpisode(index, *own, bool(outcome.collision[index]), bool(outcome.off_road[index]), ade, fde)
 
     def _clear(self, rows: Any) -> None:
         super()._clear(rows)
@@ -210,19 +196,13 @@ class WaypointVectorEnv(BatchedVectorEnv):
         states = self.simulator.get_state()
         if states is None:
             return None
-        return [
-            {
-                "world": encode(state),
-                "tally": [
-                    float(self._returns[index]),
-                    int(self._lengths[index]),
-                    self._episode_terms(index),
-                    *self._error_sums[index].tolist(),
-                ],
-                "observation": self._observation_layout.encode_row(self.observation, index),
-            }
-            for index, state in enumerate(states)
-        ]
+        found = []
+        for index, state in enumerate(states):
+            counted = [float(self._returns[index]), int(self._lengths[index]), self._episode_terms(index)]
+            observation = self._observation_layout.encode_row(self.observation, index)
+            tally = [*counted, *self._error_sums[index].tolist()]
+            found.append({"world": encode(state), "tally": tally, "observation": observation})
+        return found
 
     def set_state(self, states: list[dict[str, Any]]) -> None:
         """Continue from saved states."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,25 +27,22 @@ from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
-from deft.models.f1.policy import F1Policy, encode_frames
+from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
 from deft.runs.compute import set_precision
 from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
 from deft.training.phases.base import Metrics, find_start
-from deft.training.phases.exploration import Explorer, InlineExplorer, ProcessExplorer
-from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_envs
-from deft.training.phases.game import Collapse, CollapseGuard, GameReward
-from deft.training.phases.held_out import held_out_episodes
-from deft.training.phases.student import (
-    NUM_ENVS,
-    check_chain,
-    check_mask,
-    check_same,
-    first_difference,
-    load_teacher,
+from deft.training.phases.exploration import (
+    Explorer,
+    InlineExplorer,
+    ProcessExplorer,
+    held_out_episodes,
+    make_exploration,
 )
-from deft.training.phases.teacher import make_exploration
+from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_envs
+from deft.training.phases.rewards import Collapse, CollapseGuard, GameReward
+from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, check_same, first_difference, load_teacher
 from deft.training.phases.world_model_trainer import WorldModelTrainer
 
 log = logging.getLogger(__name__)
@@ -116,7 +114,8 @@ class AdversarialTrainer(WorldModelTrainer):
         self._random_exploration.seed, self._random_exploration.scenes_kept = training.seed + RANDOM_SEED, 1
         self._random_explorer: Explorer | None = None  # opened when it is first used
         self.num_random = 0  # random episodes taken so far
-        self._held_out: list[EpisodeBatch] | None = None
+        self.stateful = {"ppo": self.ppo, "reward": self.reward, "rollouts": self.rollouts, "guard": self.guard}
+        self.stores = {"recent": self.recent, "replay": self.replay, "random": self.random_episodes}
 
     @property
     def total(self) -> int:
@@ -135,12 +134,9 @@ class AdversarialTrainer(WorldModelTrainer):
                 found = self.rollouts.collect(version=self.ppo.version)
                 random = self._collect_random(game.random_episodes)
                 metrics: Metrics = dict(self.reward.pay(self.policy, found))
+            metrics["train/reward"] = found.rollout[schema.NEXT_REWARD].mean()
             spread, saturated = action_spread(found, game.explorer_scale)
-            metrics |= {
-                "train/reward": found.rollout[schema.NEXT_REWARD].mean(),
-                "game/action_spread": spread,
-                "game/actions_at_limit": saturated,
-            }
+            metrics |= {"game/action_spread": spread, "game/actions_at_limit": saturated}
             self._keep(found.episodes, random)
             self.partial = metrics, []
             rollouts.append(found.rollout)
@@ -156,7 +152,7 @@ class AdversarialTrainer(WorldModelTrainer):
         self.partial = None
         self.reward.end_iteration(self.policy, self.episode + 1)
         metrics |= {
-            "game/warm_up": self.warms_up,
+            "game/warm_up": float(self.episode < game.wm_warmup),  # only the world model is trained
             "game/replay": len(self.replay),
             "game/random": len(self.random_episodes),
         }
@@ -165,9 +161,13 @@ class AdversarialTrainer(WorldModelTrainer):
     def evaluate_round(self, metrics: Metrics) -> Metrics:
         """Return the held-out loss; the guard checks it and the round's metrics for a collapse."""
         held_out = self.held_out_loss()
-        names = ("game/action_spread", "game/actions_at_limit", "reward/paid_steps")
-        spread, saturated, paid = (float(metrics[name]) for name in names)
-        self._check_collapse(held_out, spread, saturated, paid)
+        # Alike in all processes: of each measure the value furthest from a collapse counts.
+        signs = (("game/action_spread", 1.0), ("game/actions_at_limit", -1.0), ("reward/paid_steps", 1.0))
+        found = [sign * self.processes.maximum(sign * float(metrics[name]), self.device) for name, sign in signs]
+        try:
+            self.guard.check(held_out, *found)
+        except Collapse as collapse:  # the iteration is counted, logged and saved first
+            self.ends_with = collapse
         return {"train/held_out_loss": held_out}
 
     def collection_state(self) -> tuple[dict[str, Any], int]:
@@ -179,26 +179,15 @@ class AdversarialTrainer(WorldModelTrainer):
         self.rollouts.load_state_dict(state[0])
         self.num_random = state[1]
 
-    def _check_collapse(self, held_out: float, spread: float, saturated: float, paid: float) -> None:
-        """Check for a collapse, alike in all processes: of each measure the value furthest from a collapse counts."""
-        spread, paid = (self.processes.maximum(value, self.device) for value in (spread, paid))
-        try:
-            self.guard.check(held_out, spread, -self.processes.maximum(-saturated, self.device), paid)
-        except Collapse as collapse:  # the iteration is counted, logged and saved first
-            self.ends_with = collapse
-
-    @property
-    def warms_up(self) -> float:
-        """1 while only the world model is trained, else 0."""
-        return float(self.episode < self.config.adversarial.wm_warmup)
-
     def _keep(self, episodes: list[RobotEpisode], random: list[RobotEpisode]) -> None:
         """Add the explorer's new episodes, move those that they displace to the replay, and add random ones."""
         strength = self.training.colour_augmentation
         displaced = max(0, len(self.recent) + len(episodes) - (self.recent.episodes.maxlen or 0))
         self.replay.add(list(self.recent.episodes)[:displaced])
-        self.recent.add(self._coded(recolor_episode(episode, self.generator, strength)) for episode in episodes)
-        self.random_episodes.add(self._coded(episode) for episode in random)
+        # The explorer's have codes already, unless they get other colours.
+        found = [recolor_episode(episode, self.generator, strength) for episode in episodes]
+        self.recent.add(self.coded(found))
+        self.random_episodes.add(self.coded(random))
 
     def _collect_random(self, count: int) -> list[RobotEpisode]:
         """Return the next random episodes; with `overlap`, those of the next iteration are collected meanwhile.
@@ -210,21 +199,14 @@ class AdversarialTrainer(WorldModelTrainer):
         if self._random_explorer is None:
             every = self.processes.count
             first = self.num_random * every + self.processes.rank
-            overlaps = self.training.overlap
-            self._random_explorer = (
-                ProcessExplorer(self._random_exploration, 1, first, every)
-                if overlaps
-                else InlineExplorer(self._random_exploration, first, every)
-            )
+            if self.training.overlap:
+                self._random_explorer = ProcessExplorer(self._random_exploration, 1, first, every)
+            else:
+                self._random_explorer = InlineExplorer(self._random_exploration, first, every)
         found = self._random_explorer.take(count)
         self._random_explorer.allow(count)
         self.num_random += count
         return found
-
-    def _coded(self, episode: RobotEpisode) -> RobotEpisode:
-        if episode.codes is None:
-            episode.codes = encode_frames(self.policy, episode.wrist).cpu().numpy()
-        return episode
 
     def _train_world_model(self, trained: list[Metrics]) -> None:
         """Train on `wm_updates` batches of new, older and random episodes; add the metrics of each to `trained`.
@@ -250,12 +232,14 @@ class AdversarialTrainer(WorldModelTrainer):
             self.shown_episodes = batch
         self.policy.eval()
 
+    @cached_property
+    def held_out(self) -> list[EpisodeBatch]:
+        """Episodes of another explorer, in held-out scenes."""
+        return coded_batches(self.policy, held_out_episodes(self.config, self.policy, HELD_OUT, self.training.seed))
+
     def held_out_loss(self) -> float:
-        """Return the world model's cross-entropy on episodes of another explorer, in held-out scenes."""
-        if self._held_out is None:
-            episodes = held_out_episodes(self.config, self.policy, HELD_OUT, self.training.seed)
-            self._held_out = coded_batches(self.policy, episodes)
-        return mean_loss(self.policy, self._held_out)
+        """Return the world model's cross-entropy on the held-out episodes."""
+        return mean_loss(self.policy, self.held_out)
 
     # -- models --------------------------------------------------------------------------------------------------------
 
@@ -271,14 +255,13 @@ class AdversarialTrainer(WorldModelTrainer):
         """Load the explorer of the resumed run or of the student, or build a new one."""
         given = self.config.adversarial.student_checkpoint
         if self.resume_from is not None:
-            run = self.resume_from.parent
-            return load_explorer(self.resume_from / EXPLORER_FOLDER, run / EXPLORER_FOLDER / MODEL_FILE, self.device)
+            return load_game_explorer(self.resume_from, self.device)
         if given is None:
             log.warning("student_checkpoint: none was given; phase 3 starts with a new explorer")
             return new_explorer(self.policy, action_mask, explorer_settings(self.config))
         folder = find_start("student_checkpoint", given)
         if (folder / EXPLORER_FOLDER).is_dir():  # of another adversarial run
-            return load_explorer(folder / EXPLORER_FOLDER, folder.parent / EXPLORER_FOLDER / MODEL_FILE, self.device)
+            return load_game_explorer(folder, self.device)
         return load_explorer(folder, folder.parent / MODEL_FILE, self.device)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -291,36 +274,25 @@ class AdversarialTrainer(WorldModelTrainer):
         weights = {name: value.detach().cpu().clone() for name, value in self.explorer.f1.state_dict().items()}
         torch.save(weights, place / checkpoint.MODEL)
         torch.save(explorer_extras(self.explorer), place / EXPLORER_FILE)
-        stores = {"recent": self.recent, "replay": self.replay, "random": self.random_episodes}
-        buffers = {name: store.state_dict() for name, store in stores.items()}
+        buffers = {name: store.state_dict() for name, store in self.stores.items()}
         torch.save({**buffers, "unseen": self.random_episodes.num_unseen}, folder / BUFFERS_FILE)
         write_json(to_dict(self.explorer.config), self.run_dir / EXPLORER_FOLDER / MODEL_FILE)
 
     def phase_state(self) -> dict[str, Any]:
         """Return both sides' optimizers and counters; networks and buffers are files of their own."""
-        return {
-            "ppo": self.ppo.state_dict(),
-            "reward": self.reward.state_dict(),
-            "rollouts": self.rollouts.state_dict(),
-            "guard": self.guard.state_dict(),
-            "generator": self.generator.bit_generator.state,
-            "num_random": self.num_random,
-        }
+        own = {"generator": self.generator.bit_generator.state, "num_random": self.num_random}
+        return super().phase_state() | own
 
     def load_phase_state(self, state: dict[str, Any], folder: Path) -> None:
         """Load it, and the buffers."""
-        self.ppo.load_state_dict(state["ppo"])
-        self.reward.load_state_dict(state["reward"])
+        super().load_phase_state(state, folder)
         self.processes.remember_statistics(self.reward.scale)
-        self.rollouts.load_state_dict(state["rollouts"])
-        self.guard.load_state_dict(state["guard"])
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
         self.num_random = state["num_random"]
         buffers = checkpoint.load_part(folder, BUFFERS_FILE)
-        self.recent.load_state_dict(buffers["recent"])
-        self.replay.load_state_dict(buffers["replay"])
-        self.random_episodes.load_state_dict(buffers["random"])
+        for name, store in self.stores.items():
+            store.load_state_dict(buffers[name])
         self.random_episodes.num_unseen = buffers["unseen"]
 
     def close(self) -> None:
@@ -340,18 +312,23 @@ class AdversarialTrainer(WorldModelTrainer):
             )
 
 
+def load_game_explorer(folder: Path, device: torch.device) -> ExplorerPolicy:
+    """Load the explorer of a checkpoint of phase 3."""
+    return load_explorer(folder / EXPLORER_FOLDER, folder.parent / EXPLORER_FOLDER / MODEL_FILE, device)
+
+
 def explorer_settings(config: PhaseConfig) -> ExplorerSettings:
     """Return the student's settings of PPO, with the learning rate and noise of phase 3."""
     settings = copy.deepcopy(config.student.explorer)
     settings.learning_rate = config.adversarial.explorer_learning_rate
-    noise = settings.action_noise * config.adversarial.explorer_noise
-    if noise < LEAST_NOISE:
+    factor = config.adversarial.explorer_noise
+    if (noise := settings.action_noise * factor) < LEAST_NOISE:
         raise InputError(
-            f"explorer_noise: {config.adversarial.explorer_noise:g} of action_noise {settings.action_noise:g} is "
-            f"{noise:g}; it must be at least {LEAST_NOISE:g}, for slower motions use explorer_scale"
+            f"explorer_noise: {factor:g} of action_noise {settings.action_noise:g} is {noise:g}; it must be at least "
+            f"{LEAST_NOISE:g}, for slower motions use explorer_scale"
         )
-    settings.initial_noise *= config.adversarial.explorer_noise
-    settings.action_noise *= config.adversarial.explorer_noise
+    settings.initial_noise *= factor
+    settings.action_noise *= factor
     if config.adversarial.explorer_correlation is not None:
         settings.noise_correlation = config.adversarial.explorer_correlation
     return settings
@@ -365,11 +342,8 @@ def warn_of_idle_settings(config: PhaseConfig) -> None:
     if game.random_share and not game.random_episodes:
         log.warning("random_share: ignored without random_episodes; batches are the explorer's episodes alone")
     if game.wm_warmup >= game.iterations:
-        log.warning(
-            "wm_warmup: %d of %d iterations, so the explorer is not trained at all",
-            game.wm_warmup,
-            game.iterations,
-        )
+        text = "wm_warmup: %d of %d iterations, so the explorer is not trained at all"
+        log.warning(text, game.wm_warmup, game.iterations)
 
 
 def split_batch(number: int, size: int, random_share: float, replay_share: float) -> tuple[int, int]:

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import ALL_PHASES, CONFIG_FILE, PHASES, phase_of_file, write_phase_config
+from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError
 from deft.evaluation.report import COMPARISON_FILE, write_report
 from deft.evaluation.world_model import coded_batches, mean_loss
-from deft.models.f1.loading import load_f1_policy
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
 from deft.runs.compute import choose_device
-from deft.runs.directory import MODEL_FILE, remove_run
+from deft.runs.directory import remove_run
 from deft.runs.json_files import read_json, write_json
 from deft.runs.processes import Processes
+from deft.training.phases import evaluation
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import BaseRLTrainer, check_fsdp
-from deft.training.phases.explorer_evaluation import compare_world_models, evaluate_adversarial, evaluate_student
-from deft.training.phases.game import Collapse
-from deft.training.phases.held_out import held_out_episodes
+from deft.training.phases.evaluation import compare_world_models, load_world_model
+from deft.training.phases.exploration import held_out_episodes
+from deft.training.phases.rewards import Collapse
 from deft.training.phases.student import StudentTrainer
 from deft.training.phases.teacher import TeacherTrainer
-from deft.training.phases.teacher_evaluation import evaluate_teacher
 
 log = logging.getLogger(__name__)
 PROGRESS_FILE = "phases.json"
@@ -41,11 +40,6 @@ TRAINERS: dict[str, type[BaseRLTrainer]] = {
     "teacher": TeacherTrainer,
     "student": StudentTrainer,
     "adversarial": AdversarialTrainer,
-}
-EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "teacher": evaluate_teacher,
-    "student": evaluate_student,
-    "adversarial": evaluate_adversarial,
 }
 
 
@@ -79,7 +73,10 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
                 done[phase] = {"summary": summary, "best": str(_best(config, phase, root / phase).name)}
                 if collapse is not None:
                     done[phase]["ended_early"] = str(collapse)
-                _evaluate(config, phase, root, str(device))
+                best, video = root / phase / checkpoint.BEST, root / phase / "plots" / "held_out.mp4"
+                log.info("evaluating %s", best)
+                evaluate = getattr(evaluation, f"evaluate_{phase}")
+                evaluate(best, config.all.evaluation_episodes, video, COMPARING_SEED, str(device))
                 write_json(done, root / PROGRESS_FILE)
                 (root / COMPARISON_FILE).unlink(missing_ok=True)  # of the phase before it continued
                 write_report(root)
@@ -118,16 +115,12 @@ def phase_settings(config: PhaseConfig, phase: str, root: Path) -> PhaseConfig:
 
 def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
     """The world models of phases 1 and 3 on the same held-out episodes of another explorer, for the report."""
-    policies = {
-        "Phase 1": load_world_model(root / "teacher", device),
-        "Phase 3": load_world_model(root / "adversarial", device),
-    }
+    policies: dict[str, F1Policy] = {}
+    updates: dict[str, int] = {}
+    for name, phase in (("Phase 1", "teacher"), ("Phase 3", "adversarial")):
+        folder, _, policies[name] = load_world_model(root / phase / checkpoint.BEST, device)
+        updates[name] = sum(updates.values()) + checkpoint.load_training_state(folder)["num_updates"]
     found = compare_world_models(policies, config, config.all.evaluation_episodes, COMPARING_SEED)
-    updates = {
-        name: checkpoint.load_training_state(checkpoint.find_checkpoint(root / phase / checkpoint.BEST))["num_updates"]
-        for name, phase in (("Phase 1", "teacher"), ("Phase 3", "adversarial"))
-    }
-    updates["Phase 3"] += updates["Phase 1"]
     rows = [
         {
             "name": name,
@@ -150,12 +143,6 @@ def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
     }
 
 
-def load_world_model(run: Path, device: str) -> F1Policy:
-    """The best checkpoint's world model."""
-    folder = checkpoint.find_checkpoint(run / checkpoint.BEST)
-    return load_f1_policy(run / MODEL_FILE, device, checkpoint_path=folder).policy.eval()
-
-
 def _place(config: PhaseConfig) -> tuple[Path, bool]:
     """Return the directory, and whether a run that it holds is replaced; an error if it must not be."""
     run = config.run
@@ -169,9 +156,7 @@ def _place(config: PhaseConfig) -> tuple[Path, bool]:
         raise InputError(f"output_dir: {root} is a run of phase {kind}; give another --output-dir")
     if kind is None and ((root / CONFIG_FILE).is_file() or checkpoint.list_checkpoints(root)):
         raise InputError(f"output_dir: {root} holds a run of another kind; give another --output-dir")
-    begun = any(
-        checkpoint.list_checkpoints(root / phase) for phase in PHASES
-    )  # a directory with settings alone is free
+    begun = any(checkpoint.list_checkpoints(root / phase) for phase in PHASES)  # settings alone are replaced
     replaces = kind == "all" and begun and run.resume is None and not run.auto_resume
     if replaces and not run.overwrite:
         raise InputError(
@@ -222,25 +207,12 @@ def _best(config: PhaseConfig, phase: str, run: Path) -> Path:
     elif phase == "student":
         chosen = max(kept, key=lambda path: checkpoint.load_part(path, checkpoint.METRICS).get("train/wm_error", 0.0))
     else:
-        chosen = min(kept, key=_held_out_losses(config, run, kept).__getitem__)
+        losses: dict[Path, float] = {}
+        episodes: list[RobotEpisode] = []
+        for path in kept:
+            policy = load_world_model(path, config.training.device)[2]
+            episodes = episodes or held_out_episodes(config, policy, config.all.evaluation_episodes, CHOOSING_SEED)
+            losses[path] = mean_loss(policy, coded_batches(policy, episodes))
+        chosen = min(kept, key=losses.__getitem__)
     checkpoint.mark_best(run, chosen)
     return chosen
-
-
-def _held_out_losses(config: PhaseConfig, run: Path, kept: list[Path]) -> dict[Path, float]:
-    device = choose_device(config.training.device)
-    losses, episodes = {}, None
-    for path in kept:
-        policy = load_f1_policy(run / MODEL_FILE, device, checkpoint_path=path).policy.eval()
-        if episodes is None:
-            episodes = held_out_episodes(config, policy, config.all.evaluation_episodes, CHOOSING_SEED)
-        losses[path] = mean_loss(policy, coded_batches(policy, episodes))
-    return losses
-
-
-def _evaluate(config: PhaseConfig, phase: str, root: Path, device: str) -> None:
-    """Measure the best checkpoint; the results are in the phase's folder."""
-    run = root / phase
-    log.info("evaluating %s", run / checkpoint.BEST)
-    episodes, video = config.all.evaluation_episodes, run / "plots" / "held_out.mp4"
-    EVALUATIONS[phase](run / checkpoint.BEST, episodes, video, COMPARING_SEED, device)

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from deft.algorithms.optimization import full_tensor, load_optimizer_state, optimizer_state
 from deft.config.f1_settings import PhaseConfig
 from deft.config.loading import to_dict
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file, read_phase_config, write_phase_config
+from deft.data.episodes import EpisodeBatch
 from deft.errors import InputError, RunError, Stopped
+from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.models.f1.config import F1Config, read_f1_config
 from deft.models.f1.experts import GatedMLP
 from deft.models.f1.loading import load_f1_policy
@@ -91,9 +92,12 @@ class BaseRLTrainer(Loop):
         elif config.training.compile:
             self.policy.model.compile_layers()
         self.optimizer: Any = self.make_optimizer()
-        self.scheduler: Any = None
-        if self.optimizer is not None:
-            self.scheduler = LambdaLR(self.optimizer, lambda _: self.learning_rate_factor())
+        self.highest_rates = [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+        self._set_learning_rate()
+        self.stateful: dict[str, Any] = {}
+        """What `phase_state` saves, by name: objects with `state_dict` and `load_state_dict`."""
+        self.shown_episodes: EpisodeBatch | None = None
+        """The episodes of the last round, for samples and videos."""
         self._unfinished: tuple[int, Metrics] | None = None
         """A round whose updates are done, not yet evaluated and logged: `episode` before it, and its metrics."""
         self.partial: tuple[Metrics, list[Metrics]] | None = None
@@ -152,18 +156,29 @@ class BaseRLTrainer(Loop):
             config.tokenizer_weights = model.tokenizer_weights
         return config
 
+    @property
+    def world_model(self) -> F1Policy:
+        """The model whose predictions samples and videos show."""
+        return self.policy
+
     def write_sample(self, path: Path, row: int) -> None:
-        """Draw an episode of the last round (`samples/episode_n.png`)."""
+        """Draw true frames, predictions and errors of an episode of the last round (`samples/episode_n.png`)."""
+        if self.shown_episodes is not None:
+            draw_sample(predict_episode(self.world_model, self.shown_episodes, row), path)
 
     def write_video(self, path: Path, row: int) -> None:
-        """Write a video of an episode of the last round (`videos/episode_n.mp4`)."""
+        """Write a video of it: head, true wrist and predicted wrist (`videos/episode_n.mp4`)."""
+        if self.shown_episodes is not None:
+            write_prediction_video(predict_episode(self.world_model, self.shown_episodes, row), path)
 
     def phase_state(self) -> dict[str, Any]:
         """Return what the phase resumes from beside policy and optimizer."""
-        return {}
+        return {name: part.state_dict() for name, part in self.stateful.items()}
 
     def load_phase_state(self, state: dict[str, Any], folder: Path) -> None:
         """Load a `phase_state`, and the phase's own files in the checkpoint."""
+        for name, part in self.stateful.items():
+            part.load_state_dict(state[name])
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -209,11 +224,7 @@ class BaseRLTrainer(Loop):
         """Return what the highest learning rate is multiplied by now."""
         progress = self.schedule_progress
         lowest = min(1.0, self.training.min_learning_rate / self.training.learning_rate)
-        shapes = {
-            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-            "linear": 1.0 - progress,
-            "constant": 1.0,
-        }
+        shapes = {"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)), "linear": 1.0 - progress, "constant": 1.0}
         factor = lowest + (1.0 - lowest) * shapes[self.training.scheduler]
         return factor * min(1.0, (self.num_updates + 1) / WARMUP_UPDATES)
 
@@ -296,17 +307,13 @@ class BaseRLTrainer(Loop):
             if saves and self.ends_with is None:  # else the earlier checkpoints are the good ones
                 checkpoint.prune_checkpoints(run.directory, settings.keep_checkpoints, number)
             with contextlib.suppress(Stopped), interruptible(self.stop_requested):
-                self._write_samples(previous)
+                for row, episode in self._due(previous, settings.sample_freq):
+                    self.write_sample(self.run_dir / "samples" / f"episode_{episode}.png", row)
+                for row, episode in self._due(previous, settings.video_freq):
+                    self.write_video(self.run_dir / "videos" / f"episode_{episode}.mp4", row)
             self._show_progress()
         if self.ends_with is not None:
             raise self.ends_with
-
-    def _write_samples(self, previous: int) -> None:
-        """Write the images and videos that are due after a round."""
-        for row, number in self._due(previous, self.training.sample_freq):
-            self.write_sample(self.run_dir / "samples" / f"episode_{number}.png", row)
-        for row, number in self._due(previous, self.training.video_freq):
-            self.write_video(self.run_dir / "videos" / f"episode_{number}.mp4", row)
 
     def _show_progress(self) -> None:
         assert self.run.log is not None
@@ -337,15 +344,14 @@ class BaseRLTrainer(Loop):
         chosen.step()
         if chosen is self.optimizer:
             self.num_updates += 1
-            if self.scheduler is not None:
-                self.scheduler.step()
+            self._set_learning_rate()
         return norm
 
     def _set_learning_rate(self) -> None:
         """Set it by the current progress, so that a run which is resumed here continues alike."""
-        if self.scheduler is not None:
-            for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-                group["lr"] = base * self.learning_rate_factor()
+        if self.optimizer is not None:
+            for group, highest in zip(self.optimizer.param_groups, self.highest_rates, strict=True):
+                group["lr"] = highest * self.learning_rate_factor()
 
     def summary(self) -> dict[str, Any]:
         """Return what a command reports at the end."""
@@ -397,16 +403,11 @@ class BaseRLTrainer(Loop):
             "episode": self.episode,
             "num_updates": self.num_updates,
             "elapsed": self.elapsed,
-            "optimizer": self.optimizer_state(self.optimizer),
-            "scheduler": None if self.scheduler is None else {"last_epoch": self.scheduler.last_epoch},
+            "optimizer": None if self.optimizer is None else optimizer_state(self.optimizer),
             "state": self.phase_state(),
             "partial": None if partial is None else [floats(partial[0]), list(map(floats, partial[1]))],
             "unfinished": None if unfinished is None else [unfinished[0], floats(unfinished[1])],
         }
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
-        """Return the optimizer's state with full tensors."""
-        return None if optimizer is None else optimizer_state(optimizer)
 
     def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
         """Load the state; a trainer that was built from the checkpoint has its weights already."""
@@ -421,18 +422,15 @@ class BaseRLTrainer(Loop):
             else:
                 self.policy.load_state_dict(loaded)
         self.episode, self.num_updates, self.elapsed = state["episode"], state["num_updates"], state["elapsed"]
-        if self.optimizer is not None and self.scheduler is not None:
+        if self.optimizer is not None:
             try:
                 load_optimizer_state(self.optimizer, state["optimizer"], hyperparameters=True)
             except ValueError:
                 raise InputError(
                     f"{folder}: other weights were trained in it; resume with the same settings of the model"
                 ) from None
-            self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
             self._set_learning_rate()  # a resumed run may be given another one
-        unfinished, partial = state["unfinished"], state["partial"]
-        self._unfinished = None if unfinished is None else (unfinished[0], unfinished[1])
-        self.partial = None if partial is None else (partial[0], partial[1])
+        self._unfinished, self.partial = state["unfinished"], state["partial"]
         self.load_phase_state(state["state"], folder)
 
     def write_files(self, folder: Path) -> None:

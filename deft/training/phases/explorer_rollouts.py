@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,21 +24,21 @@ import gymnasium
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.optimization import FlatAdam, clip_gradients
+from deft.algorithms.optimization import FlatAdam, clip_gradients, gradients_of
 from deft.algorithms.ppo import PPO
 from deft.config.f1_settings import ExplorerSettings
 from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import F1RLEnv, StudentEnv, read_task_config
 from deft.envs.history import executed_action
-from deft.envs.layout import take_rows
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, VectorStep
+from deft.evaluation.world_model import step_results
 from deft.machine import available_cores
 from deft.models.f1.explorer import ExplorerPolicy
 from deft.models.f1.frames import to_model
@@ -48,12 +48,10 @@ from deft.runs.random_state import process_seed
 from deft.runs.rollout import rollout
 from deft.runs.signals import raise_if_stopped
 from deft.training.phases.exploration import Exploration
-from deft.training.phases.rewards import Measures
 
 log = logging.getLogger(__name__)
+STREAMS = ("wrist", "head", "state", "codes")  # of the frames that episodes are made of
 ACTING_RATE = 0.1  # the learning rate of the parameters that act, relative to that of the others
-STEPS_TOGETHER = 10  # steps of all episodes in one forward pass of the world model
-Observation = dict[str, np.ndarray]
 
 
 def make_student_env(environment: Mapping[str, Any]) -> F1RLEnv:
@@ -158,20 +156,13 @@ class ExplorerRollouts:
                 watch(self.env.num_envs)
         if log.isEnabledFor(logging.DEBUG):  # reading the values waits for the device
             last = rounds[-1].remembered[-1]
-            size = float(last.abs().mean())
-            log.debug(
-                "memory state of the explorer: zeros at first, then (batch, hidden) = %s, mean |m| %.4f",
-                tuple(last.shape),
-                size,
-            )
+            text = "memory state of the explorer: zeros at first, then (batch, hidden) = %s, mean |m| %.4f"
+            log.debug(text, tuple(last.shape), float(last.abs().mean()))
         width = self.env.num_envs
-        positions = [
-            (start, column + width * number) for number, one in enumerate(rounds) for start, column in one.positions
-        ]
         return Collected(
             torch.cat([one.rollout for one in rounds], 1),
             [episode for one in rounds for episode in one.episodes],
-            positions,
+            [(start, column + width * number) for number, one in enumerate(rounds) for start, column in one.positions],
             torch.cat([one.remembered for one in rounds], 1),
         )
 
@@ -192,174 +183,133 @@ class ExplorerRollouts:
     def _round(self, act: Callable[[TensorDict], TensorDictBase] | None, version: int) -> Collected:
         """One episode in every environment (one that ends early starts another)."""
         explorer, count = self.explorer, self.env.num_envs
-        seen = _copied(self.env.reset(self._seeds()))
-        memory, codes = explorer.initial_memory(count), self._codes(seen)
-        mask = explorer.action_mask.expand(count, -1)
-        noise = explorer.draw_noise(count)
+        numbers, seeds = self._next_scenes()
+        seen, reached = [self._frames(self.env.reset(seeds))], list[TensorDict]()  # before and after each step
+        memory, noise = explorer.initial_memory(count), explorer.draw_noise(count)
         steps: list[TensorDictBase] = []
-        records = [_Record(number, seen, codes.cpu(), column) for column, number in enumerate(self._numbers())]
-        done: list[_Record] = []
+        remembered: list[Tensor] = []
+        executed: list[np.ndarray] = []
 
         def choose(_: Any) -> np.ndarray:
             raise_if_stopped()
             td = TensorDict(
                 {
-                    schema.OBSERVATION: self._observation(seen, codes),
+                    schema.OBSERVATION: _observation(seen[-1]),
                     schema.MEMORY: memory,
-                    schema.ACTION_MASK: mask,
+                    schema.ACTION_MASK: explorer.action_mask.expand(count, -1),
                     schema.SAMPLE: TensorDict({schema.NOISE: noise}, batch_size=[count]),
                 },
                 batch_size=[count],
             )
             steps.append(explorer.act(td) if act is None else act(td))
             action = steps[-1][schema.ACTION]
-            executed = explorer.executed(action) if act is None else executed_action(action, explorer.action_mask)
-            actions: np.ndarray = executed.cpu().numpy()
-            return actions
+            taken = explorer.executed(action) if act is None else executed_action(action, explorer.action_mask)
+            executed.append(taken.cpu().numpy())
+            return executed[-1]
 
-        def sink(_: Any, actions: np.ndarray, step: VectorStep) -> None:
-            nonlocal seen, codes, memory, noise
-            time, acted = len(steps) - 1, steps[-1]
-            next_memory = acted[schema.NEXT_MEMORY]
-            following = _copied(step.observation)
-            true_next = _with_final(following, step)
-            next_codes = self._codes(true_next)
-            is_last = time == self.num_steps - 1
+        def sink(_: Any, __: Any, step: VectorStep) -> None:
+            nonlocal memory, noise
+            acted, is_last = steps[-1], len(steps) == self.num_steps
+            after, following = acted[schema.NEXT_MEMORY], self._frames(step.observation)
+            true_next = following
+            if step.final_observation is not None:  # never the frame after a reset
+                true_next = following.clone()
+                true_next[torch.as_tensor(step.done_index)] = self._frames(step.final_observation)
             terminated = torch.as_tensor(step.terminated.copy())
             truncated = (torch.as_tensor(step.truncated.copy()) | is_last) & ~terminated
-            over = (terminated | truncated).numpy()
             acted[schema.NEXT] = TensorDict(
                 {
                     schema.REWARD: torch.zeros(count),
                     schema.TERMINATED: terminated,
                     schema.TRUNCATED: truncated,
-                    schema.VALUE: self._bootstrap(true_next, next_codes, next_memory, truncated),
+                    schema.VALUE: self._bootstrap(true_next, after, truncated),
                 },
                 batch_size=[count],
             )
             acted[schema.POLICY_VERSION] = torch.full((count,), version)
-            acted["remembered"] = next_memory[:, -1]
-            found = next_codes.cpu()
-            for column, record in enumerate(records):
-                record.add(torch.as_tensor(actions[column]), true_next, found)
-                if over[column]:
-                    done.append(record)
+            remembered.append(after[:, -1])
+            reached.append(true_next)
             if is_last:
                 return
-            seen, codes = following, next_codes
-            if over.any():
-                codes = self._codes(following)
-                for column in np.flatnonzero(over).tolist():
-                    records[column] = _Record(records[column].number, following, codes.cpu(), column, time + 1)
-            ended = torch.as_tensor(over, device=next_memory.device)
-            memory = next_memory * ~ended[:, None, None]
+            seen.append(following)
+            ended = (terminated | truncated).to(after.device)
+            memory = after * ~ended[:, None, None]
             noise = explorer.draw_noise(count, noise, ended)
 
         rollout(self.env, choose, sink, None, self.num_steps)
-        stacked: Any = torch.stack(steps)
-        remembered = stacked.pop("remembered")
-        done.sort(key=lambda record: (record.column, record.start))
-        return Collected(
-            stacked.to(explorer.device),
-            [record.episode() for record in done],
-            [(record.start, record.column) for record in done],
-            remembered,
+        found: Any = torch.stack(steps).to(explorer.device)
+        before, after = (
+            {name: torch.stack([one[name] for one in frames]).cpu().numpy() for name in STREAMS}
+            for frames in (seen, reached)
         )
+        over = (found[schema.NEXT_TERMINATED] | found[schema.NEXT_TRUNCATED]).cpu().numpy()
+        episodes, positions = [], []
+        for column, number in enumerate(numbers):
+            start = 0
+            for end in (np.flatnonzero(over[:, column]) + 1).tolist():
+                streams = {
+                    name: np.concatenate([before[name][start : start + 1, column], after[name][start:end, column]])
+                    for name in STREAMS
+                }
+                action = np.stack([one[column] for one in executed[start:end]])
+                episodes.append(RobotEpisode(**streams, action=action, number=number))
+                positions.append((start, column))
+                start = end
+        return Collected(found, episodes, positions, torch.stack(remembered))
 
-    def _seeds(self) -> list[int]:
-        """The scenes of the next round: the seed's and its number's, each kept for `scenes_kept` rounds."""
+    def _next_scenes(self) -> tuple[list[int], list[int]]:
+        """The numbers of the next round's episodes, and the seeds of their scenes, kept for `scenes_kept` rounds."""
         kept, width = self.exploration.scenes_kept, self.env.num_envs
-        first = (self.num_begun // kept * self._every + self._first) * width
-        return [self.exploration.scene_seed(first + column) for column in range(width)]
-
-    def _numbers(self) -> list[int]:
-        width = self.env.num_envs
-        first = (self.num_begun * self._every + self._first) * width
+        number, scene = (
+            (rounds * self._every + self._first) * width for rounds in (self.num_begun, self.num_begun // kept)
+        )
         self.num_begun += 1
-        return list(range(first, first + width))
+        return list(range(number, number + width)), [self.exploration.scene_seed(scene + i) for i in range(width)]
 
-    def _codes(self, seen: Observation) -> Tensor:
-        """The codes of the newest wrist frames, int64 [N, L]."""
+    def _frames(self, observation: Any) -> TensorDict:
+        """The newest frames of both cameras, the codes of the wrist's, the state, and a goal's words.
+
+        They are copies: a vector environment writes into its arrays again.
+        """
         f1 = self.explorer.f1
-        pixels = torch.as_tensor(seen[schema.WRIST_RGB][:, -1], device=f1.device)
-        return f1.tokenizer.encode(to_model(pixels, f1.config.tokenizer.image_size, schema.WRIST_RGB))
-
-    def _observation(self, seen: Observation, codes: Tensor) -> TensorDict:
-        """The explorer's observation: the wrist's newest frame, its codes, the state, and a goal's words."""
-        device = self.explorer.device
-        streams = {
-            schema.IMAGE0: torch.as_tensor(seen[schema.WRIST_RGB][:, -1].copy(), device=device),
-            schema.FRAME_TOKENS: codes,
-            schema.STATE: torch.as_tensor(seen[schema.STATE], device=device),
+        newest = {
+            "wrist": observation[schema.WRIST_RGB][:, -1],
+            "head": observation[schema.HEAD_RGB][:, -1],
+            **{name: observation[name] for name in (schema.STATE, schema.INSTRUCTION) if name in observation},
         }
-        if schema.INSTRUCTION in seen:
-            streams[schema.INSTRUCTION] = torch.as_tensor(seen[schema.INSTRUCTION], device=device)
-        return TensorDict(streams, batch_size=[len(codes)])
+        frames = {name: torch.tensor(values, device=f1.device) for name, values in newest.items()}
+        pixels = to_model(frames["wrist"], f1.config.tokenizer.image_size, schema.WRIST_RGB)
+        return TensorDict({**frames, "codes": f1.tokenizer.encode(pixels)}, batch_size=[len(pixels)])
 
-    def _bootstrap(self, seen: Observation, codes: Tensor, memory: Tensor, truncated: Tensor) -> Tensor:
+    def _bootstrap(self, frames: TensorDict, memory: Tensor, truncated: Tensor) -> Tensor:
         """V(the true next observation) where an episode was cut, 0 elsewhere."""
-        values = torch.zeros(len(codes))
-        index = truncated.nonzero().flatten()
-        if len(index):
-            rows = index.to(memory.device)
-            chosen: Any = take_rows(seen, index.numpy())
-            view = self._observation(chosen, codes[rows])
-            td = TensorDict({schema.OBSERVATION: view, schema.MEMORY: memory[rows]}, batch_size=[len(index)])
-            values[index] = self.explorer.get_value(td).cpu()
+        values = torch.zeros(len(truncated))
+        rows = truncated.nonzero().flatten().to(memory.device)
+        if len(rows):
+            td = {schema.OBSERVATION: _observation(frames[rows]), schema.MEMORY: memory[rows]}
+            values[truncated] = self.explorer.get_value(TensorDict(td, batch_size=[len(rows)])).cpu()
         return values
 
 
-class _Record:
-    """One episode as it is made."""
-
-    def __init__(self, number: int, seen: Observation, codes: Tensor, column: int, start: int = 0) -> None:
-        self.number, self.column, self.start = number, column, start
-        self._frames: dict[str, list[Any]] = {"wrist": [], "head": [], "state": [], "codes": []}
-        self._actions: list[Tensor] = []
-        self._store(seen, codes)
-
-    def add(self, action: Tensor, seen: Observation, codes: Tensor) -> None:
-        """A step: the action as executed, and what it led to."""
-        self._actions.append(action)
-        self._store(seen, codes)
-
-    def _store(self, seen: Observation, codes: Tensor) -> None:
-        column, frames = self.column, self._frames
-        for name, stream in (("wrist", schema.WRIST_RGB), ("head", schema.HEAD_RGB)):
-            frames[name].append(seen[stream][column, -1].copy())  # a view would keep the whole history
-        frames["state"].append(seen[schema.STATE][column])
-        frames["codes"].append(codes[column])
-
-    def episode(self) -> RobotEpisode:
-        """All of it."""
-        frames = self._frames
-        return RobotEpisode(
-            wrist=np.stack(frames["wrist"]),
-            head=np.stack(frames["head"]),
-            state=np.stack(frames["state"]),
-            action=torch.stack(self._actions).numpy(),
-            codes=torch.stack(frames["codes"]).numpy(),
-            number=self.number,
-        )
-
-
-def _copied(observation: Any) -> Observation:
-    """An observation of one's own: a vector environment writes into its arrays again."""
-    return {name: stream.copy() for name, stream in observation.items()}
-
-
-def _with_final(following: Observation, answer: VectorStep) -> Observation:
-    """The true next observation: the final one where an episode ended, never the one after its reset."""
-    final: Any = answer.final_observation
-    if final is None:
-        return following
-    true_next = _copied(following)
-    for name, stream in true_next.items():
-        stream[answer.done_index] = final[name]
-    return true_next
+def _observation(frames: TensorDict) -> TensorDict:
+    """The explorer's observation: the wrist's newest frame, its codes, the state, and a goal's words."""
+    view = frames.select("wrist", "codes", schema.STATE, schema.INSTRUCTION, strict=False)
+    return view.rename_key_("wrist", schema.IMAGE0).rename_key_("codes", schema.FRAME_TOKENS)
 
 
 # -- the world model's measures ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measures:
+    """Measures of the steps (s_t, a_t, s_{t+1}) of a rollout, [T, N] each."""
+
+    divergence_before: Tensor  # D_t = ‖h_explorer − h_teacher‖₂ before the step
+    divergence: Tensor  # D_{t+1}: after it
+    uncertainty: Tensor  # mean entropy of the codes of img_{t+1}, as the world model predicted them from a_t, in nats
+    error: Tensor  # their cross-entropy, in nats
+    action_size: Tensor  # mean |a_t| over the real dims, as executed
+    starts: Tensor  # bool: an episode's first step
 
 
 @torch.no_grad()
@@ -369,75 +319,36 @@ def measure(world_model: F1Policy, found: Collected) -> Measures:
     It sees head and wrist, and carries its memory through each episode from zeros. Its memory is stored in the
     rollout too (`teacher_memory`), for the explorer's memory to learn from.
     """
-    was_training = world_model.training
-    world_model.eval()
-    batch = found.batch(world_model)
-    columns: dict[str, list[Tensor]] = {"wm_losses": [], "wm_entropies": [], "remembered": []}
-    memory = world_model.initial_memory(len(batch.lengths))
-    for start in range(0, batch.longest, STEPS_TOGETHER):
-        raise_if_stopped()
-        cut = batch.chunk(start, STEPS_TOGETHER)
-        assert cut is not None
-        steps, rows = cut[0], cut[1].to(memory.device)
-        results = world_model.forward_with_world_model(steps, memory_state=memory[:, rows], by_step=True)
-        memory[:, rows] = results[schema.MEMORY_STATE]
-        for name, parts in columns.items():
-            values = results[name]
-            whole = values.new_zeros(len(values), len(batch.lengths), *values.shape[2:])
-            whole[:, rows] = values
-            parts.append(whole)
-    world_model.train(was_training)
-    error, uncertainty, remembered = (found.spread(torch.cat(parts)).float() for parts in columns.values())
-    remembered = remembered.to(found.remembered.device)
+    batch, device = found.batch(world_model), found.remembered.device
+    results = step_results(world_model, batch, ("wm_losses", "wm_entropies", "remembered"))
+    error, uncertainty, remembered = (found.spread(values).float().to(device) for values in results.values())
     found.rollout[schema.TEACHER_MEMORY] = remembered
     starts = found.starts()
     after = torch.linalg.vector_norm(found.remembered - remembered, dim=-1)
     before = torch.cat([torch.zeros_like(after[:1]), after[:-1]]).masked_fill(starts, 0.0)  # both start with zeros
     mask = found.rollout[schema.ACTION_MASK]
-    size = found.spread(batch.streams["action"].transpose(0, 1)).abs().to(after.device)
-    return Measures(
-        divergence_before=before,
-        divergence=after,
-        uncertainty=uncertainty.to(after.device),
-        error=error.to(after.device),
-        action_size=(size * mask).sum(-1) / mask.sum(-1),
-        starts=starts,
-    )
+    size = found.spread(batch.streams["action"].transpose(0, 1)).abs().to(device)
+    return Measures(before, after, uncertainty, error, (size * mask).sum(-1) / mask.sum(-1), starts)
 
 
 # -- how it learns ---------------------------------------------------------------------------------------------------
 
 
 class ExplorerPPO(PPO):
-    """L = L_PPO + c · mean (h_explorer − h_teacher)²: the core's PPO, with a memory that learns from the teacher's.
-
-    With several processes, `average` replaces gradients by their mean before every step, and `largest` makes all stop
-    and change pace by the same KL.
-    """
+    """L = L_PPO + c · mean (h_explorer − h_teacher)²: the core's PPO, with a memory that learns from the teacher's."""
 
     name = "explorer-ppo"
     policy: ExplorerPolicy
     settings: ExplorerSettings
 
-    def __init__(
-        self,
-        policy: ExplorerPolicy,
-        settings: ExplorerSettings | None = None,
-        seed: int = 0,
-        average: Callable[[Iterable[nn.Parameter]], None] | None = None,
-        largest: Callable[[float], float] | None = None,
-    ) -> None:
-        super().__init__(policy, settings or ExplorerSettings(), seed)
-        self._average, self._largest = average, largest
-
     @classmethod
     def of_run(cls, policy: ExplorerPolicy, settings: ExplorerSettings, seed: int, processes: Processes) -> ExplorerPPO:
         """In a run of one process, or of several that learn as one."""
-        if processes.count == 1:
-            return cls(policy, settings, seed)
-        device = policy.device
-        average, seed = processes.average_gradients, process_seed(seed, processes.rank)
-        return cls(policy, settings, seed, average, lambda value: processes.maximum(value, device))
+        made = cls(policy, settings, process_seed(seed, processes.rank))
+        if processes.count > 1:
+            made.share(processes)
+            processes.remember_statistics(policy)
+        return made
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; a learning rate that changed in the settings replaces the adapted one."""
@@ -467,6 +378,8 @@ class ExplorerPPO(PPO):
     def apply_gradients(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """Clip the gradients of each group by themselves, step; return the norm of the acting parameters' gradients."""
         assert isinstance(optimizer, FlatAdam)
+        if self.processes is not None:
+            self.processes.average(gradients_of(optimizer))
         norms = [clip_gradients([flat.gradient for flat in flats], max_grad_norm) for flats in optimizer.flats]
         optimizer.step()
         return norms[0]
@@ -494,17 +407,3 @@ class ExplorerPPO(PPO):
         # How far the first minibatch's ratios were from 1, before anything was learned from this rollout: exactness.
         metrics["first_ratio_error"] = (losses[0]["log_ratio"].exp() - 1).abs().max()
         return metrics
-
-    def _share_gradients(self) -> None:
-        if self._average is not None:
-            self._average(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
-
-    def _adapt_learning_rate(self, approx_kl: Tensor) -> None:
-        shared = approx_kl if self._largest is None else torch.tensor(self._largest(float(approx_kl)))
-        super()._adapt_learning_rate(shared)
-
-    def _kl_too_large(self, epoch: list[Metrics]) -> bool:
-        is_large = super()._kl_too_large(epoch)
-        if self._largest is None or self.settings.target_kl is None:
-            return is_large
-        return bool(self._largest(float(is_large)))

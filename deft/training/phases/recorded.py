@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from deft.data.robot_episode import RobotEpisode
 from deft.envs.padded import PADDED_SIZE
 from deft.errors import InputError
 from deft.runs.signals import raise_if_stopped
+from deft.training.phases.exploration import Explorer
 
 log = logging.getLogger(__name__)
 WRIST_NAMES = ("wrist", "hand", "gripper")
@@ -33,7 +35,7 @@ OFF = "off"
 MEASURED = 50  # episodes from which the range of states and actions is taken
 
 
-class DatasetExplorer:
+class DatasetExplorer(Explorer):
     """A dataset's episodes in a new random order every time through; without those that are kept for evaluation."""
 
     def __init__(self, training: TrainingConfig, image_size: int, first: int = 0, every: int = 1) -> None:
@@ -87,13 +89,6 @@ class DatasetExplorer:
         begins = range(self.training.frame_skip)
         return [self.read(int(index), begin) for index in self.held_out_episodes[:count] for begin in begins]
 
-    def ready(self) -> list[RobotEpisode]:
-        """Nothing: episodes are read on demand."""
-        return []
-
-    def allow(self, count: int) -> None:
-        """Nothing: episodes are read on demand."""
-
     def skip(self, count: int) -> None:
         """Skip `count` episodes."""
         self._next += count
@@ -125,15 +120,13 @@ class DatasetExplorer:
 
     def _measure(self) -> dict[str, list[list[float]]]:
         """Least and greatest value of each dim over (the first of) the episodes that are trained on."""
-        low: dict[str, np.ndarray] = {}
-        high: dict[str, np.ndarray] = {}
+        limits: dict[str, list[np.ndarray]] = {"state": [], "action": []}
         for index in self.training_episodes[:MEASURED]:
             episode = self.dataset.episode(int(index))
-            values = {"state": _state_of(episode.streams, len(episode) + 1), "action": _vectors(episode.action)}
-            for name, rows in values.items():
-                low[name] = np.minimum(low.get(name, np.inf), rows.min(0))
-                high[name] = np.maximum(high.get(name, -np.inf), rows.max(0))
-        return {name: [low[name].tolist(), high[name].tolist()] for name in low}
+            state, action = _state_of(episode.streams, len(episode) + 1), _vectors(episode.action)
+            limits["state"] += [state.min(0), state.max(0)]
+            limits["action"] += [action.min(0), action.max(0)]
+        return {name: [np.min(rows, 0).tolist(), np.max(rows, 0).tolist()] for name, rows in limits.items()}
 
 
 def open_video(name: str, options: dict[str, Any], image_size: int) -> Dataset:
@@ -144,24 +137,38 @@ def open_video(name: str, options: dict[str, Any], image_size: int) -> Dataset:
 
 def find_cameras(dataset: Dataset, wrist: str | None, head: str | None) -> tuple[str, str | None]:
     """The predicted stream and the additional one; chosen by name if they are not given."""
-    space = dataset.observation_space
-    named = space.spaces if isinstance(space, spaces.Dict) else {"": space}
-    images = [name for name, one in named.items() if one.dtype == np.uint8 and len(one.shape or ()) == 3]
-    shown = ", ".join(name or "the observation" for name in images)
-    if not images:
-        raise InputError(f"dataset {dataset.name} has no images: its observations are {space}")
-    for flag, name in (("wrist_camera", wrist), ("head_camera", head)):
-        if name not in (None, OFF, *images):
-            raise InputError(f"{flag}: dataset {dataset.name} has no images {name!r}; it has {shown}")
+    images = image_streams(dataset)
+    check_streams(dataset, "wrist_camera", {wrist} - {None, OFF})
+    check_streams(dataset, "head_camera", {head} - {None, OFF})
+
+    def named(words: tuple[str, ...], other: str | None) -> list[str]:
+        return [name for name in images if name != other and any(word in name.lower() for word in words)]
+
     if wrist is None:
         rest = [name for name in images if name != head]
-        wrist = next(
-            (name for name in rest if any(word in name.lower() for word in WRIST_NAMES)), rest[0] if rest else ""
-        )
+        wrist = [*named(WRIST_NAMES, head), *rest, ""][0]
     if head is None:
-        rest = [name for name in images if name != wrist]
-        head = next((name for name in rest if any(word in name.lower() for word in HEAD_NAMES)), OFF)
+        head = [*named(HEAD_NAMES, wrist), OFF][0]
     return wrist, None if head == OFF else head
+
+
+def image_streams(dataset: Dataset) -> list[str]:
+    """The names of a dataset's image streams; a plain observation has the empty name."""
+    space = dataset.observation_space
+    named = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+    found = [name for name, one in named.items() if one.dtype == np.uint8 and len(one.shape or ()) == 3]
+    if not found:
+        raise InputError(f"dataset {dataset.name} has no images (uint8 [3, h, w]): its observations are {space}")
+    return found
+
+
+def check_streams(dataset: Dataset, flag: str, names: Iterable[str | None]) -> None:
+    """Raise an error if a dataset does not have these image streams."""
+    found = image_streams(dataset)
+    for name in names:
+        if name not in found:
+            shown = ", ".join(one or "the observation" for one in found)
+            raise InputError(f"{flag}: dataset {dataset.name} has no images {name!r}; it has {shown}")
 
 
 def split(num_episodes: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -185,12 +192,11 @@ def warn_of_seen_episodes(tokenizer: Path, dataset: Dataset, held_out: np.ndarra
     if header is None or (seen := json.loads(header))["dataset"] != trained_on(dataset, held_out)["dataset"]:
         return
     if both := sorted(set(seen["episodes"]) & {int(index) for index in held_out}):
-        log.warning(
+        text = (
             "tokenizer_weights: %s was trained on episode %s, which is held out here: give `deft train tokenizer` the "
-            "same seed, and as held_out_episodes what holdout is here",
-            tokenizer,
-            ", ".join(map(str, both)),
+            "same seed, and as held_out_episodes what holdout is here"
         )
+        log.warning(text, tokenizer, ", ".join(map(str, both)))
 
 
 def last_picture(frames: np.ndarray) -> np.ndarray:

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from deft.config.f1_settings import ExplorerSettings, PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, phase_of_file
-from deft.data.episodes import EpisodeBatch
 from deft.errors import InputError, Stopped
 from deft.evaluation.plots import plot_metrics
-from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.models.f1.explorer import (
     EXPLORER_FILE,
     ExplorerPolicy,
@@ -36,9 +34,9 @@ from deft.models.f1.policy import F1Policy
 from deft.runs.compute import autocast, set_precision
 from deft.runs.directory import MODEL_FILE
 from deft.training.phases.base import BaseRLTrainer, Metrics, find_start, moved_with
+from deft.training.phases.exploration import make_exploration
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_envs
 from deft.training.phases.rewards import Measures, StudentReward
-from deft.training.phases.teacher import make_exploration
 
 log = logging.getLogger(__name__)
 NUM_ENVS = 8
@@ -75,7 +73,7 @@ class StudentTrainer(BaseRLTrainer):
         settings = config.student.explorer
         self.reward = StudentReward(config.student.rewards, self.processes.merge_statistics)
         self.ppo = ExplorerPPO.of_run(self.explorer, settings, config.training.seed, self.processes)
-        self._shown_episodes: EpisodeBatch | None = None
+        self.stateful = {"ppo": self.ppo, "reward": self.reward, "rollouts": self.rollouts}
 
     def train(self) -> dict[str, Any]:
         """Train, and plot the curves: `plots/rewards.png`."""
@@ -95,7 +93,7 @@ class StudentTrainer(BaseRLTrainer):
                 with autocast(self.device, self.autocast_dtype):
                     measures = measure(self.teacher, found)
             found.pay(*self.reward(measures))
-            self._shown_episodes = found.batch(self.teacher) if self.processes.is_first else None
+            self.shown_episodes = found.batch(self.teacher) if self.processes.is_first else None
             self.partial = exploration_metrics(found, measures), []
             rollouts.append(found.rollout)
         learned = self.ppo.update(iter(rollouts))
@@ -149,15 +147,10 @@ class StudentTrainer(BaseRLTrainer):
         self.rollouts = ExplorerRollouts(self.explorer, env, exploration, num_steps, episodes, rank, count)
         return self.explorer.f1
 
-    def write_sample(self, path: Path, row: int) -> None:
-        """Draw true frames, predictions and errors of an episode of the last rollout."""
-        if self._shown_episodes is not None:
-            draw_sample(predict_episode(self.teacher, self._shown_episodes, row), path)
-
-    def write_video(self, path: Path, row: int) -> None:
-        """Write a video of that episode: head, true wrist and predicted wrist."""
-        if self._shown_episodes is not None:
-            write_prediction_video(predict_episode(self.teacher, self._shown_episodes, row), path)
+    @property
+    def world_model(self) -> F1Policy:
+        """The teacher's."""
+        return self.teacher
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -166,24 +159,15 @@ class StudentTrainer(BaseRLTrainer):
         super().write_files(folder)
         torch.save(explorer_extras(self.explorer), folder / EXPLORER_FILE)
 
-    def phase_state(self) -> dict[str, Any]:
-        """Return PPO's optimizer and generator, the reward's scales, and which scenes come next."""
-        return {
-            "ppo": self.ppo.state_dict(),
-            "reward": self.reward.state_dict(),
-            "rollouts": self.rollouts.state_dict(),
-        }
-
     def load_phase_state(self, state: dict[str, Any], folder: Path) -> None:
         """Load it, and the explorer's weights unless the trainer was built from this checkpoint."""
-        self.ppo.load_state_dict(state["ppo"])
-        self.reward.load_state_dict(state["reward"])
+        super().load_phase_state(state, folder)
         self.processes.remember_statistics(self.reward.scales)
-        self.rollouts.load_state_dict(state["rollouts"])
         if self.resume_from is None:
             found = load_explorer(folder, folder.parent / MODEL_FILE, self.device)
             check_chain(found, self.config.student.explorer, folder)
             self.explorer.load_state_dict(found.state_dict())
+            self.processes.remember_statistics(self.explorer)
 
     def close(self) -> None:
         """Free the environments."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +18,10 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.algorithms.optimization import load_optimizer_state, shard_like
+from deft.algorithms.optimization import load_optimizer_state, optimizer_state, shard_like
 from deft.config.f1_settings import PhaseConfig
 from deft.data.episodes import EpisodeBatch, EpisodeBuffer
 from deft.data.robot_episode import RobotEpisode
-from deft.envs.f1 import read_task_config
 from deft.errors import InputError
 from deft.machine import available_cores
 from deft.models.f1.config import F1Config
@@ -32,12 +32,12 @@ from deft.models.f1.policy import F1Policy
 from deft.runs import sharding
 from deft.runs.compute import autocast
 from deft.training.phases.base import Metrics
-from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer
+from deft.training.phases.exploration import Exploration, Explorer, InlineExplorer, ProcessExplorer, make_exploration
 from deft.training.phases.recorded import DatasetExplorer, warn_of_seen_episodes
 from deft.training.phases.world_model_trainer import Means, WorldModelTrainer, copy_accuracy, scalars
 
 log = logging.getLogger(__name__)
-MOTION_WARMUP, MEMORY_WARMUP = 0.15, 0.05  # fractions of a run that starts from new weights
+WARMUPS = {"motion": 0.15, "memory": 0.05}  # parts of new weights that are trained alone, and fractions of the run
 MOST_WORKERS = 64
 FITTED_STEPS = 512
 OF_RECORDINGS = {"frame_skip": 1, "shift_augmentation": 0, "wrist_camera": None, "head_camera": None}
@@ -65,16 +65,12 @@ class TeacherTrainer(WorldModelTrainer):
             self.exploration()  # checks the environment's settings before anything is written
         self.buffer = EpisodeBuffer(0, 0)  # created with the explorer
         self._buffer_state: dict[str, Any] | None = None
-        self.motion_optimizer: torch.optim.Optimizer | None = None
-        self.memory_optimizer: torch.optim.Optimizer | None = None
         rate, decay = training.motion_learning_rate, training.weight_decay
-        motion_share, memory_share = self._warmup_shares
-        if motion_share:
-            assert self.policy.model.motion is not None
-            self.motion_optimizer = setup_optimizer(self.policy.model.motion, rate, decay)
-        if memory_share:
-            assert self.policy.model.memory is not None
-            self.memory_optimizer = setup_optimizer(self.policy.model.memory, rate, decay)
+        self.warmup_optimizers = {
+            name: setup_optimizer(getattr(self.policy.model, name), rate, decay)
+            for name, share in zip(WARMUPS, self._warmup_shares, strict=True)
+            if share
+        }
 
     @property
     def warms_up(self) -> str | None:
@@ -95,7 +91,7 @@ class TeacherTrainer(WorldModelTrainer):
         """Fractions of the run in which the motion prior, then the memory, is trained alone."""
         training, model = self.training, self.policy.model
         # A new optimizer at a high learning rate would damage trained weights.
-        usual = (MOTION_WARMUP, MEMORY_WARMUP) if self.config.model.checkpoint_path is None else (0.0, 0.0)
+        usual = WARMUPS.values() if self.config.model.checkpoint_path is None else (0.0, 0.0)
         asked = (training.motion_warmup, training.memory_warmup)
         motion, memory = (own if share is None else share for own, share in zip(usual, asked, strict=True))
         motion = motion if model.motion is not None else 0.0
@@ -110,12 +106,14 @@ class TeacherTrainer(WorldModelTrainer):
         places = self.buffer.draw(self.training.batch_size, self.generator)
         batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
         self.shown_episodes = batch
-        hides_head = bool(self.training.head_dropout) and self._drops_head()
+        hides_head = bool(self.training.head_dropout) and bool(self.generator.random() < self.training.head_dropout)
+        if self.is_sharded:  # the passes of all processes are alike
+            hides_head = self.processes.broadcast(hides_head)
         if hides_head:
             batch = batch.without_head()
         self.policy.train()
         warms_up = self.warms_up
-        if warms_up is None and self._is_new:
+        if warms_up is None and self.config.model.checkpoint_path is None and not self.optimizer.state:
             self._fit_sharpness(batch)
         if warms_up == "motion":
             metrics = self._train_motion(batch)
@@ -131,11 +129,6 @@ class TeacherTrainer(WorldModelTrainer):
         if self.processes.count > 1:
             count = round(self.processes.total(count, self.device))
         return count, metrics
-
-    @property
-    def _is_new(self) -> bool:
-        """Whether the whole model has had no update yet, and is not from a checkpoint."""
-        return self.config.model.checkpoint_path is None and not self.optimizer.state
 
     def _fit_sharpness(self, batch: EpisodeBatch) -> None:
         """Initialise the sharpness of the motion prior on steps of the first episodes of all processes."""
@@ -153,11 +146,6 @@ class TeacherTrainer(WorldModelTrainer):
         sharding.reshard(self.policy)
         with torch.no_grad():
             motion.log_sharpness.copy_(shard_like(found, motion.log_sharpness))
-
-    def _drops_head(self) -> bool:
-        """Whether to drop the head camera, at random; alike in all processes if parameters are sharded."""
-        drops = bool(self.generator.random() < self.training.head_dropout)
-        return bool(self.processes.broadcast(drops)) if self.is_sharded else drops
 
     # -- four ways to train on episodes --------------------------------------------------------------------------------
 
@@ -191,10 +179,10 @@ class TeacherTrainer(WorldModelTrainer):
 
     def _train_motion(self, batch: EpisodeBatch) -> Metrics:
         """Train the motion prior alone on the steps of the episodes, in recordings more on those with motion."""
-        assert self.motion_optimizer is not None
+        optimizer = self.warmup_optimizers["motion"]
         # The learning rate falls in the second half: a constant one leaves jitter in what does not move.
         left = 1.0 - self.progress / self._warmup_shares[0]
-        for group in self.motion_optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = self.training.motion_learning_rate * min(1.0, max(2.0 * left, 0.02))
         rows, times = batch.all_steps()
         if self.training.dataset is None:
@@ -208,27 +196,21 @@ class TeacherTrainer(WorldModelTrainer):
         sums = Means()
         for part in torch.tensor_split(order, num_updates):
             steps = batch.steps(rows[part], times[part], motion_only=True)
-            results, norm = self.update_in_parts(steps, self._motion_loss, self.motion_optimizer)
-            sums.add(
-                {"motion_loss": results["motion_loss"], "grad_norm": norm, "copy_loss": copy_loss(steps)}, len(part)
-            )
+            results, norm = self.update_in_parts(self._motion_losses, steps, None, optimizer)
+            found = {"motion_loss": results["motion_loss"], "grad_norm": norm, "copy_loss": copy_loss(steps)}
+            sums.add(found, len(part))
         return sums.means()
 
-    def _motion_loss(self, steps: dict[str, Tensor], _: slice) -> dict[str, Tensor]:
-        with autocast(self.device, self.autocast_dtype):
-            return self.policy.forward_motion_only(steps)
+    def _motion_losses(self, steps: dict[str, Tensor], memory_state: Tensor | None) -> dict[str, Tensor]:
+        """The motion prior has no memory."""
+        return self.policy.forward_motion_only(steps)
 
     def _update_memory(
         self, chunk: dict[str, Tensor], memory: Tensor | None, weight: float
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Update the memory alone, on what it adds to the image that the motion prior predicts."""
-
-        def losses(part: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-            before = None if memory is None else memory[:, rows]
-            with autocast(self.device, self.autocast_dtype):
-                return self.policy.forward_memory_correction(part, before, self.training.memory_backprop)
-
-        results, norm = self.update_in_parts(chunk, losses, self.memory_optimizer, weight)
+        forward = partial(self.policy.forward_memory_correction, memory_backprop=self.training.memory_backprop)
+        results, norm = self.update_in_parts(forward, chunk, memory, self.warmup_optimizers["memory"], weight)
         del results["loss"]  # in other units than that of the whole model
         return results, norm
 
@@ -330,13 +312,12 @@ class TeacherTrainer(WorldModelTrainer):
 
     def phase_state(self) -> dict[str, Any]:
         """Return which episodes come next; those in the buffer are not saved: `_open_explorer` gets them again."""
-        motion = self.optimizer_state(self.motion_optimizer)
+        optimizers = {f"{name}_optimizer": self.warmup_optimizers.get(name) for name in WARMUPS}
         normalization = self.explorer.normalization if isinstance(self.explorer, DatasetExplorer) else None
         return {
             "num_taken": self.num_taken,
             "generator": self.generator.bit_generator.state,
-            "motion_optimizer": motion,
-            "memory_optimizer": self.optimizer_state(self.memory_optimizer),
+            **{name: None if one is None else optimizer_state(one) for name, one in optimizers.items()},
             "normalization": normalization,
             # A run that stopped before the buffer was filled again saves the state that it loaded.
             "buffer": self.buffer.state_dict() if self._buffer_state is None else self._buffer_state,
@@ -347,10 +328,9 @@ class TeacherTrainer(WorldModelTrainer):
         self.num_taken, self._buffer_state = state["num_taken"], state["buffer"]
         if self.processes.is_first:
             self.generator.bit_generator.state = state["generator"]
-        if self.motion_optimizer is not None and state["motion_optimizer"] is not None:
-            load_optimizer_state(self.motion_optimizer, state["motion_optimizer"], hyperparameters=True)
-        if self.memory_optimizer is not None and state.get("memory_optimizer") is not None:
-            load_optimizer_state(self.memory_optimizer, state["memory_optimizer"], hyperparameters=True)
+        for name, optimizer in self.warmup_optimizers.items():
+            if (saved := state[f"{name}_optimizer"]) is not None:
+                load_optimizer_state(optimizer, saved, hyperparameters=True)
         if self.training.overlap and self.training.dataset is None:
             log.info("collected in other processes: the run continues with new scenes, not bit for bit")
 
@@ -359,22 +339,6 @@ class TeacherTrainer(WorldModelTrainer):
         if self.explorer is not None:
             self.explorer.close()
         super().close()
-
-
-def make_exploration(config: PhaseConfig, policy: F1Policy, held_out: bool = False) -> Exploration:
-    """Return the exploration of a run, with frames in the model's size; held-out scenes have colours of their own."""
-    model, training = policy.config, config.training
-    environment = {
-        "image_size": model.tokenizer.image_size,
-        "n_obs_img_steps": model.n_obs_img_steps,
-        "obs_img_stride": model.obs_img_stride,
-        "max_steps": training.steps_per_episode,
-        **config.environment,
-    }
-    task = read_task_config(environment, {})  # checks the settings before anything is started
-    kept = 1 if held_out else task.scene_reset_interval
-    augmentation = 0.0 if held_out else training.colour_augmentation
-    return Exploration(environment, training.seed, augmentation, held_out, kept)
 
 
 def step_changes(batch: EpisodeBatch) -> Tensor:

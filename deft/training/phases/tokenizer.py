@@ -6,7 +6,6 @@ The run directory holds `config.json`, checkpoints, metrics, `samples/` (held-ou
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -33,7 +32,7 @@ from deft.models.f1.loading import fill_tokenizer, find_tokenizer
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.ownership import record
 from deft.runs import checkpoint
-from deft.runs.compute import Threads, choose_device, thread_counts
+from deft.runs.compute import Threads, autocast, choose_device, thread_counts
 from deft.runs.directory import directory_opener, place_directory
 from deft.runs.json_files import write_json
 from deft.runs.random_state import seed_everything
@@ -103,7 +102,8 @@ class TokenizerTrainer(Loop):
         )
         self.generator = torch.Generator().manual_seed(config.seed)  # on the CPU: one sequence on every device
         self.num_updates = 0
-        self.autocast = _autocast_type(config.precision, self.device)
+        is_fast = config.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        self.autocast_dtype = torch.bfloat16 if is_fast or config.precision == "bf16" else None
         self._store: FrameStore | None = None
 
     @property
@@ -168,11 +168,6 @@ class TokenizerTrainer(Loop):
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether the decoder sees codes yet."""
-        return self.is_coding
-
     @functools.cached_property
     def held_out(self) -> dict[str, Tensor]:
         """Held-out images, by camera."""
@@ -186,7 +181,7 @@ class TokenizerTrainer(Loop):
         return [(self.num_updates, results)]
 
     @property
-    def is_coding(self) -> bool:
+    def is_evaluated(self) -> bool:
         """Whether the decoder sees codes yet."""
         return self.num_updates > self._plain_updates
 
@@ -203,7 +198,7 @@ class TokenizerTrainer(Loop):
         if self.num_updates == self._plain_updates:
             self._start_coding(store)
         is_plain = self.num_updates < self._plain_updates
-        with self._precision():
+        with autocast(self.device, self.autocast_dtype):
             if is_plain:
                 made, quantization = self.model.decode_features(self.model.features(frames)), frames.new_zeros(())
             else:
@@ -237,11 +232,10 @@ class TokenizerTrainer(Loop):
     def _start_coding(self, store: FrameStore) -> None:
         count = min(START_FRAMES, len(store.frames))
         frames = self._draw(store, count)
-        is_new = self.config.init_weights is None
-        if self.model.config.linear_path and is_new:
+        if self.model.config.linear_path and self.config.init_weights is None:
             self.model.start_linear_path(frames)
         features = torch.cat([self.model.features(part).float() for part in frames.split(CHUNK)])
-        if is_new:
+        if self.config.init_weights is None:
             self.codebook.initialize(features, self.generator)
         else:
             self.codebook.initialize_counts(features)
@@ -272,11 +266,6 @@ class TokenizerTrainer(Loop):
         columns = (torch.arange(width, device=self.device) + by[1]).clamp(0, width - 1)
         places = torch.arange(count, device=self.device)
         return frames.permute(0, 2, 3, 1)[places[:, None, None], rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.autocast)
 
     @torch.inference_mode()
     def reconstruct(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
@@ -367,9 +356,3 @@ class TokenizerTrainer(Loop):
 def perplexity(shares: Tensor) -> float:
     """Return exp of the entropy of fractions that sum to 1: the effective number of codes."""
     return math.exp(float(torch.special.entr(shares.double()).sum()))
-
-
-def _autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    return torch.bfloat16 if precision == "bf16" else None

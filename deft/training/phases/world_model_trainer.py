@@ -1,4 +1,4 @@
-"""What phases 1 and 3 share, which train a world model: chunks of episodes in order, codes, samples.
+"""What phases 1 and 3 share, which train a world model: chunks of episodes in order, micro-batches, codes.
 
 The episodes of a round are an `EpisodeBatch`; each phase has its own source of episodes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +19,6 @@ from deft import schema
 from deft.data.episodes import EpisodeBatch
 from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError
-from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
 from deft.models.f1.batch import MemoryStateManager
 from deft.models.f1.policy import encode_frames
 from deft.runs.compute import autocast
@@ -32,8 +31,6 @@ Update: TypeAlias = Callable[[dict[str, Tensor], Tensor | None, float], tuple[di
 
 class WorldModelTrainer(BaseRLTrainer):
     """Trains the policy's world model on episodes."""
-
-    shown_episodes: EpisodeBatch | None = None  # of the last round
 
     def train_chunks(self, batch: EpisodeBatch, update: Update | None = None) -> Metrics:
         """Train in order: the memory is zeros at the first frame, and is carried, detached, from chunk to chunk.
@@ -50,18 +47,18 @@ class WorldModelTrainer(BaseRLTrainer):
             found = batch.chunk(start, self.training.bptt_length)
             is_spare = found is None  # other processes have longer episodes: they wait for this one's gradients
             chunk, rows = found if found is not None else batch.chunk(0, 1)  # type: ignore[misc]
-            current = memory.get_current()
+            rows, current = rows.to(self.device), memory.get_current()
             if has_memory and current is None:
                 raise InputError("memory_state cannot be None: it is zeros at an episode's first frame")
-            before = None if current is None else current[:, rows.to(current.device)]
+            before = None if current is None else current[:, rows]
             results, norm = update(chunk, before, 0.0 if is_spare else 1.0)
-            if has_memory:
-                assert current is not None
+            if current is not None:
                 after = current.clone()
-                after[:, rows.to(current.device)] = results[schema.MEMORY_STATE]
+                after[:, rows] = results[schema.MEMORY_STATE]
                 memory.update(after)
             if not is_spare:
-                sums.add({**scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(chunk)}, step_count(chunk))
+                num_steps = chunk[schema.STATE].shape[:-1].numel()  # with padding
+                sums.add({**scalars(results), "grad_norm": norm, "copy_acc": copy_accuracy(chunk)}, num_steps)
         last = memory.get_current()
         if last is not None and log.isEnabledFor(logging.DEBUG):  # reading the values waits for the device
             sizes = (float(last.abs().mean()), float(last.abs().max()))
@@ -72,20 +69,18 @@ class WorldModelTrainer(BaseRLTrainer):
         self, batch: dict[str, Tensor], memory: Tensor | None, weight: float = 1.0
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Update on the policy's loss, times `weight`; return the detached results and the gradient norm."""
-
-        def losses(part: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-            return self.loss_of(part, None if memory is None else memory[:, rows])
-
-        return self.update_in_parts(batch, losses, weight=weight)
+        forward = partial(self.policy, memory_backprop=self.training.memory_backprop)
+        return self.update_in_parts(forward, batch, memory, weight=weight)
 
     def update_in_parts(
         self,
+        forward: Callable[..., dict[str, Tensor]],
         batch: dict[str, Tensor],
-        losses: Callable[[dict[str, Tensor], slice], dict[str, Tensor]],
+        memory: Tensor | None,
         optimizer: torch.optim.Optimizer | None = None,
         weight: float = 1.0,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Update on a batch whose rows are split into `gradient_accumulation` micro-batches.
+        """Update on `loss` of `forward(batch, memory)`, with rows split into `gradient_accumulation` micro-batches.
 
         The loss is a mean over the real steps: ∇L = Σ (n_i / n) ∇L_i.
         """
@@ -97,7 +92,8 @@ class WorldModelTrainer(BaseRLTrainer):
         memories = []
         for rows in parts:
             part = {name: value[:, rows] if axis else value[rows] for name, value in batch.items()}
-            results = losses(part, rows)
+            with autocast(self.device, self.autocast_dtype):
+                results = forward(part, memory_state=None if memory is None else memory[:, rows])
             share = _num_real(part) / total if len(parts) > 1 else 1.0
             (results["loss"] * (weight * share)).backward()
             for name, value in scalars(results).items():
@@ -116,20 +112,13 @@ class WorldModelTrainer(BaseRLTrainer):
         ends = [num_rows * number // count for number in range(count + 1)]
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
-    def loss_of(self, batch: dict[str, Tensor], memory: Tensor | None) -> dict[str, Tensor]:
-        """Return the policy's losses, in the run's precision."""
-        with autocast(self.device, self.autocast_dtype):
-            return self.policy(batch, memory_state=memory, memory_backprop=self.training.memory_backprop)
-
     def coded(self, episodes: list[RobotEpisode]) -> list[RobotEpisode]:
-        """Add the codes of their frames to episodes."""
-        if not episodes:
-            return []
-        codes = encode_frames(self.policy, np.concatenate([episode.wrist for episode in episodes]))
-        start = 0
-        for episode in episodes:
-            episode.codes = codes[start : start + len(episode.wrist)]
-            start += len(episode.wrist)
+        """Add the codes of their frames to the episodes that have none."""
+        new = [episode for episode in episodes if episode.codes is None]
+        if new:
+            codes = encode_frames(self.policy, np.concatenate([episode.wrist for episode in new])).cpu()
+            for episode, own in zip(new, codes.split([len(episode.wrist) for episode in new]), strict=True):
+                episode.codes = own.numpy()
         return episodes
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -139,11 +128,8 @@ class WorldModelTrainer(BaseRLTrainer):
         motion = self.policy.model.motion
         if motion is None:
             return optimizer
-        trusted = [
-            one
-            for name, one in motion.named_parameters()
-            if one.requires_grad and ("trust." in name or "log_sharpness" in name)
-        ]
+        named = [(name, one) for name, one in motion.named_parameters() if one.requires_grad]
+        trusted = [one for name, one in named if "trust." in name or "log_sharpness" in name]
         chosen = {id(one) for one in trusted}
         for group in optimizer.param_groups:
             group["params"] = [one for one in group["params"] if id(one) not in chosen]
@@ -151,16 +137,6 @@ class WorldModelTrainer(BaseRLTrainer):
             rate = TRUST_RATE * self.training.learning_rate
             optimizer.add_param_group({"params": trusted, "lr": rate, "weight_decay": 0.0})
         return optimizer
-
-    def write_sample(self, path: Path, row: int) -> None:
-        """Draw true frames, predictions and errors of an episode of the last round."""
-        if self.shown_episodes is not None:
-            draw_sample(predict_episode(self.policy, self.shown_episodes, row), path)
-
-    def write_video(self, path: Path, row: int) -> None:
-        """Write a video of that episode: head, true wrist and predicted wrist."""
-        if self.shown_episodes is not None:
-            write_prediction_video(predict_episode(self.policy, self.shown_episodes, row), path)
 
 
 def copy_accuracy(batch: dict[str, Tensor]) -> Tensor:
@@ -175,11 +151,6 @@ def _num_real(batch: dict[str, Tensor]) -> float:
     """Return the number of steps in a batch's loss."""
     real = batch.get(schema.STEP_MASK)
     return float(batch[schema.STATE].shape[:-1].numel() if real is None else real.sum())
-
-
-def step_count(chunk: dict[str, Tensor]) -> int:
-    """Return the number of steps of a chunk, with padding."""
-    return chunk[schema.STATE].shape[:-1].numel()
 
 
 def scalars(results: dict[str, Tensor]) -> dict[str, Tensor]:

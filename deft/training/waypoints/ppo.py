@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ from deft.config.settings import CurriculumConfig, LoggingConfig
 from deft.config.waypoint_settings import PPOConfig
 from deft.envs.checks import DIFFICULTIES
 from deft.envs.vector import VectorEnv
-from deft.envs.waypoints.make import make_waypoint_env
-from deft.envs.waypoints.mixed import MixedVectorEnv
+from deft.envs.waypoints.make import MixedVectorEnv, make_waypoint_env
 from deft.envs.waypoints.protocol import WaypointVectorEnv
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
@@ -38,21 +38,56 @@ from deft.runs.waypoint_files import (
     CONFIG,
     EVAL_METRICS,
     FINAL,
+    PPO_SHAPE,
     TRAIN_METRICS,
     check_alone,
     load_sft,
     same_sft,
     save_ppo,
 )
-from deft.training.loop import Metrics
+from deft.training.loop import Metrics, floats
 from deft.training.trainer import Trainer
-from deft.training.waypoints.safety import SafetyCheck
 
 log = logging.getLogger(__name__)
 # Settings that a resumed run may change; of the supervised policy the weights are compared
 LENGTHS = ("iterations", "eval_freq", "save_freq")
 MAY_CHANGE = {"output_dir", "sft_checkpoint", "resume", "auto_resume", "overwrite", "device", "threads", *LENGTHS}
 SAFETY_SEED = EVALUATION_SEED + 2**20  # the safety set's episodes start from the run's seed plus this
+
+
+class SafetyCheck:
+    """Checks whether a policy's measures on held-out episodes are at most the supervised policy's.
+
+    `WaypointPPO` calls it after every update, and reverts the update if it returns False. A measure that the
+    environment does not have (ADE without a ground truth) is left out. Each of several environments is checked.
+    """
+
+    def __init__(self, held_out: HeldOut, measures: Sequence[str] = ("collision_rate", "ade")) -> None:
+        self.held_out, self._wanted = held_out, measures
+        self.baseline: dict[str, Any] = {}
+        self.deployed: dict[str, Any] = {}
+        self.candidate: dict[str, Any] = {}
+        self.measures: list[str] = []
+
+    def set_baseline(self, policy: PPOPolicy) -> None:
+        """Measure the policy as it is before training: the supervised one."""
+        self.baseline = self.deployed = self.held_out.evaluate(policy)
+        watched = [name for name in self.baseline if name.rpartition("/")[2] in self._wanted]
+        # Of several environments each by itself: a gain in one must not hide a loss in another.
+        self.measures = [name for name in watched if "/" in name] or watched
+
+    def __call__(self, policy: PPOPolicy) -> bool:
+        """Whether the policy may be deployed."""
+        self.candidate = self.held_out.evaluate(policy)
+        accepted = all(self.candidate[name] <= self.baseline[name] for name in self.measures)
+        if accepted:
+            self.deployed = self.candidate
+        return accepted
+
+    def metrics(self) -> dict[str, float]:
+        """Return the measures of the deployed policy and of the last candidate on the held-out set."""
+        values = {f"safety/{name}": self.deployed[name] for name in self.measures}
+        return values | {f"safety/candidate_{name}": self.candidate[name] for name in self.measures}
 
 
 class WaypointTrainer(Trainer):
@@ -92,9 +127,9 @@ class WaypointTrainer(Trainer):
             on_start=on_start,
         )
         self.config, self.held_out, self.safety = config, held_out, safety
-        for played in (held_out, None if safety is None else safety.held_out):
-            if played is not None:
-                played.watching = self.run.evaluation
+        self.played = [held_out] if safety is None else [held_out, safety.held_out]
+        for played in self.played:
+            played.watching = self.run.evaluation
         self.train_metrics: list[dict[str, Any]] = []
         self.eval_metrics: list[dict[str, Any]] = []
 
@@ -125,8 +160,7 @@ class WaypointTrainer(Trainer):
         assert run_log is not None
         if self.safety is not None:
             metrics = {**metrics, **self.safety.metrics()}
-        values = {name: float(value) for name, value in metrics.items()}
-        entry: dict[str, Any] = {"iteration": iteration, "timesteps": self.num_timesteps, **values}
+        entry: dict[str, Any] = {"iteration": iteration, "timesteps": self.num_timesteps, **floats(metrics)}
         if self.curriculum is not None:
             entry["level"] = self.curriculum.level
         self.train_metrics.append(entry | {"mean_reward": run_log.mean_reward, "success_rate": run_log.success_rate})
@@ -137,8 +171,8 @@ class WaypointTrainer(Trainer):
 
     def _reset_disturbed_envs(self) -> None:
         """Start new episodes if an evaluation used the training environment (a CARLA server has only one)."""
-        for played in (self.held_out, None if self.safety is None else self.safety.held_out):
-            if played is not None and played.disturbed:
+        for played in self.played:
+            if played.disturbed:
                 played.disturbed = False
                 collector = self.collection.collector
                 collector.load_state_dict({"env": None, "started": True})
@@ -170,9 +204,8 @@ def train_ppo(config: PPOConfig, logging_config: LoggingConfig | None = None) ->
         summary["plots"] = [str(path) for path in _plots(trainer, sft)]
     finally:
         trainer.close()
-        trainer.held_out.close()
-        if trainer.safety is not None:
-            trainer.safety.held_out.close()
+        for played in trainer.played:
+            played.close()
     return summary
 
 
@@ -188,15 +221,14 @@ def build_waypoint_trainer(
     env = make_waypoint_env(config.env, config.copies, config.difficulty, config.env_kwargs)
     try:
         check_fits(sft, env, "+".join(config.env))
-        policy = PPOPolicy(sft, config.hidden_sizes, config.residual_bound, config.residual_modes, config.log_std_init)
+        policy = PPOPolicy(sft, *(getattr(config, name) for name in PPO_SHAPE))
         policy.to(choose_device(config.device))
         shared = _shared_envs(config, env)
-        seed = config.seed + EVALUATION_SEED
-        held_out = HeldOut(config.env, config.difficulty, config.eval_episodes, seed, config.env_kwargs, shared)
+        episodes_of = partial(HeldOut, config.env, config.difficulty, kwargs=config.env_kwargs, shared=shared)
+        held_out = episodes_of(config.eval_episodes, config.seed + EVALUATION_SEED)
         safety = None
         if config.safety:
-            seed = config.seed + SAFETY_SEED
-            watched = HeldOut(config.env, config.difficulty, config.safety_episodes, seed, config.env_kwargs, shared)
+            watched = episodes_of(config.safety_episodes, config.seed + SAFETY_SEED)
             safety = SafetyCheck(watched, config.safety_measures)
         algorithm = WaypointPPO(
             policy,
@@ -246,30 +278,16 @@ def _curriculum(config: PPOConfig) -> CurriculumConfig:
 
 
 def _ppo_settings(config: PPOConfig) -> PPOSettings:
-    return PPOSettings(
-        learning_rate=config.learning_rate,
-        gamma=config.gamma,
-        batch_size=config.batch_size,
-        gae_lambda=config.gae_lambda,
-        n_epochs=config.n_epochs,
-        clip_range=config.clip_range,
-        value_coef=config.value_coef,
-        entropy_coef=config.entropy_coef,
-        max_grad_norm=config.max_grad_norm,
-        target_kl=config.target_kl,
-        value_warmup=config.value_warmup,
-    )
+    """Return PPO's settings: those with the same names."""
+    given = vars(config)
+    return PPOSettings(**{field.name: given[field.name] for field in fields(PPOSettings) if field.name in given})
 
 
 def check_fits(sft: WaypointSFT, env: VectorEnv, name: str) -> None:
     """Raise an error if a supervised policy was built for other images or another number of waypoints."""
     space: Any = env.observation_space
     own = (sft.shape.camera_size, sft.shape.motion_dim, sft.shape.num_waypoints)
-    theirs = (
-        space[schema.CAMERA].shape[-1],
-        space[schema.MOTION].shape[0],
-        space[schema.SFT_OFFSET].shape[0],
-    )
+    theirs = (space[schema.CAMERA].shape[-1], space[schema.MOTION].shape[0], space[schema.SFT_OFFSET].shape[0])
     if own != theirs:
         words = "images of {0} px, {1} motion values and {2} waypoints"
         raise InputError(

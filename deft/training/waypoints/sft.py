@@ -105,14 +105,11 @@ class WaypointSFTTrainer(Loop):
         self.run = Run(self, spec, folder, threads_for(config.threads, self.model, config.batch_size))
 
     @property
-    def num_updates(self) -> int:  # type: ignore[override]
+    def global_step(self) -> int:
         """Minibatches trained on so far."""
         return len(self.metrics) * self.updates_per_epoch + len(self._losses)
 
-    @property
-    def global_step(self) -> int:
-        """Minibatches trained on so far."""
-        return self.num_updates
+    num_updates = global_step
 
     @property
     def is_over(self) -> bool:
@@ -143,9 +140,7 @@ class WaypointSFTTrainer(Loop):
         if len(self.held_out):
             try:
                 with interruptible(self.stop_requested):
-                    entry["ade"], entry["fde"] = _validate(
-                        self.model.eval(), self.recording, self.held_out, self.device
-                    )
+                    entry["ade"], entry["fde"] = self._validate()
             except Stopped:
                 return None
         self.metrics.append(entry)
@@ -153,7 +148,7 @@ class WaypointSFTTrainer(Loop):
         return entry
 
     def _update(self, rows: np.ndarray) -> Tensor:
-        predicted = self.model.normalized(self.model.encode(_observation(self.recording, rows, self.device)))
+        predicted = self.model.normalized(self.model.encode(self._observation(rows)))
         target = self.target[torch.as_tensor(rows, device=self.device)]
         loss = torch.nn.functional.smooth_l1_loss(predicted, target)
         self.optimizer.zero_grad()
@@ -161,6 +156,21 @@ class WaypointSFTTrainer(Loop):
         self.optimizer.step()
         self.schedule.step()
         return loss.detach()
+
+    @torch.inference_mode()
+    def _validate(self) -> tuple[float, float]:
+        """ADE and FDE on the held-out rows, in metres."""
+        self.model.eval()
+        predicted = []
+        for start in range(0, len(self.held_out), CHUNK):
+            raise_if_stopped()
+            predicted.append(self.model(self._observation(self.held_out[start : start + CHUNK])).numpy(force=True))
+        ade, fde = displacement_errors(np.concatenate(predicted), self.recording.waypoints[self.held_out])
+        return float(ade.mean()), float(fde.mean())
+
+    def _observation(self, rows: np.ndarray) -> dict[str, Tensor]:
+        streams = {schema.CAMERA: self.recording.camera, schema.MOTION: self.recording.motion}
+        return {name: torch.as_tensor(values[rows], device=self.device) for name, values in streams.items()}
 
     def end(self) -> None:
         """Leave the model ready to predict."""
@@ -203,28 +213,6 @@ class WaypointSFTTrainer(Loop):
         self.schedule.load_state_dict(state["schedule"])
         self.generator.bit_generator.state = state["generator"]
         self.metrics, self._losses = state["metrics"], list(state["losses"].to(self.device))
-
-
-@torch.inference_mode()
-def _validate(
-    model: WaypointSFT, recording: WaypointRecording, rows: np.ndarray, device: torch.device
-) -> tuple[float, float]:
-    """ADE and FDE in metres."""
-    parts = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
-    found = []
-    for part in parts:
-        raise_if_stopped()
-        found.append(model(_observation(recording, part, device)).numpy(force=True))
-    predicted = np.concatenate(found)
-    ade, fde = displacement_errors(predicted, recording.waypoints[rows])
-    return float(ade.mean()), float(fde.mean())
-
-
-def _observation(recording: WaypointRecording, rows: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-    return {
-        schema.CAMERA: torch.as_tensor(recording.camera[rows], device=device),
-        schema.MOTION: torch.as_tensor(recording.motion[rows], device=device),
-    }
 
 
 def _split(recording: WaypointRecording, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

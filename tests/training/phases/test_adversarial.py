@@ -23,9 +23,9 @@ from deft.models.f1.disagreement import Disagreement
 from deft.models.f1.explorer import load_explorer
 from deft.runs import checkpoint
 from deft.training.phases.adversarial import EXPLORER_FOLDER, AdversarialTrainer, action_spread, set_noise
-from deft.training.phases.explorer_evaluation import explore
+from deft.training.phases.evaluation import explore
 from deft.training.phases.explorer_rollouts import measure
-from deft.training.phases.game import CollapseGuard, GameReward
+from deft.training.phases.rewards import CollapseGuard, GameReward
 
 ROOT = Path(__file__).parents[3]
 STEPS = 6  # of an episode of `game_config`

@@ -148,7 +148,7 @@ def test_a_signal_ends_the_evaluation_of_a_round_within_a_step(tmp_path, monkeyp
 def test_an_evaluation_that_was_logged_after_the_checkpoint_is_logged_once(tmp_path, monkeypatch):
     """As after `kill -9` between the log of an iteration and the next one."""
     made = make("adversarial", tmp_path, save_every=1)
-    monkeypatch.setattr(made, "_write_samples", lambda previous: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(made, "_show_progress", lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit):
         made.train()
     assert [line["step"] for line in lines(tmp_path)] == [1]

@@ -247,21 +247,34 @@ def test_two_learning_rates_and_their_state(explorer):
 
 def test_what_is_averaged_is_every_gradient_before_every_step(explorer):
     """With a second process that pulls the other way, nothing moves."""
-    seen = []
+    averaged = []
 
-    def cancel(parameters):
-        gradients = [parameter.grad for parameter in parameters]
-        seen.append(len(gradients))
-        for gradient in gradients:
-            gradient.zero_()
+    class Opposite:
+        count = 2
+
+        def average(self, tensors):
+            averaged.append(sum(tensor.numel() for tensor in tensors))
+            for tensor in tensors:
+                tensor.zero_()
+
+        def sum(self, tensor):
+            return tensor.mul_(2)
+
+        def maximum(self, value, device):
+            return value
+
+        def merge_statistics(self, module):
+            pass
 
     rollouts = panning_rollouts(explorer, num_episodes=2)
-    ppo = ExplorerPPO(explorer, ExplorerSettings(**SETTINGS), average=cancel, largest=lambda value: 100.0)
+    ppo = ExplorerPPO(explorer, ExplorerSettings(**SETTINGS))
+    ppo.share(Opposite())
     found = rollouts.collect()
     found.pay(torch.rand(5, 2))
     before = [one.detach().clone() for one in explorer.parameters()]
     ppo.update(iter([found.rollout]))
-    assert seen == [sum(map(len, explorer.parameter_groups()))] * 2  # one minibatch of ten, two epochs
+    num_weights = sum(one.numel() for group in explorer.parameter_groups() for one in group)
+    assert averaged == [num_weights, num_weights, 1]  # one minibatch of ten, two epochs; then the KL
     assert all(torch.equal(one, other) for one, other in zip(before, explorer.parameters(), strict=True))
-    assert ppo.learning_rate == pytest.approx(2e-4)  # 3e-4 / 1.5: by the largest KL of all processes
+    assert ppo.learning_rate == pytest.approx(4.5e-4)  # 1.5 · 3e-4: by the mean KL of all processes, which is 0
     assert REAL.sum() == 2

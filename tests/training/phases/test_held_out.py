@@ -6,8 +6,7 @@ from f1_worlds import micro_policy
 from panning_camera import WORLD
 
 from deft.config.rl_yaml import phase_config
-from deft.training.phases.exploration import SCENES
-from deft.training.phases.held_out import ScriptedExploration, held_out_episodes
+from deft.training.phases.exploration import SCENES, ScriptedExploration, held_out_episodes
 
 
 @pytest.fixture(scope="module")

@@ -281,7 +281,8 @@ def test_random_steps_hide_the_head_camera_too(tmp_path):
 
 def test_trust_in_the_motion_prior_learns_quicker(tmp_path):
     made = trainer(tmp_path, small_policy(motion_prior=True), learning_rate=1e-3)
-    rates = {id(one): group["initial_lr"] for group in made.optimizer.param_groups for one in group["params"]}
+    groups = zip(made.optimizer.param_groups, made.highest_rates, strict=True)
+    rates = {id(one): rate for group, rate in groups for one in group["params"]}
     motion = made.policy.model.motion
     assert rates.pop(id(motion.log_sharpness)) == rates.pop(id(motion.trust.weight)) == pytest.approx(1e-2)
     assert rates.pop(id(motion.trust.bias)) == pytest.approx(1e-2)
@@ -326,7 +327,7 @@ def test_a_video_and_a_picture_of_every_episode(tmp_path, monkeypatch):
     """`video_save_every: 1` with batches of 2: four episodes give four videos, each of its own episode."""
     filmed = []
     monkeypatch.setattr(
-        "deft.training.phases.world_model_trainer.write_prediction_video",
+        "deft.training.phases.base.write_prediction_video",
         lambda episode, path: filmed.append((path.name, episode.wrist.copy())),
     )
     made = trainer(tmp_path, num_episodes=4, video_save_every=1, sample_save_every=3)
@@ -588,7 +589,7 @@ def test_motion_is_learned_where_a_recording_moves(tmp_path, recording, monkeypa
     assert teacher.step_changes(batch).tolist() == [[0, 0, 0, 0], [0, 0, 40, 0]]
     trained, nothing = [], torch.tensor(0.0)
 
-    def note(steps, *_):
+    def note(forward, steps, *_):
         trained.append(float(teacher.copy_loss(steps)))
         return {"motion_loss": nothing}, nothing
 

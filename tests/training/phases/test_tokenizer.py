@@ -215,7 +215,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, model, recordin
     assert main([*command, "--env-kwargs", "colour=red"]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 5
-    parts = ("was not found", "no such config file", "no 'front'", "no such checkpoint", "env_kwargs")
+    parts = ("was not found", "no such config file", "no images 'front'", "no such checkpoint", "env_kwargs")
     assert all(part in line for part, line in zip(parts, lines, strict=True))
     config = _config(tmp_path, model, recording, num_updates=2)
     train_tokenizer(config, QUIET)

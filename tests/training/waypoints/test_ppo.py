@@ -15,8 +15,7 @@ from deft.models.waypoint import PPOPolicy
 from deft.runs.random_state import EVALUATION_SEED
 from deft.runs.waypoint_files import load_ppo, load_sft, same_sft
 from deft.training.waypoints.compare import compare_policies
-from deft.training.waypoints.ppo import SAFETY_SEED, WaypointTrainer, build_waypoint_trainer, train_ppo
-from deft.training.waypoints.safety import SafetyCheck
+from deft.training.waypoints.ppo import SAFETY_SEED, SafetyCheck, WaypointTrainer, build_waypoint_trainer, train_ppo
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +129,7 @@ def test_safety_watches_each_environment():
 
     check = SafetyCheck(Played(), ("ade", "collision_rate"))
     check.set_baseline(None)
-    assert check.measures == ("toy/ade", "driving/ade")
+    assert check.measures == ["toy/ade", "driving/ade"]
     assert [check(None), check(None)] == [False, True]
 
 

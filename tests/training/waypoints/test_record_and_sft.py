@@ -100,7 +100,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(recording, tmp_path, mon
         return WaypointSFTConfig(str(recording), str(tmp_path / name), num_epochs=3, threads=1, device="cpu", **run)
 
     train_sft(config("whole"))
-    owner = WaypointSFT if where == "encode" else waypoint_sft
+    owner = WaypointSFT if where == "encode" else waypoint_sft.WaypointSFTTrainer
     method, calls = getattr(owner, where), [0]
     # 180 of 200 decisions are trained on: three minibatches an epoch, and the validation encodes once.
     at = 6 if where == "encode" else 2

@@ -1,6 +1,6 @@
-"""Evaluation of phases 2 and 3: explorer against random actions, world models, and the reward of noise.
+"""Evaluation of the phases: world models, explorer against random actions, and the reward of noise.
 
-`deft evaluate RUN` calls `evaluate_student` and `evaluate_adversarial` for runs of these phases; the benchmarks and
+`deft evaluate RUN` calls `evaluate_teacher`, `evaluate_student` or `evaluate_adversarial`; the benchmarks and
 `deft train all` call `explore` and `compare_world_models`.
 """
 
@@ -21,8 +21,8 @@ from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import WatchedEnv
 from deft.errors import DeftError
-from deft.evaluation.predictions import draw_sample, predict_episode, write_prediction_video
-from deft.evaluation.world_model import EVALUATION_FILE, coded_batches
+from deft.evaluation.predictions import PredictedEpisode, draw_sample, predict_episode, write_prediction_video
+from deft.evaluation.world_model import EVALUATION_FILE, coded_batches, plot_horizons
 from deft.evaluation.world_model import measure as measure_world_model
 from deft.models.f1.explorer import ExplorerPolicy, load_explorer, new_explorer
 from deft.models.f1.loading import load_f1_policy
@@ -33,16 +33,21 @@ from deft.runs.directory import MODEL_FILE, checkpoint_choice
 from deft.runs.json_files import write_json
 from deft.runs.logging import show_evaluation
 from deft.runs.random_state import separate_random_state
-from deft.training.phases.adversarial import EXPLORER_FOLDER
+from deft.training.phases.adversarial import load_game_explorer
+from deft.training.phases.exploration import InlineExplorer, has_scripts, held_out_episodes, make_exploration
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_envs
-from deft.training.phases.game import GameReward
-from deft.training.phases.held_out import SCRIPTED_WORLDS, held_out_episodes
+from deft.training.phases.recorded import DatasetExplorer
+from deft.training.phases.rewards import GameReward
 from deft.training.phases.student import check_world_model, load_teacher
-from deft.training.phases.teacher import make_exploration
 
 log = logging.getLogger(__name__)
 ENVS_TOGETHER = 8
 Act = Callable[[TensorDict], TensorDictBase]
+EXPLORED = {  # label in the report, label and digits in the table
+    "cells": ("Poses visited, cells", "poses visited, cells", 0),
+    "contacts": ("Steps in contact with an object", "steps in contact", 0),
+    "wm_error": ("World-model error a step, nats", "world-model error, nats", 3),
+}
 WORLD_MODEL_MEASURES = ("cross_entropy", "wm_acc", "copy_acc", "wm_acc_forced", "copy_acc_forced", "psnr", "copy_psnr")
 
 
@@ -99,6 +104,31 @@ def act_randomly(explorer: ExplorerPolicy) -> Act:
 # -- deft evaluate ---------------------------------------------------------------------------------------------------
 
 
+def evaluate_teacher(
+    path: str | Path, episodes: int = 10, video: str | Path | None = None, seed: int = 0, device: str = "auto"
+) -> dict[str, Any]:
+    """The measures of a teacher run (its best or latest checkpoint, or the one given) on scenes not trained on."""
+    folder, config, policy = load_world_model(path, device)
+    if config.training.dataset is not None:
+        recorded = DatasetExplorer(config.training, policy.config.tokenizer.image_size)
+        found = recorded.held_out(episodes)
+        recorded.close()
+    else:
+        exploration = make_exploration(config, policy, held_out=True)
+        exploration.seed = seed
+        explorer = InlineExplorer(exploration)
+        found = []
+        with show_evaluation(episodes) as watch:
+            for _ in range(episodes):
+                found += explorer.take(1)
+                watch(1)
+        explorer.close()
+    batches = coded_batches(policy, found)
+    results = measure_world_model(policy, batches)
+    results["plots"] = [str(plot) for plot in plot_horizons(results["open_loop"], folder.parent / "plots")]
+    return _finish(results, path, folder, predict_episode(policy, batches[0]), video)
+
+
 def evaluate_student(
     path: str | Path, episodes: int = 10, video: str | Path | None = None, seed: int = 0, device: str = "auto"
 ) -> dict[str, Any]:
@@ -114,7 +144,7 @@ def evaluate_student(
         untrained = new_explorer(teacher, explorer.action_mask, config.student.explorer)
     results["untrained"], _ = explore(untrained, teacher, config, episodes, seed)
     results["bars"] = _bars(results, "student")
-    return _finish(results, path, folder, teacher, found, video)
+    return _finish(results, path, folder, predict_episode(teacher, found.batch(teacher)), video)
 
 
 def evaluate_adversarial(
@@ -125,15 +155,20 @@ def evaluate_adversarial(
     The world model on another explorer's held-out episodes, compared with the one that it started from; the explorer
     against random actions; and the reward of scenes with a patch of pure noise, compared with the same scenes without.
     """
-    folder = checkpoint.find_best(path)
-    config, policy, explorer, reward = _load_game(folder, device)
+    folder, config, policy = load_world_model(path, device)
+    explorer, reward = _load_game(folder, config, policy)
     results, found = _against_random(explorer, policy, config, episodes, seed)
-    results["world_model"] = compare_world_models(_world_models(policy, config, folder.parent), config, episodes, seed)
-    if config.environment.get("world", SCRIPTED_WORLDS[0]) in SCRIPTED_WORLDS:
+    policies = {"present": policy}
+    try:
+        policies["at the start"] = load_teacher(config, policy.device, "adversarial", folder.parent).eval()
+    except DeftError as error:
+        log.warning("the world model that the run started from is not measured: %s", error)
+    results["world_model"] = compare_world_models(policies, config, episodes, seed)
+    if has_scripts(config):
         results["noise"] = noise_rewards(reward, explorer, policy, config, episodes, seed)
     results |= {name: results["world_model"]["present"][name] for name in WORLD_MODEL_MEASURES}
     results["bars"] = _bars(results, "explorer")
-    return _finish(results, path, folder, policy, found, video)
+    return _finish(results, path, folder, predict_episode(policy, found.batch(policy)), video)
 
 
 def compare_world_models(
@@ -159,7 +194,8 @@ def noise_rewards_of_run(
     path: str | Path, episodes: int = 10, seed: int = 0, device: str = "auto"
 ) -> dict[str, dict[str, float]]:
     """`noise_rewards` of an adversarial run as it is now."""
-    config, policy, explorer, reward = _load_game(checkpoint.find_checkpoint(path), device)
+    folder, config, policy = load_world_model(checkpoint.find_checkpoint(path), device)
+    explorer, reward = _load_game(folder, config, policy)
     return noise_rewards(reward, explorer, policy, config, episodes, seed)
 
 
@@ -176,7 +212,7 @@ def noise_rewards(
         }
         _, found = explore(explorer, policy, changed, episodes, seed)
         raw, measures, _ = reward.raw(policy, found)
-        paid = torch.where(measures.error > reward.settings.reward_floor, raw, torch.zeros_like(raw))
+        paid = reward.paid(raw, measures)
         results[name] = {
             "reward": float(paid.mean()),
             "standard_error": float(paid.mean(0).std() / paid.shape[1] ** 0.5) if paid.shape[1] > 1 else 0.0,
@@ -185,25 +221,18 @@ def noise_rewards(
     return results
 
 
-def _load_game(folder: Path, device: str) -> tuple[PhaseConfig, F1Policy, ExplorerPolicy, GameReward]:
-    """Both sides of a checkpoint of phase 3, its settings, and what pays in it."""
-    run, where = folder.parent, choose_device(device)
-    config = read_phase_config(run / CONFIG_FILE)
-    policy = load_f1_policy(run / MODEL_FILE, where, checkpoint_path=folder).policy.eval()
-    explorer = load_explorer(folder / EXPLORER_FOLDER, run / EXPLORER_FOLDER / MODEL_FILE, where)
+def load_world_model(path: str | Path, device: str) -> tuple[Path, PhaseConfig, F1Policy]:
+    """The best checkpoint of a run, or the one given, with the run's settings and the world model in it."""
+    folder = checkpoint.find_best(path)
+    policy = load_f1_policy(folder.parent / MODEL_FILE, choose_device(device), checkpoint_path=folder).policy.eval()
+    return folder, read_phase_config(folder.parent / CONFIG_FILE), policy
+
+
+def _load_game(folder: Path, config: PhaseConfig, policy: F1Policy) -> tuple[ExplorerPolicy, GameReward]:
+    """The explorer of a checkpoint of phase 3, and its reward."""
     reward = GameReward(config.adversarial, policy)
     reward.load_state_dict(checkpoint.load_training_state(folder)["state"]["reward"])
-    return config, policy, explorer, reward
-
-
-def _world_models(policy: F1Policy, config: PhaseConfig, run: Path) -> dict[str, F1Policy]:
-    """The run's, and the one that it started from, where that is still there."""
-    found = {"present": policy}
-    try:
-        found["at the start"] = load_teacher(config, policy.device, "adversarial", run).eval()
-    except DeftError as error:
-        log.warning("the world model that the run started from is not measured: %s", error)
-    return found
+    return load_game_explorer(folder, policy.device), reward
 
 
 def _against_random(
@@ -219,36 +248,26 @@ def _against_random(
 def _bars(results: dict[str, Any], name: str) -> dict[str, dict[str, float]]:
     """The comparisons, as the report draws them."""
     own, random = results["explorer"], results["random"]
-    bars = {
-        "Poses visited, cells": {"random": random["cells"], name: own["cells"]},
-        "Steps in contact with an object": {"random": random["contacts"], name: own["contacts"]},
-        "World-model error a step, nats": {"random": random["wm_error"], name: own["wm_error"]},
-    }
+    bars = {label: {"random": random[key], name: own[key]} for key, (label, *_) in EXPLORED.items()}
     if "untrained" in results:
         divergences = {"untrained": results["untrained"]["memory_divergence"], name: own["memory_divergence"]}
         bars["Memory divergence D"] = divergences
     if "world_model" in results:
         losses = {which: found["cross_entropy"] for which, found in reversed(results["world_model"].items())}
         bars["Another explorer's episodes: cross-entropy"] = losses
-    if "noise" in results:
-        noise = results["noise"]
-        bars["Reward of a step"] = {"plain": noise["plain"]["reward"], "noise patch": noise["noise_patch"]["reward"]}
-        bars["Error of a step"] = {"plain": noise["plain"]["error"], "noise patch": noise["noise_patch"]["error"]}
+    for key in ("reward", "error") if "noise" in results else ():
+        bars[f"{key.capitalize()} of a step"] = {
+            which.replace("_", " "): found[key] for which, found in results["noise"].items()
+        }
     return bars
 
 
 def _finish(
-    results: dict[str, Any],
-    path: str | Path,
-    folder: Path,
-    world_model: F1Policy,
-    found: Collected,
-    video: str | Path | None,
+    results: dict[str, Any], path: str | Path, folder: Path, predicted: PredictedEpisode, video: str | Path | None
 ) -> dict[str, Any]:
     """Write plots, a video and the results."""
-    plots = folder.parent / "plots"
-    predicted = predict_episode(world_model, found.batch(world_model))
-    results["plots"] = [str(draw_sample(predicted, plots / "held_out.png"))]
+    drawn = draw_sample(predicted, folder.parent / "plots" / "held_out.png")
+    results["plots"] = [*results.get("plots", ()), str(drawn)]
     if video is not None:
         results["video"] = str(write_prediction_video(predicted, Path(video)))
     results |= {"checkpoint": str(folder), "checkpoint_choice": checkpoint_choice(path, folder)}
@@ -260,12 +279,8 @@ def explorer_table(results: dict[str, Any]) -> str:
     """The measures as lines for a person."""
     rows = {name: results[name] for name in ("explorer", "random", "untrained") if name in results}
     lines = [f"{'':28}" + "".join(f"{name:>12}" for name in rows)]
-    for label, key, digits in (
-        ("poses visited, cells", "cells", 0),
-        ("steps in contact", "contacts", 0),
-        ("world-model error, nats", "wm_error", 3),
-        ("memory divergence", "memory_divergence", 3),
-    ):
+    columns = {key: (short, digits) for key, (_, short, digits) in EXPLORED.items()}
+    for key, (label, digits) in (columns | {"memory_divergence": ("memory divergence", 3)}).items():
         cells = [f"{row[key]:12.{digits}f}" if key in row else f"{'–':>12}" for row in rows.values()]
         lines.append(f"{label:28}" + "".join(cells))
     for name, found in results.get("world_model", {}).items():
