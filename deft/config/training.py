@@ -51,8 +51,8 @@ def parse_training(arguments: Sequence[str]) -> tuple[str, Any, bool]:
 def config_of_run(path: Path) -> Path | None:
     """Return the settings file of the run that a run directory, or a checkpoint in it, belongs to."""
     names = ("config.yaml", "config.json")
-    places = [folder / name for name in names for folder in (path, path.parent)]
-    return next((place for place in places if os.path.isfile(place)), None)  # unlike Path, not an error of a long name
+    candidates = [folder / name for name in names for folder in (path, path.parent)]
+    return next((file for file in candidates if os.path.isfile(file)), None)  # unlike Path, not an error of a long name
 
 
 def kind_of_file(path: Path) -> str | None:

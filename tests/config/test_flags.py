@@ -48,7 +48,7 @@ def test_an_algorithms_own_setting_gets_the_name(monkeypatch: pytest.MonkeyPatch
     assert paths["rollout_steps"] == "trainer.rollout_steps"
 
 
-def test_switches_and_lists_are_told_from_plain_values() -> None:
+def test_switches_and_lists_differ_from_plain_values() -> None:
     flags = {flag.name: flag for group in run_flags("ppo") for flag in group.flags}
     assert [flags[name].is_switch for name in ("compile", "use_wandb", "seed")] == [True, True, False]
     assert [flags[name].takes_several for name in ("hidden_sizes", "env_kwargs", "seed")] == [True, True, False]

@@ -174,7 +174,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("mapping", "line"), WRONG)
-def test_a_wrong_mapping_is_refused_in_one_line(mapping: Any, line: str) -> None:
+def test_a_wrong_mapping_raises_an_error_in_one_line(mapping: Any, line: str) -> None:
     with pytest.raises(InputError) as error:
         resolve(mapping)
     assert line_of(error) == line
@@ -198,7 +198,7 @@ WRONG_FILES = [
 
 
 @pytest.mark.parametrize(("name", "text", "line"), WRONG_FILES)
-def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, name: str, text: str, line: str) -> None:
+def test_a_wrong_file_raises_an_error_in_one_line(tmp_path: Path, name: str, text: str, line: str) -> None:
     path = written(tmp_path, name, text)
     with pytest.raises(InputError) as error:
         read_mapping(path)
@@ -247,7 +247,7 @@ def test_written_settings_read_back_equal(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["config.yaml"]
 
 
-def test_settings_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+def test_settings_that_cannot_be_written_raise_an_error(tmp_path: Path) -> None:
     config = replace(RunConfig(), **{"env.kwargs": {"function": print}})
     with pytest.raises(InputError, match="cannot be written"):
         write_config(config, tmp_path / "config.yaml")

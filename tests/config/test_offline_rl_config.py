@@ -122,7 +122,7 @@ def test_settings_of_the_algorithm_are_given_beside_it() -> None:
         ({"capture": "yes"}, "capture: 'yes' is not allowed; one of 'auto', 'on', 'off'"),
     ],
 )
-def test_wrong_values_are_refused_in_one_line(values: dict[str, Any], line: str) -> None:
+def test_wrong_values_raise_an_error_in_one_line(values: dict[str, Any], line: str) -> None:
     with pytest.raises(InputError) as error:
         OfflineRLConfig(**values)
     assert str(error.value) == line
@@ -137,7 +137,7 @@ def test_wrong_values_are_refused_in_one_line(values: dict[str, Any], line: str)
         ({"temperature": -1.0}, "temperature: -1.0 is out of range; must be at least 0"),
     ],
 )
-def test_wrong_settings_of_the_algorithm_are_refused_in_one_line(own: dict[str, Any], line: str) -> None:
+def test_wrong_settings_of_the_algorithm_raise_an_error_in_one_line(own: dict[str, Any], line: str) -> None:
     with pytest.raises(InputError) as error:
         OfflineRLConfig().to_run_config("iql", **own)
     assert line in str(error.value)

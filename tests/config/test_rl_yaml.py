@@ -139,33 +139,33 @@ def test_a_written_config_reads_back_equal(tmp_path, document):
         ({"models": {}}, "models: unknown setting; did you mean 'model'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(mapping, message):
+def test_a_wrong_setting_is_an_error_of_one_line(mapping, message):
     with pytest.raises(InputError, match=message):
         phase_config(mapping)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["teacher"], "-m deft train teacher --num_envs 1"),
         (["teacher", "1", "3", "--num_episodes", "9"], "-m deft train teacher --num_envs 3 --num_episodes 9"),
         (["teacher", "--auto_resume"], "-m deft train teacher --num_envs 1 --auto_resume"),
     ],
 )
-def test_the_launcher_of_the_documents(words, told):
+def test_the_launcher_of_the_documents(words, output):
     script = [str(ROOT / "scripts" / "train.sh"), *words]
     done = subprocess.run(
         script, env={"PYTHON": "echo", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == told
+    assert done.stdout.strip() == output
 
 
 def test_the_launcher_starts_a_process_for_each_gpu():
     script = [str(ROOT / "scripts" / "train.sh"), "teacher", "4", "2", "--auto_resume"]
     environment = {"PYTHON": "echo", "PATH": "/usr/bin:/bin"}
-    told = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
-    assert "--nproc_per_node 4 " in told
-    assert told.strip().endswith("-m deft train teacher --num_envs 2 --auto_resume")
+    output = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "--nproc_per_node 4 " in output
+    assert output.strip().endswith("-m deft train teacher --num_envs 2 --auto_resume")
     wrong = subprocess.run([script[0], "techer"], env=environment, capture_output=True, text=True)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("usage: scripts/train.sh")

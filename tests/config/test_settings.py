@@ -1,15 +1,11 @@
-"""The settings classes: defaults, what constructors refuse, and how a new algorithm is added."""
+"""The settings classes: defaults, what constructors reject, and how a new algorithm is added."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-
-import numpy as np
 import pytest
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, PPOSettings
-from deft.config.settings import AlgorithmConfig, PolicyConfig, RunConfig, TrainerConfig, VLAConfig
+from deft.config.settings import AlgorithmConfig, PolicyConfig, RunConfig, VLAConfig
 from deft.config.validation import Fraction, quoted, settings
 from deft.errors import InputError
 
@@ -44,33 +40,8 @@ def test_a_new_algorithm_is_one_class_and_one_name(monkeypatch: pytest.MonkeyPat
         (lambda: AlgorithmConfig(name="ppoo"), f"name: 'ppoo' is not allowed; one of {quoted(ALGORITHM_SETTINGS)}"),
     ],
 )
-def test_constructors_refuse_in_one_line(make: object, line: str) -> None:
+def test_constructors_raise_an_error_of_one_line(make: object, line: str) -> None:
     assert callable(make)
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value) == line
-
-
-def test_assignments_are_checked_too() -> None:
-    config = TrainerConfig()
-    with pytest.raises(InputError, match=r"^rollout_steps: 0 is out of range; must be at least 1$"):
-        config.rollout_steps = 0
-    config.rollout_steps = 8
-    assert config.rollout_steps == 8
-
-
-def test_whole_numbers_of_other_types_become_int() -> None:
-    config = TrainerConfig(total_timesteps=1e6, rollout_steps=np.int64(64))  # type: ignore[arg-type]
-    assert (config.total_timesteps, config.rollout_steps) == (1_000_000, 64)
-    assert type(config.total_timesteps) is int
-    assert type(config.rollout_steps) is int
-
-
-def test_real_numbers_of_other_types_become_float() -> None:
-    config = PPOSettings(gamma=1, learning_rate=np.float32(0.5))  # type: ignore[arg-type]
-    assert (type(config.gamma), type(config.learning_rate), config.learning_rate) == (float, float, 0.5)
-
-
-def test_settings_can_be_copied_and_sent_to_a_worker() -> None:
-    config = RunConfig(seed=3)
-    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config

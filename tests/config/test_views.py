@@ -149,13 +149,13 @@ def test_the_names_of_the_documents_map_to_their_settings() -> None:
         ({"algorithm": "dqn"}, "algorithm: 'dqn' is not allowed; one of 'ppo', 'sac', 'grpo'"),
     ],
 )
-def test_wrong_values_are_refused_in_one_line(values: dict[str, object], line: str) -> None:
+def test_wrong_values_raise_an_error_in_one_line(values: dict[str, object], line: str) -> None:
     with pytest.raises(InputError) as error:
         RLConfig(**values)  # type: ignore[arg-type]
     assert str(error.value) == line
 
 
-def test_a_setting_of_another_algorithm_is_refused() -> None:
+def test_a_setting_of_another_algorithm_raises_an_error() -> None:
     with pytest.raises(InputError, match=r"^tau: 0.1 is given, but ppo has no such setting; leave it out$"):
         RLConfig(tau=0.1).to_run_config()
     with pytest.raises(InputError, match=r"^buffer_size: 64 is given, .*; a rollout's length is rollout_steps$"):
