@@ -26,6 +26,7 @@ BACKENDS = {"egl": "EGL", "osmesa": "OSMesa", "glfw": "GLX"}  # value of MUJOCO_
 PROBE_TIMEOUT = 120.0  # seconds: imports, and software rendering on a busy machine
 MEASURE_TIME = 1.0  # seconds for each speed
 GIB = 2**30
+LONGEST_REASON = 160  # characters
 REMEDIES = {
     "egl": "apt install libegl1 libgl1",
     "osmesa": "apt install libosmesa6",
@@ -61,39 +62,33 @@ def examine() -> dict[str, Any]:
 
 def describe(results: Mapping[str, Any]) -> str:
     """Return the results as text."""
-    machine = results["machine"]
-    rows: list[tuple[str, str]] = [
-        ("machine", f"{machine['system']}, Python {machine['python']}, Deft {machine['deft']}"),
-        ("cores", str(machine["cores"])),
-        ("memory", f"{machine['memory_gib']:.1f} GiB, {machine['memory_free_gib']:.1f} free"),
-        ("GPU", "; ".join(f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB" for gpu in results["gpus"]) or "none"),
-        ("", ""),
-    ]
+    machine, vulkan, tabletop = results["machine"], results["vulkan"], results["tabletop"]
+    rows = {
+        "machine": f"{machine['system']}, Python {machine['python']}, Deft {machine['deft']}",
+        "cores": str(machine["cores"]),
+        "memory": f"{machine['memory_gib']:.1f} GiB, {machine['memory_free_gib']:.1f} free",
+        "GPU": "; ".join(f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB" for gpu in results["gpus"]) or "none",
+    }
     for name, found in results["rendering"].items():
-        if found["works"]:
-            text = f"works: {found['renderer']}, {found['frames_per_second']:.0f} frames/s of a small scene, 64 px"
-        else:
-            text = f"no ({found['reason']}): {REMEDIES[name]}"
-        rows.append((f"{BACKENDS[name]} (MUJOCO_GL={name})", text))
-    vulkan = results["vulkan"]
+        rows[f"{BACKENDS[name]} (MUJOCO_GL={name})"] = _rendering(name, found)
     drivers = ", ".join(vulkan["drivers"]) or "no driver"
-    rows.append(("Vulkan (SAPIEN)", f"{'loader' if vulkan['loader'] else 'no loader'}, {drivers}"))
-    tabletop = results["tabletop"]
-    if tabletop["works"]:
-        rates = tabletop["steps_per_second"].items()
-        speeds = ", ".join(f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in rates)
-        rows.append(("tabletop, steps/s", f"{speeds} (one process, MUJOCO_GL={results['mujoco_gl']})"))
-    else:
-        rows.append(("tabletop, steps/s", f"no: {tabletop['reason']}"))
-    rows.append(("", ""))
+    rows["Vulkan (SAPIEN)"] = f"{'loader' if vulkan['loader'] else 'no loader'}, {drivers}"
+    rates = tabletop.get("steps_per_second", {}).items()
+    speeds = ", ".join(f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in rates)
+    works = f"{speeds} (one process, MUJOCO_GL={results['mujoco_gl']})"
+    rows["tabletop, steps/s"] = works if tabletop["works"] else f"no: {tabletop['reason']}"
     for name, extra in results["extras"].items():
         missing = ", ".join(extra["missing"])
-        rows.append((f"extra {name}", "installed" if not missing else f"without {missing}: {extra['install']}"))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:{width}}  {text}".rstrip() for name, text in rows]
-    if results["advice"]:
-        lines += ["", *(f"- {line}" for line in results["advice"])]
-    return "\n".join(lines)
+        rows[f"extra {name}"] = f"without {missing}: {extra['install']}" if missing else "installed"
+    width = max(map(len, rows))
+    lines = [f"{name:{width}}  {text}" for name, text in rows.items()]
+    return "\n".join([*lines, "", *(f"- {line}" for line in results["advice"])]).rstrip()
+
+
+def _rendering(name: str, found: Mapping[str, Any]) -> str:
+    if not found["works"]:
+        return f"no ({found['reason']}): {REMEDIES[name]}"
+    return f"works: {found['renderer']}, {found['frames_per_second']:.0f} frames/s of a small scene, 64 px"
 
 
 # -------------------------------------------------------------------------------------------------------- this machine
@@ -213,13 +208,9 @@ def run_probe(what: str) -> None:
     try:
         found = {"works": True, **{"rendering": _measure_rendering, "tabletop": _measure_tabletop}[what]()}
     except Exception as error:
-        found = {"works": False, "reason": _short(one_line(error))}
+        found = {"works": False, "reason": one_line(error)[:LONGEST_REASON]}
     print("\n" + json.dumps(found), flush=True)
     os._exit(0)  # ignore a driver that crashes while it is unloaded
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 160 else text[:159] + "…"
 
 
 def _measure_rendering() -> dict[str, Any]:
