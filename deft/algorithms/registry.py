@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
+
 from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.cql import CQL
 from deft.algorithms.decision_transformer import DecisionTransformer
@@ -21,4 +24,5 @@ OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "dt": DecisionTransformer,
     "sft": SFT,
 }
-ALGORITHMS: dict[str, type[Algorithm]] = {**ONLINE_ALGORITHMS, **OFFLINE_ALGORITHMS}
+# A view of both, so that an algorithm added to either is found here.
+ALGORITHMS: Mapping[str, type[Algorithm]] = ChainMap(ONLINE_ALGORITHMS, OFFLINE_ALGORITHMS)  # type: ignore[arg-type]
