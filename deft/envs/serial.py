@@ -6,7 +6,7 @@ its own environments, so the results of both are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -213,8 +213,6 @@ class SerialVectorEnv(ArrayVectorEnv):
         )
         self._slots = [EnvSlot(env, row, first_index + row, self._observation_layout) for row, env in enumerate(made)]
         self.first_index = first_index
-        self.busy = np.full(1, first_index)
-        """int64 [1]: the environment that is stepped or reset."""
         self._closed = False
 
     @property
@@ -222,12 +220,15 @@ class SerialVectorEnv(ArrayVectorEnv):
         """The environments themselves."""
         return [slot.env for slot in self._slots]
 
+    def _in_turn(self) -> Iterable[EnvSlot]:
+        """Return the environments in the order in which they are reset and stepped."""
+        return self._slots
+
     def reset(self, seed: int | Sequence[int | None] | None = None) -> Observation:
         """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
         seeds = self._env_seeds(seed)
         arrays = self._next_arrays()
-        for slot, own in zip(self._slots, seeds, strict=True):
-            self.busy[0] = slot.index
+        for slot, own in zip(self._in_turn(), seeds, strict=True):
             slot.reset(own, arrays)
         self._started = True
         return arrays.observation
@@ -246,10 +247,9 @@ class SerialVectorEnv(ArrayVectorEnv):
 
         The environments after a failed one are not stepped.
         """
-        arrays, final, busy = self._next_arrays(), self._final, self.busy
+        arrays, final = self._next_arrays(), self._final
         episodes: list[Episode] = []
-        for slot, action in zip(self._slots, self._action_layout.rows(actions), strict=True):
-            busy[0] = slot.index
+        for slot, action in zip(self._in_turn(), self._action_layout.rows(actions), strict=True):
             try:
                 episode = slot.step(action, arrays, final)
             except BaseException as error:
@@ -269,8 +269,7 @@ class SerialVectorEnv(ArrayVectorEnv):
         """Continue from saved states."""
         self._check_states(states)
         arrays = self._next_arrays()
-        for slot, state in zip(self._slots, states, strict=True):
-            self.busy[0] = slot.index
+        for slot, state in zip(self._in_turn(), states, strict=True):
             slot.set_state(state, arrays)
         self._started = True
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from gymnasium import Space
 
 from deft.envs.layout import ActionLayout, EnvArrays, ObservationLayout
-from deft.envs.serial import SerialVectorEnv
+from deft.envs.serial import EnvSlot, SerialVectorEnv
 from deft.envs.vector import Episode
 from deft.errors import DeftError, InputError, RunError, one_line
 
@@ -69,6 +70,14 @@ class SharedArrays:
 
 class WorkerEnv(SerialVectorEnv):
     """The environments of one worker. Its parent calls the public methods, most of them those of `SerialVectorEnv`."""
+
+    busy = np.zeros(1, np.int64)
+    """int64 [1], in the shared memory: the environment that is reset or stepped."""
+
+    def _in_turn(self) -> Iterator[EnvSlot]:
+        for slot in self._slots:
+            self.busy[0] = slot.index
+            yield slot
 
     def share(self, memory_file: int, number: int, num_envs: int, num_workers: int, size: int) -> None:
         """Map the shared memory, with the same arrays in it as in the parent; use the rows of these environments."""

@@ -111,6 +111,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         names = GOAL_TASKS if spec.task == ALL_TASKS else (spec.task,)
         check_whole("num_objects", spec.num_objects, max(TASKS[name].min_objects for name in names), MAX_OBJECTS)
         self.settings = spec
+        self.split = spec.split
+        """Evaluations recognise environments with splits by this attribute."""
         self.randomization = spec.domain_randomization or DomainRandomization()
         self.cameras = tuple(name for name in CAMERAS if name in spec.cameras)
         self.reward_terms = REWARD_TERMS[spec.reward] if set(names) <= set(GOAL_TASKS) else ()
@@ -185,7 +187,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         if target is not None and target not in range(self.settings.num_objects):
             raise InputError(f"options target is {target!r}; choose 0 to {self.settings.num_objects - 1}")
         task = TASKS[self.task_name]
-        self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.settings.split)
+        self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.split)
         if self.settings.shuffle_instructions:
             self.goal.instruction = self._unrelated_instruction()
         self._potentials = task.potentials(simulation.view(), self.goal)
@@ -313,7 +315,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         has_area = TASKS[self.task_name].has_area
         for _ in range(MAX_SCENE_TRIES):
             seed = int(random.integers(2**31))
-            scene = draw_scene(seed, self.settings.num_objects, has_area, self.randomization, self.settings.split)
+            scene = draw_scene(seed, self.settings.num_objects, has_area, self.randomization, self.split)
             if scene is None:
                 continue
             self._simulation = Simulation(scene)

@@ -163,12 +163,12 @@ def assert_same(first: list[np.ndarray], second: list[np.ndarray]) -> None:
 def test_same_seed_same_pixels() -> None:
     actions = np.random.default_rng(0).uniform(-1, 1, (15, 8))
 
-    def record(seed: int) -> list[np.ndarray]:
+    def images(seed: int) -> list[np.ndarray]:
         env = TabletopEnv("all", observation="both", image_size=48, domain_randomization=EVERYTHING)
         first, _ = env.reset(seed=seed)
         return [first["head_rgb"], *record(env, actions)]
 
-    first, second, other = record(5), record(5), record(6)
+    first, second, other = images(5), images(5), images(6)
     assert_same(first, second)
     assert not np.array_equal(first[0], other[0])
 
@@ -493,7 +493,7 @@ def test_training_never_sees_the_held_out_combinations() -> None:
     assert everything == seen | held_out
     _, named = names_of("held-out")
     assert named == held_out  # the others may stand beside them, but are never named
-    assert TabletopEnv().settings.split == "train"
+    assert TabletopEnv().split == "train"
 
 
 def test_the_splits_differ_in_kinds_alone() -> None:
