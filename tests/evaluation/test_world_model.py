@@ -204,7 +204,7 @@ def _cut(episode, length):
 
 
 def test_deft_evaluate_measures_a_teacher(run, capsys, tmp_path, monkeypatch):
-    video = tmp_path / "foresight.mp4"
+    video = tmp_path / "predictions.mp4"
     monkeypatch.setattr("deft.runs.progress.LINE_INTERVAL", 0.0)
     assert main(["evaluate", str(run), "--episodes", "2", "--device", "cpu", "--video", str(video), "--json"]) == 0
     shown = capsys.readouterr()

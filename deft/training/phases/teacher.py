@@ -103,8 +103,8 @@ class TeacherTrainer(WorldModelTrainer):
         with self.stoppable():
             self._gather()
         config, num_new = self.policy.config, self.buffer.num_unseen
-        places = self.buffer.draw(self.training.batch_size, self.generator)
-        batch = self.buffer.batch(places, config.n_obs_img_steps, config.obs_img_stride)
+        rows = self.buffer.draw(self.training.batch_size, self.generator)
+        batch = self.buffer.batch(rows, config.n_obs_img_steps, config.obs_img_stride)
         self.shown_episodes = batch
         hides_head = bool(self.training.head_dropout) and bool(self.generator.random() < self.training.head_dropout)
         if self.is_sharded:  # the passes of all processes are alike
@@ -125,7 +125,7 @@ class TeacherTrainer(WorldModelTrainer):
             metrics = self._train_random(batch, hides_head)
         metrics |= {"collect/episodes": self.num_taken, "collect/new": self.buffer.num_unseen}
         # Episodes that are trained on again are not counted, unless all come from a recording.
-        count = len(places) if self.training.dataset is not None else min(num_new, len(places))
+        count = len(rows) if self.training.dataset is not None else min(num_new, len(rows))
         if self.processes.count > 1:
             count = round(self.processes.total(count, self.device))
         return count, metrics
@@ -173,8 +173,8 @@ class TeacherTrainer(WorldModelTrainer):
         for time in range(int(times.max()) if len(times) else 0):
             going = torch.nonzero(times > time).flatten()
             step = batch.steps(rows[going], torch.full((len(going),), time))
-            places = going.to(memory.device)
-            memory[:, places] = self.policy.forward_memory_only(step, memory[:, places])
+            columns = going.to(memory.device)
+            memory[:, columns] = self.policy.forward_memory_only(step, memory[:, columns])
         return memory
 
     def _train_motion(self, batch: EpisodeBatch) -> Metrics:

@@ -1,4 +1,4 @@
-"""The waypoint protocol: errors by hand, episodes counted and reset, copies independent, states that go on."""
+"""The waypoint protocol: errors by hand, episodes counted and reset, independent environments, saved states."""
 
 import numpy as np
 import pytest

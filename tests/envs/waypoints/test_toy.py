@@ -25,7 +25,7 @@ def test_the_error_is_drawn_for_each_episode_and_is_in_the_observation():
     simulator.reset(rows, [None] * 200)
     second = simulator.observe()[schema.SFT_OFFSET]
     assert not np.isclose(first[:, 0, 1], second[:, 0, 1]).any()
-    # The error cannot be seen in the picture: nothing but its own stream tells it.
+    # The error cannot be seen in the picture: only its own stream contains it.
     correlation = np.corrcoef(second[:, -1, 1], simulator.observe()[schema.CAMERA].reshape(200, -1).mean(1))[0, 1]
     assert abs(correlation) < 0.2
 

@@ -1,4 +1,4 @@
-"""Phase 3: who learns when, what pays, when it ends, and going on after a stop."""
+"""Phase 3: who learns when, what is rewarded, when it ends, and resuming after a stop."""
 
 import copy
 import dataclasses
@@ -201,28 +201,29 @@ def test_few_random_episodes_are_not_replaced_by_the_explorers(played):
 
 def test_the_robot_does_a_share_of_what_the_explorer_says(tmp_path):
     made = make(tmp_path, explorer_scale=0.25, wm_warmup=0, total_iterations=2)
-    said, told, remembered = [], [], []
+    chosen, executed, remembered = [], [], []
     collect, step = made.rollouts.collect, made.rollouts.env.step
     memory = made.explorer.f1.model.memory
 
     def watched_collect(**arguments):
         found = collect(**arguments)
-        said.append(found.rollout[schema.ACTION])
+        chosen.append(found.rollout[schema.ACTION])
         return found
 
     def watched_step(actions):
-        told.append(actions.copy())
+        executed.append(actions.copy())
         return step(actions)
 
     made.rollouts.collect, made.rollouts.env.step = watched_collect, watched_step
     hook = memory.register_forward_pre_hook(lambda _, inputs: remembered.append(inputs[2].detach().clone()))
     made.train()
     hook.remove()
-    wanted = torch.cat([0.25 * one.clamp(-1, 1) for one in said], 1)  # [T, 4]: two rollouts of two episodes
+    wanted = torch.cat([0.25 * one.clamp(-1, 1) for one in chosen], 1)  # [T, 4]: two rollouts of two episodes
     assert wanted.abs().max() == 0.25  # some of it is at the limit
     done = torch.as_tensor(np.stack([episode.action for episode in made.recent.episodes], 1))
     assert torch.equal(done, wanted)  # what the world model learns from
-    assert torch.equal(torch.as_tensor(np.concatenate(told)), wanted.transpose(0, 1).flatten(0, 1))  # what is executed
+    in_order = torch.as_tensor(np.concatenate(executed))
+    assert torch.equal(in_order, wanted.transpose(0, 1).flatten(0, 1))  # what the environments execute
     assert max(float(one.abs().max()) for one in remembered) == 0.25  # what enters the explorer's memory
     lines = [json.loads(line) for line in (tmp_path / "episode_metrics.jsonl").read_text().splitlines()]
     assert max(line["ppo/first_ratio_error"] for line in lines) < 1e-4  # the chain is scored as it was drawn
@@ -285,12 +286,12 @@ def test_an_explorer_of_an_earlier_version_does_all_that_it_says(played, tmp_pat
     assert float(found.action_scale) == 1.0
 
 
-def test_shares_of_more_than_a_batch_are_refused(tmp_path):
+def test_shares_of_more_than_a_batch_are_an_error(tmp_path):
     with pytest.raises(InputError, match="replay_share, random_share: their sum must be at most 1"):
         make(tmp_path, replay_share=0.6, random_share=0.5)
 
 
-# -- going on --------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(played, tmp_path):
@@ -383,14 +384,14 @@ def test_without_a_teacher_one_line_says_so(tmp_path):
         AdversarialTrainer(game_config(tmp_path, teacher_checkpoint=str(tmp_path / "nothing")))
 
 
-def test_another_tokenizer_is_refused(tmp_path):
+def test_another_tokenizer_is_an_error(tmp_path):
     config = game_config(tmp_path)
     config.model.tokenizer_weights = "another"
     with pytest.raises(InputError, match="tokenizer_weights: phase 3"):
         AdversarialTrainer(config)
 
 
-def test_recorded_video_is_refused(tmp_path):
+def test_recorded_video_is_an_error(tmp_path):
     config = game_config(tmp_path)
     config.training.dataset = "videos"
     with pytest.raises(InputError, match="dataset: phase 3"):
@@ -518,7 +519,7 @@ def test_progress_is_the_smaller_fall_of_error_and_uncertainty(collected):
     assert raw.any()
 
 
-def test_to_learn_that_something_cannot_be_foreseen_does_not_pay(collected):
+def test_to_learn_that_something_cannot_be_predicted_does_not_pay(collected):
     """An older world model that is as wrong, but surer: its error falls to the present one's, and nothing is paid."""
     policy, found = collected
     reward = GameReward(settings(reward="progress"), policy)

@@ -1,4 +1,4 @@
-"""The three phases in one folder: each from the last's best, going on after a stop, one report."""
+"""The three phases in one folder: each from the best of the previous one, resuming after a stop, one report."""
 
 import copy
 import json
@@ -131,7 +131,7 @@ def test_runs_of_another_kind_are_left_alone(whole, model_file, tmp_path):
 def test_a_typo_does_not_take_the_folder(model_file, tmp_path):
     config = whole_config(tmp_path, model_file)
     config.environment["world"] = "nonsense"
-    for _ in range(2):  # the second time it is not refused as a run that is there
+    for _ in range(2):  # the second time it is not rejected as an existing run
         with pytest.raises(InputError, match="nonsense"):
             train_all(config)
 

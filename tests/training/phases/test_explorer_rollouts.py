@@ -114,7 +114,7 @@ def test_the_reward_is_of_the_step_that_was_taken(explorer, teacher):
 
 
 def test_uncertainty_and_divergence_depend_on_the_action_and_not_on_its_outcome_alone(explorer, teacher):
-    """Where the world does not move (dim 0 by 0.1 rounds to no pixel), a_t still changes what is foreseen."""
+    """Where the world does not move (dim 0 by 0.1 rounds to no pixel), a_t still changes what is predicted."""
     actions = torch.zeros(5, 2, 2)
     nudged = actions.clone()
     nudged[2, :, 0] = 0.1

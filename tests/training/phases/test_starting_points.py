@@ -1,4 +1,4 @@
-"""What the phases start from: which checkpoint, whose eyes, which folder; and what a run that goes on may change."""
+"""What the phases start from: which checkpoint, tokenizer and folder; and what a resumed run may change."""
 
 import copy
 import json
@@ -72,7 +72,7 @@ def test_a_game_writes_down_where_it_started(tmp_path, teacher_run):
     written = read_phase_config(tmp_path / "game" / "config.yaml")
     assert written.adversarial.teacher_checkpoint == str(teacher_run / "checkpoint-8")
     assert written.adversarial.student_checkpoint is None
-    shutil.rmtree(teacher_run)  # what it started from is not needed to go on
+    shutil.rmtree(teacher_run)  # what it started from is not needed to resume
     config = game_config(tmp_path / "game", total_iterations=2, auto_resume=True)
     config.adversarial.teacher_checkpoint = str(teacher_run)
     config.adversarial.student_checkpoint = str(tmp_path / "gone")
@@ -97,7 +97,7 @@ def test_a_start_that_its_run_has_pruned_is_said(tmp_path, teacher_run):
         load_teacher(config, torch.device("cpu"))
 
 
-def test_a_teacher_that_is_not_finite_is_refused(tmp_path, teacher_run):
+def test_a_teacher_that_is_not_finite_is_an_error(tmp_path, teacher_run):
     broken = teacher_policy()
     with torch.no_grad():
         broken.model.world_model.output.weight[0, 0] = float("nan")
@@ -141,7 +141,7 @@ def test_a_start_that_was_moved_with_the_run_is_found(tmp_path):
     assert moved_with(run, str(start)) == start  # where it was comes first
 
 
-# -- whose weights, whose eyes ---------------------------------------------------------------------------------------
+# -- weights and tokenizers ------------------------------------------------------------------------------------------
 
 
 def test_with_the_teachers_seed_an_explorer_still_has_weights_of_its_own():
@@ -159,7 +159,7 @@ def test_with_the_teachers_seed_an_explorer_still_has_weights_of_its_own():
     assert all(torch.equal(one, other) for one, other in zip(own.parameters(), again.parameters(), strict=True))
 
 
-def test_an_explorer_that_codes_frames_otherwise_is_refused(tmp_path):
+def test_an_explorer_with_another_tokenizer_is_an_error(tmp_path):
     teacher = teacher_policy()
     explorer = explorer_policy(teacher)
     check_tokenizer(teacher, explorer.f1, tmp_path)
@@ -206,7 +206,7 @@ def test_a_game_that_goes_on_keeps_its_noise(tmp_path):
         set_noise(explorer, game_config(tmp_path, explorer_noise=0.25), tmp_path, resumes=True)
 
 
-def test_noise_that_float32_cannot_score_is_refused(tmp_path):
+def test_noise_that_float32_cannot_score_is_an_error(tmp_path):
     # 0.4 · 0.02 = 0.008, under 0.01
     with pytest.raises(
         InputError, match=r"explorer_noise: 0.02 of action_noise 0.4 is 0.008; it must be at least 0.01"

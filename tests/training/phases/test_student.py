@@ -103,7 +103,7 @@ def test_what_an_older_checkpoint_leads_to_is_saved(tmp_path, teacher):
 
 
 def test_a_learning_rate_that_is_given_anew_holds_and_a_damaged_checkpoint_is_passed_over(tmp_path, teacher):
-    """Also under the adaptive schedule, which else goes on from the rate that it had come to."""
+    """Also under the adaptive schedule, which otherwise continues from its adapted rate."""
     StudentTrainer(student_config(tmp_path, num_episodes=4, save_every=2), teacher).train()
     (tmp_path / "checkpoint-4" / "explorer.pt").write_bytes(b"cut short")
 
@@ -122,14 +122,14 @@ def test_a_learning_rate_that_is_given_anew_holds_and_a_damaged_checkpoint_is_pa
     assert [group["lr"] for group in other.ppo.optimizer.param_groups] == pytest.approx([7e-4, 7e-3])
 
 
-def test_another_tokenizer_is_refused(tmp_path, teacher):
+def test_another_tokenizer_is_an_error(tmp_path, teacher):
     config = student_config(tmp_path, num_episodes=2)
     config.model.tokenizer_weights = "another"
     with pytest.raises(InputError, match="uses its teacher's tokenizer"):
         StudentTrainer(config, teacher)
 
 
-def test_a_world_with_other_actions_is_refused(tmp_path, teacher):
+def test_an_environment_with_other_actions_is_an_error(tmp_path, teacher):
     made = StudentTrainer(student_config(tmp_path, num_episodes=2), teacher)
     mask = made.explorer.action_mask.clone()
     check_mask(made.explorer, mask.numpy(), tmp_path)

@@ -7,13 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from f1_worlds import micro_config
-from gymnasium import spaces
 from panning_camera import WORLD, panning_config
 from safetensors.torch import save_file
 
@@ -29,12 +27,6 @@ from deft.training.phases import teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
 from deft.training.phases.recorded import (
     DatasetExplorer,
-    find_cameras,
-    last_picture,
-    open_video,
-    split,
-    trained_on,
-    warn_of_seen_episodes,
 )
 from deft.training.phases.teacher import TeacherTrainer, train_teacher
 from deft.training.phases.world_model_trainer import copy_accuracy
@@ -51,7 +43,7 @@ def small_policy(**changes) -> F1Policy:
 
 
 def coding_policy(**changes) -> F1Policy:
-    """A policy whose codes tell pictures apart: the codebook is made of what its encoder gives out."""
+    """A policy whose codes differ between images: the codebook is made of features of its encoder."""
     policy = small_policy(**changes)
     frames = np.concatenate([episode.wrist for episode in InlineExplorer(EXPLORATION).take(8)])
     with torch.no_grad():
@@ -404,7 +396,7 @@ def test_outputs_are_as_documented(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"sequential_training": False, "buffer_capacity": 5}])
-def test_resuming_equals_going_on(tmp_path, settings):
+def test_resuming_equals_an_uninterrupted_run(tmp_path, settings):
     """8 episodes at once, and 4, stopped, then 4 more: the same weights, bit for bit."""
     once = trainer(tmp_path / "once", scheduler="constant", **settings)
     once.train()
@@ -469,44 +461,6 @@ def test_a_killed_run_leaves_a_good_checkpoint(tmp_path, how):
 # -- exploration -----------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_is_the_same_whoever_collects_it():
-    inline = InlineExplorer(EXPLORATION)
-    expected = inline.take(4)
-    assert [episode.number for episode in expected] == [0, 1, 2, 3]
-    assert not np.array_equal(expected[0].action, expected[1].action)
-    beside = ProcessExplorer(EXPLORATION, 2)
-    try:
-        found = sorted(beside.take(4), key=lambda episode: episode.number)
-    finally:
-        beside.close()
-    for one, other in zip(expected, found, strict=True):
-        for name, values in one.streams().items():
-            assert np.array_equal(values, other.streams()[name])
-    later = InlineExplorer(EXPLORATION)
-    later.skip(2)
-    assert np.array_equal(later.take(1)[0].wrist, expected[2].wrist)
-    shared = [InlineExplorer(EXPLORATION, first, 2).take(2) for first in range(2)]
-    assert [[episode.number for episode in part] for part in shared] == [[0, 2], [1, 3]]
-
-
-def test_held_out_scenes_are_never_trained_on():
-    seeds = {Exploration({}, seed=seed).scene_seed(index) for seed in (0, 1, 12345) for index in range(1000)}
-    held_out = {
-        Exploration({}, seed=seed, held_out=True).scene_seed(index) for seed in (0, 1, 12345) for index in range(1000)
-    }
-    assert not seeds & held_out
-    assert max(seeds) < min(held_out)
-
-
-def test_a_scene_is_kept_for_several_episodes():
-    explorer = InlineExplorer(Exploration({"world": WORLD, "max_steps": 3}, scenes_kept=3))
-    first = explorer.take(5)
-    again = InlineExplorer(Exploration({"world": WORLD, "max_steps": 3}, scenes_kept=3))
-    again.skip(4)
-    assert np.array_equal(again.take(1)[0].wrist, first[4].wrist)
-    assert [episode.number for episode in first] == [0, 1, 2, 3, 4]
-
-
 def test_a_run_collects_beside_training(tmp_path):
     made = trainer(tmp_path, overlap=True, num_envs=1, num_episodes=12)
     summary = made.train()
@@ -523,24 +477,6 @@ def test_what_goes_wrong_beside_training_ends_the_run(tmp_path):
 
 
 # -- recorded video --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recording(tmp_path) -> Path:
-    """Four npz episodes of the panning camera, as pixel datasets have them: channels of three stacked frames."""
-    folder = tmp_path / "pixels"
-    folder.mkdir()
-    explorer = InlineExplorer(Exploration({"world": WORLD, "max_steps": 7}))
-    for episode in explorer.take(4):
-        stacked = np.concatenate([episode.wrist[[0, *range(7)]], episode.wrist, episode.wrist], 1)
-        np.savez(
-            folder / f"{episode.number}.npz",
-            observation=stacked,
-            action=np.concatenate([np.zeros((1, 4)), episode.action[:, :4]]).astype(np.float32),
-            reward=np.zeros(8, np.float32),
-            discount=np.ones(8, np.float32),
-        )
-    return folder
 
 
 def test_a_dataset_trains_the_same_model(tmp_path, recording):
@@ -566,7 +502,7 @@ def test_a_dataset_trains_the_same_model(tmp_path, recording):
 
 
 def test_recorded_episodes_are_new_ones_each_time(tmp_path, recording):
-    """With colours or places changed every round takes new copies of the three; without, what is kept is enough."""
+    """With colours or positions changed every round takes new copies of the three; without, what is kept is enough."""
     settings = {"dataset": str(recording), "steps_per_episode": 7, "num_episodes": 8, "batch_size": 2}
     plain = trainer(tmp_path / "plain", colour_augmentation=0.0, **settings)
     plain.train()
@@ -661,23 +597,7 @@ def test_a_new_model_of_a_recording_takes_its_tokenizer_and_expects_stillness(tm
         TeacherTrainer(config)
 
 
-def test_a_tokenizer_that_saw_what_is_held_out_is_told_of(tmp_path, recording, caplog):
-    dataset = open_video(str(recording), {}, 16)
-    training, held_out = split(dataset.num_episodes, 0.1, 0)
-    for name, episodes, told in (("good", training, 0), ("bad", np.concatenate([training, held_out]), 1)):
-        header = {"trained_on": json.dumps(trained_on(dataset, episodes))}
-        save_file({"weight": torch.zeros(1)}, tmp_path / name, header)
-        caplog.clear()
-        warn_of_seen_episodes(tmp_path / name, dataset, held_out)
-        assert len(caplog.records) == told
-    assert f"trained on episode {held_out[0]}, which is held out" in caplog.text
-    save_file({"weight": torch.zeros(1)}, tmp_path / "other")
-    caplog.clear()
-    warn_of_seen_episodes(tmp_path / "other", dataset, held_out)  # of the tabletop: its file says nothing
-    assert not caplog.records
-
-
-def test_a_run_goes_on_with_the_tokenizer_that_it_has(tmp_path, recording):
+def test_a_resumed_run_keeps_its_tokenizer(tmp_path, recording):
     config = panning_config(tmp_path / "run", dataset=str(recording), num_episodes=2)
     (tmp_path / "model.json").write_text(json.dumps(to_dict(micro_config())))
     config.model.config_file = str(tmp_path / "model.json")
@@ -685,22 +605,3 @@ def test_a_run_goes_on_with_the_tokenizer_that_it_has(tmp_path, recording):
     config.run.auto_resume, config.model.tokenizer_weights = True, "another.safetensors"
     with pytest.raises(InputError, match=r"tokenizer_weights: another\.safetensors differs from the resumed run's"):
         train_teacher(config)
-
-
-def test_cameras_and_frames_of_a_dataset(recording):
-    dataset = open_video(str(recording), {}, 16)
-    assert find_cameras(dataset, None, None) == ("", None)
-    pictures = {name: spaces.Box(0, 255, (3, 8, 8), np.uint8) for name in ("wrist", "head")}
-    both = SimpleNamespace(name="two", observation_space=spaces.Dict(pictures))
-    assert find_cameras(both, None, None) == ("wrist", "head")
-    assert find_cameras(both, None, "off") == ("wrist", None)
-    with pytest.raises(InputError, match="no images 'left'"):
-        find_cameras(dataset, "left", None)
-    grey = np.arange(8, dtype=np.uint8).reshape(2, 1, 2, 2)
-    assert np.array_equal(last_picture(grey)[:, 2], grey[:, 0])
-    with pytest.raises(InputError, match="4 channels"):
-        last_picture(np.zeros((2, 4, 2, 2), np.uint8))
-    assert [len(part) for part in split(20, 0.1, 0)] == [18, 2]
-    assert [len(part) for part in split(3, 0.0, 0)] == [2, 1]
-    with pytest.raises(InputError, match="one episode"):
-        split(1, 0.5, 0)

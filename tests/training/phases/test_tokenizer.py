@@ -25,9 +25,8 @@ from deft.models.f1.policy import F1Policy
 from deft.models.f1.vq import MultiScaleTokenizer
 from deft.runs import checkpoint
 from deft.runs.signals import interruptible
-from deft.training.phases.frames import DatasetFrames, FrameStore
 from deft.training.phases.recorded import split
-from deft.training.phases.tokenizer import TokenizerTrainer, perplexity, train_tokenizer
+from deft.training.phases.tokenizer import DatasetFrames, FrameStore, TokenizerTrainer, perplexity, train_tokenizer
 
 QUIET = LoggingConfig(console_level="ERROR", tensorboard=False)
 
@@ -163,7 +162,7 @@ def test_a_stop_does_not_wait_for_frames():
 
 
 def test_training_goes_on_from_a_tokenizer_that_is_there(tmp_path, model, recording):
-    """Its codes keep their places at first: after one update it draws kept-out pictures nearly as well as before."""
+    """Its codes keep their meaning at first: after one update it reconstructs held-out images nearly as well."""
     before = train_tokenizer(_config(tmp_path, model, recording, "before", num_updates=40, eval_interval=0), QUIET)
     settings = {"num_updates": 1, "lr": 1e-6, "revive_interval": 0, "shift_augmentation": 2}
     new = train_tokenizer(_config(tmp_path, model, recording, "new", **settings), QUIET)
@@ -206,7 +205,7 @@ def test_a_tokenizer_and_a_teacher_keep_the_same_episodes_out(tmp_path, model, r
         assert pictures.trained_on["episodes"] == training.tolist()  # which the file's header says
 
 
-def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, model, recording, capsys):
+def test_what_cannot_be_trained_is_an_error_of_one_line(tmp_path, model, recording, capsys):
     command = ["train", "tokenizer", "--output-dir", str(tmp_path / "out")]
     assert main([*command, "--dataset", str(tmp_path / "nowhere")]) == 2
     assert main([*command, "--model", str(tmp_path / "nowhere.json")]) == 2
@@ -216,7 +215,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, model, recordin
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 5
     parts = ("was not found", "no such config file", "no images 'front'", "no such checkpoint", "env_kwargs")
-    assert all(part in line for part, line in zip(parts, lines, strict=True))
+    assert not [line for part, line in zip(parts, lines, strict=True) if part not in line]
     config = _config(tmp_path, model, recording, num_updates=2)
     train_tokenizer(config, QUIET)
     with pytest.raises(InputError, match="already holds a run"):
@@ -226,7 +225,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, model, recordin
         train_tokenizer(config, QUIET)
 
 
-def test_a_source_that_fails_or_ends_early_is_told():
+def test_a_source_that_fails_or_ends_early_is_an_error():
     def failing():
         yield np.zeros((2, 3, 4, 4), np.uint8)
         raise InputError("the camera fell off")

@@ -1,4 +1,4 @@
-"""A batch of the world model in parts, and weights that are shared out where that is possible."""
+"""A batch of the world model in micro-batches, and where parameters can be sharded."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_layers_are_compiled_where_that_is_asked_for(tmp_path, monkeypatch):
     assert len(compiled) == 1 + len(policy.model.vision.layers)
 
 
-def test_where_weights_cannot_be_shared_out_that_is_said(tmp_path):
+def test_where_parameters_cannot_be_sharded_is_an_error(tmp_path):
     cases = [
         (AdversarialTrainer, game_config(tmp_path), "in phase adversarial .*`deft train ppo`, `sft` and `teacher`"),
         (StudentTrainer, panning_config(tmp_path), "in phase student .*`deft train ppo`, `sft` and `teacher`"),

@@ -95,27 +95,27 @@ def test_a_run_that_goes_on_is_as_one_that_was_not_stopped(sft, tmp_path, toy, q
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_going_on_with_other_settings_is_refused(sft, tmp_path, toy, quiet):
-    """A flag that was not repeated has its default: without a word, the run would go on as another."""
+def test_resuming_with_other_settings_is_an_error(sft, tmp_path, toy, quiet):
+    """A flag that was not repeated has its default: the run would silently continue with other settings."""
     train_ppo(config(sft, tmp_path, toy, num_iterations=1, residual_bound=1.0), quiet)
     with pytest.raises(InputError, match=r"resume: residual_bound 4.0 \(the run's is 1.0\): repeat the flags"):
         train_ppo(config(sft, tmp_path, toy, num_iterations=2, resume=True), quiet)
 
 
-def test_several_processes_are_refused(sft, tmp_path, toy, quiet, monkeypatch):
+def test_several_processes_are_an_error(sft, tmp_path, toy, quiet, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="deft train waypoint-ppo: trains in one process, started in 2"):
         train_ppo(config(sft, tmp_path, toy), quiet)
     assert not list(tmp_path.iterdir())
 
 
-def test_more_modes_than_waypoints_are_refused(sft, tmp_path, toy, quiet):
+def test_more_modes_than_waypoints_are_an_error(sft, tmp_path, toy, quiet):
     with pytest.raises(InputError, match="residual_modes 20 is more than the"):
         train_ppo(config(sft, tmp_path, toy, residual_modes=20), quiet)
 
 
 def test_safety_watches_each_environment():
-    """Better in one world by more than it is worse in the other: the mean falls, and still it is refused."""
+    """Better in one environment by more than it is worse in the other: the mean falls, and it is still rejected."""
 
     class Played:
         results: ClassVar = [
@@ -186,9 +186,9 @@ def test_safety_never_deploys_what_is_worse_than_supervised(sft, tmp_path, toy, 
     lines = json.loads((tmp_path / "train_metrics.json").read_text())
     baseline = HeldOut(["toy"], "medium", 16, SAFETY_SEED, toy).evaluate(PPOPolicy(load_sft(sft)[0]))["ade"]
     assert all(line["safety/ade"] <= baseline * (1 + 1e-6) for line in lines)
-    refused = [line for line in lines if line["rolled_back"]]
-    assert refused
-    assert all(line["safety/candidate_ade"] > baseline for line in refused)
+    rejected = [line for line in lines if line["rolled_back"]]
+    assert rejected
+    assert all(line["safety/candidate_ade"] > baseline for line in rejected)
     final = HeldOut(["toy"], "medium", 16, SAFETY_SEED, toy).evaluate(load_ppo(tmp_path)[0])["ade"]
     assert final == pytest.approx(lines[-1]["safety/ade"], rel=1e-5)
     assert (tmp_path / "plots" / "safety.png").exists()
