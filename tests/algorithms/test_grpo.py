@@ -232,7 +232,8 @@ def test_before_the_first_gradient_step_every_ratio_is_one_and_the_kl_zero(name,
     algorithm = make_grpo(policy, batch_size=8, sequence_length=4, ratio=ratio)
     steps = prepared(algorithm, make_round(policy))
     num_real = 0
-    for minibatch in algorithm._minibatches(steps, torch.arange(steps.batch_size[-1])):
+    order, size = torch.arange(steps.batch_size[-1]), algorithm._minibatch_size(steps)
+    for minibatch in algorithm._minibatches(steps, order, size):
         _, metrics = algorithm._loss(policy.evaluate_actions(minibatch), minibatch)
         torch.testing.assert_close(metrics["log_ratio"].exp(), torch.ones_like(metrics["log_ratio"]), atol=1e-4, rtol=0)
         assert float(metrics["kl"]) == pytest.approx(0, abs=1e-6)
