@@ -8,13 +8,14 @@ worker gets no order whose steps could become older than `max_staleness` updates
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from deft.models.policy import Policy
 from deft.runs.random_state import get_random_state, set_random_state, training_seed
 from deft.training.cluster.blocks import Block, End, Order, unpack_tensor
 from deft.training.cluster.packing import Segment, assemble, like, plain, segments_of, take_steps
-from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost, parts_of
+from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost
 from deft.training.collection import UNKNOWN_COLLECTOR, Collector, StepBuffer
 from deft.training.group_collection import GroupBuffer, GroupCollector
 
@@ -42,13 +43,18 @@ class _Exact(Collector):
 
     env: ClusterEnv
 
-    def _set_up(self) -> None:
-        self.pool = self.env.pool
+    def __init__(self, env: ClusterEnv, *args: Any, **keywords: Any) -> None:
+        super().__init__(env, *args, **keywords)
+        self.pool = env.pool
         self._states: dict[int, dict[str, Any] | None] = {}  # by slot, at the end of the latest block
         self._incarnations: dict[int, int] = {}  # by slot, the incarnation that has the state
 
     def _order(self, slot: Slot, **details: Any) -> Order:
-        """A new order; a worker without the state of its environments gets it."""
+        """A new order."""
+        return Order(**details, **self._present(slot))
+
+    def _present(self, slot: Slot) -> dict[str, Any]:
+        """What an order has from the present: the weights, and the state for a worker whose environments lack it."""
         state = self._states.get(slot.index) if self._incarnations.get(slot.index) != slot.incarnation else None
         if state is not None and state["env"] is None and state["started"]:
             state = None  # the state of the environments cannot be saved
@@ -56,16 +62,14 @@ class _Exact(Collector):
         if state is None and slot.incarnation > 0:  # other episodes than those of its predecessor
             seed = training_seed(self.seed, slot.first, slot.incarnation)
         weights = self.pool.weights(self.version)
-        return Order(self.pool.number(), self.version, weights, state=state, seed=seed, **details)
+        return {
+            "number": self.pool.number(), "version": self.version, "weights": weights, "state": state, "seed": seed
+        }  # fmt: skip
 
     def _renewed(self, slot: Slot, order: Order) -> Order:
         """The order of a worker that died, for its successor."""
         self._lose(slot)
-        kept = {
-            name: getattr(order, name)
-            for name in ("num_steps", "seconds", "random", "actions", "keeps_state", "group_seeds", "round")
-        }
-        return self._order(slot, **kept)
+        return dataclasses.replace(order, **self._present(slot))
 
     def _lose(self, slot: Slot) -> None:
         """Count the unfinished episodes of a dead worker as lost, unless their state is known."""
@@ -119,7 +123,16 @@ class _Exact(Collector):
         if state["env"] is None:
             return not state["started"]
         self.step_counts.extend(state["step_counts"])
-        self._states = dict(enumerate(parts_of(state, self.pool.slots)))
+        memory = state["memory"]
+        self._states = {
+            slot.index: {
+                "env": state["env"][slot.rows],
+                "memory": None if memory is None else memory[slot.rows],
+                "started": True,
+                "step_counts": [],
+            }
+            for slot in self.pool.slots
+        }
         self._incarnations = {}
         return True
 
@@ -138,7 +151,6 @@ class RayCollector(_Exact):
         block_steps: int | None = None,
     ) -> None:
         super().__init__(env, policy, seed, next_observation, reward_terms)
-        self._set_up()
         self.max_staleness, self.block_steps = max_staleness, block_steps
         self.feeder: Feeder | None = None
 
@@ -150,14 +162,11 @@ class RayCollector(_Exact):
         if self.max_staleness > 0:
             return self._collect_in_background(buffer, num_vector_steps, stop)
         before = get_random_state()
-        given = [self._explored() for _ in range(num_vector_steps)]
-        actions = [action for action in given if action is not None]
+        explore = self.explore or (lambda: None)
+        actions = [action for _ in range(num_vector_steps) if (action := explore()) is not None]
+        details = {"num_steps": num_vector_steps, "random": before, "keeps_state": not self._next_observation}
         for slot in self.pool.slots:
-            rows = slice(slot.first, slot.first + slot.count)
-            own = [action[rows] for action in actions]
-            keeps_state = not self._next_observation
-            details = {"num_steps": num_vector_steps, "random": before, "actions": own, "keeps_state": keeps_state}
-            self.pool.give(slot, self._order(slot, **details))
+            self.pool.give(slot, self._order(slot, actions=[action[slot.rows] for action in actions], **details))
         deaths = self.pool.num_deaths
         blocks = self._answers(stop)
         if blocks is None:
@@ -169,9 +178,6 @@ class RayCollector(_Exact):
         assert last is not None
         set_random_state(last)
         return num_vector_steps
-
-    def _explored(self) -> np.ndarray | None:
-        return None if self.explore is None else self.explore()
 
     def _write_side_by_side(self, buffer: StepBuffer, blocks: list[Block], num_steps: int) -> None:
         columns = side_by_side(blocks)
@@ -232,8 +238,8 @@ class RayCollector(_Exact):
         """Blocks one after another, until the run has its steps: the ring keeps each environment's in order."""
         count = 0
         for block in blocks:
-            slot = self.pool.slots[block.slot]
-            envs = list(range(slot.first, slot.first + slot.count))
+            rows = self.pool.slots[block.slot].rows
+            envs = list(range(rows.start, rows.stop))
             if block.sequence == 0 and block.incarnation > 0:
                 ring.cut(envs)
             for step in range(block.num_steps):
@@ -297,29 +303,24 @@ class Feeder:
     def take_segments(self, num_steps: int, stop: Callable[[], bool]) -> list[Segment] | None:
         """Return the oldest steps, enough for a rollout; None if `stop` became true first."""
         count = num_steps * self.collector.env.num_envs
-        whole_rows = self.collector.policy.recurrent
-        with self._waiting():
-            while not self._may_take(count):
-                if not self._wait(stop):
-                    return None
-            if whole_rows:  # of segments as long as a rollout; only a run's last one is shorter, and leaves the rest
-                ordered = sorted(self._segments, key=lambda segment: (segment.round, *segment.order))
-                chosen, self._segments = (
-                    ordered[: self.collector.env.num_envs],
-                    ordered[self.collector.env.num_envs :],
-                )
-                self._in_training += count
-                return [dataclasses.replace(one, stop=one.start + num_steps) for one in chosen]
-            taken, self._segments = take_steps(self._segments, count)
+        with self._timed():
+            if not self._await(count, stop):
+                return None
             self._in_training += count
-            return taken
+            if not self.collector.policy.recurrent:
+                taken, self._segments = take_steps(self._segments, count)
+                return taken
+            # Whole rows, of segments as long as a rollout; only a run's last one is shorter, and leaves the rest.
+            ordered = sorted(self._segments, key=lambda segment: (segment.round, *segment.order))
+            num_envs = self.collector.env.num_envs
+            self._segments = ordered[num_envs:]
+            return [dataclasses.replace(one, stop=one.start + num_steps) for one in ordered[:num_envs]]
 
     def take_blocks(self, num_steps: int, stop: Callable[[], bool]) -> list[Block] | None:
         """Return the blocks that arrived, once they hold `num_steps`; None if `stop` became true first."""
-        with self._waiting():
-            while not self._may_take(num_steps):
-                if not self._wait(stop):
-                    return None
+        with self._timed():
+            if not self._await(num_steps, stop):
+                return None
             taken, self._segments = self._segments, []
             self._in_training += sum(len(segment) for segment in taken)
             return list({id(segment.block): segment.block for segment in taken}.values())
@@ -338,16 +339,22 @@ class Feeder:
         self._thread.join(5.0)
         self.pool.cancel()
 
-    def _waiting(self) -> Any:
-        return _Timed(self)
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Hold the lock, and measure for how long the learner waited."""
+        started = time.monotonic()
+        with self._condition:
+            yield
+        self.waited += time.monotonic() - started
 
-    def _wait(self, stop: Callable[[], bool]) -> bool:
-        """Release the lock for a short time; return False if the run must stop. Raise the errors of the thread."""
-        if self._error is not None:
-            raise self._error
-        if stop():
-            return False
-        self._condition.wait(WATCH_INTERVAL)
+    def _await(self, count: int, stop: Callable[[], bool]) -> bool:
+        """Wait until `count` steps may be taken; return False if the run must stop. Raise the errors of the thread."""
+        while not self._may_take(count):
+            if self._error is not None:
+                raise self._error
+            if stop():
+                return False
+            self._condition.wait(WATCH_INTERVAL)
         return True
 
     def _may_take(self, count: int) -> bool:
@@ -413,11 +420,11 @@ class Feeder:
     def _given_action(self, slot: Slot) -> np.ndarray | None:
         """Next actions of this worker's environments in place of the policy's; drawn for all environments at once."""
         if not self._drawn[slot.index]:
-            drawn = self.collector._explored()
+            drawn = None if self.collector.explore is None else self.collector.explore()
             if drawn is None:
                 return None
             for other in self.pool.slots:
-                self._drawn[other.index].append(drawn[other.first : other.first + other.count])
+                self._drawn[other.index].append(drawn[other.rows])
         return self._drawn[slot.index].popleft()
 
     def _renewed(self, slot: Slot, order: Order) -> None:
@@ -436,27 +443,10 @@ class Feeder:
         self._times.append(block.seconds / block.num_steps * self.block_steps)
 
 
-class _Timed:
-    """Holds the feeder's lock and measures for how long."""
-
-    def __init__(self, feeder: Feeder) -> None:
-        self.feeder = feeder
-
-    def __enter__(self) -> None:
-        self.started = time.monotonic()
-        self.feeder._condition.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.feeder._condition.release()
-        self.feeder.waited += time.monotonic() - self.started
-
-
-class RayGroupCollector(_Exact, GroupCollector):
+class RayGroupCollector(GroupCollector, _Exact):
     """Rounds of groups, played by workers that hold whole groups each."""
 
-    def __init__(self, env: ClusterEnv, policy: Policy, seed: int, group_size: int) -> None:
-        super().__init__(env, policy, seed, group_size)
-        self._set_up()
+    env: ClusterEnv
 
     @torch.inference_mode()
     def play(self, buffer: GroupBuffer, seeds: list[int], max_steps: int, stop: Callable[[], bool]) -> bool:
@@ -483,14 +473,6 @@ class RayGroupCollector(_Exact, GroupCollector):
     def _lose(self, slot: Slot) -> None:
         """Lose nothing: the round is played again from the same seeds."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is carried from one iteration to the next."""
-        return GroupCollector.state_dict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Every iteration starts new episodes."""
-        return GroupCollector.load_state_dict(self, state)
-
 
 def side_by_side(blocks: list[Block]) -> dict[Key, Any]:
     """Concatenate blocks of equal length, in the order of their environments."""
@@ -511,15 +493,11 @@ def row_of(columns: dict[Key, Any], step: int) -> dict[Key, Any]:
 
 def _lengthened(block: Block, num_steps: int) -> Block:
     """A block with rows of zeros (outside `schema.STEP_MASK`) after its own."""
-    missing = num_steps - block.num_steps
-    if not missing:
-        return block
-    columns = {
-        key: like(
-            column, np.concatenate([plain(column), np.zeros((missing, *plain(column).shape[1:]), plain(column).dtype)])
-        )
-        for key, column in block.columns.items()
-    }
+
+    def lengthened(rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([rows, np.zeros((num_steps - len(rows), *rows.shape[1:]), rows.dtype)])
+
+    columns = {key: like(column, lengthened(plain(column))) for key, column in block.columns.items()}
     return dataclasses.replace(block, columns=columns, num_steps=num_steps)
 
 

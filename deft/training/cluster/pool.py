@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,11 @@ class Slot:
     """Of what is awaited: the answer to `prepare`, then to the order."""
     failures: int = 0
     """In a row, since its last block."""
+
+    @property
+    def rows(self) -> slice:
+        """Which of all environments they are."""
+        return slice(self.first, self.first + self.count)
 
 
 @dataclass
@@ -196,10 +201,7 @@ class WorkerPool:
         if slot.handle is None:
             self._hire(slot)
         elif slot.is_ready:
-            self._send(slot)
-
-    def _send(self, slot: Slot) -> None:
-        slot.reference = slot.handle.collect.remote(slot.order)
+            slot.reference = slot.handle.collect.remote(order)
 
     @property
     def idle(self) -> list[Slot]:
@@ -233,23 +235,22 @@ class WorkerPool:
                 slot.is_ready = True
                 self.description = self.description or answer
                 if slot.order is not None:
-                    self._send(slot)
-            else:
-                block = self._accept(slot, answer)
-                if block is not None:
-                    blocks.append(block)
+                    self.give(slot, slot.order)
+            elif self._is_ordered(slot, answer):
+                slot.failures, slot.order = 0, None
+                blocks.append(answer)
         if blocks:
             self._keep_spares()
         return blocks
 
-    def _accept(self, slot: Slot, block: Block) -> Block | None:
+    def _is_ordered(self, slot: Slot, block: Block) -> bool:
+        """Whether a block answers the worker's order, for the first time."""
         assert slot.order is not None
         if block.number != slot.order.number or block.number in self._answered:
             log.warning("rejected a block without an order (number %d)", block.number)
-            return None
+            return False
         self._answered.add(block.number)
-        slot.failures, slot.order = 0, None
-        return block
+        return True
 
     def _replace(self, slot: Slot, reason: str, renew: Callable[[Slot, Order], Order | None]) -> None:
         self.num_deaths += 1
@@ -369,14 +370,3 @@ class ClusterEnv(VectorEnv):
             self.pool.close()
             if self._opened:
                 connection.disconnect()
-
-
-def parts_of(state: dict[str, Any], slots: list[Slot]) -> Iterator[dict[str, Any] | None]:
-    """Each worker's part of a collector's state."""
-    for slot in slots:
-        if state["env"] is None:
-            yield None
-            continue
-        rows = slice(slot.first, slot.first + slot.count)
-        memory = None if state["memory"] is None else state["memory"][rows]
-        yield {"env": state["env"][rows], "memory": memory, "started": True, "step_counts": []}

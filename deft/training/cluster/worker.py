@@ -53,7 +53,7 @@ class Rows:
         return rows[self.first : self.first + self.count]
 
 
-class _InWorker(Collector):
+class WorkerCollector(Collector):
     """A collector of some of the run's environments.
 
     Where it is `exact`, the policy acts on as many rows as the run has environments, and its random state is the
@@ -64,21 +64,13 @@ class _InWorker(Collector):
     rows: Rows
     exact = False
 
-    @property
-    def makes_transitions(self) -> bool:
-        """Whether its steps are for a replay buffer."""
-        return self._next_observation
-
     def begin(self, exact: bool, actions: list[np.ndarray]) -> None:
         """Before a block."""
         self.exact = exact
         self.ends: list[End] = []
         self.num_made = 0
         self._given = deque(actions)
-        self.explore = self._next_given if actions else None
-
-    def _next_given(self) -> np.ndarray | None:
-        return self._given.popleft() if self._given else None
+        self.explore = (lambda: self._given.popleft() if self._given else None) if actions else None
 
     def _act(self) -> tuple[dict[Key, Any], Tensor | None]:
         if not self.exact or self.rows.count == self.rows.total or (self.explore is not None and self._given):
@@ -104,11 +96,7 @@ class _InWorker(Collector):
         return np.zeros(len(index), np.float32)
 
 
-class StepCollector(_InWorker):
-    """Makes a number of steps, across episodes."""
-
-
-class EpisodeCollector(_InWorker, GroupCollector):
+class GroupWorkerCollector(WorkerCollector, GroupCollector):
     """Plays rounds of groups."""
 
 
@@ -165,9 +153,9 @@ class CollectWorker:
         self.policy = copy.deepcopy(policy).requires_grad_(False)  # objects of the object store are read-only
         policy = self.policy
         if group_size is None:
-            self.collector: _InWorker = StepCollector(self.env, policy, 0, next_observation, reward_terms)
+            self.collector = WorkerCollector(self.env, policy, 0, next_observation, reward_terms)
         else:
-            self.collector = EpisodeCollector(self.env, policy, 0, group_size)
+            self.collector = GroupWorkerCollector(self.env, policy, 0, group_size)
         self.collector.rows = self.rows
         for name, arguments in calls.items():
             self.env.call(name, *arguments)
@@ -226,7 +214,7 @@ class CollectWorker:
     def _step(self, order: Order, episodes: list[tuple[int, Episode]], started: float) -> tuple[dict[Key, Any], int]:
         collector = self.collector
         if self._buffer is None or self._buffer.columns.capacity != order.num_steps:
-            self._buffer = _BlockBuffer(order.num_steps, collector.makes_transitions)
+            self._buffer = _BlockBuffer(order.num_steps, collector._next_observation)
         self._buffer.size = 0
         for step in range(order.num_steps):
             late = order.seconds is not None and time.monotonic() - started > order.seconds
@@ -240,7 +228,7 @@ class CollectWorker:
 
     def _play(self, order: Order, episodes: list[tuple[int, Episode]]) -> tuple[dict[Key, Any], int]:
         collector = self.collector
-        assert isinstance(collector, EpisodeCollector)
+        assert isinstance(collector, GroupWorkerCollector)
         assert order.group_seeds is not None
         buffer = GroupBuffer(order.num_steps)
         collector.play(buffer, order.group_seeds, order.num_steps, lambda: False)

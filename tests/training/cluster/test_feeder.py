@@ -66,7 +66,7 @@ class PretendedPool:
 def pretended(max_staleness, recurrent=False, num_workers=3):
     pool = PretendedPool(num_workers)
     collector = SimpleNamespace(
-        pool=pool, version=0, max_staleness=max_staleness, _states={}, _incarnations={}, _explored=lambda: None,
+        pool=pool, version=0, max_staleness=max_staleness, _states={}, _incarnations={}, explore=None,
         env=SimpleNamespace(num_envs=2 * num_workers), policy=SimpleNamespace(recurrent=recurrent),
     )  # fmt: skip
     collector._order = lambda slot, **details: Order(0, collector.version, [], **details)
