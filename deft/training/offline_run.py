@@ -29,18 +29,13 @@ from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.normalization import has_seen_data, normalizers
 from deft.models.policy import Policy
 from deft.runs import sharding
-from deft.runs.compute import choose_device
-from deft.runs.directory import place_run, run_opener
 from deft.runs.logging import logged_from_start
-from deft.runs.policies import build_policy, load_policy_weights, space_for_weights
 from deft.runs.policy_spaces import PolicySpaces, check_streams
-from deft.runs.processes import Processes
-from deft.runs.random_state import EVALUATION_SEED, seed_everything
-from deft.runs.sinks import check_extras
+from deft.runs.random_state import EVALUATION_SEED
 from deft.training.evaluator import Evaluator, check_space
-from deft.training.handover import check_fixed_settings, use_policy_section
+from deft.training.handover import check_fixed_settings
 from deft.training.offline import OfflineSpec, OfflineTrainer
-from deft.training.run import run_trainer
+from deft.training.run import open_run, run_trainer
 from deft.training.validation import make_validation, split
 
 log = logging.getLogger(__name__)
@@ -69,17 +64,9 @@ def build_offline_trainer(
     if dataset is None and config.dataset.path is None:
         raise InputError("dataset: missing; give a name (hopper-medium-v2) or a path with --dataset")
     subject = dataset.name if dataset is not None else str(config.dataset.path)
-    processes = Processes()
-    device = processes.device(choose_device(config.device))
-    processes.open(device)
-    placed = place_run(config, subject) if processes.is_first else None
-    config, resume_from, replaces = processes.broadcast(placed)
-    algorithm_class = OFFLINE_ALGORITHMS[config.algorithm.name]
-    shards = sharding.should_shard(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
-    config = use_policy_section(config, policy, resume_from)
-    check_fixed_settings(config, resume_from or config.model_path)
-    seed_everything(config.seed)
-    check_extras(config.logging)
+    run = open_run(config, subject, OFFLINE_ALGORITHMS[config.algorithm.name], policy)
+    config, processes, device = run.config, run.processes, run.device
+    check_fixed_settings(config, run.resume_from or config.model_path)
     if dataset is None:
         assert config.dataset.path is not None
         source = config.dataset
@@ -103,7 +90,6 @@ def build_offline_trainer(
             names = _names_to_give(make_vector_env(env_config, num_envs=1), config.dataset.rename_streams)
             env_config = dataclasses.replace(env_config, rename_streams=names)
         config = replace(config, **{"env.rename_streams": names})
-    assert config.output_dir is not None
     if eval_env is not None:
         eval_env = rename(eval_env, names)
         make, video_env = partial(_copies, eval_env), partial(make_another, eval_env, "rgb_array")
@@ -124,41 +110,30 @@ def build_offline_trainer(
         _warn_of_actions_outside(dataset, action_space, name)
     if spaces is not None:
         _check_policy_spaces(spaces, dataset.observation_space, action_space)
-    observation_space = space_for_weights(config, resume_from, dataset.observation_space, f"dataset {dataset.name}")
-    if policy is None:
-        weights_follow = resume_from is not None or config.model_path is not None
-        policy = build_policy(config, observation_space, action_space, weights_follow)
+    run.config = config
+    where = f"dataset {dataset.name}"
+    policy, observation_space = run.build_policy(policy, dataset.observation_space, action_space, where)
     observation_space = getattr(getattr(policy, "encoder", None), "space", observation_space)
-    check_streams(policy, observation_space, dataset.observation_space, f"dataset {dataset.name}")
+    check_streams(policy, observation_space, dataset.observation_space, where)
     if played_in is not None:
         check_streams(policy, observation_space, played_in, f"env {name}", "--env_rename_streams")
-    policy.to("cpu" if shards else device)  # which may not hold all of it
-    starts_from = config.model_path if resume_from is None else None  # a resumed run has its own weights
-    if starts_from is not None:
-        load_policy_weights(policy, starts_from)
+    run.place(policy)
+    if run.starts_from is not None:
         _check_scale(policy, action_space)
     acts = processes.is_first and evaluator is not None
-    acting = sharding.shard_policy(policy, processes, device, acts) if shards else None
-    algorithm = algorithm_class(policy, config.algorithm.cfg, seed=config.seed)  # type: ignore[call-arg]
+    acting = sharding.shard_policy(policy, processes, device, acts) if run.shards else None
+    algorithm = run.algorithm_class(policy, config.algorithm.cfg, seed=config.seed)
     cache_bytes = int(config.dataset.cache_gb * 2**30)
     learned_from, kept, held_out = split(dataset, algorithm.held_out_fraction, config.seed)
     validation = None
     if kept is not None:
         validation = make_validation(algorithm, kept, held_out, config.seed, device, cache_bytes)
     sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
-    is_trained = starts_from is not None and not any(True for _ in normalizers(policy))
-    fresh = resume_from is None and not is_trained and not has_seen_data(policy)
+    is_trained = run.starts_from is not None and not any(True for _ in normalizers(policy))
+    fresh = run.resume_from is None and not is_trained and not has_seen_data(policy)
     algorithm.prepare(learned_from, sampler, fresh)
     spec = OfflineSpec(
-        output_dir=config.output_dir,
-        logging_config=config.logging,
-        seed=config.seed,
-        threads=config.threads,
-        config=to_dict(config),
-        on_start=run_opener(config, replaces),
-        processes=processes,
-        acting=acting,
-        spaces=PolicySpaces(observation_space, action_space, action_mask),
+        **run.spec_fields(acting, PolicySpaces(observation_space, action_space, action_mask)),
         evaluator=evaluator,
         score=partial(normalized_score, reference_returns=config.dataset.reference_returns),
         fingerprint=dataset.fingerprint(),
@@ -166,8 +141,8 @@ def build_offline_trainer(
         validation=validation,
     )
     trainer = OfflineTrainer(policy, algorithm, sampler, spec=spec, **to_dict(config.trainer))
-    if resume_from is not None:
-        trainer.load(resume_from)
+    if run.resume_from is not None:
+        trainer.load(run.resume_from)
     return trainer
 
 

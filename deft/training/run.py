@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
+import torch
 
 from deft.algorithms.registry import ONLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
@@ -20,6 +23,7 @@ from deft.envs.wrappers import rename, weigh
 from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.rollouts import EVALUATION_ENVS
+from deft.models.policy import Policy
 from deft.models.vla.get_action import wrap_policy
 from deft.runs import sharding
 from deft.runs.compute import choose_device
@@ -55,6 +59,75 @@ def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:
     return summary
 
 
+@dataclasses.dataclass
+class OpenRun:
+    """A run whose trainer is being built: its directory, its processes, and the checkpoint that it resumes from."""
+
+    config: Any
+    algorithm_class: Any
+    processes: Processes
+    device: torch.device
+    resume_from: Path | None
+    replaces: bool
+    shards: bool
+
+    @property
+    def starts_from(self) -> str | None:
+        """The weights that a new run starts from; a resumed run has its own."""
+        return self.config.model_path if self.resume_from is None else None
+
+    def build_policy(self, policy: Any, given: gymnasium.Space, action: gymnasium.Space, where: str) -> tuple[Any, Any]:
+        """Return the policy, built unless it is given, and the observation space that it is built for.
+
+        `given` is the observation space of `where`, an environment or a dataset.
+        """
+        observation = space_for_weights(self.config, self.resume_from, given, where)
+        if policy is None:
+            weights_follow = self.resume_from is not None or self.config.model_path is not None
+            policy = build_policy(self.config, observation, action, weights_follow)
+        return policy, observation
+
+    def place(self, policy: Policy) -> None:
+        """Move a policy to its device, and load the weights that the run starts from."""
+        policy.to("cpu" if self.shards else self.device)  # a device may not hold all of a policy that is sharded
+        if self.starts_from is not None:
+            load_policy_weights(policy, self.starts_from)
+
+    def spec_fields(self, acting: sharding.WholeCopy | None, spaces: PolicySpaces) -> dict[str, Any]:
+        """Return the fields of `RunSpec`."""
+        config = self.config
+        return {
+            "output_dir": config.output_dir,
+            "logging_config": config.logging,
+            "seed": config.seed,
+            "threads": config.threads,
+            "config": to_dict(config),
+            "on_start": run_opener(config, self.replaces),
+            "processes": self.processes,
+            "acting": acting,
+            "spaces": spaces,
+        }
+
+
+def open_run(config: Any, subject: str, algorithm_class: Any, policy: Any) -> OpenRun:
+    """Find the run directory, initialise the process group, and complete the config by the policy that is trained.
+
+    `subject`, the environment or the dataset, names a directory that is not given.
+    """
+    processes = Processes()
+    device = processes.device(choose_device(config.device))
+    processes.open(device)
+    placed = place_run(config, subject) if processes.is_first else None
+    config, resume_from, replaces = processes.broadcast(placed)
+    shards = sharding.should_shard(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
+    if shards and getattr(config.algorithm.cfg, "compile", False):
+        raise InputError(sharding.NOT_COMPILED)
+    config = use_policy_section(config, policy, resume_from)
+    seed_everything(config.seed)
+    check_extras(config.logging)
+    return OpenRun(config, algorithm_class, processes, device, resume_from, replaces, shards)
+
+
 @logged_from_start
 def build_trainer(
     config: RunConfig,
@@ -67,33 +140,25 @@ def build_trainer(
 
     `critics`: the state of the off-policy algorithm that trained the given policy.
     """
-    processes = Processes()
-    device = processes.device(choose_device(config.device))
-    processes.open(device)
-    placed = place_run(config, config.env.id) if processes.is_first else None
-    config, resume_from, replaces = processes.broadcast(placed)
+    run = open_run(config, config.env.id, ONLINE_ALGORITHMS[config.algorithm.name], policy)
+    config, processes = run.config, run.processes
     is_asynchronous = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
     uses_replay = config.algorithm.cfg.LEARNS_FROM == "replay"
     if processes.count > 1 and is_asynchronous and uses_replay:
         name = config.algorithm.name.upper()
         raise InputError(f"max_staleness: {name} in several processes cannot collect during updates; use 0")
-    kind: Any = ONLINE_ALGORITHMS[config.algorithm.name]
-    shards = sharding.should_shard(config.fsdp, config.algorithm.name, kind.can_shard, processes)
-    if shards and getattr(config.algorithm.cfg, "compile", False):
-        raise InputError(sharding.NOT_COMPILED)
-    config = use_policy_section(config, policy, resume_from)
     fresh_policy = policy is None and config.model_path is None
-    assert config.output_dir is not None
-    seed_everything(config.seed)
-    check_extras(config.logging)
     chunk_length: int = getattr(policy, "chunk_length", config.policy.chunk_length)
     if uses_replay and chunk_length > 1:
         raise InputError(_no_chunks(config, policy, chunk_length))
     gamma = config.algorithm.cfg.gamma
     video_env: Callable[[], gymnasium.Env]
     if env is None:
-        config = replace(config, **{"env.num_envs": config.algorithm.cfg.copies(config.env.num_envs)})
-        vector_env = _make_envs(config, chunk_length, gamma)
+        config = run.config = replace(config, **{"env.num_envs": config.algorithm.cfg.copies(config.env.num_envs)})
+        if config.cluster.collectors == "ray":
+            vector_env: VectorEnv = make_cluster_env(config, chunk_length, gamma)
+        else:
+            vector_env = make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
         eval_env = eval_env or _evaluation_factory(config, chunk_length)
         video_env = partial(make_env, config.env, render_mode="rgb_array")
     else:
@@ -105,43 +170,32 @@ def build_trainer(
         video_env = lambda: rename(make_another(env, render_mode="rgb_array"), names)  # noqa: E731
     try:
         where = f"environment {config.env.id}" if env is None else "the environment"
-        observation = space_for_weights(config, resume_from, vector_env.observation_space, where)
         action = vector_env.action_space
-        if policy is None:
-            weights_follow = resume_from is not None or config.model_path is not None
-            policy = build_policy(config, observation, action, weights_follow)
+        policy, observation = run.build_policy(policy, vector_env.observation_space, action, where)
         policy = wrap_policy(policy, observation, action, config.policy)
         observation = getattr(getattr(policy, "encoder", None), "space", observation)  # of a policy that was given
-        policy.to("cpu" if shards else device)  # which may not hold all of it
-        if config.model_path is not None and resume_from is None:
-            load_policy_weights(policy, config.model_path)
+        run.place(policy)
+        if run.starts_from is not None:
             policy.freeze_statistics()
         check_streams(policy, observation, vector_env.observation_space, where)
         policy.check_box(action)
-        acting = sharding.shard_policy(policy, processes, device) if shards else None
-        algorithm = kind(policy, config.algorithm.cfg, seed=process_seed(config.seed, processes.rank))
+        acting = sharding.shard_policy(policy, processes, run.device) if run.shards else None
+        algorithm = run.algorithm_class(policy, config.algorithm.cfg, seed=process_seed(config.seed, processes.rank))
         if not fresh_policy:
             algorithm.start_from_a_policy()
-        if resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
+        if run.resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             load_critics(algorithm, config.model_path, critics)
+        spaces = PolicySpaces(observation, vector_env.env_action_space, vector_env.action_mask)
         spec = OnlineSpec(
-            output_dir=config.output_dir,
-            logging_config=config.logging,
-            seed=config.seed,
-            threads=config.threads,
-            config=to_dict(config),
-            on_start=run_opener(config, replaces),
-            processes=processes,
-            acting=acting,
-            spaces=PolicySpaces(observation, vector_env.env_action_space, vector_env.action_mask),
+            **run.spec_fields(acting, spaces),
             video_env=video_env,
             timeout=config.env.timeout,
             fresh_policy=fresh_policy,
             curriculum=config.env.curriculum,
         )
         trainer = Trainer(policy, vector_env, algorithm, eval_env=eval_env, spec=spec, **to_dict(config.trainer))
-        if resume_from is not None:
-            trainer.load(resume_from)
+        if run.resume_from is not None:
+            trainer.load(run.resume_from)
     except BaseException:
         vector_env.close()
         raise
@@ -159,13 +213,6 @@ def _no_chunks(config: RunConfig, policy: Any, length: int) -> str:
     else:
         what, cure = "chunk_length: the policy would decide", "use --chunk_length 1"
     return f"{what} {length} steps at a time, and {name} learns from single steps: {cure}, or train it with ppo or grpo"
-
-
-def _make_envs(config: RunConfig, chunk_length: int, gamma: float) -> VectorEnv:
-    """Create the training environments: in this process, or in the workers of a cluster."""
-    if config.cluster.collectors == "ray":
-        return make_cluster_env(config, chunk_length, gamma)
-    return make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma)
 
 
 def _evaluation_factory(config: RunConfig, chunk_length: int) -> Callable[[], VectorEnv]:
