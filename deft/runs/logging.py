@@ -36,7 +36,7 @@ from deft.runs.checkpoint import folder_lock
 from deft.runs.json_files import plain
 from deft.runs.processes import Processes
 from deft.runs.progress import ProgressDisplay
-from deft.runs.sinks import TensorBoardSink, open_sinks, write_again
+from deft.runs.sinks import Sink, TensorBoardSink, open_sinks, write_again
 
 METRICS_FILE = "episode_metrics.jsonl"
 WINDOW = 100  # minimum number of episodes for mean_reward, mean_length and success_rate
@@ -93,9 +93,10 @@ class RunLogger:
             _drop_lines_after(path, start_step)
             self._lines: BinaryIO = open(record(path), "a+b")  # noqa: SIM115 (closed by `resources`)
             resources.callback(self._lines.close)
-            self._sinks = open_sinks(self.run_dir, settings, start_step, run_config)
-            for sink in self._sinks:
+            self._sinks: list[Sink] = []
+            for sink in open_sinks(self.run_dir, settings, start_step, run_config):
                 resources.callback(sink.close)
+                self._sinks.append(sink)
             terminal = console if settings.progress_bar else None
             self._progress = ProgressDisplay(total_timesteps, start_step, terminal, unit)
             resources.callback(self._progress.close)

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -40,21 +40,14 @@ class Sink(Protocol):
 
 def open_sinks(
     run_dir: Path, settings: LoggingConfig, start_step: int, run_config: dict[str, Any] | None
-) -> list[Sink]:
-    """Open the sinks in the settings; if one cannot be opened, those already open are closed."""
-    sinks: list[Sink] = []
-    try:
-        if settings.tensorboard:
-            sinks.append(TensorBoardSink(run_dir / "tensorboard", start_step))
-        if settings.use_wandb:
-            sinks.append(WandbSink(run_dir, run_config))
-        if settings.use_trackio:
-            sinks.append(TrackioSink(run_dir, start_step, run_config))
-    except BaseException:
-        for sink in sinks:
-            sink.close()
-        raise
-    return sinks
+) -> Iterator[Sink]:
+    """Open the sinks in the settings, one after another; the caller closes each, also if a later one fails."""
+    if settings.tensorboard:
+        yield TensorBoardSink(run_dir / "tensorboard", start_step)
+    if settings.use_wandb:
+        yield WandbSink(run_dir, run_config)
+    if settings.use_trackio:
+        yield TrackioSink(run_dir, start_step, run_config)
 
 
 def check_extras(settings: LoggingConfig) -> None:
@@ -112,7 +105,20 @@ class TensorBoardSink:
         self._file.close()
 
 
-class WandbSink:
+class _TrackerSink:
+    """A tracker with a process or thread of its own, which writes as it receives."""
+
+    _run: Any
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the scalars of one step."""
+        self._run.log(dict(scalars), step=step)
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+
+class WandbSink(_TrackerSink):
     """A Weights & Biases run in `<run>/wandb`; offline unless the environment has a key or a mode.
 
     A resumed run is a new wandb run in the same group (offline runs cannot be continued).
@@ -138,19 +144,12 @@ class WandbSink:
             offline_dir = Path(self._run.dir).parent
             logger.info("wandb is offline (no WANDB_API_KEY): send later with `wandb sync %s`", offline_dir)
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the scalars of one step."""
-        self._run.log(dict(scalars), step=step)
-
-    def flush(self) -> None:
-        """Nothing to do: wandb's own process writes as it receives."""
-
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-class TrackioSink:
+class TrackioSink(_TrackerSink):
     """A local trackio run, in trackio's own folder (`TRACKIO_DIR`), where `trackio show` finds it.
 
     A resumed run continues the trackio run of its name; the points that it writes again are there twice.
@@ -163,13 +162,6 @@ class TrackioSink:
                 project=PROJECT, name=run_dir.name, config=run_config, resume="allow" if start_step else "never"
             )
         logger.info("trackio logs to its project %r: see it with `trackio show --project %s`", PROJECT, PROJECT)
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the scalars of one step."""
-        self._run.log(dict(scalars), step=step)
-
-    def flush(self) -> None:
-        """Nothing to do: trackio's sender thread writes as it receives."""
 
     def close(self) -> None:
         """Finish the run."""

@@ -226,13 +226,9 @@ class Collector:
         self._check_finite(step.observation, step.reward)
         if step.final_observation is not None:
             self._check_finite(step.final_observation)
-        self._add_outcome(self._row, step)
         self._observation = step.observation
-        memory = self._next_memory
+        memory, row = self._next_memory, self._row
         self._memory = None if memory is None else zero_rows(memory, step.done_index)
-
-    def _add_outcome(self, row: dict[Key, Any], step: VectorStep) -> None:
-        """The environment's part of a transition."""
         row[schema.POLICY_VERSION] = self._versions
         row[schema.NEXT_REWARD] = step.reward
         row[schema.NEXT_TERMINATED] = step.terminated
@@ -299,7 +295,10 @@ def _with_final(step: VectorStep) -> Observation:
 
 
 class Collection:
-    """The contract with the trainer: gather steps, update the algorithm, act with the new weights."""
+    """The contract with the trainer: gather steps, update the algorithm, act with the new weights.
+
+    This one is the standard mode: it collects between updates, with the learner's own weights.
+    """
 
     max_rounds: int = 1
     """Largest number of rollouts that are gathered before an update."""
@@ -318,7 +317,8 @@ class Collection:
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Collect until the buffer holds `num_vector_steps`; return False if `stop` became true first."""
-        raise TypeError(f"{type(self).__name__} does not define gather")
+        wanted = num_vector_steps - len(self.buffer)
+        return self.collector.collect(self.buffer, wanted, stop) == wanted
 
     def batches(self, num_vector_steps: int) -> Iterator[Any]:
         """Yield the batches of an update."""
@@ -383,17 +383,6 @@ class Collection:
     def close(self) -> None:
         """Stop collecting."""
         self.collector.close()
-
-
-class InlineCollection(Collection):
-    """Standard mode: collect between updates, with the learner's own weights."""
-
-    buffer: RolloutBuffer
-
-    def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
-        """Fill the buffer to `num_vector_steps`; return False if `stop` became true first."""
-        wanted = num_vector_steps - len(self.buffer)
-        return self.collector.collect(self.buffer, wanted, stop) == wanted
 
 
 class BackgroundCollection(Collection):

@@ -15,7 +15,7 @@ from deft.models.policy import Policy
 from deft.training.cluster.building import block_steps, open_workers
 from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
-from deft.training.collection import BackgroundCollection, Collection, Collector, InlineCollection
+from deft.training.collection import BackgroundCollection, Collection, Collector
 from deft.training.group_collection import GroupCollection, GroupCollector
 from deft.training.replay_collection import ReplayCollection
 
@@ -55,19 +55,15 @@ def make_collection(
     if isinstance(experience, Groups):
         collector_class = RayGroupCollector if isinstance(env, ClusterEnv) else GroupCollector
         return GroupCollection(env, policy, experience, seed, settings.rollout_steps, collector_class)
-    collector = _make_collector(env, policy, settings, seed, experience.next_observation, experience.reward_terms)
+    kept = experience.next_observation, experience.reward_terms
+    if isinstance(env, ClusterEnv):
+        block = block_steps(env, settings.rollout_steps)
+        collector: Collector = RayCollector(env, policy, seed, *kept, settings.max_staleness, block)
+    else:
+        collector = Collector(env, policy, seed, *kept)
     if isinstance(experience, Replay):
         return ReplayCollection(collector, algorithm, experience, seed, fresh_policy, planned_steps)
     if in_background:
         ring = VLABuffer(settings.rollout_steps * max(1, settings.max_staleness))
         return BackgroundCollection(collector, ring, policy, settings.max_staleness, timeout)
-    return InlineCollection(collector, RolloutBuffer(settings.rollout_steps))
-
-
-def _make_collector(
-    env: VectorEnv, policy: Policy, settings: TrainerConfig, seed: int, next_observation: bool, reward_terms: bool
-) -> Collector:
-    if not isinstance(env, ClusterEnv):
-        return Collector(env, policy, seed, next_observation, reward_terms)
-    block = block_steps(env, settings.rollout_steps)
-    return RayCollector(env, policy, seed, next_observation, reward_terms, settings.max_staleness, block)
+    return Collection(collector, RolloutBuffer(settings.rollout_steps))

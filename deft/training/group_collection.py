@@ -230,14 +230,12 @@ class GroupCollection(Collection):
             if not self.collector.play(self.buffer, round_seeds, self.max_steps, stop):
                 self._undo(before, num_episodes)
                 return False
-            self._warn_of_cut_episodes(self.buffer.rounds[-1])
-            num_found += self._num_useful(self.buffer.rounds[-1])
+            latest = self.buffer.rounds[-1]
+            self._warn_of_cut_episodes(latest)
+            num_found += self.groups_at_once if self.count_useful is None else self.count_useful(latest)
             if num_found >= self.groups_per_iteration:
                 break
         return True
-
-    def _num_useful(self, rollout: TensorDict) -> int:
-        return self.groups_at_once if self.count_useful is None else self.count_useful(rollout)
 
     def _warn_of_cut_episodes(self, rollout: TensorDict) -> None:
         """Warn once a run of episodes that are longer than a rollout: they are scored by the rewards up to the cut."""
