@@ -137,9 +137,7 @@ def images(folder: str, steps: int) -> dict[str, Any]:
 
     from deft import schema
     from deft.data.rollout import RolloutBuffer
-    from deft.training.cluster.blocks import Block
-    from deft.training.cluster.collectors import row_of
-    from deft.training.cluster.packing import assemble, segments_of
+    from deft.training.cluster.blocks import Block, assemble, row_of, segments_of
 
     @ray.remote(num_cpus=1)
     class Source:

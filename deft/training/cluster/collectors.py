@@ -22,13 +22,12 @@ import numpy as np
 import torch
 
 from deft import schema
-from deft.data.tensors import Key
 from deft.data.transition_ring import TransitionRing
 from deft.envs.layout import Observation
 from deft.models.policy import Policy
 from deft.runs.random_state import get_random_state, set_random_state, training_seed
-from deft.training.cluster.blocks import Block, End, Order, unpack_tensor
-from deft.training.cluster.packing import Segment, assemble, like, plain, segments_of, take_steps
+from deft.training.cluster import blocks as block_arrays
+from deft.training.cluster.blocks import Block, End, Order, Segment, row_of, segments_of, side_by_side, unpack_tensor
 from deft.training.cluster.pool import ClusterEnv, Slot, WorkerLost
 from deft.training.collection import UNKNOWN_COLLECTOR, Collector, StepBuffer
 from deft.training.group_collection import GroupBuffer, GroupCollector
@@ -180,7 +179,7 @@ class RayCollector(_Exact):
         return num_vector_steps
 
     def _write_side_by_side(self, buffer: StepBuffer, blocks: list[Block], num_steps: int) -> None:
-        columns = side_by_side(blocks)
+        columns = side_by_side(blocks, num_steps)
         if schema.NEXT_VALUE in columns:
             self._fill_values(columns[schema.NEXT_VALUE], blocks)
         self._take_events(blocks)
@@ -226,7 +225,7 @@ class RayCollector(_Exact):
             segments = self.feeder.take_segments(num_steps, stop)
             if segments is None:
                 return 0
-            columns = assemble(segments, num_steps, self.env.num_envs)
+            columns = block_arrays.assemble(segments, num_steps, self.env.num_envs)
             chunks = columns.get(schema.NEXT_NUM_STEPS)
             for step in range(num_steps):
                 self.step_counts.append(self.env.num_envs if chunks is None else int(chunks[step].sum()))
@@ -308,7 +307,7 @@ class Feeder:
                 return None
             self._in_training += count
             if not self.collector.policy.recurrent:
-                taken, self._segments = take_steps(self._segments, count)
+                taken, self._segments = block_arrays.take_steps(self._segments, count)
                 return taken
             # Whole rows, of segments as long as a rollout; only a run's last one is shorter, and leaves the rest.
             ordered = sorted(self._segments, key=lambda segment: (segment.round, *segment.order))
@@ -462,7 +461,7 @@ class RayGroupCollector(GroupCollector, _Exact):
         longest = max(blocks, key=lambda block: block.num_steps)
         assert longest.random is not None
         set_random_state(longest.random)
-        columns = side_by_side([_lengthened(block, longest.num_steps) for block in blocks])
+        columns = side_by_side(blocks, longest.num_steps)
         for step in range(longest.num_steps):
             buffer.write(row_of(columns, step))
         buffer.end_round(np.zeros(self.env.num_envs, bool))  # the workers have masked what was lost
@@ -472,33 +471,6 @@ class RayGroupCollector(GroupCollector, _Exact):
 
     def _lose(self, slot: Slot) -> None:
         """Lose nothing: the round is played again from the same seeds."""
-
-
-def side_by_side(blocks: list[Block]) -> dict[Key, Any]:
-    """Concatenate blocks of equal length, in the order of their environments."""
-    first = blocks[0].columns
-    return {
-        key: like(example, np.concatenate([plain(block.columns[key]) for block in blocks], axis=1))
-        for key, example in first.items()
-    }
-
-
-def row_of(columns: dict[Key, Any], step: int) -> dict[Key, Any]:
-    """One step of all environments, as a buffer takes it."""
-    return {
-        key: unpack_tensor((column[0], column[1][step])) if isinstance(column, tuple) else column[step]
-        for key, column in columns.items()
-    }
-
-
-def _lengthened(block: Block, num_steps: int) -> Block:
-    """A block with rows of zeros (outside `schema.STEP_MASK`) after its own."""
-
-    def lengthened(rows: np.ndarray) -> np.ndarray:
-        return np.concatenate([rows, np.zeros((num_steps - len(rows), *rows.shape[1:]), rows.dtype)])
-
-    columns = {key: like(column, lengthened(plain(column))) for key, column in block.columns.items()}
-    return dataclasses.replace(block, columns=columns, num_steps=num_steps)
 
 
 def _joined(observations: list[Observation]) -> Observation:

@@ -29,8 +29,6 @@ from deft.machine import available_cores
 log = logging.getLogger(__name__)
 # Read by Ray when it is imported: how soon it notices a lost node, and what it must not print.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "1"}
-
-
 KNOCK_TIMEOUT = 5.0  # seconds
 DELETE_ATTEMPTS = 20
 LONGEST_PLACE = 24  # bytes of the temporary directory: the path of a socket may have 107, of which Ray takes about 80
@@ -72,8 +70,8 @@ def connect(address: str, num_cpus: float = 0.0) -> bool:
         try:
             _knock(address)
             if address == "local":
-                undo.callback(_own.close, ray)
-                options["_temp_dir"] = _own.open(ray)
+                undo.callback(_own.close)
+                options["_temp_dir"] = _prepare_own(ray)
             ray.init(**options)
             if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)  # Ray's own aborts with its stack while workers start
@@ -113,58 +111,50 @@ def _path_of_workers(ray: Any) -> dict[str, Any]:
     return options
 
 
-class _OwnRay:
-    """What belongs to a Ray that this process starts: its folder, and the settings that keep others out.
+_own = contextlib.ExitStack()  # what is undone when a Ray that this process started has ended
 
-    Settings of Ray that the user has made hold. Those made here are taken back when it ends.
+
+def _prepare_own(ray: Any) -> str:
+    """Make the settings that keep others out of a Ray of this process's own; return the folder for its files.
+
+    Other users cannot open the folder. Settings of Ray that the user has made hold.
     """
-
-    def __init__(self) -> None:
-        self._folder: str | None = None
-        self._before: dict[str, str | None] = {}
-        self._uses_network = True
-
-    def open(self, ray: Any) -> str:
-        """Make its settings and return the folder for its files, in one that other users cannot open."""
-        place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-        self._folder = tempfile.mkdtemp(prefix="ray-", dir=place if len(place) <= LONGEST_PLACE else "/tmp")
-        settings = {LOOPBACK_ONLY: "0"}
-        if "RAY_AUTH_MODE" not in os.environ:
-            settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._before = {name: os.environ.get(name) for name in settings}
-        os.environ |= settings
-        self._uses_network = ray._private.ray_constants.ENABLE_RAY_CLUSTER
-        self._apply(ray, uses_network=False)
-        atexit.register(disconnect)
-        return os.path.join(self._folder, "r")
-
-    def close(self, ray: Any) -> None:
-        """Delete the folder; nothing where this process has started no Ray."""
-        if self._folder is None:
-            return
-        atexit.unregister(disconnect)
-        for name, value in self._before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        self._apply(ray, self._uses_network)
-        for _ in range(DELETE_ATTEMPTS):  # its processes may write until they are gone
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if not os.path.exists(self._folder):
-                break
-            time.sleep(0.1)
-        self._folder, self._before = None, {}
-
-    @staticmethod
-    def _apply(ray: Any, uses_network: bool) -> None:
-        """Have a Ray that is imported already read these settings again."""
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = uses_network
-        with contextlib.suppress(AttributeError):  # a Ray without these reads the token in its new processes alone
-            ray._raylet.Config.initialize("")
-            ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="ray-", dir=place if len(place) <= LONGEST_PLACE else "/tmp")
+    _own.callback(_delete, folder)
+    _own.callback(_apply, ray, ray._private.ray_constants.ENABLE_RAY_CLUSTER)
+    settings = {LOOPBACK_ONLY: "0"}
+    if "RAY_AUTH_MODE" not in os.environ:
+        settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    for name, value in settings.items():
+        _own.callback(_set_variable, name, os.environ.get(name))
+        _set_variable(name, value)
+    _apply(ray, uses_network=False)
+    atexit.register(disconnect)
+    _own.callback(atexit.unregister, disconnect)
+    return os.path.join(folder, "r")
 
 
-_own = _OwnRay()
+def _set_variable(name: str, value: str | None) -> None:
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+
+
+def _apply(ray: Any, uses_network: bool) -> None:
+    """Have a Ray that is imported already read these settings again."""
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = uses_network
+    with contextlib.suppress(AttributeError):  # a Ray without these reads the token in its new processes alone
+        ray._raylet.Config.initialize("")
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _delete(folder: str) -> None:
+    for _ in range(DELETE_ATTEMPTS):  # Ray's processes may write until they are gone
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            break
+        time.sleep(0.1)
 
 
 def _knock(address: str) -> None:
@@ -186,7 +176,7 @@ def disconnect() -> None:
     """Leave the cluster; a Ray of this process's own ends, and its files are deleted."""
     ray = import_ray()
     ray.shutdown()
-    _own.close(ray)
+    _own.close()
 
 
 def nodes() -> list[dict[str, Any]]:

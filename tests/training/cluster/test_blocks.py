@@ -5,8 +5,7 @@ import torch
 
 from deft import schema
 from deft.algorithms.returns import generalized_advantage
-from deft.training.cluster.blocks import Block
-from deft.training.cluster.packing import assemble, segments_of, take_steps
+from deft.training.cluster.blocks import Block, assemble, segments_of, take_steps
 
 
 def block(slot, sequence, num_steps, num_envs=2, incarnation=0):
