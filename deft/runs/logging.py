@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import datetime
 from logging.handlers import BufferingHandler
 from numbers import Real
@@ -404,6 +404,18 @@ def _set_level() -> None:
 
 
 @contextmanager
+def _added(handler: logging.Handler) -> Iterator[None]:
+    """Add a handler to the deft logger inside the context."""
+    deft_logger.addHandler(handler)
+    _set_level()
+    try:
+        yield
+    finally:
+        deft_logger.removeHandler(handler)
+        _set_level()
+
+
+@contextmanager
 def _console(level: str) -> Iterator[Console | None]:
     """Add the shared console handler to the deft logger while a run is open; yields the terminal or None."""
     handler = next((handler for handler in deft_logger.handlers if isinstance(handler, _ConsoleHandler)), None)
@@ -433,14 +445,8 @@ def logged_from_start(build: Build) -> Build:
             return build(config, *args, **keywords)
         handler = BufferingHandler(sys.maxsize)  # records are kept for the log file that is opened later
         handler.setLevel(config.logging.file_level)
-        with _console(config.logging.console_level):
-            deft_logger.addHandler(handler)
-            _set_level()
-            try:
-                trainer = build(config, *args, **keywords)
-            finally:
-                deft_logger.removeHandler(handler)
-                _set_level()
+        with _console(config.logging.console_level), _added(handler):
+            trainer = build(config, *args, **keywords)
         trainer.run.early_records = handler.buffer
         return trainer
 
@@ -454,14 +460,8 @@ def _log_file(directory: Path, level: str) -> Iterator[_LogFile]:
     handler = _LogFile(directory / f"rl_training_{datetime.now():%Y%m%d_%H%M%S}.log", encoding="utf-8")
     handler.setLevel(level)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    deft_logger.addHandler(handler)
-    _set_level()
-    try:
+    with closing(handler), _added(handler):
         yield handler
-    finally:
-        deft_logger.removeHandler(handler)
-        _set_level()
-        handler.close()
 
 
 @contextmanager
