@@ -12,7 +12,7 @@ from deft.data.rollout import RolloutBuffer, VLABuffer
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.policy import Policy
-from deft.training.cluster.building import block_steps, open_workers
+from deft.training.cluster.building import open_workers
 from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import BackgroundCollection, Collection, Collector
@@ -57,8 +57,7 @@ def make_collection(
         return GroupCollection(env, policy, experience, seed, settings.rollout_steps, collector_class)
     kept = experience.next_observation, experience.reward_terms
     if isinstance(env, ClusterEnv):
-        block = block_steps(env, settings.rollout_steps)
-        collector: Collector = RayCollector(env, policy, seed, *kept, settings.max_staleness, block)
+        collector: Collector = RayCollector(env, policy, seed, *kept, settings.max_staleness)
     else:
         collector = Collector(env, policy, seed, *kept)
     if isinstance(experience, Replay):

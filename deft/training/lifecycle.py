@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
-
 from deft.config.settings import LoggingConfig
 from deft.errors import InputError, RunError, Stopped
 from deft.runs import checkpoint, sharding
@@ -295,7 +293,18 @@ class Run:
                     checkpoint.write_process_part(folder, step, self.processes.rank, part)
                 self.processes.barrier()
             if is_first:
-                written = self._write(folder, name, step, {**state, **self._state(count)}, weights, has_parts)
+                if self.log is not None:
+                    self.log.flush()
+
+                def write_more(temporary: Path) -> None:
+                    if has_parts:
+                        checkpoint.move_process_parts(folder, step, count, temporary)
+                    loop.write_files(temporary)
+
+                on_cpu = {name: value.detach().cpu() for name, value in weights.items()}
+                state |= self._state(count)
+                metrics, spaces = loop.checkpoint_metrics, self.spec.spaces
+                written = checkpoint.save_checkpoint(folder, step, on_cpu, state, metrics, name, write_more, spaces)
             if count > 1:
                 self.processes.barrier()
         if path is None:
@@ -313,34 +322,6 @@ class Run:
             "processes": count,
             "threads": self.threads.state_dict(),
         }
-
-    def _write(
-        self,
-        folder: Path,
-        name: str | None,
-        step: int,
-        state: dict[str, Any],
-        weights: Mapping[str, Tensor],
-        has_parts: bool,
-    ) -> Path:
-        if self.log is not None:
-            self.log.flush()
-
-        def write_more(temporary: Path) -> None:
-            if has_parts:
-                checkpoint.move_process_parts(folder, step, state["processes"], temporary)
-            self.loop.write_files(temporary)
-
-        return checkpoint.save_checkpoint(
-            folder,
-            step,
-            {name: value.detach().cpu() for name, value in weights.items()},
-            state,
-            self.loop.checkpoint_metrics,
-            name=name,
-            write_more=write_more,
-            spaces=self.spec.spaces,
-        )
 
     def load(self, path: str | Path) -> None:
         """Resume from a checkpoint, or from the latest one of a run directory."""

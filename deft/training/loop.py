@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deft.runs.compute import Threads
 from deft.runs.logging import WINDOW
 from deft.runs.processes import Processes
 from deft.runs.signals import never
@@ -247,11 +246,6 @@ class Loop(ABC):
     def processes(self) -> Processes:
         """The processes that train together."""
         return self.run.processes
-
-    @property
-    def threads(self) -> Threads:
-        """The threads that torch computes with."""
-        return self.run.threads
 
     @property
     def best_reward(self) -> float:

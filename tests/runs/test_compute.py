@@ -124,8 +124,8 @@ def test_a_trainer_leaves_cores_to_what_runs_beside_the_update(tmp_path):
     env = ProcessVectorEnv([Counting, Counting], num_workers=2)
     try:
         policy = ActorCritic(env.observation_space, env.action_space)
-        assert Trainer(policy, env, PPO(policy), threads=3).threads.counts == (3,)
-        assert Trainer(policy, env, PPO(policy)).threads.counts == (1,)  # small
+        assert Trainer(policy, env, PPO(policy), threads=3).run.threads.counts == (3,)
+        assert Trainer(policy, env, PPO(policy)).run.threads.counts == (1,)  # small
     finally:
         env.close()
 

@@ -25,8 +25,6 @@ from deft.training.cluster import connection
 from deft.training.cluster.inference import LARGE_POLICY
 from deft.training.cluster.pool import ClusterEnv, PoolSettings, WorkerPool
 
-DEFAULT_BLOCK = 256  # steps
-
 
 def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> ClusterEnv:
     """The environments of a run, in workers on its cluster."""
@@ -60,7 +58,6 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
             num_envs=env.num_envs,
             num_workers=wanted,
             make_env=functools.partial(_make, trust.snapshot(), _registered(env), env, chunk_length, gamma),
-            seed=config.seed,
             timeout=env.timeout,
             restarts=env.restart_workers,
             worker_cpus=cluster.worker_cpus,
@@ -108,8 +105,3 @@ def open_workers(env: ClusterEnv, policy: Policy, next_observation: bool, reward
         )
     device = "cuda" if config.inference_gpus else "cpu"
     pool.open(policy, device, config.inference_gpus)
-
-
-def block_steps(env: ClusterEnv, rollout_steps: int) -> int:
-    """Most steps of a block."""
-    return min(env.config.block_steps or DEFAULT_BLOCK, rollout_steps)

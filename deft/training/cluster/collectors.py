@@ -34,6 +34,7 @@ from deft.training.group_collection import GroupBuffer, GroupCollector
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL = 0.2  # seconds between looks at the stop signal while waiting
+DEFAULT_BLOCK = 256  # steps
 SLOWEST = 2.0  # a block ends when it has taken so many times the usual one's time
 
 
@@ -147,10 +148,9 @@ class RayCollector(_Exact):
         next_observation: bool = False,
         reward_terms: bool = False,
         max_staleness: int = 0,
-        block_steps: int | None = None,
     ) -> None:
         super().__init__(env, policy, seed, next_observation, reward_terms)
-        self.max_staleness, self.block_steps = max_staleness, block_steps
+        self.max_staleness = max_staleness
         self.feeder: Feeder | None = None
 
     @torch.inference_mode()
@@ -211,10 +211,10 @@ class RayCollector(_Exact):
 
     def _collect_in_background(self, buffer: StepBuffer, num_steps: int, stop: Callable[[], bool]) -> int:
         if self.feeder is None:
-            block_steps = self.block_steps or num_steps
+            block_steps = min(self.env.config.block_steps or DEFAULT_BLOCK, num_steps)
             if self.policy.recurrent or self._next_observation:
                 block_steps = num_steps  # memory, and the order of an environment's steps, are carried in whole rows
-            self.feeder = Feeder(self, num_steps, min(block_steps, num_steps))
+            self.feeder = Feeder(self, num_steps, block_steps)
         if self._next_observation:
             blocks = self.feeder.take_blocks(num_steps * self.env.num_envs, stop)
             if blocks is None:

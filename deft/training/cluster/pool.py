@@ -59,7 +59,6 @@ class PoolSettings:
     num_envs: int
     num_workers: int
     make_env: Callable[[int], VectorEnv]
-    seed: int = 0
     timeout: float = 60.0
     restarts: int = 3
     worker_cpus: float = 1.0
