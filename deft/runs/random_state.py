@@ -27,7 +27,7 @@ EVALUATION_SEED = 2**29  # evaluations during training play the episodes from th
 def training_seed(*key: int) -> int:
     """The seed of a run's first training environment; environment i starts from this plus i.
 
-    `key` is the run's seed, and what else tells two starts of one run apart. `SeedSequence` spreads the keys over
+    `key` is the run's seed, and what else distinguishes two starts of one run. `SeedSequence` spreads the keys over
     `TRAINING_SEEDS`: blocks of two run seeds overlap with a chance of about block size / 2^28.
     """
     return TRAINING_SEEDS[int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % len(TRAINING_SEEDS)]

@@ -142,7 +142,7 @@ class Evil:
         return (os.system, ("echo evil",))
 
 
-def test_foreign_files_are_refused(tmp_path):
+def test_foreign_files_are_rejected(tmp_path):
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     torch.save({"state_dict": {}}, folder / "training_state.pt")
@@ -192,8 +192,8 @@ def test_one_process_a_folder(tmp_path):
         f"with folder_lock(Path({str(tmp_path)!r})): pass\n"
     )
     with checkpoint.folder_lock(tmp_path):
-        refused = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert "another process is training" in refused.stderr
+        second = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert "another process is training" in second.stderr
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import re
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +16,7 @@ import pytest
 import torch
 
 from deft.config.settings import LoggingConfig
-from deft.errors import InputError, RunError
-from deft.runs import logging as run_logging
-from deft.runs import progress, sinks
+from deft.errors import RunError
 from deft.runs.logging import RunLogger
 
 QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False, enable_file_logging=False)
@@ -35,25 +30,17 @@ class FinishedEpisode:
     terms: dict[str, float] = field(default_factory=dict)
 
 
-def refuse_constant(name: str) -> None:
+def reject_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines without their time; NaN and Infinity, which Python's reader would take, are refused."""
+    """The lines without their time; NaN and Infinity, which Python's reader would accept, raise an error."""
     text = (run_dir / "episode_metrics.jsonl").read_text()
-    lines = [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
+    lines = [json.loads(line, parse_constant=reject_constant) for line in text.splitlines()]
     for line in lines:
         assert abs(line.pop("time") - time.time()) < 600
     return lines
-
-
-def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_lines_of_updates_episodes_and_evaluations(tmp_path: Path) -> None:
@@ -124,7 +111,7 @@ def test_tensors_come_over_in_one_transfer(tmp_path: Path, monkeypatch: pytest.M
         transfers.append(tensor.shape)
         return tolist(tensor)
 
-    def refused(tensor: torch.Tensor) -> None:
+    def forbidden(tensor: torch.Tensor) -> None:
         raise AssertionError("one synchronization a metric")
 
     metrics = {
@@ -135,8 +122,8 @@ def test_tensors_come_over_in_one_transfer(tmp_path: Path, monkeypatch: pytest.M
     }
     with RunLogger(tmp_path, QUIET, total_timesteps=100) as run, monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", counted)
-        patch.setattr(torch.Tensor, "item", refused)
-        patch.setattr(torch.Tensor, "__float__", refused)
+        patch.setattr(torch.Tensor, "item", forbidden)
+        patch.setattr(torch.Tensor, "__float__", forbidden)
         run.log_metrics(5, metrics)
     assert transfers == [(3,)]
     assert read_lines(tmp_path) == [{"type": "update", "step": 5, "one": 1.0, "two": 2.0, "three": 3.0, "four": 4.0}]
@@ -148,28 +135,6 @@ def test_a_metric_is_one_number_and_keeps_off_the_fields_of_a_line(tmp_path: Pat
             run.log_metrics(1, {"loss": torch.zeros(2)})
         with pytest.raises(ValueError, match=r"'step'.* cannot name a metric"):
             run.log_metrics(1, {"step": 2.0})
-
-
-def test_tensorboard_scalars_and_their_purge_on_resume(tmp_path: Path) -> None:
-    settings = LoggingConfig(console_level="CRITICAL")
-    with RunLogger(tmp_path, settings, total_timesteps=100) as run:
-        run.log_episode(5, FinishedEpisode(7.0))
-        for step in (10, 20, 30):
-            run.log_metrics(step, {"train/loss": step / 4})
-        run.log_evaluation(30, {"mean_reward": 8.0, "tasks": {"lift": {"success_rate": 0.5}}, "name": "x"})
-    assert read_scalars(tmp_path) == {
-        "rollout/mean_reward": [(10, 7.0), (20, 7.0), (30, 7.0)],
-        "rollout/mean_length": [(10, 10.0), (20, 10.0), (30, 10.0)],
-        "train/loss": [(10, 2.5), (20, 5.0), (30, 7.5)],
-        "evaluation/mean_reward": [(30, 8.0)],
-        "evaluation/tasks/lift/success_rate": [(30, 0.5)],
-    }
-    with RunLogger(tmp_path, settings, total_timesteps=100, start_step=20) as run:
-        run.log_metrics(25, {"train/loss": 1.0})
-    assert read_scalars(tmp_path)["train/loss"] == [(10, 2.5), (20, 5.0), (25, 1.0)]
-    with RunLogger(tmp_path, settings, total_timesteps=100) as run:
-        run.log_metrics(0, {"train/loss": 9.0})
-    assert read_scalars(tmp_path)["train/loss"] == [(0, 9.0)]
 
 
 def log_steps(run: RunLogger, first: int, last: int) -> None:
@@ -275,177 +240,3 @@ def test_runs_of_one_process_share_the_console_and_leave_nothing_behind(
     assert (list(deft_logger.handlers), deft_logger.level, list(root.handlers), root.level) == before
     texts = [next((tmp_path / name / "logs").iterdir()).read_text() for name in ("first", "second")]
     assert ["said later" in text for text in texts] == [False, True]
-
-
-class Clock:
-    """Stands in for the module's `time`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return time.time()
-
-
-def test_progress_lines_off_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(run_logging, "time", clock)
-    monkeypatch.setattr(progress, "time", clock)
-    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
-    with RunLogger(tmp_path, settings, total_timesteps=6000, start_step=1000) as run:
-        run.log_episode(1100, FinishedEpisode(12.5))
-        for step in range(1100, 2001, 100):  # 100 steps a second
-            clock.now += 1.0
-            run.progress(step, kl=0.5)
-        run.progress(2050)  # within ten seconds of the line
-    lines = capsys.readouterr().err.splitlines()
-    # 1,000 steps in 10 s are 100 steps/s; the 4,000 that are left take 40 s. The last step is shown at the end.
-    assert [line.split(" ", 1)[1] for line in lines] == [
-        "INFO 33% of 6,000 · 2,000 steps · 100 steps/s · 0:00:40 left · mean_reward 12.5 · kl 0.5 · 0:00:10 elapsed",
-        "INFO 34% of 6,000 · 2,050 steps · 105 steps/s · 0:00:38 left · mean_reward 12.5 · 0:00:10 elapsed",
-    ]
-
-
-def test_a_last_round_may_go_beyond_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
-    with RunLogger(tmp_path, settings, total_timesteps=2) as run:
-        run.progress(3)
-    assert "INFO 100% of 2 · 3 steps" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("rate", "shown"), [(1234.6, "1,235"), (9.94, "9.9"), (0.184, "0.18"), (0.0, "0")])
-def test_slow_rates_are_not_rounded_to_none(rate: float, shown: str) -> None:
-    assert progress._rate(rate) == shown
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
-    with RunLogger(tmp_path, settings, total_timesteps=1000) as run, RunLogger(tmp_path / "2", settings, 10) as other:
-        run.log_episode(400, FinishedEpisode(12.5))
-        run.progress(400)
-        logging.getLogger("deft.test").warning("above [the] bar")
-        other.progress(10)  # a terminal has room for one bar: this run speaks in lines
-        run.progress(1000, entropy=0.5)
-    drawn = terminal.getvalue()
-    assert "  0%" in drawn
-    assert "100%" in drawn
-    assert "1,000 steps" in drawn
-    assert "mean_reward 12.5 · entropy 0.5" in drawn
-    assert "WARNING above [the] bar" in drawn
-    assert "INFO 100% of 10" in drawn
-    assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1  # the cursor comes back
-    assert not progress.ProgressDisplay.bar_in_use
-
-
-def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers, closed = list(logging.getLogger("deft").handlers), []
-    monkeypatch.setattr(sinks.TensorBoardSink, "close", lambda sink: closed.append(sink._file.close()))
-    for name in ("wandb", "trackio"):
-        monkeypatch.setitem(sys.modules, name, None)
-        settings = LoggingConfig(console_level="CRITICAL", **{f"use_{name}": True})
-        with pytest.raises(InputError, match=rf'{name} is not installed: .*`pip install -e "\.\[{name}\]"`'):
-            RunLogger(tmp_path, settings, total_timesteps=1)
-    assert logging.getLogger("deft").handlers == handlers
-    assert len(closed) == 2  # what was already open
-
-
-class FakeTracker(ModuleType):
-    """What of wandb and trackio is called, with the calls written down."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(name)
-        self.calls: list[tuple[str, Any]] = []
-        self.errors = SimpleNamespace(Error=RuntimeError)
-        self.run = SimpleNamespace(dir=str(directory / "files"), log=self._log, finish=self.finish)
-
-    def Settings(self, **values: Any) -> dict[str, Any]:
-        return values
-
-    def init(self, **values: Any) -> SimpleNamespace:
-        self.calls.append(("init", values))
-        return self.run
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self.calls.append(("log", (step, metrics)))
-
-    def finish(self) -> None:
-        self.calls.append(("finish", None))
-
-
-@pytest.mark.parametrize(
-    ("environment", "mode"), [({}, "offline"), ({"WANDB_API_KEY": "x"}, None), ({"WANDB_MODE": "disabled"}, None)]
-)
-def test_wandb_gets_the_scalars_and_is_offline_without_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mode: str | None
-) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    wandb = FakeTracker("wandb", tmp_path / "offline-run-1")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    settings = LoggingConfig(console_level="CRITICAL", tensorboard=False, use_wandb=True)
-    with RunLogger(tmp_path / "name", settings, total_timesteps=1, run_config={"seed": 3}) as run:
-        run.log_metrics(7, {"loss": torch.tensor(0.5)})
-        run.log_evaluation(7, {"mean_reward": 2.0})
-    (_, opened), *rest = wandb.calls
-    assert (opened["mode"], opened["config"], opened["dir"]) == (mode, {"seed": 3}, str(tmp_path / "name"))
-    assert rest == [("log", (7, {"loss": 0.5})), ("log", (7, {"evaluation/mean_reward": 2.0})), ("finish", None)]
-    log = next((tmp_path / "name" / "logs").iterdir()).read_text()
-    assert (f"wandb sync {tmp_path / 'offline-run-1'}" in log) == (mode == "offline")
-
-
-@pytest.mark.parametrize(("start_step", "resume"), [(0, "never"), (5, "allow")])
-def test_trackio_gets_the_scalars(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_step: int, resume: str
-) -> None:
-    trackio = FakeTracker("trackio", tmp_path)
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
-    settings = LoggingConfig(console_level="CRITICAL", tensorboard=False, use_trackio=True)
-    with RunLogger(tmp_path / "name", settings, total_timesteps=9, start_step=start_step) as run:
-        run.log_metrics(7, {"loss": 0.5})
-    opening = {"project": "deft", "name": "name", "config": None, "resume": resume}
-    assert trackio.calls == [("init", opening), ("log", (7, {"loss": 0.5})), ("finish", None)]
-
-
-def test_wandb_really_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    settings = LoggingConfig(console_level="CRITICAL", tensorboard=False, use_wandb=True)
-    with RunLogger(tmp_path, settings, total_timesteps=1, run_config={"env": {"id": "x"}}) as run:
-        run.log_metrics(7, {"a_distinctive_name": 0.5})
-    wandb.teardown()  # its process has written by then
-    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"a_distinctive_name" in record.read_bytes()
-
-
-def test_trackio_really_local(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("trackio")
-    from trackio import sqlite_storage
-
-    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
-    settings = LoggingConfig(console_level="CRITICAL", tensorboard=False, use_trackio=True)
-    with RunLogger(tmp_path / "name", settings, total_timesteps=1) as run:
-        run.log_metrics(7, {"loss": 0.5})
-    assert capsys.readouterr().out == ""
-    (entry,) = sqlite_storage.SQLiteStorage.get_logs("deft", "name")
-    assert (entry["step"], entry["loss"]) == (7, 0.5)

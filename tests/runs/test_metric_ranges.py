@@ -15,9 +15,9 @@ def test_speaks_once_and_again_only_after_recovery(caplog):
     caplog.set_level(logging.INFO)
     watch = RangeWatch(WATCHED)
     values = [0.5, 3.0, 4.0, 1.0, 0.01, 0.005, 0.001]
-    told = [bool(watch.check(step, {"q_loss": value})) for step, value in enumerate(values)]
+    warned = [bool(watch.check(step, {"q_loss": value})) for step, value in enumerate(values)]
     # 3 leaves the range, 4 is still outside; the limits 1 and 0.01 are inside; 0.005 leaves it again, below.
-    assert told == [False, True, False, False, False, True, False]
+    assert warned == [False, True, False, False, False, True, False]
     assert caplog.messages == [
         "q_loss is 3 at update 1, outside 0.01 to 1: a smaller learning_rate",
         "q_loss is 0.005 at update 5, outside 0.01 to 1: no harm",

@@ -1,4 +1,4 @@
-"""Who may share out weights, and the copy that acts in their place; the sharing itself is in test_shared_training."""
+"""Which runs may shard weights, and the copy that acts in their place; sharding itself is in test_shared_training."""
 
 import logging
 
@@ -47,7 +47,7 @@ def test_one_process_is_told_that_there_is_nobody_to_share_with(caplog):
     assert sharding.should_shard(True, "ppo", True, processes)
 
 
-def test_weights_of_several_types_and_compiled_ones_are_refused():
+def test_weights_of_several_types_and_compiled_ones_raise_an_error():
     policy = small_policy()
     next(policy.parameters()).data = next(policy.parameters()).data.bfloat16()
     with pytest.raises(InputError, match=r"fsdp: .* here bfloat16 and float32; use dtype float32, or lora"):

@@ -1,4 +1,4 @@
-"""Offline training from Python: the document's example, going on, saving, loading, evaluating, and what is refused."""
+"""Offline training from Python: the document's example, continuing, saving, loading, evaluating, and errors."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_settings_may_be_given_in_their_order(tmp_path: Path) -> None:
 
 
 def test_a_default_that_an_algorithm_has_no_use_for_may_be_given_to_it() -> None:
-    # As the document's whole block is: `tau` means nothing to a transformer, and another value is refused.
+    # As the document's whole block is: `tau` means nothing to a transformer, and another value raises an error.
     assert DecisionTransformerTrainer(2, 1, OfflineRLConfig(tau=0.005, num_critics=2)).config.algorithm.name == "dt"
     with pytest.raises(InputError, match=r"tau: 0\.1 is given, but dt has no such setting"):
         DecisionTransformerTrainer(2, 1, OfflineRLConfig(tau=0.1))
@@ -320,10 +320,10 @@ def test_without_a_config_the_algorithm_has_its_own_defaults() -> None:
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(make_trainer: Any, line: str) -> None:
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as error:
         make_trainer()
-    assert line in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -337,10 +337,10 @@ def test_wrong_settings_are_refused_in_one_line(make_trainer: Any, line: str) ->
 )
 def test_a_dataset_that_does_not_fit_is_refused_in_one_line(options: Any, line: str, tmp_path: Path) -> None:
     trainer = TD3BCTrainer(config=config(tmp_path / "run"), **options)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as error:
         trainer.train(two_step_dataset())
-    assert line in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -400,7 +400,7 @@ def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
 
 
 def test_offline_and_then_online(tmp_path: Path) -> None:
-    """The document's second step: PPO goes on with the policy that IQL trained."""
+    """The document's second step: PPO continues with the policy that IQL trained."""
     offline = make(IQLTrainer, tmp_path / "iql")
     offline.train(two_step_dataset())
     before = weights(offline)

@@ -120,7 +120,7 @@ def test_reward_terms_are_written_where_they_are_asked_for():
         assert schema.NEXT_REWARD_TERMS not in rollout.keys(True)
 
 
-def test_reward_terms_that_are_no_numbers_are_told():
+def test_reward_terms_that_are_not_numbers_raise_an_error():
     class Broken(Shaped):
         def step(self, action):
             *rest, info = super().step(action)
@@ -195,7 +195,7 @@ def test_versions_and_chunks_are_recorded():
 
 
 @pytest.mark.parametrize(("how", "what"), [("nan", "observation"), ("nan_reward", "reward")])
-def test_values_that_are_not_numbers_are_refused(how, what):
+def test_values_that_are_not_numbers_raise_an_error(how, what):
     collector = Collector(SerialVectorEnv([Counting(), Failing(at=3, how=how)]), Reader())
     with pytest.raises(RunError, match=f"environment 1 gave, as its {what}, a value that is infinite or not a number"):
         collector.collect_steps(20)

@@ -1,4 +1,4 @@
-"""The environments become harder at the right time, and are told so: after a resume and in a new worker too."""
+"""The environments become harder at the right time, after a resume and in a new worker too."""
 
 import contextlib
 import os
@@ -18,19 +18,19 @@ from deft.training.curriculum import Curriculum
 
 
 class Levelled(Counting):
-    """Knows three levels, and all that it was told."""
+    """Has three levels, and records those that were set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Any] = []
+        self.levels_set: list[Any] = []
 
     def set_difficulty(self, level: Any) -> None:
         if level not in ("easy", "medium", "hard"):
             raise ValueError(f"no level {level}")
-        self.told.append(level)
+        self.levels_set.append(level)
 
-    def get_told(self) -> list[Any]:
-        return self.told
+    def get_levels_set(self) -> list[Any]:
+        return self.levels_set
 
 
 def episodes(*successes: bool | None) -> list[Episode]:
@@ -41,12 +41,12 @@ def test_levels_begin_at_their_steps() -> None:
     env = Levelled()
     curriculum = Curriculum(CurriculumConfig(), SerialVectorEnv([env]))
     curriculum.start()
-    assert env.told[-1] == curriculum.level == "easy"
-    told = len(env.told)
+    assert env.levels_set[-1] == curriculum.level == "easy"
+    count = len(env.levels_set)
     # The documents' example: easy below 10,000, medium below 50,000, then hard.
     steps = (9_999, 10_000, 30_000, 49_999, 50_000, 90_000)
     assert [curriculum.update(step, []) for step in steps] == [None, "medium", None, None, "hard", None]
-    assert env.told[told:] == ["medium", "hard"]
+    assert env.levels_set[count:] == ["medium", "hard"]
 
 
 def test_a_long_rollout_may_skip_a_level() -> None:
@@ -66,7 +66,7 @@ def test_levels_begin_when_enough_episodes_succeed() -> None:
     assert curriculum.update(60, episodes(True, True, True, True)) is None  # nothing is harder
 
 
-def test_success_that_is_not_reported_is_told() -> None:
+def test_success_that_is_not_reported_raises_an_error() -> None:
     curriculum = Curriculum(CurriculumConfig(success_rate=0.5, window=2), SerialVectorEnv([Levelled()]))
     curriculum.update(5, episodes(None, True, None))  # one that was cut says nothing
     curriculum = Curriculum(CurriculumConfig(success_rate=0.5, window=2), SerialVectorEnv([Levelled()]))
@@ -99,7 +99,7 @@ def test_a_resumed_run_is_where_it_was() -> None:
     second = Curriculum(config, SerialVectorEnv([env]))
     second.load_state_dict(first.state_dict())
     second.start()
-    assert env.told == ["medium"]  # what the saved state was at, and nothing else
+    assert env.levels_set == ["medium"]  # what the saved state was at, and nothing else
     assert second.update(3, episodes(True)) == "hard"  # with the one success before
 
 
@@ -108,7 +108,7 @@ def test_a_collector_is_paused_only_while_a_level_is_set() -> None:
 
     @contextlib.contextmanager
     def paused() -> Iterator[None]:
-        pauses.append(len(env.told))
+        pauses.append(len(env.levels_set))
         yield
 
     env = Levelled()
@@ -116,7 +116,7 @@ def test_a_collector_is_paused_only_while_a_level_is_set() -> None:
     curriculum.update(1, [])
     curriculum.update(10_000, [])
     assert pauses == [0]
-    assert env.told == ["medium"]
+    assert env.levels_set == ["medium"]
 
 
 def test_a_new_worker_is_told_the_level() -> None:
@@ -128,7 +128,7 @@ def test_a_new_worker_is_told_the_level() -> None:
         curriculum.update(10_000, [])
         os.kill(env.worker_pids[1], signal.SIGKILL)
         assert env.step(np.zeros(2, np.int64)).lost_index.tolist() == [1]
-        assert env.call("get_told") == [["hard", "medium", "easy", "medium"], ["medium"]]
+        assert env.call("get_levels_set") == [["hard", "medium", "easy", "medium"], ["medium"]]
     finally:
         env.close()
 
@@ -142,7 +142,7 @@ def test_a_new_worker_is_told_the_level() -> None:
         ({"at_steps": (5, 8), "success_rate": 0.5}, "give at_steps or success_rate, one of them"),
     ],
 )
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_raise_an_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         CurriculumConfig(**settings)
     assert message in str(caught.value)

@@ -49,7 +49,7 @@ def test_a_process_beside_finds_what_this_one_finds():
         assert beside.start(10, policies, 3) == []  # nothing is waited for
         with torch.no_grad():
             for parameter in policies[0].parameters():
-                parameter.fill_(float("nan"))  # training goes on: what is evaluated is a copy
+                parameter.fill_(float("nan"))  # training continues: what is evaluated is a copy
         beside.start(20, policies[1:], 3)
         results = beside.finished(wait=True)
         beside._make_env = broken_env
@@ -90,7 +90,7 @@ def test_evaluating_leaves_the_random_state_of_the_run():
     evaluator.close()
 
 
-def test_an_environment_of_other_spaces_is_refused():
+def test_an_environment_of_other_spaces_raises_an_error():
     env = make_env()
     check_spaces(env, box(2), box(1), "env TwoStep", "take another")
     with pytest.raises(InputError, match=r"env TwoStep: the environment's observations are .* the dataset's"):

@@ -183,7 +183,7 @@ def test_where_seeds_do_not_repeat_the_state_is_copied():
     assert torch.equal(first, first[:1].expand(3, -1))
 
 
-def test_states_that_can_neither_be_repeated_nor_copied_are_refused():
+def test_states_that_can_neither_be_repeated_nor_copied_raise_an_error():
     collection = make_collection(SerialVectorEnv([Unrepeatable() for _ in range(3)]))
     with pytest.raises(InputError) as error:
         play(collection)
@@ -254,7 +254,7 @@ def test_an_iteration_may_take_several_rounds():
         ),
     ],
 )
-def test_settings_that_do_not_fit_the_environments_are_refused(num_envs, settings, line):
+def test_settings_that_do_not_fit_the_environments_raise_an_error(num_envs, settings, line):
     with pytest.raises(InputError) as error:
         make_collection(SerialVectorEnv([Draw() for _ in range(num_envs)]), **settings)
     assert str(error.value) == line
@@ -392,7 +392,7 @@ def test_iterations_are_counted_and_progress_follows_them(tmp_path):
     assert trainer.num_timesteps == sum(line["length"] for line in episodes)
 
 
-def test_a_background_collector_is_refused(tmp_path):
+def test_a_background_collector_raises_an_error(tmp_path):
     with pytest.raises(InputError, match="buffer_type: grpo"):
         make_trainer(tmp_path, trainer={"buffer_type": "vla"})
 

@@ -245,9 +245,9 @@ def test_an_environment_that_is_not_the_datasets_own_gives_no_score(tmp_path):
 
 def test_a_dataset_of_another_size_is_refused_at_resume(tmp_path):
     make_trainer(tmp_path, num_epochs=1).train()
-    with pytest.raises(InputError, match=r"\(400 transitions; this one has 20\): .*--model-path") as refused:
+    with pytest.raises(InputError, match=r"\(400 transitions; this one has 20\): .*--model-path") as error:
         make_trainer(tmp_path, dataset=two_step_dataset(10), run={"auto_resume": True})
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
 def test_another_algorithm_or_another_ensemble_is_refused_at_resume(tmp_path):
@@ -538,15 +538,15 @@ def test_a_dataset_whose_environment_is_not_installed_trains_without_it(tmp_path
 
 
 @pytest.mark.parametrize(("scale", "share"), [(1.0, None), (3.0, "50 %")])
-def test_actions_that_the_environment_does_not_have_are_told(tmp_path, caplog, scale, share):
+def test_actions_that_the_environment_does_not_have_cause_a_warning(tmp_path, caplog, scale, share):
     dataset = two_step_dataset()
     assert dataset.table is not None
     # The first of an episode's two actions at `scale`, the other at 0; the environment's end at ±1.
     actions = dataset.table.action.view(200, 3)
     actions[:, 0], actions[:, 1] = scale, 0.0
     make_trainer(tmp_path, dataset=dataset, env=ENV).close()
-    told = [message for message in caplog.messages if "outside those of env" in message]
-    assert told == [] if share is None else [message.startswith(share) for message in told] == [True]
+    warnings = [message for message in caplog.messages if "outside those of env" in message]
+    assert warnings == [] if share is None else [message.startswith(share) for message in warnings] == [True]
 
 
 def test_an_environment_that_does_not_fit_or_is_not_there_is_told_before_training(tmp_path):
@@ -597,9 +597,9 @@ def test_rewards_that_are_not_numbers_end_the_run_and_nothing_of_them_is_saved(t
     dataset = two_step_dataset()
     dataset.table.reward[1::3] = math.nan
     trainer = make_trainer(tmp_path, algorithm, dataset=dataset, save_freq=1, updates_per_epoch=1)
-    with pytest.raises(RunError, match="finite") as told:
+    with pytest.raises(RunError, match="finite") as error:
         trainer.train()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     assert_all_saved_is_finite(tmp_path)
 
 
@@ -610,7 +610,7 @@ def test_a_huge_learning_rate_is_told_and_nothing_of_it_is_saved(tmp_path, algor
     with pytest.raises(RunError, match="learning_rate"):
         trainer.train()
     assert_all_saved_is_finite(tmp_path)
-    assert trainer.num_updates < 39  # told when it is logged, not after all epochs
+    assert trainer.num_updates < 39  # raised when it is logged, not after all epochs
 
 
 def test_values_outside_their_range_are_told_once_with_advice(tmp_path, caplog):
@@ -618,10 +618,10 @@ def test_values_outside_their_range_are_told_once_with_advice(tmp_path, caplog):
     trainer = make_trainer(tmp_path, cfg={"reward_scaling": "return_range"})
     trainer.train()
     assert min(line["q_loss"] for line in lines(tmp_path, "update")) > 1
-    told = [record.message for record in caplog.records if record.message.startswith("q_loss is")]
-    assert len(told) == 1
-    assert "outside 0.01 to 1" in told[0]
-    assert "cql_alpha" in told[0]
+    warnings = [record.message for record in caplog.records if record.message.startswith("q_loss is")]
+    assert len(warnings) == 1
+    assert "outside 0.01 to 1" in warnings[0]
+    assert "cql_alpha" in warnings[0]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

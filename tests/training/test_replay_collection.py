@@ -45,14 +45,14 @@ def build(tmp_path, name, **cfg):
 
 
 def test_recorded_updates_are_made_between_the_actions_and_the_step(tmp_path, monkeypatch):
-    trainer, said = build(tmp_path, "run"), []
+    trainer, calls = build(tmp_path, "run"), []
     for owner, name in ((trainer.policy, "act"), (trainer.algorithm, "step"), (trainer.env, "step")):
         word = {"act": "act"}.get(name, "update" if owner is trainer.algorithm else "env")
-        monkeypatch.setattr(owner, name, _telling(getattr(owner, name), said, word))
+        monkeypatch.setattr(owner, name, _recorded(getattr(owner, name), calls, word))
     trainer.train()
     # Ten turns at random; the tenth reaches `learning_starts` and makes two updates due, one a step; they are made in
     # the next turn, and so on: (60 − 18) are due in all, of which the last two wait for a turn to come.
-    assert said == ["env"] * 10 + ["act", "update", "update", "env"] * 20
+    assert calls == ["env"] * 10 + ["act", "update", "update", "env"] * 20
     assert trainer.algorithm.version == 40
     trainer.close()
 
@@ -80,7 +80,7 @@ def test_the_critics_warm_up_is_a_recording_of_its_own(tmp_path):
     for name in ("_captured_warmup", "_captured"):
         recorded = getattr(collection, name)
         setattr(collection, name, recorded := type(recorded)(collection))
-        recorded.run = _telling(recorded.run, runs, name)
+        recorded.run = _recorded(recorded.run, runs, name)
     trainer.train()
     assert runs == ["_captured_warmup"] * 12 + ["_captured"] * 7
     assert trainer.algorithm.version == 39  # the 40th waits for a second
@@ -112,12 +112,12 @@ def test_a_recording_needs_a_gpu(tmp_path):
         build(tmp_path, "run", capture="on")
 
 
-def _telling(method, said, word):
-    def told(*arguments, **named):
-        said.append(word)
+def _recorded(method, calls, word):
+    def called(*arguments, **named):
+        calls.append(word)
         return method(*arguments, **named)
 
-    return told
+    return called
 
 
 def test_a_run_that_ends_before_its_first_update_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs of SAC: that they learn, resume, mix in other data, and go on with policies from elsewhere."""
+"""Runs of SAC: that they learn, resume, mix in other data, and continue with policies of other runs."""
 
 import os
 import signal
@@ -231,7 +231,7 @@ def test_sac_goes_on_with_policy_critics_and_scales(tmp_path):
         ),
     )
     assert_equal(critics, trainer.trainer.algorithm.critics.state_dict())
-    # Returns of the dataset are 0 and 1: IQL scales rewards by 1000, and so do the critics that go on.
+    # Returns of the dataset are 0 and 1: IQL scales rewards by 1000, and so do the critics that it continues with.
     assert float(trainer.policy.reward_scale) == 1000.0
     assert trainer.trainer.collection._random_left == 0  # it can act already
     trainer.train()

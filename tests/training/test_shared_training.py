@@ -122,15 +122,15 @@ def test_weights_that_are_shared_out_train_as_whole_ones(shared_out):
     further = shard_f1(Processes(), tmp_path / "shard2-0.pt")["weights"]
     for name, value in further.items():
         assert torch.allclose(three[name].double(), value.double(), atol=1e-5), name
-    # The same of `deft train teacher --fsdp`: the weights and moments of a run without it, in files of one process.
+    # The same of `deft train teacher --fsdp`: weights and optimizer state of a run without it, in files of one process.
     assert all(part["teacher"]["is_sharded"] for part in (first, second))
     assert 0.5 < first["teacher"]["share"] < 0.8  # half of all but the image tokenizer
     apart, shared = (read_checkpoint(tmp_path / name) for name in ("apart", "shared"))
     assert apart[0].keys() == shared[0].keys()
     for name, value in apart[0].items():
         assert torch.allclose(shared[0][name].double(), value.double(), atol=1e-5), name
-    for index, moments in apart[1]["state"].items():
-        assert torch.allclose(shared[1]["state"][index]["exp_avg"], moments["exp_avg"], atol=1e-5), index
+    for index, parameter_state in apart[1]["state"].items():
+        assert torch.allclose(shared[1]["state"][index]["exp_avg"], parameter_state["exp_avg"], atol=1e-5), index
     assert (tmp_path / "three" / "checkpoint-24").is_dir()
     resumed = teach(tmp_path / "one", fsdp=True, start=tmp_path / "shared", num_episodes=24)  # nobody to share with
     assert not resumed["is_sharded"]

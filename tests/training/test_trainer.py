@@ -399,7 +399,7 @@ def test_a_policy_that_was_given_is_saved_before_its_first_evaluation(tmp_path):
 
 
 def test_the_best_is_known_also_where_its_evaluation_came_after_the_checkpoint(tmp_path):
-    """Checkpoints are written before they are evaluated; the metrics say what came of it."""
+    """Checkpoints are written before they are evaluated; the metrics have the results."""
     trainer = make_trainer(tmp_path, env=[Counting()], eval_freq=32, eval_env=Counting(9))
     trainer.train(32)
     assert trainer.best_reward == 9.0
@@ -598,7 +598,7 @@ def test_a_run_by_hand_does_not_write_over_another(tmp_path):
         make_trainer(tmp_path).train(64)
 
 
-def test_wrong_checkpoints_are_refused(tmp_path):
+def test_wrong_checkpoints_raise_an_error(tmp_path):
     trainer = make_trainer(tmp_path / "a")
     trainer.train(64)
     with pytest.raises(InputError, match="its observation_space is"):

@@ -219,7 +219,7 @@ def test_picture_and_words_together_are_learned(tmp_path):
 
 @pytest.mark.parametrize("head", ["token", "flow"])
 def test_from_demonstrations_to_reinforcement(tmp_path, monkeypatch, capsys, head):
-    """collect → sft → ppo, grpo and iql: who goes on is told neither the model, nor its chunks, nor its world."""
+    """collect → sft → ppo, grpo and iql: the later runs need no flags for the model, its chunks or its environment."""
     monkeypatch.chdir(tmp_path)
     quiet = ["--threads", 1, "--device", "cpu", "--console-level", "ERROR", "--json"]
     world = ["--env", "reach", "--env-kwargs", "observation=vla", f"image_size={SIZE}"]

@@ -1,4 +1,4 @@
-"""From settings to workers: what is refused before a Ray is started."""
+"""From settings to workers: errors before a Ray is started."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the successor of a dead worker is told, where its environments' state is known and where it cannot be."""
+"""The order for the successor of a dead worker, with a known and with an unknown state of its environments."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def test_the_order_of_a_dead_worker_for_its_successor(state, lost):
     slot.incarnation = 1
     renewed = collector._renewed(slot, given)
     assert isinstance(renewed, Order)
-    assert renewed.number == 6  # a block that answers the first one is refused
+    assert renewed.number == 6  # a block that answers the first one is rejected
     assert (renewed.num_steps, renewed.random, renewed.keeps_state) == (4, {"torch": 1}, True)
     assert collector.num_lost_episodes == lost
     if state is KNOWN:

@@ -21,9 +21,9 @@ ray = pytest.importorskip("ray", reason="needs the extra scale")
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    places = {"PYTHONPATH": str(Path(worlds.__file__).parent)}  # what the workers import
-    before = {name: os.environ.get(name) for name in places}
-    os.environ |= places
+    settings = {"PYTHONPATH": str(Path(worlds.__file__).parent)}  # what the workers import
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ |= settings
     for name in ("Numbered", "Failing"):
         if f"{name}-v0" not in gymnasium.registry:
             gymnasium.register(f"{name}-v0", f"worlds:{name}")
@@ -172,7 +172,7 @@ def test_what_an_environment_raises_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_bad_settings_are_refused(tmp_path, monkeypatch):
+def test_bad_settings_raise_an_error(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"num_workers: 5 workers cannot share 4 environments; use num_envs 5 or more"):
         build(tmp_path, env__num_workers=5)
     with pytest.raises(InputError, match=r"env\.vector: Ray workers are processes already"):

@@ -1,0 +1,95 @@
+"""Progress of a run: log lines off a terminal, a bar on one."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deft.config.settings import LoggingConfig
+from deft.envs.vector import Episode
+from deft.runs import logging as run_logging
+from deft.runs import progress
+from deft.runs.logging import RunLogger
+
+QUIET = LoggingConfig(console_level="CRITICAL", tensorboard=False, enable_file_logging=False)
+
+
+class Clock:
+    """Stands in for the module's `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return time.time()
+
+
+def test_progress_lines_off_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(run_logging, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
+    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
+    with RunLogger(tmp_path, settings, total_timesteps=6000, start_step=1000) as run:
+        run.log_episode(1100, Episode(0, 12.5, 10, None, {}))
+        for step in range(1100, 2001, 100):  # 100 steps a second
+            clock.now += 1.0
+            run.progress(step, kl=0.5)
+        run.progress(2050)  # within ten seconds of the line
+    lines = capsys.readouterr().err.splitlines()
+    # 1,000 steps in 10 s are 100 steps/s; the 4,000 that are left take 40 s. The last step is shown at the end.
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        "INFO 33% of 6,000 · 2,000 steps · 100 steps/s · 0:00:40 left · mean_reward 12.5 · kl 0.5 · 0:00:10 elapsed",
+        "INFO 34% of 6,000 · 2,050 steps · 105 steps/s · 0:00:38 left · mean_reward 12.5 · 0:00:10 elapsed",
+    ]
+
+
+def test_a_last_round_may_go_beyond_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
+    with RunLogger(tmp_path, settings, total_timesteps=2) as run:
+        run.progress(3)
+    assert "INFO 100% of 2 · 3 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(1234.6, "1,235"), (9.94, "9.9"), (0.184, "0.18"), (0.0, "0")])
+def test_slow_rates_are_not_rounded_to_none(rate: float, shown: str) -> None:
+    assert progress._rate(rate) == shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
+    with RunLogger(tmp_path, settings, total_timesteps=1000) as run, RunLogger(tmp_path / "2", settings, 10) as other:
+        run.log_episode(400, Episode(0, 12.5, 10, None, {}))
+        run.progress(400)
+        logging.getLogger("deft.test").warning("above [the] bar")
+        other.progress(10)  # a terminal has room for one bar: this run speaks in lines
+        run.progress(1000, entropy=0.5)
+    drawn = terminal.getvalue()
+    assert "  0%" in drawn
+    assert "100%" in drawn
+    assert "1,000 steps" in drawn
+    assert "mean_reward 12.5 · entropy 0.5" in drawn
+    assert "WARNING above [the] bar" in drawn
+    assert "INFO 100% of 10" in drawn
+    assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1  # the cursor comes back
+    assert not progress.ProgressDisplay.bar_in_use
