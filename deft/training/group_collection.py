@@ -35,29 +35,29 @@ class GroupBuffer:
     def __init__(self, max_steps: int) -> None:
         self.columns = Columns(max_steps)
         self.rounds: list[TensorDict] = []
-        self._size = 0
+        self.size = 0
 
     def __len__(self) -> int:
         """Steps held (of each environment), over all rounds."""
-        return self._size + sum(rollout.batch_size[0] for rollout in self.rounds)
+        return self.size + sum(rollout.batch_size[0] for rollout in self.rounds)
 
     def write(self, row: Row) -> None:
         """Take one step of all environments."""
-        self.columns.write(self._size, row)
-        self._size += 1
+        self.columns.write(self.size, row)
+        self.size += 1
 
     @torch.inference_mode(False)
     def end_round(self, lost_groups: np.ndarray) -> TensorDict:
         """Keep the round that was written; groups that lost a member are masked out. Returns it."""
-        rollout = self.columns.read(0, self._size).clone()
+        rollout = self.columns.read(0, self.size).clone()
         rollout[schema.STEP_MASK] &= ~torch.from_numpy(lost_groups)
-        self._size = 0
+        self.size = 0
         self.rounds.append(rollout)
         return rollout
 
     def clear(self) -> None:
         """Discard all rounds; the memory stays allocated."""
-        self._size = 0
+        self.size = 0
         self.rounds = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,15 +104,8 @@ class GroupCollector(Collector):
             alive[step.done_index] = False
             return not alive.any()
 
-        is_stopped = False
-
-        def stops() -> bool:
-            nonlocal is_stopped
-            is_stopped = stop()
-            return is_stopped
-
-        rollout(self.env, self._choose, sink, None, max_steps, stops)
-        if is_stopped:
+        rollout(self.env, self._choose, sink, None, max_steps, stop)
+        if alive.any() and buffer.size < max_steps:  # stopped before its end
             return False
         success = False if self._reports_success else None  # of an episode that is cut: it was not reached
         self.episodes.extend(

@@ -36,7 +36,7 @@ from deft.training.evaluator import Evaluator, check_space
 from deft.training.handover import check_fixed_settings
 from deft.training.offline import OfflineSpec, OfflineTrainer
 from deft.training.run import open_run, run_trainer
-from deft.training.validation import make_validation, split
+from deft.training.validation import hold_out
 
 log = logging.getLogger(__name__)
 ADVICE = "give the --env of this dataset, or the dataset of this environment"
@@ -124,10 +124,7 @@ def build_offline_trainer(
     acting = sharding.shard_policy(policy, processes, device, acts) if run.shards else None
     algorithm = run.algorithm_class(policy, config.algorithm.cfg, seed=config.seed)
     cache_bytes = int(config.dataset.cache_gb * 2**30)
-    learned_from, kept, held_out = split(dataset, algorithm.held_out_fraction, config.seed)
-    validation = None
-    if kept is not None:
-        validation = make_validation(algorithm, kept, held_out, config.seed, device, cache_bytes)
+    learned_from, validation = hold_out(algorithm, dataset, config.seed, device, cache_bytes)
     sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
     is_trained = run.starts_from is not None and not any(True for _ in normalizers(policy))
     fresh = run.resume_from is None and not is_trained and not has_seen_data(policy)

@@ -68,42 +68,26 @@ def check_held_out(state: dict[str, Any] | None, held_out: list[int]) -> None:
         )
 
 
-def split(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset | None, np.ndarray]:
-    """Return training and validation episodes of a dataset (None if none are held out), and the latter's numbers."""
-    held_out = validation_episodes(dataset.num_episodes, fraction, seed)
+def hold_out(
+    algorithm: OfflineAlgorithm, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int
+) -> tuple[Dataset, Validation | None]:
+    """Return the episodes that an algorithm trains on, and the validation on the others, if any are held out."""
+    fraction, count = algorithm.held_out_fraction, dataset.num_episodes
+    held_out = validation_episodes(count, fraction, seed)
     if not len(held_out):
         if fraction:
-            log.info(
-                "no validation loss: val_fraction %g of %d episodes is none; all are trained on",
-                fraction,
-                dataset.num_episodes,
-            )
-        return dataset, None, held_out
-    training = EpisodeSubset(dataset, np.setdiff1d(np.arange(dataset.num_episodes), held_out))
-    validation = EpisodeSubset(dataset, held_out)
+            log.info("no validation loss: val_fraction %g of %d episodes is none; all are trained on", fraction, count)
+        return dataset, None
+    training = EpisodeSubset(dataset, np.setdiff1d(np.arange(count), held_out))
+    kept = EpisodeSubset(dataset, held_out)
     log.info(
         "%d of %d episodes (%d transitions) are held out for val_loss (val_fraction %g)",
-        len(held_out),
-        dataset.num_episodes,
-        len(validation),
-        fraction,
-    )
-    return training, validation, held_out
-
-
-def make_validation(
-    algorithm: OfflineAlgorithm,
-    dataset: Dataset,
-    held_out: np.ndarray,
-    seed: int,
-    device: torch.device,
-    cache_bytes: int,
-) -> Validation:
-    """Return the validation of an algorithm on held-out episodes."""
-    row_bytes = max(1, int(episode_bytes(dataset).sum()) // len(dataset))
-    count = max(1, min(len(dataset), MOST_TRANSITIONS, MOST_BYTES // row_bytes))
-    chosen = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
-    sampler = algorithm.make_sampler(dataset, seed, device, cache_bytes)
+        len(held_out), count, len(kept), fraction,
+    )  # fmt: skip
+    row_bytes = max(1, int(episode_bytes(kept).sum()) // len(kept))
+    num_rows = max(1, min(len(kept), MOST_TRANSITIONS, MOST_BYTES // row_bytes))
+    chosen = np.linspace(0, len(kept) - 1, num_rows).round().astype(np.int64)
+    sampler = algorithm.make_sampler(kept, seed, device, cache_bytes)
     size = max(1, algorithm.settings.batch_size // getattr(algorithm.settings, "gradient_accumulation", 1))
-    batches = [sampler.gather(chosen[start : start + size]) for start in range(0, count, size)]
-    return Validation(lambda: algorithm.validate(batches), held_out, algorithm.patience, seed)
+    batches = [sampler.gather(chosen[start : start + size]) for start in range(0, num_rows, size)]
+    return training, Validation(lambda: algorithm.validate(batches), held_out, algorithm.patience, seed)

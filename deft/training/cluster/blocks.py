@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
@@ -99,6 +100,11 @@ def unpack_tensor(packed: Any) -> Tensor:
         if isinstance(packed, tuple):
             return torch.from_numpy(packed[1]).view(torch.bfloat16)
         return torch.from_numpy(packed)
+
+
+def pack_leaves(td: TensorDictBase) -> dict[Any, Any]:
+    """A TensorDict's leaves as arrays."""
+    return {key: pack_tensor(value) for key, value in td.items(include_nested=True, leaves_only=True)}
 
 
 def pack_weights(policy: nn.Module) -> dict[str, Any]:

@@ -15,19 +15,14 @@ from torch import Tensor, nn
 from deft import schema
 from deft.models.policy import Policy
 from deft.runs.random_state import get_random_state, set_random_state
-from deft.training.cluster.blocks import load_packed, pack_tensor, unpack_tensor
+from deft.training.cluster.blocks import load_packed, pack_leaves, unpack_tensor
 
 LARGE_POLICY = 20_000_000  # parameters from which on `inference: auto` takes an actor of its own
 GATHERING = 0.002  # seconds that a request waits for others, to be answered in one batch
 
 
-def pack(td: TensorDictBase) -> dict[Any, Any]:
-    """A TensorDict's leaves as arrays."""
-    return {key: pack_tensor(value) for key, value in td.items(include_nested=True, leaves_only=True)}
-
-
 def unpack(packed: dict[Any, Any], num_rows: int) -> TensorDict:
-    """The inverse of `pack`."""
+    """The inverse of `pack_leaves`."""
     td = TensorDict({}, batch_size=[num_rows])
     for key, value in packed.items():
         td.set(key, unpack_tensor(value).clone())
@@ -92,7 +87,7 @@ class InferenceActor:
         else:
             acted = self.policy.act(whole)
             result = acted.exclude(schema.OBSERVATION, schema.MEMORY, schema.ACTION_MASK)
-        return [pack(part) for part in result.cpu().split([num_rows for _, num_rows in requests])]
+        return [pack_leaves(part) for part in result.cpu().split([num_rows for _, num_rows in requests])]
 
 
 class RemotePolicy(Policy):
@@ -134,7 +129,7 @@ class RemotePolicy(Policy):
 
         random = get_random_state() if self._exact else None
         answer, _, after = ray.get(
-            self.actor.ask.remote(method, pack(td), td.batch_size[0], self._version, self._weights, random)
+            self.actor.ask.remote(method, pack_leaves(td), td.batch_size[0], self._version, self._weights, random)
         )
         if after is not None:
             set_random_state(after)

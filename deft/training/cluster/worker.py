@@ -25,7 +25,7 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.models.policy import Policy
 from deft.runs.compute import is_small, torch_threads
 from deft.runs.random_state import get_random_state, set_random_state
-from deft.training.cluster.blocks import Block, End, Order, load_packed, pack_tensor
+from deft.training.cluster.blocks import Block, End, Order, load_packed, pack_leaves, pack_tensor
 from deft.training.collection import Collector
 from deft.training.group_collection import GroupBuffer, GroupCollector
 
@@ -234,10 +234,7 @@ class CollectWorker:
         collector.play(buffer, order.group_seeds, order.num_steps, lambda: False)
         episodes += [(0, self._placed(episode)) for episode in collector.take_episodes()]
         rollout = buffer.rounds[0]
-        columns: dict[Key, Any] = {
-            key: pack_tensor(value) for key, value in rollout.items(include_nested=True, leaves_only=True)
-        }
-        return columns, rollout.batch_size[0]
+        return pack_leaves(rollout), rollout.batch_size[0]
 
     def _placed(self, episode: Episode) -> Episode:
         """With the number of its environment among all."""

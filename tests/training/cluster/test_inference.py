@@ -8,8 +8,8 @@ from tensordict import TensorDict
 from deft import ActorCritic, schema
 from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import box
-from deft.training.cluster.blocks import pack_weights
-from deft.training.cluster.inference import InferenceActor, pack
+from deft.training.cluster.blocks import pack_leaves, pack_weights
+from deft.training.cluster.inference import InferenceActor
 
 
 def policy_of(weight: float) -> ActorCritic:
@@ -31,7 +31,7 @@ def test_weights_that_come_late_do_not_replace_newer_ones():
         loop = asyncio.get_running_loop()
         actor = InferenceActor(policy_of(0.0), "cpu")
         fetched = {version: loop.create_future() for version in (1, 2)}
-        rows = pack(observations)
+        rows = pack_leaves(observations)
         asked = [
             asyncio.ensure_future(actor.ask("get_value", rows, 1, version, [fetched[version]])) for version in (1, 2)
         ]
