@@ -48,14 +48,14 @@ def make_collection(
         raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
     if in_background and isinstance(env, ClusterEnv):
         raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
+    kept = experience.next_observation, experience.reward_terms
     if isinstance(env, ClusterEnv):
-        open_workers(env, policy, experience.next_observation, experience.reward_terms)
+        open_workers(env, policy, kept)
     if experience.reward_terms:
         algorithm.set_reward_terms(env.reward_terms)
     if isinstance(experience, Groups):
         collector_class = RayGroupCollector if isinstance(env, ClusterEnv) else GroupCollector
         return GroupCollection(env, policy, experience, seed, settings.rollout_steps, collector_class)
-    kept = experience.next_observation, experience.reward_terms
     if isinstance(env, ClusterEnv):
         collector: Collector = RayCollector(env, policy, seed, *kept, settings.max_staleness)
     else:

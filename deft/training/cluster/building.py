@@ -23,7 +23,7 @@ from deft.models.policy import Policy
 from deft.models.vla.loading import find_vla_class
 from deft.training.cluster import connection
 from deft.training.cluster.inference import LARGE_POLICY
-from deft.training.cluster.pool import ClusterEnv, PoolSettings, WorkerPool
+from deft.training.cluster.pool import ClusterEnv, WorkerPool
 
 
 def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> ClusterEnv:
@@ -54,17 +54,8 @@ def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> Clus
                 f"num_workers: {wanted} workers of {cluster.worker_cpus:g} CPUs{' and the inference actor' * acting} "
                 f"do not fit the cluster's {cpus:g}; use fewer, or a smaller worker_cpus"
             )
-        settings = PoolSettings(
-            num_envs=env.num_envs,
-            num_workers=wanted,
-            make_env=functools.partial(_make, trust.snapshot(), _registered(env), env, chunk_length, gamma),
-            timeout=env.timeout,
-            restarts=env.restart_workers,
-            worker_cpus=cluster.worker_cpus,
-            group_size=None if unit == 1 else unit,
-            spares=cluster.spare_workers,
-        )
-        return ClusterEnv(WorkerPool(settings), cluster, opened)
+        make = functools.partial(_make, trust.snapshot(), _registered(env), env, chunk_length, gamma)
+        return ClusterEnv(WorkerPool(config, wanted, make), opened)
     except BaseException:
         if opened:
             connection.disconnect()
@@ -89,19 +80,21 @@ def _make(
     return make_vector_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=num_envs)
 
 
-def open_workers(env: ClusterEnv, policy: Policy, next_observation: bool, reward_terms: bool) -> None:
-    """Give the workers their policy, or one actor that acts for them where the policy is large."""
+def open_workers(env: ClusterEnv, policy: Policy, kept: tuple[bool, bool]) -> None:
+    """Give the workers their policy, or one actor that acts for them where the policy is large.
+
+    `kept` as in `WorkerPool.open`.
+    """
     config, pool = env.config, env.pool
-    pool.settings.next_observation, pool.settings.reward_terms = next_observation, reward_terms
     in_actor = config.inference == "actor"
     if config.inference == "auto":
         in_actor = sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_POLICY
     if not in_actor:
-        pool.open(policy)
+        pool.open(policy, kept)
         return
     if config.inference_gpus > connection.total("GPU"):
         raise InputError(
             f"inference_gpus: {config.inference_gpus:g} is requested, the cluster has {connection.total('GPU'):g}"
         )
     device = "cuda" if config.inference_gpus else "cpu"
-    pool.open(policy, device, config.inference_gpus)
+    pool.open(policy, kept, device, config.inference_gpus)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from deft.config.settings import ClusterConfig
+from deft.config.settings import RunConfig
 from deft.envs.layout import Observation
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.errors import DeftError, InputError, RunError
@@ -52,28 +52,13 @@ class Slot:
         return slice(self.first, self.first + self.count)
 
 
-@dataclass
-class PoolSettings:
-    """How a pool makes and minds its workers."""
-
-    num_envs: int
-    num_workers: int
-    make_env: Callable[[int], VectorEnv]
-    timeout: float = 60.0
-    restarts: int = 3
-    worker_cpus: float = 1.0
-    group_size: int | None = None
-    next_observation: bool = False
-    reward_terms: bool = False
-    spares: int = 0
-    """Spare workers that have imported all they need: importing takes most of a worker's start."""
-
-
 class WorkerPool:
     """Gives orders to workers and takes their blocks; the same from one machine to a cluster."""
 
-    def __init__(self, settings: PoolSettings) -> None:
-        self.settings = settings
+    def __init__(self, config: RunConfig, num_workers: int, make_env: Callable[[int], VectorEnv]) -> None:
+        """`make_env` is called in a worker, with the number of its environments."""
+        self.num_envs, self.timeout, self.restarts = config.env.num_envs, config.env.timeout, config.env.restart_workers
+        self.config, self.make_env = config.cluster, make_env
         self._ray = connection.import_ray()
         self.policy: Policy | None = None
         self.num_deaths = 0
@@ -82,12 +67,14 @@ class WorkerPool:
         self._next_number = 0
         self._answered: set[int] = set()
         self._workers_policy: Any = None
+        self._kept = (False, False)
         self._twin: Any = None
         self._calls: dict[str, tuple[Any, ...]] = {}
         self._spares: list[tuple[Any, Any]] = []  # a worker without a slot, and its answer that it is ready
         self._spares_after = 0.0
-        unit = settings.group_size or 1
-        counts = [len(part) * unit for part in np.array_split(range(settings.num_envs // unit), settings.num_workers)]
+        unit = config.algorithm.cfg.envs_per_group
+        self.group_size = None if unit == 1 else unit
+        counts = [len(part) * unit for part in np.array_split(range(self.num_envs // unit), num_workers)]
         firsts = np.cumsum([0, *counts[:-1]])
         self.slots = [
             Slot(index, int(first), count) for index, (first, count) in enumerate(zip(firsts, counts, strict=True))
@@ -103,9 +90,12 @@ class WorkerPool:
         self.description = self._get(self.slots[0].reference)
         return self.description
 
-    def open(self, policy: Policy, device: str | None = None, gpus: float = 0.0) -> None:
-        """Send the policy to the workers; with `device`, to one actor on it that acts for all of them."""
-        self.policy = policy
+    def open(self, policy: Policy, kept: tuple[bool, bool], device: str | None = None, gpus: float = 0.0) -> None:
+        """Send the policy to the workers; with `device`, to one actor on it that acts for all of them.
+
+        `kept`: whether transitions carry the next observation, and the reward's terms.
+        """
+        self.policy, self._kept = policy, kept
         twin = copy.deepcopy(policy).cpu().requires_grad_(False)
         if device is not None:
             actor_class: Any = self._ray.remote(InferenceActor)
@@ -122,15 +112,15 @@ class WorkerPool:
         slot.incarnation += 1
         slot.is_ready = False
         slot.handle = self._take_spare() or self._new_worker()
-        rows = (slot.first, slot.count, self.settings.num_envs)
-        slot.reference = slot.handle.prepare.remote(slot.index, slot.incarnation, rows, self.settings.make_env)
+        rows = (slot.first, slot.count, self.num_envs)
+        slot.reference = slot.handle.prepare.remote(slot.index, slot.incarnation, rows, self.make_env)
         if self._workers_policy is not None:
             self._adopt(slot)
 
     def _new_worker(self) -> Any:
         actor_class: Any = self._ray.remote(CollectWorker)
         options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        return actor_class.options(num_cpus=self.settings.worker_cpus, **options).remote(self.settings.timeout)
+        return actor_class.options(num_cpus=self.config.worker_cpus, **options).remote(self.timeout)
 
     def _take_spare(self) -> Any:
         """Return a spare worker that is ready, else one that is starting, or None; remove dead ones."""
@@ -158,24 +148,19 @@ class WorkerPool:
 
     def _keep_spares(self) -> None:
         """Start as many spare workers as are configured and fit, once every slot has a worker."""
-        missing = self.settings.spares - len(self._spares)
+        missing = self.config.spare_workers - len(self._spares)
         if missing <= 0 or time.monotonic() < self._spares_after or not all(slot.is_ready for slot in self.slots):
             return
         self._spares_after = time.monotonic() + SPARES_INTERVAL
-        room = self._ray.available_resources().get("CPU", 0.0) / self.settings.worker_cpus
+        room = self._ray.available_resources().get("CPU", 0.0) / self.config.worker_cpus
         for _ in range(min(missing, int(room))):
             handle = self._new_worker()
-            self._spares.append((handle, handle.warm_up.remote(self.settings.make_env, self._workers_policy)))
+            self._spares.append((handle, handle.warm_up.remote(self.make_env, self._workers_policy)))
 
     def _adopt(self, slot: Slot) -> None:
-        settings = self.settings
+        # An error of the reference, the answer to `prepare`, is raised by this answer.
         slot.reference = slot.handle.adopt.remote(
-            slot.reference,  # an error there is raised here
-            self._workers_policy,
-            settings.next_observation,
-            settings.reward_terms,
-            settings.group_size,
-            self._calls,
+            slot.reference, self._workers_policy, self._kept, self.group_size, self._calls
         )
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -254,7 +239,7 @@ class WorkerPool:
     def _replace(self, slot: Slot, reason: str, renew: Callable[[Slot, Order], Order | None]) -> None:
         self.num_deaths += 1
         slot.failures += 1
-        if slot.failures > self.settings.restarts:
+        if slot.failures > self.restarts:
             raise RunError(
                 f"worker {slot.index} failed {slot.failures} times in a row without a block: {reason}; look at its "
                 "environment, or raise env.restart_workers"
@@ -330,11 +315,11 @@ class ClusterEnv(VectorEnv):
 
     notices_hangs = True
 
-    def __init__(self, pool: WorkerPool, config: ClusterConfig, opened_connection: bool) -> None:
-        super().__init__(pool.settings.num_envs, **pool.describe()["spaces"])
-        self.pool, self.config = pool, config
+    def __init__(self, pool: WorkerPool, opened_connection: bool) -> None:
+        super().__init__(pool.num_envs, **pool.describe()["spaces"])
+        self.pool, self.config = pool, pool.config
         self._opened = opened_connection
-        self.num_workers = len(pool.slots) if config.ray_address == "local" else 0  # on this machine's cores
+        self.num_workers = len(pool.slots) if pool.config.ray_address == "local" else 0  # on this machine's cores
         self._closed = False
 
     def reset(self, seed: Any = None) -> Observation:

@@ -144,16 +144,18 @@ class CollectWorker:
         self,
         description: dict[str, Any],
         policy: Policy,
-        next_observation: bool,
-        reward_terms: bool,
+        kept: tuple[bool, bool],
         group_size: int | None,
         calls: dict[str, tuple[Any, ...]],
     ) -> dict[str, Any]:
-        """Receive the policy that acts; `calls` are the latest method calls on the environments."""
+        """Receive the policy that acts; `calls` are the latest method calls on the environments.
+
+        `kept` as in `WorkerPool.open`.
+        """
         self.policy = copy.deepcopy(policy).requires_grad_(False)  # objects of the object store are read-only
         policy = self.policy
         if group_size is None:
-            self.collector = WorkerCollector(self.env, policy, 0, next_observation, reward_terms)
+            self.collector = WorkerCollector(self.env, policy, 0, *kept)
         else:
             self.collector = GroupWorkerCollector(self.env, policy, 0, group_size)
         self.collector.rows = self.rows
