@@ -219,7 +219,7 @@ class WorkerPool:
                 slot.is_ready = True
                 self.description = self.description or answer
                 if slot.order is not None:
-                    self.give(slot, slot.order)
+                    slot.reference = slot.handle.collect.remote(slot.order)
             elif self._is_ordered(slot, answer):
                 slot.failures, slot.order = 0, None
                 blocks.append(answer)
