@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
@@ -36,21 +36,20 @@ class BatchBuilder:
         [B, layers, hidden] in a transition and (layers, B, hidden) in the batch.
         """
         rows = transitions if isinstance(transitions, TensorDictBase) else _stack(transitions)
-        observation, names = rows[schema.OBSERVATION], set(rows.keys())
-        streams = set(observation.keys())
+        observation = rows[schema.OBSERVATION]
+        names, streams = set(rows.keys()), set(observation.keys())
         wrist = observation[schema.WRIST_RGB]
         history = observation[schema.ACTION_HISTORY]
         if schema.ACTION in names:
             history = torch.cat([history[..., 1:, :], rows[schema.ACTION].to(history).unsqueeze(-2)], -2)
-            following = rows[schema.NEXT] if schema.NEXT in names else {}
-            if schema.OBSERVATION in set(following.keys()):
-                wrist = torch.cat([wrist, following[schema.OBSERVATION][schema.WRIST_RGB][..., -1:, :, :, :]], -4)
+            following = rows.get((schema.NEXT, schema.OBSERVATION, schema.WRIST_RGB), None)
+            if following is not None:
+                wrist = torch.cat([wrist, following[..., -1:, :, :, :]], -4)
         num_frames = observation[schema.WRIST_RGB].shape[-4]
         if num_frames != history.shape[-2]:
             raise InputError(f"{num_frames} frames and {history.shape[-2]} actions: the histories are out of step")
-        images = [
-            observation[name][..., -1, :, :, :] for name in (schema.HEAD_RGB, schema.WRIST_RGB) if name in streams
-        ]
+        cameras = [name for name in (schema.HEAD_RGB, schema.WRIST_RGB) if name in streams]
+        images = [observation[name][..., -1, :, :, :] for name in cameras]
         batch = {
             **dict(zip((schema.IMAGE0, schema.IMAGE1), images, strict=False)),
             schema.IMAGE0_HISTORY: wrist,
@@ -99,17 +98,12 @@ class MemoryStateManager:
         return self._current
 
 
-def _stack(transitions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Stack rows of nested mappings to one mapping of tensors."""
+def _stack(transitions: Sequence[Mapping[str, Any]]) -> TensorDictBase:
+    """Stack rows of nested mappings."""
     if not len(transitions):
         raise InputError("a batch of no transitions")
-    first = transitions[0]
-    different = next((row for row in transitions if set(row.keys()) != set(first.keys())), None)
+    names = [", ".join(sorted(row.keys())) for row in transitions]
+    different = next((found for found in names if found != names[0]), None)
     if different is not None:
-        raise InputError(f"transitions differ: {', '.join(sorted(first))} and {', '.join(sorted(different))}")
-    stacked: dict[str, Any] = {}
-    for name, value in first.items():
-        column = [row[name] for row in transitions]
-        is_nested = isinstance(value, Mapping | TensorDictBase)
-        stacked[name] = _stack(column) if is_nested else torch.stack([torch.as_tensor(entry) for entry in column])
-    return stacked
+        raise InputError(f"transitions differ: {names[0]} and {different}")
+    return torch.stack([TensorDict(dict(row)) for row in transitions])

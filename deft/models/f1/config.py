@@ -269,21 +269,20 @@ def _implied_preset(values: Mapping[str, Any], where: str) -> str:
 
 
 # Top-level keys that the published config shares with ours.
-_PUBLISHED_TOP = [
-    "chunk_size",
-    "max_state_dim",
-    "max_action_dim",
-    "tokenizer_max_length",
-    "language_tokenizer_path",
-    "num_steps",
-    "memory_enabled",
-    "memory_hidden",
-    "memory_num_layers",
-    "memory_project_to_vae_dim",
-    "n_obs_img_steps",
-    "obs_img_stride",
-    "n_pred_img_steps",
-]
+_PUBLISHED_TOP = (
+    "chunk_size", "max_state_dim", "max_action_dim", "tokenizer_max_length", "language_tokenizer_path", "num_steps",
+    "memory_enabled", "memory_hidden", "memory_num_layers", "memory_project_to_vae_dim",
+    "n_obs_img_steps", "obs_img_stride", "n_pred_img_steps",
+)  # fmt: skip
+# Our settings → keys of the published sections.
+_SIZE_KEYS = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size"}
+_ATTENTION_KEYS = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+_TOKENIZER_KEYS = {
+    "codebook_size": "vocab_size",
+    "code_dim": "z_channels",
+    "channels": "ch",
+    "num_residual_convolutions": "share_quant_resi",
+}
 
 
 def _from_published(mapping: Mapping[str, Any], where: str) -> F1Config:
@@ -291,39 +290,22 @@ def _from_published(mapping: Mapping[str, Any], where: str) -> F1Config:
     try:
         words, vision = mapping["und_expert_config"]["text_config"], mapping["und_expert_config"]["vision_config"]
         generation, action = mapping["gen_expert_config"], mapping["act_expert_config"]
-        vae, published = generation["vae"], TokenizerConfig()
-        attention = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        for name in (*attention, "head_dim"):
+        vae, scales = generation["vae"], tuple(int(size) for size in str(generation["pn"]).split("_"))
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
             if len({expert.get(name, 256) for expert in (words, generation, action)}) > 1:
                 raise InputError(f"{where}: {name} differs between the experts; joint attention needs one value")
-        if generation.get("num_resolutions", 0) not in (0, len(str(generation["pn"]).split("_"))):
+        if generation.get("num_resolutions", 0) not in (0, len(scales)):
             raise InputError(f"{where}: num_resolutions must be the number of scales in pn")
-        scales = tuple(int(size) for size in str(generation["pn"]).split("_"))
         if generation.get("temporal_conv_kernel_size", 4) != generation.get("temporal_conv_stride", 4):
             raise InputError(f"{where}: temporal_conv_kernel_size and temporal_conv_stride must be equal")
-        values: dict[str, Any] = {
-            "vision": {
-                "hidden_size": vision["hidden_size"],
-                "intermediate_size": vision["intermediate_size"],
-                "num_layers": vision["num_hidden_layers"],
-                "num_heads": vision["num_attention_heads"],
-                "patch_size": vision["patch_size"],
-                "image_size": vision.get("image_size", 224),
-            },
-            **{
-                name: {"hidden_size": expert["hidden_size"], "intermediate_size": expert["intermediate_size"]}
-                for name, expert in (("understanding", words), ("generation", generation), ("action", action))
-            },
-            "tokenizer": {
-                "scales": scales,
-                "codebook_size": vae.get("vocab_size", published.codebook_size),
-                "code_dim": vae.get("z_channels", published.code_dim),
-                "channels": vae.get("ch", published.channels),
-                "num_residual_convolutions": vae.get("share_quant_resi", published.num_residual_convolutions),
-            },
-            "num_layers": words["num_hidden_layers"],
-            "num_heads": words["num_attention_heads"],
-            "num_kv_heads": words["num_key_value_heads"],
+        sections = {"understanding": words, "generation": generation, "action": action, "vision": vision}
+        values: dict[str, Any] = {name: _renamed(section, _SIZE_KEYS) for name, section in sections.items()}
+        values["vision"] |= _renamed(vision, {**_ATTENTION_KEYS, "patch_size": "patch_size"})
+        values["vision"]["image_size"] = vision.get("image_size", 224)
+        known = {ours: theirs for ours, theirs in _TOKENIZER_KEYS.items() if theirs in vae}
+        values |= {
+            **_renamed(words, {**_ATTENTION_KEYS, "num_kv_heads": "num_key_value_heads"}),
+            "tokenizer": {"scales": scales, **_renamed(vae, known)},
             "head_dim": words.get("head_dim", 256),
             "vocab_size": words["vocab_size"],
             "n_obs_img_steps": generation.get("temporal_conv_kernel_size", 4),
@@ -331,3 +313,7 @@ def _from_published(mapping: Mapping[str, Any], where: str) -> F1Config:
     except (KeyError, TypeError) as error:
         raise InputError(f"{where}: not a published F1 config: {error} is missing or not a section") from None
     return checked(F1Config, {**values, **{name: mapping[name] for name in _PUBLISHED_TOP if name in mapping}})
+
+
+def _renamed(section: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    return {ours: section[theirs] for ours, theirs in keys.items()}

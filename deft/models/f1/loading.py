@@ -21,7 +21,6 @@ from deft.models.f1.heads import ActionConditioning
 from deft.models.f1.lora import ADAPTER_FOLDER, add_lora, base_state_dict, load_adapter
 from deft.models.f1.memory import Memory
 from deft.models.f1.motion import MotionPrior
-from deft.models.f1.naming import OWN_PREFIXES, REPEATED, from_paligemma, is_published, published_name
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.teacher import TeacherPolicy
 from deft.models.f1.vq import MultiScaleTokenizer
@@ -32,6 +31,40 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = Path(__file__).parent / "weights"  # weights that ship with the package
 WEIGHT_FILES = ("model.safetensors", "model.pt")
+
+# Our prefixes → published prefixes; the first match is used.
+_PALIGEMMA = "model.paligemma_with_expert.paligemma."
+_PREFIXES = {
+    "tokenizer.": "vae.",
+    "model.vision.embeddings.": f"{_PALIGEMMA}vision_tower.vision_model.embeddings.",
+    "model.vision.layers.": f"{_PALIGEMMA}vision_tower.vision_model.encoder.layers.",
+    "model.vision.post_layernorm.": f"{_PALIGEMMA}vision_tower.vision_model.post_layernorm.",
+    "model.vision.projector.": f"{_PALIGEMMA}multi_modal_projector.linear.",
+    "model.words.": f"{_PALIGEMMA}language_model.model.embed_tokens.",
+    "model.experts.understanding.": f"{_PALIGEMMA}language_model.model.",
+    "model.experts.generation.": "model.paligemma_with_expert.gemma_wm_expert.model.",
+    "model.experts.action.": "model.paligemma_with_expert.gemma_expert.model.",
+    "model.language_heads.understanding.": f"{_PALIGEMMA}language_model.lm_head.",
+    "model.language_heads.generation.": "model.paligemma_with_expert.gemma_wm_expert.lm_head.",
+    "model.language_heads.action.": "model.paligemma_with_expert.gemma_expert.lm_head.",
+    "model.world_model.temporal.": "model.temporal_conv.conv.",
+    "model.world_model.history_positions": "model.wm_hist_pos_embs",
+    "model.world_model.embedding.": "model.wm_embeddings.",
+    "model.world_model.start": "model.wm_sos_token_embs",
+    "model.world_model.condition_positions": "model.wm_cond_pos_embs",
+    "model.world_model.output_positions": "model.wm_output_position_embedding",
+    "model.world_model.level_embedding.": "model.lvl_embed.",
+    "model.world_model.level": "model.lvl_1L",
+    "model.world_model.mask_embedding": "model.mask_embedding",
+    "model.world_model.norm.": "model.wm_out_layer_norm.",
+    "model.world_model.output.": "model.wm_out_proj.",
+    "model.flow.": "model.",
+}
+ADDED_PARTS = {"memory": Memory, "conditioning": ActionConditioning, "motion": MotionPrior}
+"""Parts that the published model lacks; they are initialised without effect."""
+OWN_PREFIXES = tuple(f"model.{name}." for name in ADDED_PARTS)
+REPEATED = "model.vae."
+"""The published file may hold the tokenizer a second time under this name."""
 
 
 class LoadedPolicy(NamedTuple):
@@ -61,18 +94,16 @@ def load_f1_policy(
     """
     _check_device(device)
     config = read_f1_config(config_file)
-    weights_file = None if checkpoint_path is None else _find_weights(Path(checkpoint_path))
-    weights = None if weights_file is None else read_weights(weights_file)
-    if weights is not None:
-        assert weights_file is not None
-        policy = _filled(config, weights, weights_file).to(device)
+    if checkpoint_path is not None:
+        weights_file = _find_weights(Path(checkpoint_path))
+        policy = _filled(config, read_weights(weights_file), weights_file).to(device)
     else:
         tokenizer_file = _tokenizer_file(config, debug)
         logger.warning("the F1 model starts from new weights: no checkpoint_path was given")
         with torch.device(device):
             policy = F1Policy(config)
         if tokenizer_file is not None:
-            load_tokenizer(policy, tokenizer_file)
+            fill_tokenizer(policy.tokenizer, tokenizer_file)
         if config.understanding_weights:
             load_paligemma(policy, config.understanding_weights)
     adapter = None if checkpoint_path is None else Path(checkpoint_path) / ADAPTER_FOLDER
@@ -88,10 +119,20 @@ def default_teacher() -> Path:
     return WEIGHTS / "tiny_teacher.safetensors"
 
 
+def published_name(name: str) -> str | None:
+    """Return the published name of one of our tensors; None if the published model lacks it."""
+    if name.startswith(OWN_PREFIXES):
+        return None
+    for ours, theirs in _PREFIXES.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    raise KeyError(name)
+
+
 def published_state_dict(policy: F1Policy) -> dict[str, Tensor]:
     """Return the policy's tensors under published names, without parts that the published model lacks."""
-    named = {published_name(name): tensor for name, tensor in base_state_dict(policy).items()}
-    return {name: tensor for name, tensor in named.items() if name is not None}
+    named = ((published_name(name), tensor) for name, tensor in base_state_dict(policy).items())
+    return {name: tensor for name, tensor in named if name is not None}
 
 
 def save_published(policy: F1Policy, path: str | Path) -> None:
@@ -119,13 +160,8 @@ def _find_weights(path: Path) -> Path:
     return path
 
 
-def load_tokenizer(policy: F1Policy, path: str | Path) -> None:
-    """Load the image tokenizer from a file of its own tensors, or from a checkpoint of a whole policy."""
-    fill_tokenizer(policy.tokenizer, Path(path))
-
-
 def fill_tokenizer(tokenizer: MultiScaleTokenizer, path: Path) -> None:
-    """Load the weights of an image tokenizer without a policy."""
+    """Load an image tokenizer from a file of its own tensors, or from a checkpoint of a whole policy."""
     weights = read_weights(path)
     for prefix in ("tokenizer.", "vae."):
         if any(name.startswith(prefix) for name in weights):
@@ -156,15 +192,14 @@ def load_paligemma(policy: F1Policy, folder: str | Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise InputError(f"understanding_weights {folder} has no .safetensors files")
+    parts = ("vision.", "words.", "experts.understanding.")
+    own = {name: tensor for name, tensor in policy.model.state_dict().items() if name.startswith(parts)}
+    ours = {_paligemma_name(published_name(f"model.{name}") or ""): name for name in own}
     weights: dict[str, Tensor] = {}
     for file in files:
-        named = {from_paligemma(name): value for name, value in read_weights(file).items()}
-        weights |= {name: value for name, value in named.items() if name is not None}
-    own = {
-        name: tensor
-        for name, tensor in policy.model.state_dict().items()
-        if name.startswith(("vision.", "words.", "experts.understanding."))
-    }
+        for name, value in read_weights(file).items():
+            if "lm_head." not in name:  # F1 predicts no words
+                weights[ours.get(_paligemma_name(name), name)] = value
     words = weights.get("words.weight")
     if words is not None and len(words) > policy.config.vocab_size:  # later releases added words at the end
         weights["words.weight"] = words[: policy.config.vocab_size]
@@ -172,13 +207,18 @@ def load_paligemma(policy: F1Policy, folder: str | Path) -> None:
     policy.model.load_state_dict({name: weights[name].to(own[name].dtype) for name in own}, strict=False)
 
 
+def _paligemma_name(name: str) -> str:
+    """Return the name of a tensor in PaliGemma without the parts that differ between its releases."""
+    plain = name.removeprefix(_PALIGEMMA).removeprefix("model.")
+    return plain.replace("language_model.model.", "language_model.").replace("vision_model.", "")
+
+
 def _filled(config: F1Config, weights: dict[str, Tensor], path: Path) -> F1Policy:
     """Build a policy from the file's tensors; parts that a published file lacks are initialised without effect."""
-    from_published = is_published(weights)
+    from_published = any(name.startswith(("vae.", "model.paligemma_with_expert.")) for name in weights)
     if from_published:
         probe = weights.get("model.paligemma_with_expert.gemma_wm_expert.model.layers.0.self_attn.q_proj.weight")
-        stored = "bfloat16" if probe is not None and probe.dtype == torch.bfloat16 else "float32"
-        config.dtype = stored  # type: ignore[assignment]
+        config.dtype = "bfloat16" if probe is not None and probe.dtype == torch.bfloat16 else "float32"
         weights = {name: value for name, value in weights.items() if not name.startswith(REPEATED)}
     with torch.device("meta"):  # allocate no memory for weights that are replaced at once
         policy = F1Policy(config)
@@ -188,47 +228,27 @@ def _filled(config: F1Config, weights: dict[str, Tensor], path: Path) -> F1Polic
         expected = {found: own[name] for name, found in theirs.items() if found is not None}
         check_fit(expected, weights, path, "F1Policy")
         weights = {name: weights[found] for name, found in theirs.items() if found is not None}
-        added = _added_parts(config)
-        weights |= added
+        added = {name: part(config) for name, part in ADDED_PARTS.items() if getattr(policy.model, name) is not None}
+        for name, part in added.items():
+            weights |= {f"model.{name}.{key}": value.detach() for key, value in part.state_dict().items()}
         if added:
-            parts = ", ".join(sorted({name.split(".")[1] for name in added}))
-            logger.info("%s is a published checkpoint: %s are initialised, without effect", path, parts)
+            logger.info("%s is a published checkpoint: %s are initialised, without effect", path, ", ".join(added))
     check_fit(own, weights, path, "F1Policy")
     policy.load_state_dict({name: weights[name].to(own[name].dtype) for name in own}, assign=True)
     return policy
 
 
-def _added_parts(config: F1Config) -> dict[str, Tensor]:
-    """Return new weights of the parts that the published model lacks."""
-    parts: dict[str, Any] = {}
-    if config.memory_enabled:
-        parts["memory"] = Memory(config)
-    if config.condition_on_actions:
-        parts["conditioning"] = ActionConditioning(config)
-    if config.motion_prior:
-        parts["motion"] = MotionPrior(config)
-    found = {
-        f"model.{name}.{key}": value.detach()
-        for name, part in parts.items()
-        for key, value in part.state_dict().items()
-    }
-    assert all(name.startswith(OWN_PREFIXES) for name in found)
-    return found
-
-
 def _tokenizer_file(config: F1Config, debug: bool) -> Path | None:
     """Return the file of the image tokenizer's weights; None if `debug` allows new weights."""
-    name = config.tokenizer_weights
     try:
-        if name:
-            return find_tokenizer(name)
+        if config.tokenizer_weights:
+            return find_tokenizer(config.tokenizer_weights)
+        raise InputError("the image tokenizer has no weights: give checkpoint_path, or tokenizer_weights in the config")
     except InputError:
         if not debug:
             raise
-    if debug:
-        logger.warning("the image tokenizer starts from new weights: its codes mean nothing yet")
-        return None
-    raise InputError("the image tokenizer has no weights: give checkpoint_path, or tokenizer_weights in the config")
+    logger.warning("the image tokenizer starts from new weights: its codes mean nothing yet")
+    return None
 
 
 def _as_written(source: str | Path | Mapping[str, Any] | F1Config, config: F1Config) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.nn import functional
 from deft.models.f1.config import TokenizerConfig
 
 EPSILON = 1e-6
+START_DECAY, START_SHARE = 0.8, 0.05  # of the first rounds of `CodebookAverages`
 
 
 class Reconstruction(NamedTuple):
@@ -40,14 +41,14 @@ class ResidualBlock(nn.Module):
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, padding=1)
         self.norm2 = _norm(channels_out)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1)
-        if channels_in != channels_out:
-            self.nin_shortcut = nn.Conv2d(channels_in, channels_out, 1)
+        changes = channels_in != channels_out
+        self.nin_shortcut = nn.Conv2d(channels_in, channels_out, 1) if changes else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, h, w] → [B, C', h, w]."""
         hidden = self.conv1(functional.silu(self.norm1(x)))
         hidden = self.conv2(functional.silu(self.norm2(hidden)))
-        return hidden + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+        return hidden + self.nin_shortcut(x)
 
 
 class SpatialAttention(nn.Module):
@@ -94,22 +95,19 @@ class Upsample(nn.Module):
 class Level(nn.Module):
     """Residual blocks of one resolution, with attention after each at the coarsest, then a change of size."""
 
-    def __init__(self, channels: Sequence[int], attends: bool, resize: nn.Module | None, resize_name: str) -> None:
+    def __init__(self, channels: Sequence[int], attends: bool, resize: nn.Module, resize_name: str) -> None:
         """`channels`: into the first block, and out of each."""
         super().__init__()
         self.block = nn.ModuleList(ResidualBlock(before, after) for before, after in itertools.pairwise(channels))
-        self.attn = nn.ModuleList(SpatialAttention(after) for after in channels[1:] if attends)
-        self._resize_name = resize_name if resize is not None else ""
-        if resize is not None:
-            self.add_module(resize_name, resize)
+        self.attn = nn.ModuleList(_attention(after, attends) for after in channels[1:])
+        self.add_module(resize_name, resize)
+        self._resize_name = resize_name
 
     def forward(self, x: Tensor) -> Tensor:
         """Through the blocks, then to the next resolution."""
-        for index, block in enumerate(self.block):
-            x = block(x)
-            if len(self.attn):
-                x = self.attn[index](x)
-        return getattr(self, self._resize_name)(x) if self._resize_name else x
+        for block, attention in zip(self.block, self.attn, strict=True):
+            x = attention(block(x))
+        return getattr(self, self._resize_name)(x)
 
 
 class Middle(nn.Module):
@@ -118,7 +116,7 @@ class Middle(nn.Module):
     def __init__(self, channels: int, attends: bool) -> None:
         super().__init__()
         self.block_1 = ResidualBlock(channels, channels)
-        self.attn_1 = SpatialAttention(channels) if attends else nn.Identity()
+        self.attn_1 = _attention(channels, attends)
         self.block_2 = ResidualBlock(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +138,7 @@ class Encoder(nn.Module):
         for index, width in enumerate(widths):
             is_last = index == len(widths) - 1
             channels = [before] + [width] * config.num_res_blocks
-            resize = None if is_last else Downsample(width)
+            resize = nn.Identity() if is_last else Downsample(width)
             self.down.append(Level(channels, is_last and config.attention, resize, "downsample"))
             before = width
         self.mid = Middle(before, config.attention)
@@ -171,7 +169,7 @@ class Decoder(nn.Module):
         for index, width in reversed(list(enumerate(widths))):
             channels = [before] + [width] * (config.num_res_blocks + 1)
             attends = index == len(widths) - 1 and config.attention
-            levels.insert(0, Level(channels, attends, Upsample(width) if index else None, "upsample"))
+            levels.insert(0, Level(channels, attends, Upsample(width) if index else nn.Identity(), "upsample"))
             before = width
         self.up = nn.ModuleList(levels)
         self.norm_out = _norm(before)
@@ -277,10 +275,6 @@ class MultiScaleQuantizer(nn.Module):
             rest = rest - self.contribution(codes[-1], scale)
         return vectors, codes
 
-    def encode(self, features: Tensor) -> list[Tensor]:
-        """The codes of each scale, int64 [B, n²], coarse to fine."""
-        return self.assign(features)[1]
-
     @torch.no_grad()
     def observe(self, codes: Sequence[Tensor], decay: float = 0.99) -> None:
         """Update the running usage frequencies with the codes of each scale."""
@@ -320,12 +314,11 @@ class MultiScaleTokenizer(nn.Module):
         into.bias.copy_(-(basis / scale).T @ mean)  # type: ignore[union-attr]
         back.weight.copy_((basis * scale).reshape(back.weight.shape))
         back.bias.copy_(mean)  # type: ignore[union-attr]
-        for layer in (self.encoder.conv_out, self.decoder.conv_out):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        for layer in (self.encoder.conv_out, self.decoder.conv_out, self.quant_conv, self.post_quant_conv):
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
         for layer in (self.quant_conv, self.post_quant_conv):
             nn.init.dirac_(layer.weight)
-            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
     def features(self, frames: Tensor) -> Tensor:
         """[B, 3, h, w] → [B, D, grid, grid], before quantisation."""
@@ -334,22 +327,17 @@ class MultiScaleTokenizer(nn.Module):
     def encode(self, frames: Tensor) -> Tensor:
         """Codes of frames […, 3, h, w]: int64 […, L]."""
         batch = frames.shape[:-3]
-        codes = torch.cat(self.quantize.encode(self.features(frames.flatten(0, -4))), 1)
-        return codes.reshape(*batch, -1)
+        _, codes = self.quantize.assign(self.features(frames.flatten(0, -4)))
+        return torch.cat(codes, 1).reshape(*batch, -1)
 
     def embed(self, codes: Tensor) -> Tensor:
         """Return the inputs for predicting the scales after the first, from codes […, L]: […, L − 1, D].
 
         At each scale: the sum of all coarser contributions, downsampled to that scale.
         """
-        batch = codes.shape[:-1]
-        parts = codes.flatten(0, -2).split(self.sizes, -1)
-        total: Tensor | None = None
-        inputs = []
-        for scale, part in enumerate(parts[:-1]):
-            total = self.add(total, part, scale)
-            inputs.append(self.quantize.at_scale(total, scale + 1))
-        return torch.cat(inputs, 1).reshape(*batch, -1, self.config.code_dim)
+        sums = self._sums(codes.flatten(0, -2).split(self.sizes, -1)[:-1])
+        inputs = [self.quantize.at_scale(total, scale) for scale, total in enumerate(sums, 1)]
+        return torch.cat(inputs, 1).reshape(*codes.shape[:-1], -1, self.config.code_dim)
 
     def residuals(self, features: Tensor, codes: Tensor) -> Tensor:
         """Return features [B, D, grid, grid] less the sum of the coarser codes [B, L], per token: [B, L, D]."""
@@ -360,18 +348,13 @@ class MultiScaleTokenizer(nn.Module):
                 rest = rest - self.quantize.contribution(part, scale)
         return torch.cat(tokens, 1)
 
-    def add(self, total: Tensor | None, codes: Tensor, scale: int) -> Tensor:
-        """Add the codes [B, n²] of a scale to the features so far."""
-        added = self.quantize.contribution(codes, scale)
-        return added if total is None else total + added
+    def _sums(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the features [B, D, grid, grid] of the first scale's codes, of the first two scales', …"""
+        return itertools.accumulate(self.quantize.contribution(part, scale) for scale, part in enumerate(parts))
 
     def quantized(self, codes: Tensor) -> Tensor:
         """Return the features of codes [B, L], [B, D, grid, grid]."""
-        parts = codes.split(self.sizes, -1)
-        total: Tensor | None = None
-        for scale, part in enumerate(parts):
-            total = self.add(total, part, scale)
-        assert total is not None
+        *_, total = self._sums(codes.split(self.sizes, -1))
         return total
 
     def decode_features(self, features: Tensor) -> Tensor:
@@ -387,18 +370,105 @@ class MultiScaleTokenizer(nn.Module):
         """Reconstruct frames [B, 3, h, w] with a straight-through gradient."""
         features = self.features(frames).float()
         with torch.autocast(frames.device.type, enabled=False):  # quantise in full precision, as outside of training
-            codes = self.quantize.encode(features.detach())
-            total: Tensor | None = None
+            _, codes = self.quantize.assign(features.detach())
             loss = features.new_zeros(())
-            for scale, part in enumerate(codes):
-                total = self.add(total, part, scale)
+            for total in self._sums(codes):
                 # ‖sg(f̂) − f‖² β + ‖f̂ − sg(f)‖²
                 loss = loss + self.config.commitment * functional.mse_loss(features, total.detach())
                 loss = loss + functional.mse_loss(total, features.detach())
-        assert total is not None
         straight = features + (total - features).detach()
         return Reconstruction(self.decode_features(straight), loss / len(codes), torch.cat(codes, 1), features.detach())
 
 
+def _attention(channels: int, attends: bool) -> nn.Module:
+    return SpatialAttention(channels) if attends else nn.Identity()
+
+
 def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(32, channels), channels, EPSILON)
+
+
+class CodebookAverages:
+    """k-means by running means, all scales at once: e_k = Σ decay^age z / Σ decay^age, over what k was nearest to.
+
+    `deft train tokenizer` uses it instead of gradients, whose steps are limited by the learning rate.
+    """
+
+    def __init__(self, quantizer: MultiScaleQuantizer, decay: float = 0.97) -> None:
+        """Disable the gradients of the codes, which are updated here from now on."""
+        self.quantizer = quantizer
+        self.decay = decay
+        codes = quantizer.embedding.weight.requires_grad_(False)
+        self.counts = torch.zeros(len(codes), device=codes.device)
+        self.sums = torch.zeros_like(codes)
+
+    @torch.no_grad()
+    def initialize(self, features: Tensor, generator: torch.Generator, rounds: int = 12) -> None:
+        """Initialise all codes by k-means on features [B, D, grid, grid]; unused codes are drawn again.
+
+        Updates are damped: the residuals of the finer scales change with the codes, and full steps would not converge.
+        """
+        vectors = features.permute(0, 2, 3, 1).flatten(0, 2)
+        self._set_codes(torch.arange(len(self.counts), device=self.counts.device), vectors, generator)
+        for number in range(rounds):
+            vectors = self._update(features, decay=START_DECAY if number else 0.0)
+            if number < rounds - 2:  # no resets in the last rounds, so that the codes converge
+                self._set_codes(
+                    (self.counts < START_SHARE * self.counts.mean()).nonzero().flatten(), vectors, generator
+                )
+
+    @torch.no_grad()
+    def initialize_counts(self, features: Tensor) -> None:
+        """Keep the codes, and count the features [B, D, grid, grid] assigned to each."""
+        _, codes = self.quantizer.assign(features)
+        hits = torch.bincount(torch.cat([part.flatten() for part in codes]), minlength=len(self.counts))
+        self.counts.copy_(hits)
+        self.sums.copy_(self.quantizer.embedding.weight * self.counts.unsqueeze(1))
+
+    @torch.no_grad()
+    def update(self, features: Tensor) -> None:
+        """Move the codes to the features [B, D, grid, grid] of a batch."""
+        self._update(features, self.decay)
+
+    @torch.no_grad()
+    def reset_unused(self, features: Tensor, generator: torch.Generator, share: float = 0.2) -> int:
+        """Reset codes used less than `share` of the mean to random features; return how many were reset."""
+        vectors, _ = self.quantizer.assign(features)
+        unused = (self.counts < share * self.counts.mean()).nonzero().flatten()
+        self._set_codes(unused, torch.cat(vectors), generator)
+        return len(unused)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the running counts and sums by a factor."""
+        self.counts.mul_(factor)
+        self.sums.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running sums."""
+        return {"counts": self.counts.clone(), "sums": self.sums.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load saved sums."""
+        self.counts.copy_(state["counts"])
+        self.sums.copy_(state["sums"])
+
+    def _update(self, features: Tensor, decay: float) -> Tensor:
+        vectors, codes = self.quantizer.assign(features)
+        self.quantizer.observe(codes)
+        joined, chosen = torch.cat(vectors), torch.cat([part.flatten() for part in codes])
+        hits = torch.bincount(chosen, minlength=len(self.counts)).to(self.counts)
+        self.counts.mul_(decay).add_(hits, alpha=1 - decay)
+        self.sums.mul_(decay).add_(torch.zeros_like(self.sums).index_add_(0, chosen, joined), alpha=1 - decay)
+        means = self.sums / self.counts.clamp(min=1e-6).unsqueeze(1)
+        # A code that was not used for long is kept: its sums are close to 0.
+        weight = self.quantizer.embedding.weight
+        weight.copy_(torch.where((self.counts > 1e-2).unsqueeze(1), means, weight))
+        return joined
+
+    def _set_codes(self, codes: Tensor, vectors: Tensor, generator: torch.Generator) -> None:
+        """Set codes to random vectors, with the mean count, so that they are not reset again at once."""
+        mean = self.counts.mean()
+        chosen = torch.randint(len(vectors), (len(codes),), generator=generator).to(vectors.device)
+        self.quantizer.embedding.weight[codes] = vectors[chosen]
+        self.counts[codes] = torch.where(mean > 0, mean, 1.0)
+        self.sums[codes] = vectors[chosen] * self.counts[codes].unsqueeze(1)

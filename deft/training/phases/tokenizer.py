@@ -37,11 +37,10 @@ from deft.envs.vector import VectorEnv, VectorStep
 from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.image_quality import psnr, ssim
 from deft.machine import available_cores
-from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import read_f1_config
 from deft.models.f1.frames import to_images, to_model
 from deft.models.f1.loading import fill_tokenizer, find_tokenizer
-from deft.models.f1.vq import MultiScaleTokenizer
+from deft.models.f1.vq import CodebookAverages, MultiScaleTokenizer
 from deft.ownership import record
 from deft.runs import checkpoint
 from deft.runs.compute import Threads, autocast, choose_device, thread_counts
@@ -331,7 +330,7 @@ class TokenizerTrainer(Loop):
         return record(path)
 
     def write_weights(self, results: dict[str, Any]) -> None:
-        """Write the file that `load_tokenizer` reads, in half precision, with the results in its header."""
+        """Write the file that `fill_tokenizer` reads, in half precision, with the results in its header."""
         tensors = {name: value.detach().cpu().half().contiguous() for name, value in self.model.state_dict().items()}
         unfinished = self.run_dir / f".{WEIGHTS}.{os.getpid()}"
         about = {"updates": self.num_updates, "model": self.config.model, **results}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from deft.config.loading import to_dict
 from deft.errors import InputError
 from deft.models.f1.config import PRESETS, read_f1_config
-from deft.models.f1.loading import load_f1_policy, load_tokenizer
+from deft.models.f1.loading import fill_tokenizer, load_f1_policy
 from deft.models.f1.policy import F1Policy
 
 
@@ -115,7 +115,7 @@ def test_a_tokenizer_of_its_own_file(saved):
             assert torch.equal(loaded.tokenizer.state_dict()[key], tensor)
     save_file({"encoder.conv_in.weight": torch.zeros(1)}, folder / "other.safetensors")
     with pytest.raises(InputError, match="does not fit the image tokenizer"):
-        load_tokenizer(loaded, folder / "other.safetensors")
+        fill_tokenizer(loaded.tokenizer, folder / "other.safetensors")
 
 
 @pytest.mark.parametrize("name", ["absent", "absent.safetensors"])

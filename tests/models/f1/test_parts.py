@@ -10,13 +10,12 @@ from f1_worlds import micro_config, micro_policy
 from deft.errors import InputError
 from deft.models import flow_chain
 from deft.models.f1 import experts, frames
-from deft.models.f1.codebook import CodebookAverages
 from deft.models.f1.config import PRESETS, TokenizerConfig
 from deft.models.f1.experts import Block
 from deft.models.f1.heads import choose, sample_time, time_embedding
 from deft.models.f1.language import ByteTokenizer, FolderTokenizer, make_language_tokenizer
 from deft.models.f1.motion import MotionPrior, fit_sharpness, prior_cross_entropy, prior_logits
-from deft.models.f1.vq import MultiScaleQuantizer, MultiScaleTokenizer
+from deft.models.f1.vq import CodebookAverages, MultiScaleQuantizer, MultiScaleTokenizer
 
 
 def test_codes_add_up_to_the_features():
@@ -72,13 +71,13 @@ def test_unused_codes_are_given_a_new_place():
     with torch.no_grad():
         tokenizer.quantize.embedding.weight[8:] += 1000.0
     codebook = CodebookAverages(tokenizer.quantize)
-    tokenizer.quantize.observe(tokenizer.quantize.encode(features), decay=0.0)
+    tokenizer.quantize.observe(tokenizer.quantize.assign(features)[1], decay=0.0)
     shares = tokenizer.quantize.ema_vocab_hit_SV
     torch.testing.assert_close(shares.sum(1), torch.ones(3))
     assert shares[:, 8:].sum() == 0
     codebook.update(features)
     assert codebook.reset_unused(features, generator) >= 24
-    used = torch.cat(tokenizer.quantize.encode(features), 1).unique()
+    used = torch.cat(tokenizer.quantize.assign(features)[1], 1).unique()
     assert (used >= 8).sum() > 12
     assert codebook.reset_unused(features, generator) == 0  # they have time to prove themselves
 

@@ -9,8 +9,7 @@ from shared_data import shared_data
 
 from deft.models import flow_chain
 from deft.models.f1.config import PRESETS, read_f1_config
-from deft.models.f1.loading import load_f1_policy, published_state_dict, save_published
-from deft.models.f1.naming import OWN_PREFIXES, published_name
+from deft.models.f1.loading import OWN_PREFIXES, load_f1_policy, published_name, published_state_dict, save_published
 from deft.models.f1.policy import F1Policy
 
 
