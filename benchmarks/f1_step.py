@@ -28,9 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deft.models.f1.config import F1Config, read_f1_config
 from deft.models.f1.loading import load_f1_policy
-from deft.models.f1.lora import LoraSettings
 from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer
 from deft.models.f1.policy import F1Policy
+from deft.models.lora import LoraSettings
 from deft.runs.compute import autocast, choose_precision
 
 WARM_UP, TOP = 2, 16

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from deft import schema
 from deft.config.algorithm_settings import DTSettings
 from deft.models.action_scale import ActionScale
-from deft.models.encoders import NORMALIZER_EPSILON, ObservationEncoder, VectorEncoder
+from deft.models.encoders import NORMALIZER_EPSILON, ObservationEncoder
+from deft.models.mlp import ReluNetwork
 from deft.models.policy import MODE, Policy
 
 INITIAL_STD = 0.02
@@ -92,35 +93,12 @@ class TransformerBlock(nn.Module):
     def finish(self, x: Tensor, attended: Tensor, masks: Iterator[Tensor] | None = None) -> Tensor:
         """The residual branches: attention, then the MLP."""
         x = _add(x, attended, masks)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         rows = self.norm_2(x).flatten(0, -2)
-        branch = _ReluMLP.apply(rows, self.hidden_weight, self.hidden_bias, self.mlp_weight, self.mlp_bias)
+        parameters = (self.hidden_weight, self.mlp_weight, self.hidden_bias[None], self.mlp_bias[None])
+        branch = ReluNetwork.apply(dtype, rows[None], *(parameter[None] for parameter in parameters))
         return _add(x, branch.view_as(x), masks)
-
-
-class _ReluMLP(torch.autograd.Function):
-    """relu(x W₁ + b₁) W₂ + b₂ as one node of the graph, whose bias gradients are matrix-vector products.
-
-    Autograd's own sum over the rows of a wide matrix takes ten times as long on a CPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_1: Tensor, bias_1: Tensor, weight_2: Tensor, bias_2: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight_1, bias_1, weight_2, bias_2 = (part.to(dtype) for part in (x, weight_1, bias_1, weight_2, bias_2))
-        hidden = torch.addmm(bias_1, x, weight_1).relu_()
-        ctx.save_for_backward(x, hidden, weight_1, weight_2)
-        return torch.addmm(bias_2, hidden, weight_2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """∂W = inᵀ δ,  ∂b = Σ δ,  δ ← δ Wᵀ where the unit was on."""
-        x, hidden, weight_1, weight_2 = ctx.saved_tensors
-        output = gradients[0].to(hidden.dtype)
-        ones = output.new_ones(len(output))
-        delta = torch.ops.aten.threshold_backward(output @ weight_2.t(), hidden, 0.0)
-        parts = (delta @ weight_1.t(), x.t() @ delta, delta.t() @ ones, hidden.t() @ output, output.t() @ ones)
-        return tuple(part.float() for part in parts)
 
 
 class DecisionTransformerPolicy(ActionScale, Policy):
@@ -158,10 +136,7 @@ class DecisionTransformerPolicy(ActionScale, Policy):
         self.context_length, self.context_slide = settings.context_length, settings.context_slide
         self._given_targets = settings.target_return
         self.set_box(action_space, "the Decision Transformer acts")
-        self.encoder = ObservationEncoder(observation_space, encoder_dim, normalize_observation)
-        for encoder in self.encoder.streams.values():
-            if isinstance(encoder, VectorEncoder) and encoder.normalizer is not None:
-                encoder.normalizer.epsilon = NORMALIZER_EPSILON
+        self.encoder = ObservationEncoder(observation_space, encoder_dim, normalize_observation, NORMALIZER_EPSILON)
         self.timestep = _normal(settings.max_episode_length, dim)
         self.return_weight, self.return_bias = _normal(1, dim), nn.Parameter(torch.zeros(dim))
         self.observation_weight = _normal(self.encoder.dim, dim)

@@ -1,8 +1,9 @@
-"""Action heads: the distribution of actions, given the outputs of a network. Gaussian and categorical.
+"""Action heads: the distribution of actions, given the outputs of a network. Gaussians and categoricals.
 
-A head knows how many outputs it needs, samples an action, and scores one. Written without torch.distributions, whose
-checks and broadcasting cost more than the arithmetic in the collection loop. Heads of the off-policy algorithms are in
-`deft.models.bounded_heads`.
+A head knows how many outputs it needs, samples an action, and scores one. PPO's networks have a `GaussianHead` or a
+`CategoricalHead`. Those of SAC and the offline algorithms, for several members at once, have a `BoundedGaussianHead`
+(IQL, TD3+BC, SFT), whose mean is in [-1, 1], or a `TanhGaussianHead` (SAC, CQL), which squashes its samples. Written
+without torch.distributions, whose checks and broadcasting cost more than the arithmetic in the collection loop.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.action_scale import ActionScale, into_box
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+LOG_STD_RANGE = (-20.0, 2.0)
+LARGEST_UNIT = 1.0 - 1e-6  # nearest to ±1 that a stored action is taken for, where tanh is inverted
 
 
 class ActionHead(nn.Module):
@@ -58,17 +62,20 @@ class BoxHead(ActionHead, ActionScale):
         """The most likely unit action."""
         raise TypeError(type(self).__name__)
 
-    def log_prob(self, output: Tensor, unit: Tensor) -> Tensor:
-        """Log-density of unit actions."""
-        raise TypeError(type(self).__name__)
-
-    def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`count` differentiable unit actions per row, [count, …, A], and their log-densities."""
-        raise TypeError(type(self).__name__)
-
     def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-deviation of the Gaussian behind the actions, before any squashing."""
         raise TypeError(type(self).__name__)
+
+    def log_prob(self, output: Tensor, unit: Tensor) -> Tensor:
+        """Log-density of unit actions."""
+        mean, log_std = self.gaussian(output)
+        return gaussian_log_prob((unit - mean) * torch.exp(-log_std), log_std)
+
+    def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`count` differentiable unit actions per row, [count, …, A], and their log-densities."""
+        mean, log_std = self.gaussian(output)
+        noise = torch.randn(count, *mean.shape, device=mean.device)
+        return torch.addcmul(mean, noise, log_std.exp()), gaussian_log_prob(noise, log_std)
 
     def divergence(self, output: Tensor, other: BoxHead, other_output: Tensor) -> Tensor:
         """KL between two heads of one kind: Σ over dims of log(σ'/σ) + (σ² + (μ − μ')²) / 2σ'² − ½.
@@ -151,15 +158,139 @@ class GaussianHead(BoxHead):
         """The outputs, clipped as by the environment."""
         return into_box(output) if self.is_bounded else output
 
-    def log_prob(self, output: Tensor, unit: Tensor) -> Tensor:
-        """Log-density of unit actions, before clipping."""
-        return gaussian_log_prob((unit - output) * torch.exp(-self.log_std), self.log_std)
-
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Mean plus deviation times noise, clipped as by the environment, with the density before clipping."""
-        noise = torch.randn(count, *output.shape, device=output.device)
-        drawn = torch.addcmul(output, noise, self.log_std.exp())
-        return into_box(drawn) if self.is_bounded else drawn, gaussian_log_prob(noise, self.log_std)
+        drawn, log_prob = super().rsample(output, count)
+        return into_box(drawn) if self.is_bounded else drawn, log_prob
+
+
+class MemberHead(BoxHead):
+    """A Gaussian in a bounded Box, for the networks of several members."""
+
+    def __init__(self, space: gymnasium.Space) -> None:
+        super().__init__()
+        self.set_box(space)
+        self.num_outputs = self.action_dim
+
+    def score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> tuple[Tensor, Tensor]:
+        """Log-density of stored actions, and the entropy of the Gaussian, which is that before any squashing."""
+        log_width = self.width.log().sum()
+        flat = action.reshape(*output.shape[:-1], self.action_dim)
+        log_prob = self._log_prob_of_sample(output, flat, sample) - log_width
+        entropy = (self.gaussian(output)[1] + (0.5 + HALF_LOG_2PI)).sum(-1) + log_width
+        return log_prob, entropy.expand_as(log_prob)
+
+    def _log_prob_of_sample(self, output: Tensor, action: Tensor, sample: Any) -> Tensor:
+        return self.log_prob(output, self.to_unit(action))
+
+    def _draw(self, output: Tensor, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """A sample of the Gaussian (its mean if deterministic), and its log-density."""
+        mean, log_std = self.gaussian(output)
+        noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
+        return torch.addcmul(mean, noise, log_std.exp()), gaussian_log_prob(noise, log_std)
+
+
+class BoundedGaussianHead(MemberHead):
+    """Mean tanh(output), one learned deviation per dim; samples are not squashed, the environment clips them."""
+
+    def __init__(self, space: gymnasium.Space, log_std_init: float, num_members: int = 1) -> None:
+        super().__init__(space)
+        self.log_std = nn.Parameter(torch.full((num_members, 1, self.action_dim), float(log_std_init)))
+
+    def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean in [-1, 1] and the log-deviation, limited."""
+        log_std = self.log_std.clamp(*LOG_STD_RANGE)
+        return output.tanh(), log_std if output.ndim == log_std.ndim else log_std[0]
+
+    def mean(self, output: Tensor) -> Tensor:
+        """tanh of the outputs."""
+        return output.tanh()
+
+    def sample(self, output: Tensor, mask: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """An action in the environment's units and its log-density there."""
+        unit, log_prob = self._draw(output, deterministic)
+        return self.from_unit(unit), log_prob - self.width.log().sum()
+
+
+class TanhGaussianHead(MemberHead):
+    """tanh of a Gaussian whose mean and log-deviation are the outputs."""
+
+    def __init__(self, space: gymnasium.Space) -> None:
+        super().__init__(space)
+        self.num_outputs = 2 * self.action_dim
+
+    def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log-deviation before tanh."""
+        mean, log_std = output.chunk(2, -1)
+        return mean, log_std.clamp(*LOG_STD_RANGE)
+
+    def mean(self, output: Tensor) -> Tensor:
+        """tanh of the mean."""
+        return output.chunk(2, -1)[0].tanh()
+
+    def log_prob(self, output: Tensor, unit: Tensor) -> Tensor:
+        """Log-density of unit actions."""
+        before = unit.clamp(-LARGEST_UNIT, LARGEST_UNIT).atanh()
+        return super().log_prob(output, before) - log_tanh_slope(before)
+
+    def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """tanh(mean + deviation · noise), from one pass through the network."""
+        noise = torch.randn(count, *output.shape[:-1], self.action_dim, device=output.device)
+        return _SquashedSample.apply(output, noise)
+
+    def act(
+        self, output: Tensor, mask: Tensor | None, deterministic: bool
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+        """An action, its log-density, and the sample before tanh: near ±1 it cannot be recovered exactly."""
+        before, log_prob = self._draw(output, deterministic)
+        log_prob = log_prob - log_tanh_slope(before) - self.width.log().sum()
+        return self.from_unit(before.tanh()), log_prob, {"before_tanh": before}
+
+    def _log_prob_of_sample(self, output: Tensor, action: Tensor, sample: Any) -> Tensor:
+        if sample is None:
+            return self.log_prob(output, self.to_unit(action))
+        before = sample["before_tanh"]
+        return super().log_prob(output, before) - log_tanh_slope(before)
+
+
+class _SquashedSample(torch.autograd.Function):
+    """y = tanh x with x = μ + σ n, and log π(y), of [μ, log σ] and the noise n: a third of autograd's operations.
+
+    log π = Σ over dims of −½ n² − log σ − ½ log 2π − log(1 − y²), and −log(1 − y²) = 2 (x + softplus(−2x) − log 2).
+    Its slope in x is 2y. With g the gradient of y and h that of log π:  δ = g (1 − y²) + 2 h y,  ∂μ = δ,
+    ∂ log σ = δ σ n − h.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = output.chunk(2, -1)
+        limited = log_std.clamp(*LOG_STD_RANGE)
+        offset = limited.exp() * noise
+        before = mean + offset
+        unit = before.tanh()
+        # softplus with a slope of −2 is −½ softplus(−2x).
+        negative = torch.addcmul(limited, noise, noise, value=0.5).sub(
+            before.sub(functional.softplus(before, beta=-2.0), alpha=2.0), alpha=2.0
+        )
+        ctx.save_for_backward(unit, offset, limited == log_std)
+        constant = noise.shape[-1] * (HALF_LOG_2PI + 2.0 * math.log(2.0))
+        return unit, -constant - negative.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """As above; summed over the samples of a state, and 0 where log σ is at its bounds."""
+        unit, offset, inside = ctx.saved_tensors
+        of_unit, of_log_prob = gradients[0], gradients[1].unsqueeze(-1)
+        delta = torch.ops.aten.tanh_backward(of_unit, unit)
+        delta = torch.addcmul(delta, of_log_prob, unit, value=2.0)
+        of_log_std = (delta * offset - of_log_prob) * inside
+        both = torch.cat([delta, of_log_std], -1)
+        return (both.squeeze(0) if len(both) == 1 else both.sum(0)), None
+
+
+def log_tanh_slope(x: Tensor) -> Tensor:
+    """Σ log(1 − tanh² x) = Σ 2 (log 2 − x − softplus(−2x)), which does not overflow."""
+    return (2.0 * (math.log(2.0) - x - functional.softplus(-2.0 * x))).sum(-1)
 
 
 class CategoricalHead(ActionHead):
@@ -171,10 +302,7 @@ class CategoricalHead(ActionHead):
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
         super().__init__()
         self.scalar = isinstance(space, spaces.Discrete)
-        if isinstance(space, spaces.Discrete):
-            self.sizes = [int(space.n)]
-        else:
-            self.sizes = [int(n) for n in space.nvec.reshape(-1)]
+        self.sizes = discrete_sizes(space)
         self.action_shape = () if self.scalar else tuple(space.shape)  # type: ignore[arg-type]
         self.num_outputs = sum(self.sizes)
 
@@ -187,15 +315,12 @@ class CategoricalHead(ActionHead):
         choices, log_probs = [], []
         for log_p in self._log_probs(output):
             scores = log_p if deterministic else log_p - torch.empty_like(log_p).exponential_().log_()
-            choice = scores.argmax(-1, keepdim=True)
-            log_probs.append(log_p.gather(-1, choice))
-            choices.append(choice)
+            choices.append(scores.argmax(-1, keepdim=True))
+            log_probs.append(log_p.gather(-1, choices[-1]))
         if self.scalar:
             return choices[0].squeeze(-1), log_probs[0].squeeze(-1)
-        action, log_prob = torch.cat(choices, -1), torch.cat(log_probs, -1).sum(-1)
-        return action if len(self.action_shape) < 2 else action.reshape(
-            *output.shape[:-1], *self.action_shape
-        ), log_prob
+        action = torch.cat(choices, -1).reshape(*output.shape[:-1], *self.action_shape)
+        return action, torch.cat(log_probs, -1).sum(-1)
 
     def score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> tuple[Tensor, Tensor]:
         """Σ over the categoricals of log p(choice) and of −Σ p log p."""
@@ -213,6 +338,11 @@ class CategoricalHead(ActionHead):
         choices = action.long().reshape(*output.shape[:-1], len(self.sizes)).split(1, -1)
         parts = zip(self._log_probs(output), choices, strict=True)
         return torch.cat([log_p.gather(-1, choice) for log_p, choice in parts], -1)
+
+
+def discrete_sizes(space: spaces.Discrete | spaces.MultiDiscrete) -> list[int]:
+    """The number of choices of each number of a discrete space."""
+    return [int(space.n)] if isinstance(space, spaces.Discrete) else [int(n) for n in space.nvec.reshape(-1)]
 
 
 def gaussian_log_prob(noise: Tensor, log_std: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
+from deft.models.distributions import discrete_sizes
 from deft.models.normalization import RunningNormalizer
 from deft.schema import has_channels_last
 
@@ -27,11 +28,11 @@ NORMALIZER_EPSILON = 1e-6  # a dim that is constant in the data is not amplified
 class VectorEncoder(nn.Module):
     """A float vector (or array), flattened and normalised by its running statistics."""
 
-    def __init__(self, space: spaces.Box, normalize: bool) -> None:
+    def __init__(self, space: spaces.Box, normalize: bool, epsilon: float = 1e-8) -> None:
         super().__init__()
         self.ndim = len(space.shape)
         self.dim = int(np.prod(space.shape))
-        self.normalizer = RunningNormalizer((self.dim,)) if normalize else None
+        self.normalizer = RunningNormalizer((self.dim,), epsilon=epsilon) if normalize else None
 
     def flatten(self, x: Tensor) -> Tensor:
         """[…, *shape] → […, dim] in float32."""
@@ -55,11 +56,8 @@ class OneHotEncoder(nn.Module):
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
         super().__init__()
-        if isinstance(space, spaces.Discrete):
-            self.sizes = [int(space.n)]
-        else:
-            self.sizes = [int(n) for n in space.nvec.flatten()]
         self.scalar = isinstance(space, spaces.Discrete)
+        self.sizes = discrete_sizes(space)
         self.dim = sum(self.sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,14 +136,14 @@ def is_image(space: gymnasium.Space) -> bool:
 StreamEncoder: TypeAlias = VectorEncoder | OneHotEncoder | ImageEncoder | TextEncoder
 
 
-def _encoder(name: str, space: gymnasium.Space, image_dim: int, normalize: bool) -> StreamEncoder:
+def _encoder(name: str, space: gymnasium.Space, image_dim: int, normalize: bool, epsilon: float) -> StreamEncoder:
     if is_image(space):
         assert isinstance(space, spaces.Box)
         return ImageEncoder(space, image_dim)
     if isinstance(space, spaces.Box):
         if space.dtype == np.uint8 and len(space.shape) == 1 and name.split("/")[-1] == "instruction":
             return TextEncoder()
-        return VectorEncoder(space, normalize)
+        return VectorEncoder(space, normalize, epsilon)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return OneHotEncoder(space)
     raise InputError(f"observation {name!r}: a space of type {type(space).__name__} is not supported")
@@ -154,11 +152,13 @@ def _encoder(name: str, space: gymnasium.Space, image_dim: int, normalize: bool)
 class ObservationEncoder(nn.Module):
     """Any supported observation space → features […, dim]: the concatenated features of its streams."""
 
-    def __init__(self, space: gymnasium.Space, image_dim: int = 256, normalize: bool = True) -> None:
+    def __init__(
+        self, space: gymnasium.Space, image_dim: int = 256, normalize: bool = True, epsilon: float = 1e-8
+    ) -> None:
         super().__init__()
         self.space = space
         streams = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
-        encoders = {name: _encoder(name, part, image_dim, normalize) for name, part in streams.items()}
+        encoders = {name: _encoder(name, part, image_dim, normalize, epsilon) for name, part in streams.items()}
         self.names = list(encoders)
         self.streams = nn.ModuleDict({_module_name(name): encoder for name, encoder in encoders.items()})
         self.dim = sum(encoder.dim for encoder in encoders.values())
@@ -180,11 +180,7 @@ class ObservationEncoder(nn.Module):
 
 def make_encoder(space: gymnasium.Space, config: PolicyConfig) -> ObservationEncoder:
     """The encoder of SAC's and the offline algorithms' networks, and of critics."""
-    encoder = ObservationEncoder(space, config.encoder_dim, config.normalize_observation)
-    for stream in encoder.streams.values():
-        if isinstance(stream, VectorEncoder) and stream.normalizer is not None:
-            stream.normalizer.epsilon = NORMALIZER_EPSILON
-    return encoder
+    return ObservationEncoder(space, config.encoder_dim, config.normalize_observation, NORMALIZER_EPSILON)
 
 
 def _module_name(name: str) -> str:

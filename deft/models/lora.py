@@ -1,4 +1,4 @@
-"""The settings of LoRA adapters, the same for every model: F1 (`models/f1/lora.py`) and pretrained VLA models."""
+"""The settings of LoRA adapters, the same for F1 (`models/f1/optimization.py`) and pretrained VLA models."""
 
 from __future__ import annotations
 

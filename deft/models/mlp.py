@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-FEW_ROWS = 1024  # up to this many rows autograd is faster than `_ReluNetwork`
+FEW_ROWS = 1024  # up to this many rows autograd is faster than `ReluNetwork`
 
 
 class BatchedMLP(nn.Module):
@@ -63,7 +63,7 @@ class BatchedMLP(nn.Module):
             for weight, bias in zip(parameters[: depth - 1], parameters[depth:-1], strict=True):
                 x = torch.baddbmm(bias, x, weight).relu_()
             return torch.baddbmm(parameters[-1], x, parameters[depth - 1])
-        return _ReluNetwork.apply(self.dtype, x, *parameters)
+        return ReluNetwork.apply(self.dtype, x, *parameters)
 
     def _normalised(self, x: Tensor, parameters: list[Tensor]) -> Tensor:
         depth = len(self.scales)
@@ -80,11 +80,15 @@ class BatchedMLP(nn.Module):
         return torch.bmm(x.to(self.dtype), weight.to(self.dtype)).float() + bias
 
 
-class _ReluNetwork(torch.autograd.Function):
-    """All layers as one autograd node, for many rows and for bf16: fewer passes over the activations."""
+class ReluNetwork(torch.autograd.Function):
+    """All layers as one autograd node, for many rows and for bf16: fewer passes over the activations.
+
+    The parameters are the weights [num, in, out], then the biases [num, 1, out].
+    """
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, *parameters: Tensor) -> Tensor:
+        """relu(… relu(x W₁ + b₁) …) W + b, with the last layer in float32."""
         depth = len(parameters) // 2
         last_weight, last_bias = parameters[depth - 1], parameters[-1]
         if dtype is not torch.float32:

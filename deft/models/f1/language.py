@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,11 +19,8 @@ BYTES = "bytes"
 PADDING, BEGINNING, FIRST_BYTE = 0, 2, 3
 
 
-class LanguageTokenizer(Protocol):
-    """Converts texts to tokens of a fixed length."""
-
-    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return tokens, int64 [B, W], and their mask, bool [B, W]."""
+# Converts texts to tokens of a fixed length: int64 [B, W], and their mask, bool [B, W].
+LanguageTokenizer: TypeAlias = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 
 
 class ByteTokenizer:

@@ -17,10 +17,8 @@ from torch import Tensor
 from deft.config.loading import read_mapping, to_dict
 from deft.errors import InputError
 from deft.models.f1.config import PRESETS, F1Config, read_f1_config
-from deft.models.f1.heads import ActionConditioning
-from deft.models.f1.lora import ADAPTER_FOLDER, add_lora, base_state_dict, load_adapter
-from deft.models.f1.memory import Memory
-from deft.models.f1.motion import MotionPrior
+from deft.models.f1.model import ADDED_PARTS
+from deft.models.f1.optimization import ADAPTER_FOLDER, add_lora, base_state_dict, load_adapter
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.teacher import TeacherPolicy
 from deft.models.f1.vq import MultiScaleTokenizer
@@ -60,8 +58,6 @@ _PREFIXES = {
     "model.world_model.output.": "model.wm_out_proj.",
     "model.flow.": "model.",
 }
-ADDED_PARTS = {"memory": Memory, "conditioning": ActionConditioning, "motion": MotionPrior}
-"""Parts that the published model lacks; they are initialised without effect."""
 OWN_PREFIXES = tuple(f"model.{name}." for name in ADDED_PARTS)
 REPEATED = "model.vae."
 """The published file may hold the tokenizer a second time under this name."""

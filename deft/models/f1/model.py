@@ -21,6 +21,9 @@ from deft.models.f1.motion import MotionPrior
 from deft.models.f1.vision import VisionTower
 from deft.models.f1.vq import MultiScaleTokenizer
 
+ADDED_PARTS = {"memory": Memory, "conditioning": ActionConditioning, "motion": MotionPrior}
+"""Parts that the published model lacks; they are initialised without effect."""
+
 
 @dataclass
 class Prefix:

@@ -5,6 +5,8 @@ Tensor names are those of transformers' SigLIP and PaliGemma, so that their weig
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,19 +36,6 @@ class VisionAttention(nn.Module):
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class VisionMLP(nn.Module):
-    """Two layers with GELU."""
-
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, P, C], same out."""
-        return self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
-
-
 class VisionLayer(nn.Module):
     """Attention and MLP, each after a layer norm and added to its input."""
 
@@ -55,7 +44,9 @@ class VisionLayer(nn.Module):
         self.layer_norm1 = nn.LayerNorm(config.hidden_size, EPSILON)
         self.self_attn = VisionAttention(config)
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, EPSILON)
-        self.mlp = VisionMLP(config)
+        fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.mlp = nn.Sequential(OrderedDict(fc1=fc1, gelu=nn.GELU(approximate="tanh"), fc2=fc2))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, P, C], same out."""

@@ -28,8 +28,14 @@ from deft.evaluation.predictions import draw_sample, predict_episode, write_pred
 from deft.models.f1.config import F1Config, read_f1_config
 from deft.models.f1.experts import GatedMLP
 from deft.models.f1.loading import load_f1_policy
-from deft.models.f1.lora import ADAPTER_FOLDER, base_state_dict, has_lora, save_adapter
-from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer
+from deft.models.f1.optimization import (
+    ADAPTER_FOLDER,
+    base_state_dict,
+    has_lora,
+    save_adapter,
+    set_policy_requires_grad,
+    setup_optimizer,
+)
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.vision import VisionLayer
 from deft.runs import checkpoint, sharding

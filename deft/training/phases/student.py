@@ -29,7 +29,7 @@ from deft.models.f1.explorer import (
     world_model_weights,
 )
 from deft.models.f1.loading import default_teacher, load_f1_policy
-from deft.models.f1.lora import has_lora, merge_lora
+from deft.models.f1.optimization import has_lora, merge_lora
 from deft.models.f1.policy import F1Policy
 from deft.runs.compute import autocast, set_precision
 from deft.runs.directory import MODEL_FILE

@@ -10,8 +10,16 @@ from safetensors.torch import save_file
 from deft import schema
 from deft.errors import InputError
 from deft.models.f1.loading import load_f1_policy
-from deft.models.f1.lora import add_lora, base_state_dict, load_adapter, merge_lora, save_adapter
-from deft.models.f1.optimization import set_policy_requires_grad, setup_optimizer, setup_scheduler
+from deft.models.f1.optimization import (
+    add_lora,
+    base_state_dict,
+    load_adapter,
+    merge_lora,
+    save_adapter,
+    set_policy_requires_grad,
+    setup_optimizer,
+    setup_scheduler,
+)
 
 WORLD_MODEL = {"experts.generation", "world_model", "memory", "conditioning"}
 ACTING = {"experts.action", "flow", "memory"}  # of the memory, its gate to the action expert

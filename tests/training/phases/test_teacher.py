@@ -294,7 +294,7 @@ def test_random_steps_train_too(tmp_path):
 
 def test_lora_changes_adapters_and_memory_alone(tmp_path):
     from deft.models.f1.loading import load_f1_policy
-    from deft.models.f1.lora import add_lora
+    from deft.models.f1.optimization import add_lora
 
     policy = small_policy()
     add_lora(policy, {"r": 2})

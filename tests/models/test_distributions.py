@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from deft import schema
 from deft.config.settings import DatasetPolicyConfig
 from deft.errors import InputError
-from deft.models.bounded_heads import LOG_STD_RANGE
+from deft.models.distributions import LOG_STD_RANGE
 from deft.models.policy import Encoded
 
 OBSERVATION = spaces.Box(-np.inf, np.inf, (3,), np.float32)
