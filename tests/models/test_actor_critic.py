@@ -152,7 +152,7 @@ def test_two_chunks_with_carried_memory_equal_one():
     torch.testing.assert_close(halves, expected)
 
 
-def test_memory_of_none_is_refused():
+def test_memory_of_none_raises_an_error():
     policy = ActorCritic(VECTOR, spaces.Discrete(3), PolicyConfig(memory_hidden=6))
     with pytest.raises((KeyError, ValueError), match="memory"):
         policy.act(inputs(VECTOR, 2))

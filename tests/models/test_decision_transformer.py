@@ -195,7 +195,7 @@ def test_actions_are_in_the_units_of_the_box() -> None:
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-np.inf, np.inf, (2,))])
-def test_other_actions_are_refused(space: spaces.Space) -> None:
+def test_other_actions_raise_an_error(space: spaces.Space) -> None:
     with pytest.raises(InputError, match="bounded Box"):
         make_policy(action=space)
 

@@ -140,7 +140,7 @@ def test_actor_and_value_share_an_encoder_of_pixels_and_both_train_it():
         actor_policy(space, ACTION, num_members=2)
 
 
-def test_an_unbounded_or_discrete_action_space_is_refused():
+def test_an_unbounded_or_discrete_action_space_raises_an_error():
     for space in (spaces.Discrete(3), spaces.Box(-np.inf, np.inf, (2,), np.float32)):
         with pytest.raises(InputError, match="bounded Box"):
             actor_policy(OBSERVATION, space)

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import nn
 
-from deft.models.critics import Critics
 from deft.models.mlp import BatchedMLP
 
 
@@ -89,17 +88,3 @@ def test_bf16_tells_large_values_apart(layer_norm):
     # Values near 300 in bf16 come in steps of 2 (8 bits: 2⁸ to 2⁹ in 128 steps); these spread over less than one.
     assert exact.max() - exact.min() < 2
     torch.testing.assert_close(network(x).detach() - 300.0, exact, atol=0.02, rtol=0.05)
-
-
-def test_critics_start_as_their_targets_and_move_them_slowly():
-    torch.manual_seed(0)
-    critics = Critics(2, 3, 4, 1, (8,))
-    features, action = torch.randn(2, 5, 4), torch.randn(2, 5, 1)
-    values = critics(features, action)
-    assert values.shape == (2, 3, 5)
-    assert torch.equal(values, critics.target_values(features, action))
-    before = critics.target.weights[0].clone()
-    with torch.no_grad():
-        critics.online.weights[0] += 1.0
-    critics.move_target(0.25)  # target ← target + 0.25 · 1
-    torch.testing.assert_close(critics.target.weights[0], before + 0.25)

@@ -1,4 +1,4 @@
-"""Batches from transitions: frames and actions in step, cameras in their places, the memory between steps."""
+"""Batches from transitions: frames and actions in step, cameras under their names, the memory between steps."""
 
 import numpy as np
 import pytest

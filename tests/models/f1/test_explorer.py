@@ -174,14 +174,14 @@ def test_gradients_reach_all_that_acts_and_nothing_of_the_world_model(explorer):
 
 
 @pytest.mark.parametrize("camera", ["head_rgb", "image1"])
-def test_a_head_camera_is_refused(explorer, camera):
+def test_a_head_camera_raises_an_error(explorer, camera):
     td = acting_input(explorer, 2)
     td[schema.OBSERVATION, camera] = td[schema.OBSERVATION, schema.IMAGE0]
     with pytest.raises(InputError, match=f"reads only the wrist camera; remove from its observation: {camera}"):
         explorer.act(td)
 
 
-def test_a_missing_memory_is_refused(explorer):
+def test_a_missing_memory_raises_an_error(explorer):
     td = TensorDict({schema.OBSERVATION: observation(2)}, batch_size=[2])
     with pytest.raises(InputError, match="memory cannot be None"):
         explorer.act(td)

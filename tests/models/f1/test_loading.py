@@ -1,6 +1,5 @@
 """Building and filling policies: presets, config files, strict keys, what must be there."""
 
-import json
 import logging
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 from f1_worlds import f1_batch, micro_config, micro_policy
 from safetensors.torch import save_file
 
-from deft.config.loading import to_dict
 from deft.errors import InputError
-from deft.models.f1.config import PRESETS, read_f1_config
+from deft.models.f1.config import PRESETS
 from deft.models.f1.loading import fill_tokenizer, load_f1_policy
 from deft.models.f1.policy import F1Policy
 
@@ -79,7 +77,7 @@ def test_keys_that_do_not_fit_are_named(published, saved):
         assert part in text
 
 
-def test_a_checkpoint_without_the_memory_is_refused_unless_it_is_a_published_one(saved):
+def test_a_checkpoint_without_the_memory_raises_an_error_unless_it_is_a_published_one(saved):
     from deft.models.f1.loading import published_state_dict
 
     policy, folder = saved
@@ -93,7 +91,7 @@ def test_a_checkpoint_without_the_memory_is_refused_unless_it_is_a_published_one
     assert loaded.model.memory.to_generation.gate.abs().max() == 0
 
 
-def test_a_tokenizer_without_weights_is_refused(caplog):
+def test_a_tokenizer_without_weights_raises_an_error(caplog):
     """Random codes would be learned in silence."""
     with pytest.raises(InputError, match="the image tokenizer has no weights") as error:
         load_f1_policy(micro_config())
@@ -130,74 +128,6 @@ def test_a_checkpoint_that_is_not_there(tmp_path, name):
 def test_a_device_that_is_not_there(device):
     with pytest.raises(InputError, match=f"device '{device}' cannot be used"):
         load_f1_policy(micro_config(), device, debug=True)
-
-
-def test_config_files(tmp_path):
-    file = tmp_path / "f1.yaml"
-    file.write_text("preset: tiny\nchunk_size: 8\ntokenizer: {codebook_size: 256}\n")
-    config = read_f1_config(file)
-    assert (config.chunk_size, config.tokenizer.codebook_size, config.tokenizer.code_dim) == (8, 256, 16)
-    assert config.memory_hidden == PRESETS["tiny"]().memory_hidden
-    as_json = tmp_path / "f1.json"
-    as_json.write_text(json.dumps(to_dict(config)))
-    assert read_f1_config(as_json) == config
-    for text, message in (
-        ("preset: huge\n", "preset is 'huge'; choose tiny, small, full"),
-        ("preset: tiny\nchunk_siez: 8\n", "chunk_siez"),
-        ("preset: tiny\nmemory_hidden: -1\n", "memory_hidden"),
-    ):
-        file.write_text(text)
-        with pytest.raises(InputError, match=message):
-            read_f1_config(file)
-    with pytest.raises(InputError, match="huge: no such F1 config; name a file or a preset"):
-        read_f1_config("huge")
-
-
-def test_the_documents_model_config_is_of_the_tiny_model(tmp_path, caplog):
-    """`debug_test.yaml` has three keys; 4.8 billion parameters are not what it says. The choice is logged."""
-    file = tmp_path / "debug_test.yaml"
-    file.write_text("n_obs_img_steps: 4\nn_pred_img_steps: 1\nobs_img_stride: 2\n")
-    tiny = PRESETS["tiny"]()
-    tiny.obs_img_stride = 2
-    assert read_f1_config(file) == tiny
-    assert "debug_test.yaml names no preset: with no sizes it is 'tiny'" in caplog.text
-    policy = load_f1_policy(file, device="cpu").policy
-    assert sum(parameter.numel() for parameter in policy.parameters()) < 3_000_000
-
-
-def test_the_documents_memory_settings_are_those_of_the_full_model(caplog):
-    memory = {"memory_enabled": True, "memory_hidden": 2048, "memory_num_layers": 4, "memory_project_to_vae_dim": True}
-    assert read_f1_config(memory) == PRESETS["full"]()
-    assert "its memory_hidden is that of 'full'" in caplog.text
-    assert read_f1_config({"memory_hidden": 512}).vision == PRESETS["small"]().vision
-    caplog.clear()
-    assert read_f1_config({"num_layers": 2}).vision == PRESETS["full"]().vision  # sizes differ from the published
-    assert not caplog.text
-
-
-def test_the_documents_memory_settings_stand_beside_a_published_config(tmp_path):
-    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    small |= {"hidden_size": 16, "intermediate_size": 32}
-    pictures = {**small, "patch_size": 8, "image_size": 16}
-    frames = {"pn": "1_2_4", "vae": {"vocab_size": 32, "z_channels": 4, "ch": 32}}
-    mapping = {
-        "und_expert_config": {"text_config": {**small, "vocab_size": 300}, "vision_config": pictures},
-        "gen_expert_config": {**small, **frames},
-        "act_expert_config": small,
-        "memory_enabled": True,
-        "memory_hidden": 10,
-        "memory_num_layers": 3,
-        "memory_project_to_vae_dim": False,
-    }
-    config = read_f1_config(mapping)
-    assert (config.memory_hidden, config.memory_num_layers, config.memory_project_to_vae_dim) == (10, 3, False)
-    assert config.tokenizer.image_size == 64
-    mapping["act_expert_config"] = {**small, "head_dim": 4}
-    with pytest.raises(InputError, match="head_dim differs between the experts"):
-        read_f1_config(mapping)
-    del mapping["gen_expert_config"]["vae"]
-    with pytest.raises(InputError, match="not a published F1 config: 'vae'"):
-        read_f1_config(mapping)
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def test_codes_that_come_with_the_batch_are_used():
     assert torch.equal(found, policy.forward_with_world_model(batch, memory)["loss"])
 
 
-def test_batches_that_do_not_fit_are_refused():
+def test_batches_that_do_not_fit_raise_an_error():
     policy = micro_policy()
     memory = policy.initial_memory(2)
     cases = [
@@ -385,7 +385,7 @@ def test_the_remembered_picture_learns_by_a_pass_of_its_own():
         micro_policy(motion_prior=True).forward_memory_correction(batch, memory)
 
 
-def test_a_new_memory_keeps_what_it_was_told():
+def test_a_new_memory_retains_its_inputs():
     """The gates' own biases alone: z = 1 − 1/τ with τ in 2 … 32, so that at least half is kept from step to step."""
     memory = micro_policy(memory_num_layers=2).model.memory
     for layer in range(2):

@@ -92,5 +92,5 @@ def test_the_published_config_of_the_full_size_is_the_full_preset():
     settings["act_expert_config"].update(expert, head_dim=256)
     settings["chunk_size"] = 50
     published, full = read_f1_config(settings), PRESETS["full"]()
-    published.dtype = full.dtype  # told by the checkpoint, not by the config
+    published.dtype = full.dtype  # set by the checkpoint, not by the config
     assert published == full

@@ -159,7 +159,7 @@ def test_lora_that_cannot_be_put_on(tmp_path):
         add_lora(policy, {"target_modules": ["nothing_of_this_name"]})
 
 
-def test_adapters_of_another_model_are_refused(tmp_path):
+def test_adapters_of_another_model_raise_an_error(tmp_path):
     pytest.importorskip("peft")
     policy = micro_policy()
     add_lora(policy)
