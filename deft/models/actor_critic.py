@@ -327,11 +327,6 @@ class ActorCritic(Policy):
         return self._box_head.center
 
     @property
-    def width(self) -> Tensor:
-        """Half width of the action range."""
-        return self._box_head.width
-
-    @property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """The smallest and the largest action."""
         return self._box_head.bounds
