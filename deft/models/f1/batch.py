@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from deft import schema
@@ -42,9 +42,9 @@ class BatchBuilder:
         history = observation[schema.ACTION_HISTORY]
         if schema.ACTION in names:
             history = torch.cat([history[..., 1:, :], rows[schema.ACTION].to(history).unsqueeze(-2)], -2)
-            following = rows.get((schema.NEXT, schema.OBSERVATION, schema.WRIST_RGB), None)
-            if following is not None:
-                wrist = torch.cat([wrist, following[..., -1:, :, :, :]], -4)
+            following = rows[schema.NEXT] if schema.NEXT in names else {}
+            if schema.OBSERVATION in set(following.keys()):
+                wrist = torch.cat([wrist, following[schema.OBSERVATION][schema.WRIST_RGB][..., -1:, :, :, :]], -4)
         num_frames = observation[schema.WRIST_RGB].shape[-4]
         if num_frames != history.shape[-2]:
             raise InputError(f"{num_frames} frames and {history.shape[-2]} actions: the histories are out of step")
@@ -98,12 +98,17 @@ class MemoryStateManager:
         return self._current
 
 
-def _stack(transitions: Sequence[Mapping[str, Any]]) -> TensorDictBase:
-    """Stack rows of nested mappings."""
+def _stack(transitions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Stack rows of nested mappings to one mapping of tensors."""
     if not len(transitions):
         raise InputError("a batch of no transitions")
-    names = [", ".join(sorted(row.keys())) for row in transitions]
-    different = next((found for found in names if found != names[0]), None)
+    first = transitions[0]
+    different = next((row for row in transitions if set(row.keys()) != set(first.keys())), None)
     if different is not None:
-        raise InputError(f"transitions differ: {names[0]} and {different}")
-    return torch.stack([TensorDict(dict(row)) for row in transitions])
+        raise InputError(f"transitions differ: {', '.join(sorted(first))} and {', '.join(sorted(different))}")
+    stacked: dict[str, Any] = {}
+    for name, value in first.items():
+        column = [row[name] for row in transitions]
+        is_nested = isinstance(value, Mapping | TensorDictBase)
+        stacked[name] = _stack(column) if is_nested else torch.stack([torch.as_tensor(entry) for entry in column])
+    return stacked
