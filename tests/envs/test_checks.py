@@ -1,9 +1,19 @@
 """Checks of constructor arguments: what is wrong, with the value, and what to choose."""
 
+import math
+import sys
+
 import numpy as np
 import pytest
 
-from deft.envs.checks import check_choice, check_difficulty, check_image_size, check_render_mode, check_whole
+from deft.envs.checks import (
+    check_choice,
+    check_difficulty,
+    check_image_size,
+    check_render_mode,
+    check_whole,
+    import_optional,
+)
 from deft.errors import InputError
 
 
@@ -32,3 +42,15 @@ def test_values_that_are_allowed_pass() -> None:
 def test_other_values_are_named(check, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         check()
+
+
+def test_a_module_that_is_there_is_returned() -> None:
+    assert import_optional("math", "env x", "pip install x") is math
+
+
+def test_a_missing_module_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"^env x: no_such_module is not installed: pip install x$"):
+        import_optional("no_such_module", "env x", "pip install x")
+    monkeypatch.setitem(sys.modules, "math", None)  # a package that cannot be imported
+    with pytest.raises(InputError, match=r"^env x: math (is not installed|cannot be imported)"):
+        import_optional("math", "env x", "pip install x")

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from deft import schema
 from deft.config.settings import EnvConfig
 from deft.envs import SerialVectorEnv, make_env, make_vector_env
-from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
+from deft.envs.f1 import CELL, F1RLEnv, StudentEnv, TeacherEnv, WatchedEnv
 from deft.envs.history import executed_action, prediction_pair
 from deft.envs.tabletop.control import CONTROL_MODES, action_mask
 from deft.envs.tabletop.env import TabletopEnv
@@ -405,3 +405,22 @@ def test_registered() -> None:
         assert type(env.unwrapped) is kind
         assert env.reset()[0]["wrist_rgb"].shape == (2, 3, 4, 4)
     assert isinstance(TeacherEnv(NUMBERED).simulator.unwrapped, NumberedWorld)
+
+
+@pytest.mark.usefixtures("gl")
+def test_a_tally_of_poses_and_contacts():
+    env = WatchedEnv({"image_size": 16, "max_steps": 100, "task_name": "pick"})
+    env.reset(seed=1)
+    tcp = env.simulator.unwrapped.simulation.tcp.copy()
+    env.step(np.zeros(32, np.float32))
+    cells, contacts = env.tally()
+    assert cells[0][:3] == tuple(np.floor(tcp / CELL).astype(int))
+    assert contacts == 0
+    over = False
+    while not over:  # the expert grasps
+        _, _, terminated, truncated, _ = env.step(env.expert_action())
+        over = terminated or truncated
+    cells, contacts = env.tally()
+    assert len(set(cells)) > 5
+    assert 3 <= contacts < len(cells)  # from the grasp on, and not on the way there
+    env.close()

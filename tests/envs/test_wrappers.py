@@ -3,10 +3,20 @@
 import logging
 
 import gymnasium
+import numpy as np
 import pytest
+from worlds import Counting
 
 from deft.envs.state import layers
-from deft.envs.wrappers import close_env, describe_env, env_reward_terms, reward_term_names, wrapper_attribute
+from deft.envs.wrappers import (
+    CAPTION_HEIGHT,
+    Captions,
+    close_env,
+    describe_env,
+    env_reward_terms,
+    reward_term_names,
+    wrapper_attribute,
+)
 
 
 class Named(gymnasium.Env):
@@ -42,3 +52,19 @@ def test_close_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         close_env(Named())
     assert "environment 0 (Named), close() raised SystemExit: no power; the results so far are kept" in caplog.text
+
+
+def test_captions_are_for_environments_with_words():
+    class Pictured(Counting):
+        render_mode = "rgb_array"
+        instruction = ""
+
+        def render(self):
+            return np.zeros((32, 48, 3), np.uint8)
+
+    env = Captions(Pictured())
+    assert env.render().shape == (32, 48, 3)
+    env.unwrapped.instruction = "pick up the red cube and put it on the blue one"  # shrinks to fit 48 pixels
+    assert env.render().shape == (32 + CAPTION_HEIGHT, 48, 3)
+    env.unwrapped.instruction = None
+    assert env.render().shape == (32, 48, 3)
