@@ -32,8 +32,7 @@ from deft import schema
 from deft.algorithms.decision_transformer import DecisionTransformer
 from deft.config.algorithm_settings import DTSettings
 from deft.data.datasets.dataset import VectorDataset
-from deft.data.replay import TransitionTable
-from deft.data.windows import EpisodeWindows
+from deft.data.replay import EpisodeWindows, TransitionTable
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.runs.compute import torch_threads
 from deft.training.capture import CapturedUpdate

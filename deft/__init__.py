@@ -24,16 +24,15 @@ if TYPE_CHECKING:
     from deft.config.views import OfflineRLConfig, RLConfig
     from deft.config.waypoint_settings import PPOConfig
     from deft.data.datasets import load_dataset
-    from deft.data.offline_buffer import OfflineReplayBuffer
     from deft.data.replay import ReplayBuffer
     from deft.data.rollout import RolloutBuffer, VLABuffer
+    from deft.data.streaming import OfflineReplayBuffer
     from deft.data.writer import DatasetWriter
     from deft.envs import make_env, make_vector_env
     from deft.envs.adapters.sapien_gpu import get_physical_gpu_id, setup_sapien_gpu
     from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
     from deft.envs.waypoints.toy import ToyWaypointEnv
-    from deft.evaluation.loaded_policy import load_policy
-    from deft.evaluation.vla_model import VLAModel
+    from deft.evaluation.loaded_policy import VLAModel, load_policy
     from deft.models.actor_critic import ActorCritic
     from deft.models.f1.batch import BatchBuilder, MemoryStateManager
     from deft.models.f1.loading import load_f1_policy

@@ -4,8 +4,8 @@ import numpy as np
 from gymnasium import spaces
 
 from deft.data.datasets import Episode
+from deft.data.datasets.minari import MinariFiles, dataset_path
 from deft.data.recording import Recording
-from deft.data.recording_minari import MinariFiles, dataset_path
 from deft.errors import InputError
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)

@@ -23,7 +23,8 @@ from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm
 from deft.config.algorithm_settings import DTSettings
 from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.data.datasets.dataset import Dataset
-from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
+from deft.data.replay import EpisodeWindows
+from deft.data.streaming import StreamingWindows, make_windows
 from deft.errors import InputError
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.normalization import has_seen_data

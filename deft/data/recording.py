@@ -15,16 +15,16 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from deft.data.datasets.dataset import Episode
+from deft.data.datasets.dataset import Episode, import_optional
 from deft.data.spaces import Stream
 from deft.errors import InputError, RunError
 from deft.ownership import check_output_path
@@ -39,36 +39,55 @@ log = logging.getLogger(__name__)
 Content = bytes | memoryview
 
 
-class EpisodeFiles(Protocol):
+class EpisodeFiles(ABC):
     """A dataset format: how episodes become files."""
 
-    observation: list[Stream]
+    observation: Sequence[Stream] = ()
     action: Stream
-    needs_final_observation: bool
+    needs_final_observation = False
     """Whether an episode of T actions needs T + 1 observations; otherwise it may have T."""
 
     @property
+    @abstractmethod
     def num_episodes(self) -> int:
         """The number of episodes on disk."""
 
     @property
+    @abstractmethod
     def num_steps(self) -> int:
-        """The number of transitions on disk."""
+        """The number of actions on disk."""
 
+    @abstractmethod
     def is_dataset(self, folder: Path) -> bool:
         """Return whether the folder holds a dataset of this format."""
 
+    @abstractmethod
     def open(self, folder: Path) -> Iterator[Mapping[str, Content]]:
         """Read a dataset in order to append to it; yield files that must be written first."""
 
-    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
-        """Set the spaces of the episodes; raise InputError if those on disk have others."""
+    def recorded_spaces(self) -> tuple[spaces.Space, spaces.Space] | None:
+        """Return the spaces of the episodes on disk; None if there are none, or the format does not store them."""
+        return None
 
+    @abstractmethod
+    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space, widen: bool = False) -> None:
+        """Set the spaces of the episodes; raise InputError if those on disk have others.
+
+        With `widen` the spaces may contain those of the episodes on disk and more, if the format stores bounds.
+        """
+
+    @abstractmethod
     def encode(self, episode: Episode, attributes: Mapping[str, Any]) -> dict[str, Content]:
         """Return the files of the next episode by their path in the folder, in the order of renaming."""
 
+    @abstractmethod
     def advance(self) -> None:
         """Count the episode that was encoded last; its files are on disk."""
+
+
+def import_pyarrow() -> Any:
+    """Import pyarrow, which writes the tables of both formats."""
+    return import_optional("pyarrow", "recording")
 
 
 class Recording:
@@ -113,10 +132,10 @@ class Recording:
         count = self.num_episodes
         return f"{self.path} holds {count} complete episode{'s' * (count != 1)}" if count else "nothing was recorded"
 
-    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
-        """Set the spaces of the episodes, before the first one is added."""
+    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space, widen: bool = False) -> None:
+        """Set the spaces of the episodes, before the first one is added, or later wider ones."""
         try:
-            self._files.set_spaces(observation_space, action_space)
+            self._files.set_spaces(observation_space, action_space, widen)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
@@ -149,9 +168,7 @@ class Recording:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.close()
 
     def _publish(self, files: Mapping[str, Content]) -> None:

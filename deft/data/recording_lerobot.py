@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -20,7 +21,7 @@ from gymnasium import spaces
 from deft.data.datasets.dataset import Episode, import_optional, read_json
 from deft.data.datasets.lerobot_files import read_table
 from deft.data.datasets.video import import_av
-from deft.data.recording import Content
+from deft.data.recording import Content, EpisodeFiles, import_pyarrow
 from deft.data.spaces import Stream, action_stream, streams
 from deft.errors import InputError
 from deft.schema import channels_last
@@ -83,10 +84,8 @@ class _State:
     videos: dict[str, _Video] = field(default_factory=dict)
 
 
-class LeRobotFiles:
+class LeRobotFiles(EpisodeFiles):
     """The files of a LeRobot dataset; `details` are the entries of `meta/deft.json`."""
-
-    needs_final_observation = False
 
     def __init__(
         self,
@@ -95,12 +94,11 @@ class LeRobotFiles:
         robot_type: str | None = None,
         use_videos: bool = True,
     ) -> None:
-        _import_pyarrow()
+        import_pyarrow()
         if not np.isfinite(fps) or fps <= 0:
             raise InputError(f"fps is {fps}; it must be greater than 0")
         self.fps, self.robot_type, self.use_videos = fps, robot_type, use_videos
         self.own = dict(details or {})
-        self.observation: list[Stream] = []
         self.features: dict[str, dict[str, Any]] = {}
         self._keys: dict[str, str] = {}  # stream → feature
         self._text: Stream | None = None
@@ -150,7 +148,7 @@ class LeRobotFiles:
         if listed < len(rows):
             yield {_numbered(DATA_PATH, number): _parquet([rows.slice(0, listed)])}
 
-    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
+    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space, widen: bool = False) -> None:
         """Set the spaces of the episodes; raise InputError if the dataset has other features."""
         self.observation, self.action = streams(observation_space), action_stream(action_space)
         if not isinstance(self.action.source, spaces.Box):
@@ -169,7 +167,7 @@ class LeRobotFiles:
                     raise InputError(f"two observations have the name {key} in LeRobot's layout; rename {stream.name}")
                 features[key] = feature
                 self._keys[stream.name] = key
-        features["action"] = {"dtype": "float32", "shape": [_size(self.action)], "names": None}
+        features["action"] = {"dtype": "float32", "shape": [math.prod(self.action.shape)], "names": None}
         features |= ROW_FEATURES
         if self.num_episodes and features != self.features:
             other = [key for key in {**features, **self.features} if features.get(key) != self.features.get(key)]
@@ -187,7 +185,11 @@ class LeRobotFiles:
         else:
             key = f"observation.{name or 'state'}"
         if not is_image:
-            return key, {"dtype": "float32" if dtype is None else dtype.name, "shape": [_size(stream)], "names": None}
+            return key, {
+                "dtype": "float32" if dtype is None else dtype.name,
+                "shape": [math.prod(stream.shape)],
+                "names": None,
+            }
         if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
             raise InputError(f"{key} has shape {shape}; LeRobot stores images of 3 channels, H x W x 3 or 3 x H x W")
         height, width = shape[:2] if shape[-1] == 3 else shape[1:]
@@ -242,7 +244,7 @@ class LeRobotFiles:
             number, rows, episodes = number + 1, (), ()
         row |= {**_file_columns("data", number), **_file_columns("meta/episodes", number)}
         row |= {f"stats/{key}/{name}": value.tolist() for key in statistics for name, value in statistics[key].items()}
-        episode_table = _import_pyarrow().table({name: [value] for name, value in row.items()})
+        episode_table = import_pyarrow().table({name: [value] for name, value in row.items()})
         rows, episodes = (*rows, table), (*episodes, episode_table)
         files[_numbered(DATA_PATH, number)] = _parquet(rows)
         if tasks != state.tasks:
@@ -251,7 +253,7 @@ class LeRobotFiles:
         if not index:
             files[OWN_PATH] = _json(self.own)
         files[STATS_PATH] = _json({key: {name: v.tolist() for name, v in merged[key].items()} for key in merged})
-        files[_numbered(EPISODES_PATH, number)] = _parquet([_import_pyarrow().concat_tables(episodes)])
+        files[_numbered(EPISODES_PATH, number)] = _parquet([import_pyarrow().concat_tables(episodes)])
         self._next = _State(
             index + 1, state.num_frames + length, state.num_steps + len(episode),
             tasks, merged, number, rows, episodes, videos,
@@ -269,27 +271,23 @@ class LeRobotFiles:
         An observation after the last action has its own row, with a copy of the last action and no reward.
         """
         rows, columns = episode.streams, {}
-        for stream in self.observation:
-            if stream is not self._text:
-                key = self._keys[stream.name]
-                values = rows[stream.name]
-                if self.features[key]["dtype"] in ("video", "image"):
-                    columns[key] = values if values.shape[-1] == 3 else channels_last(values)
-                else:
-                    columns[key] = values.reshape(len(values), -1)
+        for name, key in self._keys.items():
+            is_image = self.features[key]["dtype"] in ("video", "image")
+            flat = rows[name] if is_image else rows[name].reshape(len(rows[name]), -1)
+            columns[key] = channels_last(flat) if is_image and flat.shape[-1] != 3 else flat
         length = len(next(iter(rows.values())))
         extra = length - len(episode)
         action = episode.action.reshape(len(episode), -1).astype(np.float32)
-        flags = {"next.terminated": episode.terminated, "next.truncated": episode.truncated}
         columns["action"] = np.concatenate([action, action[-1:].repeat(extra, 0)])
         columns["next.reward"] = np.pad(episode.reward.astype(np.float32), (0, extra))
         columns["next.done"] = np.arange(length) >= len(episode) - 1
-        columns |= {key: np.pad(flag.astype(bool), (0, extra)) for key, flag in flags.items()}
+        columns["next.terminated"] = np.pad(episode.terminated.astype(bool), (0, extra))
+        columns["next.truncated"] = np.pad(episode.truncated.astype(bool), (0, extra))
         texts = [""] * length if self._text is None else self._text.from_rows(rows[self._text.name])
         return columns, list(texts)
 
     def _table(self, columns: Mapping[str, np.ndarray]) -> pa.Table:
-        pa = _import_pyarrow()
+        pa = import_pyarrow()
         arrays, fields = [], []
         for key, feature in self.features.items():
             if feature["dtype"] == "video":
@@ -442,7 +440,7 @@ def _png(image: np.ndarray) -> bytes:
 
 def _parquet(tables: Sequence[pa.Table]) -> memoryview:
     """Return a parquet file with a row group for each table."""
-    sink = _import_pyarrow().BufferOutputStream()
+    sink = import_pyarrow().BufferOutputStream()
     with import_optional("pyarrow.parquet", "recording").ParquetWriter(sink, tables[0].schema) as writer:
         for table in tables:
             writer.write_table(table)
@@ -451,7 +449,7 @@ def _parquet(tables: Sequence[pa.Table]) -> memoryview:
 
 def _tasks_parquet(tasks: Mapping[str, int]) -> memoryview:
     """Return the table of tasks in the form that pandas writes for LeRobot, with the text as the index."""
-    pa = _import_pyarrow()
+    pa = import_pyarrow()
     column = {"pandas_type": "unicode", "numpy_type": "object", "metadata": None}
     number = {"pandas_type": "int64", "numpy_type": "int64", "metadata": None}
     notes = {
@@ -487,11 +485,3 @@ def _json(content: Any) -> bytes:
 
 def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
-
-
-def _size(stream: Stream) -> int:
-    return int(np.prod(stream.shape, dtype=int))
-
-
-def _import_pyarrow() -> Any:
-    return import_optional("pyarrow", "recording")

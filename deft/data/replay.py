@@ -1,6 +1,8 @@
-"""Uniform batches of vector transitions from a table in memory, for off-policy algorithms.
+"""Random batches of vector transitions, or windows of them, from a table in memory.
 
-Datasets of vector observations load into a `TransitionTable`; `ReplayBuffer` samples from it.
+Datasets of vector observations load into a `TransitionTable`; `ReplayBuffer` samples single transitions from it and
+`EpisodeWindows` consecutive steps, for sequence models such as the Decision Transformer. `deft.data.streaming` has the
+equivalents for datasets on disk.
 """
 
 from __future__ import annotations
@@ -244,3 +246,62 @@ def discounted_returns(table: TransitionTable, gamma: float) -> Tensor:
         rows = ends[:active] - back
         returns[rows] = rewards[rows] + gamma * returns[rows + 1]
     return torch.from_numpy(returns.astype(np.float32))
+
+
+class EpisodeWindows(Sampler):
+    """Samples windows of up to `context_length` steps of a `TransitionTable`, with its own random generator.
+
+    Each transition is the first step of a window with the same probability, so an episode is sampled in proportion to
+    its length. A window ends with its episode; the rest of it is padding, marked in `schema.STEP_MASK`. Returns-to-go
+    sum the rewards to the end of the episode, and timesteps count from its beginning.
+    """
+
+    def __init__(
+        self, table: TransitionTable, context_length: int, seed: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(seed, device)
+        self.table, self.context_length = table, context_length
+        self._rows = table.rows.to(self.device)
+        self._returns = discounted_returns(table, 1.0).to(self.device)
+        self._starts, self._lengths = (torch.from_numpy(part).to(self.device) for part in (table.starts, table.lengths))
+        self._ends = self._lengths.cumsum(0)  # cumulative number of transitions of the episodes
+        self._offsets = torch.arange(context_length, device=self.device)
+        self._rank, self._count = 0, 1
+
+    def __len__(self) -> int:
+        """Return the number of windows: one for each transition."""
+        return len(self.table)
+
+    def shard(self, rank: int, count: int) -> None:
+        """Sample only every `count`-th window, starting at `rank`: the shard of one of several processes."""
+        self._rank, self._count = rank, count
+
+    def sample(self, batch_size: int) -> Batch:
+        """Return windows [batch_size, context_length, …] in the schema's keys."""
+        number = (len(self) - self._rank + self._count - 1) // self._count
+        draws = torch.randint(number, (batch_size,), generator=self.generator, device=self.device)
+        return self.windows(draws * self._count + self._rank)
+
+    def windows(self, transitions: Tensor) -> Batch:
+        """Return the windows that begin at the given transitions, numbered from 0 through all episodes."""
+        episode = torch.searchsorted(self._ends, transitions, right=True)
+        length = self._lengths[episode]
+        step = transitions - (self._ends[episode] - length)
+        timestep = step[:, None] + self._offsets
+        mask = timestep < length[:, None]
+        timestep = torch.minimum(timestep, length[:, None] - 1)  # padding repeats the last step
+        rows = (self._starts[episode][:, None] + timestep).flatten()
+        shape, dim = timestep.shape, self.table.observation_dim
+        steps = self._rows.index_select(0, rows).view(*shape, -1)
+        return {
+            schema.OBSERVATION: steps[..., :dim],
+            schema.ACTION: steps[..., dim:-2],
+            schema.RETURN_TO_GO: self._returns.index_select(0, rows).view(shape),
+            schema.TIMESTEP: timestep,
+            schema.STEP_MASK: mask,
+        }
+
+    def observations(self, block: int = 65_536) -> Iterator[Any]:
+        """Yield the observations at which transitions start, in blocks, for observation normalisation."""
+        for rows in self.table.transition_rows().split(block):
+            yield self.table.observation[rows]

@@ -126,14 +126,10 @@ def _unsupported(kind: str) -> InputError:
 class Stream:
     """One array of an observation, or the action: its position in the space, and the conversion of its values."""
 
-    name: str
-    """Nested names joined with a slash; empty for an observation that is one array."""
-    path: tuple[str | int, ...]
-    """Keys of Dicts and indices of Tuples, from the outside in."""
-    source: spaces.Space
-    """The space of the recorded values."""
-    space: spaces.Space
-    """The space of a row in Deft: floats are float32, integers start at 0, text is uint8, channels come first."""
+    name: str  # nested names joined with a slash; empty for an observation that is one array
+    path: tuple[str | int, ...]  # keys of Dicts and indices of Tuples, from the outside in
+    source: spaces.Space  # of the recorded values
+    space: spaces.Space  # of a row in Deft: float32, integers from 0, text as uint8, channels first
 
     @property
     def shape(self) -> tuple[int, ...]:

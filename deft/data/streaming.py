@@ -1,21 +1,27 @@
-"""Batches of transitions from a dataset on disk, for offline training with images and named streams.
+"""Batches of transitions, or windows of them, from a dataset on disk: with images and named streams.
 
-`ReplayBuffer` is the equivalent for datasets of vectors in memory.
+`deft.data.replay` has the equivalents for datasets of vectors in memory. `make_windows` and `OfflineReplayBuffer`, the
+buffer of the Python API, choose between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 from torch import Tensor
 
 from deft import schema
+from deft.data.datasets import load_dataset
+from deft.data.datasets.d4rl import from_d4rl_arrays
 from deft.data.datasets.dataset import Dataset, Episode
-from deft.data.replay import Sampler
+from deft.data.replay import EpisodeWindows, ReplayBuffer, Sampler
 from deft.data.tensors import Batch
 from deft.errors import InputError
 
@@ -322,3 +328,102 @@ def _discounted(reward: np.ndarray, gamma: float) -> np.ndarray:
     for step in range(len(reward) - 1, -1, -1):
         returns[step] = reward[step] + gamma * returns[step + 1]
     return returns[:-1]
+
+
+class StreamingWindows(EpisodePool):
+    """The same windows for a dataset on disk (images, language), from a pool of episodes in memory."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        context_length: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        super().__init__(dataset, cache_bytes, seed, device=device)
+        self.context_length = context_length
+        self.add_returns(1.0)
+
+    def sample(self, batch_size: int) -> Batch:
+        """Return windows [batch_size, context_length, …] in the schema's keys; named streams as a dict of tensors."""
+        which, steps = self._sample_steps(batch_size, batch_size * self.context_length)
+        episodes = [self._episodes[number] for number in which]
+        lengths = np.array([len(episode) for episode in episodes])[:, None]
+        timestep = steps[:, None] + np.arange(self.context_length)
+        mask = timestep < lengths
+        timestep = np.minimum(timestep, lengths - 1)  # padding repeats the last step
+        windows = list(zip(episodes, timestep, strict=True))
+        streams = {
+            name: self._stack([episode.streams[name][rows] for episode, rows in windows])
+            for name in episodes[0].streams
+        }
+        returns = [self._returns[number][rows] for number, rows in zip(which, timestep, strict=True)]
+        return {
+            schema.OBSERVATION: streams.get("", streams),
+            schema.ACTION: self._stack([episode.action[rows] for episode, rows in windows]),
+            schema.RETURN_TO_GO: self._stack(returns).float(),
+            schema.TIMESTEP: self._stack(list(timestep)),
+            schema.STEP_MASK: self._stack(list(mask)),
+        }
+
+
+def make_windows(
+    dataset: Dataset,
+    context_length: int,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+) -> EpisodeWindows | StreamingWindows:
+    """Return the windows of a dataset: from its table if it has one, otherwise from disk."""
+    if dataset.table is not None:
+        return EpisodeWindows(dataset.table, context_length, seed, device)
+    return StreamingWindows(dataset, context_length, seed, device, cache_bytes)
+
+
+class OfflineReplayBuffer:
+    """Holds one dataset of `obs_dim` observations and `action_dim` actions, and samples transitions from it."""
+
+    def __init__(self, obs_dim: int, action_dim: int, seed: int = 0) -> None:
+        self.obs_dim, self.action_dim, self.seed = obs_dim, action_dim, seed
+        self._dataset: Dataset | None = None
+        self._sampler: ReplayBuffer | StreamingBuffer | None = None
+        self.source: str | Path | None = None
+        """The name or path of the dataset, if it was loaded by one and without options."""
+
+    def load_dataset(self, dataset: Mapping[str, Any] | Dataset | str | Path, **options: Any) -> OfflineReplayBuffer:
+        """Load D4RL's arrays (`env.get_dataset()`), a `Dataset`, or a name or path for `deft.load_dataset`."""
+        if isinstance(dataset, Dataset):
+            found = dataset
+        elif isinstance(dataset, Mapping):
+            found = from_d4rl_arrays(dict(dataset), **options)
+        else:
+            found = load_dataset(dataset, **options)
+        expected = {
+            "obs_dim": (self.obs_dim, found.observation_space),
+            "action_dim": (self.action_dim, found.action_space),
+        }
+        for name, (size, space) in expected.items():
+            if space.shape is not None and math.prod(space.shape) != size:
+                raise InputError(f"{name}: {size} was given; the dataset {found.name} has {math.prod(space.shape)}")
+        self._dataset, self._sampler = found, None
+        self.source = dataset if isinstance(dataset, str | Path) and not options else None
+        return self
+
+    @property
+    def dataset(self) -> Dataset:
+        """The loaded dataset."""
+        if self._dataset is None:
+            raise InputError("the buffer is empty: call load_dataset first")
+        return self._dataset
+
+    def __len__(self) -> int:
+        """Return the number of transitions; 0 before a dataset is loaded."""
+        return 0 if self._dataset is None else len(self._dataset)
+
+    def sample(self, batch_size: int) -> TensorDict:
+        """Return a batch of transitions in the schema's keys, sampled with replacement."""
+        if self._sampler is None:
+            table, seed = self.dataset.table, self.seed
+            self._sampler = StreamingBuffer(self.dataset, seed=seed) if table is None else ReplayBuffer(table, seed)
+        return TensorDict(self._sampler.sample(batch_size), batch_size=[batch_size]).clone()  # samplers reuse memory

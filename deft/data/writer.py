@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -14,10 +14,10 @@ from gymnasium import spaces
 
 from deft import trust
 from deft.data.datasets.dataset import Episode, action_space_of, space_of
+from deft.data.datasets.minari import MinariFiles, dataset_path
 from deft.data.recording import Recording, environment_details
 from deft.data.recording_lerobot import LeRobotFiles
-from deft.data.recording_minari import MinariFiles, dataset_path
-from deft.data.spaces import Stream, action_stream, streams, union
+from deft.data.spaces import Stream, union
 from deft.errors import InputError
 
 INSTRUCTION, STATE = "instruction", "state"
@@ -25,7 +25,34 @@ INSTRUCTION, STATE = "instruction", "state"
 log = logging.getLogger(__name__)
 
 
-class DatasetWriter:
+@dataclass
+class DatasetSpec:
+    """What a `DatasetWriter` writes; each field is a keyword argument of the writer."""
+
+    fps: float | None = None  # steps per second; required for LeRobot
+    observation_space: spaces.Space | None = None  # default: inferred (unbounded floats, uint8 images, texts)
+    action_space: spaces.Space | None = None  # default: [-1, 1], or wider if the actions are; integers require one
+    env: str | gymnasium.Env | None = None  # or its Gymnasium id, `module:Name-v0` if a module registers it
+    metadata: Mapping[str, Any] | None = None  # additional entries of the dataset's metadata, in JSON
+    robot_type: str | None = None  # for LeRobot
+    use_videos: bool = True  # cameras of LeRobot as mp4; if false, as lossless PNG
+
+
+def dataset_files(
+    path: str | Path, format: str, spec: DatasetSpec, details: Mapping[str, Any]
+) -> tuple[Path, MinariFiles | LeRobotFiles]:
+    """Return the folder of a dataset and the files of its format; `details` are entries of its metadata."""
+    if format == "minari":
+        path = dataset_path(path)
+        return path, MinariFiles(path, {**details, **({} if spec.fps is None else {"fps": spec.fps})})
+    if format != "lerobot":
+        raise InputError(f"format is {format!r}; it must be 'minari' or 'lerobot'")
+    if spec.fps is None:
+        raise InputError("fps is missing; LeRobot datasets need the number of steps per second")
+    return Path(path).expanduser(), LeRobotFiles(spec.fps, details, spec.robot_type, spec.use_videos)
+
+
+class DatasetWriter(Recording):
     """Writes episodes of arrays as a dataset for Minari or LeRobot, and for `deft.load_dataset`.
 
     Use it as a context manager. An episode is complete on disk when `add_episode` or `end_episode` returns. If the
@@ -34,60 +61,20 @@ class DatasetWriter:
     Args:
         path: The dataset's folder. The name of a Minari dataset has a version (`pick-v0`); `-v0` is added if not.
         format: `minari` or `lerobot` (v3.0).
-        fps: Steps per second. Required for LeRobot.
-        observation_space: By default inferred from the arrays: unbounded floats, uint8 images, texts.
-        action_space: By default [-1, 1], or wider if the actions are. Required for integer actions.
-        env: The environment of the episodes, or its Gymnasium id (`module:Name-v0` if a module registers it).
-        metadata: Additional entries of the dataset's metadata: values that JSON supports.
         append: Append to the dataset if it exists.
-        robot_type: The name of the robot, for LeRobot.
-        use_videos: Store the cameras of a LeRobot dataset as mp4; if false, as lossless PNG.
+        spec: The fields of `DatasetSpec`: `fps` (required for LeRobot), `observation_space`, `action_space` (required
+            for integer actions), `env`, `metadata`, `robot_type`, `use_videos`.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        format: Literal["minari", "lerobot"] = "minari",
-        *,
-        fps: float | None = None,
-        observation_space: spaces.Space | None = None,
-        action_space: spaces.Space | None = None,
-        env: str | gymnasium.Env | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        append: bool = False,
-        robot_type: str | None = None,
-        use_videos: bool = True,
+        self, path: str | Path, format: Literal["minari", "lerobot"] = "minari", *, append: bool = False, **spec: Any
     ) -> None:
-        details = {**(metadata or {}), **_environment(env)}
-        self._files: MinariFiles | LeRobotFiles
-        if format == "minari":
-            self.path = dataset_path(path)
-            self._files = MinariFiles(self.path, {**details, **({} if fps is None else {"fps": fps})})
-        elif format == "lerobot":
-            if fps is None:
-                raise InputError("fps is missing; LeRobot datasets need the number of steps per second")
-            self.path = Path(path).expanduser()
-            self._files = LeRobotFiles(fps, details, robot_type, use_videos)
-        else:
-            raise InputError(f"format is {format!r}; it must be 'minari' or 'lerobot'")
-        self._given = observation_space, action_space
-        self._spaces: tuple[spaces.Space, spaces.Space] | None = None
-        self._observation: list[Stream] = []
-        self._action: Stream | None = None
+        self._spec = DatasetSpec(**spec)
         self._steps: list[tuple[Any, Any, float, bool, bool]] = []
-        self._recording = Recording(self.path, self._files, append=append)
-        if isinstance(self._files, MinariFiles) and not (observation_space and action_space):
-            self._spaces = self._files.recorded_spaces()
-
-    @property
-    def num_episodes(self) -> int:
-        """The number of episodes in the dataset, including those of earlier recordings."""
-        return self._recording.num_episodes
-
-    @property
-    def num_steps(self) -> int:
-        """The number of actions in the dataset, including those of earlier recordings."""
-        return self._recording.num_steps
+        details = {**(self._spec.metadata or {}), **_environment(self._spec.env)}
+        super().__init__(*dataset_files(path, format, self._spec, details), append=append)
+        has_spaces = self._spec.observation_space and self._spec.action_space
+        self._spaces = None if has_spaces else self._files.recorded_spaces()
 
     def add_episode(
         self,
@@ -137,10 +124,12 @@ class DatasetWriter:
         if truncations is None:
             truncated[-1] = not terminated[-1]
         self._set_spaces(tree, actions)
-        assert self._action is not None
-        rows = {stream.name: _rows(stream, _part(tree, stream.path)) for stream in self._observation}
-        episode = Episode(rows.get("", rows), _rows(self._action, actions), rewards, terminated, truncated)
-        self._recording.add(episode, **{name: _plain(name, value) for name, value in attributes.items()})
+        rows = {stream.name: _rows(stream, _part(tree, stream.path)) for stream in self._files.observation}
+        episode = Episode(rows.get("", rows), _rows(self._files.action, actions), rewards, terminated, truncated)
+        for name, value in attributes.items():
+            if value is not None and not isinstance(value, bool | int | float | str | np.generic):
+                raise InputError(f"{name} is a {type(value).__name__}; an episode stores numbers, texts and booleans")
+        self.add(episode, **attributes)
 
     def add_step(
         self, observation: Any, action: Any, reward: float = 0.0, terminated: bool = False, truncated: bool = False
@@ -172,18 +161,13 @@ class DatasetWriter:
 
     def close(self) -> None:
         """Unlock the folder; raise InputError if there are steps that `end_episode` has not written."""
-        self._recording.close()
+        super().close()
         if self._steps:
             raise InputError(
                 f"{len(self._steps)} steps were added and not written; call end_episode() or discard_episode() first"
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is not None and self._steps:
             log.warning("%s: %d steps of an unfinished episode are not written", self.path, len(self._steps))
             self._steps = []
@@ -191,20 +175,13 @@ class DatasetWriter:
 
     def _set_spaces(self, tree: Any, actions: np.ndarray) -> None:
         """Set the spaces: those given, or those that contain this episode and the earlier ones."""
-        observation_space = self._given[0] or _inferred(tree)
-        action_space = self._given[1] or _action_space(actions)
-        found = observation_space, action_space
-        if self._spaces is not None:
-            before = self._spaces
+        found = self._spec.observation_space or _inferred(tree), self._spec.action_space or _action_space(actions)
+        before = self._spaces
+        if before is not None:
             found = union(before[0], found[0], "observations"), union(before[1], found[1], "actions")
-            if found == before and self._observation:
-                return
-        if isinstance(self._files, MinariFiles) and self._spaces is not None:
-            self._files.set_spaces(*found, widen=True)
-        else:
-            self._recording.set_spaces(*found)
-        self._spaces = found
-        self._observation, self._action = streams(found[0]), action_stream(found[1])
+        if found != before or not self._files.observation:
+            self.set_spaces(*found, widen=before is not None)
+            self._spaces = found
 
 
 def _environment(env: str | gymnasium.Env | None) -> dict[str, str]:
@@ -287,12 +264,6 @@ def _column(values: Any, dtype: type, length: int, name: str) -> np.ndarray:
     if array.shape != (length,):
         raise InputError(f"{name} has shape {array.shape}; it must be {(length,)}")
     return array
-
-
-def _plain(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, bool | int | float | str | np.generic):
-        raise InputError(f"{name} is a {type(value).__name__}; an episode stores numbers, texts and booleans")
-    return value
 
 
 def _copied(observation: Any) -> Any:

@@ -23,10 +23,17 @@ from deft.envs.make import make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
 from deft.errors import InputError
-from deft.evaluation.acting import EXPERT, RANDOM, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, merge_env_kwargs
 from deft.evaluation.plots import draw_bars, drawing
-from deft.evaluation.rollouts import EVALUATION_ENVS, action_selection, play_episodes, summarize
+from deft.evaluation.rollouts import (
+    EVALUATION_ENVS,
+    EXPERT,
+    RANDOM,
+    action_selection,
+    expert_actions,
+    play_episodes,
+    summarize,
+)
 from deft.evaluation.success import (
     EPISODES,
     ONE_SIDE,

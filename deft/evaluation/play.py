@@ -11,9 +11,16 @@ from deft import trust
 from deft.config.settings import PlayConfig
 from deft.envs.make import make_env, wrap
 from deft.envs.wrappers import Captions
-from deft.evaluation.acting import EXPERT, RANDOM, check_expert, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
-from deft.evaluation.rollouts import action_selection, play_episodes, summarize
+from deft.evaluation.rollouts import (
+    EXPERT,
+    RANDOM,
+    action_selection,
+    check_expert,
+    expert_actions,
+    play_episodes,
+    summarize,
+)
 from deft.evaluation.video import write_video
 from deft.models.policy import members_of
 from deft.runs.random_state import seed_everything

@@ -7,7 +7,6 @@ sent by mail and opened without a network. It shows what is in the run folder an
 from __future__ import annotations
 
 import base64
-import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -18,12 +17,12 @@ from typing import Any
 from deft.config.loading import read_mapping
 from deft.config.rl_yaml import CONFIG_FILE, PHASES, phase_of_file
 from deft.errors import InputError, RunError
-from deft.evaluation.plots import METRICS_FILE, metric_curve, read_lines
-from deft.evaluation.svg_charts import bar_chart, line_chart
+from deft.evaluation.plots import METRICS_FILE, bar_chart, line_chart, metric_curve, read_lines
 from deft.evaluation.world_model import EVALUATION_FILE
 from deft.ownership import record
 from deft.runs import checkpoint
 from deft.runs.directory import ELAPSED
+from deft.runs.json_files import read_json
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.json"  # of all phases: world models on another explorer's episodes
@@ -98,7 +97,7 @@ def phase_runs(folder: Path) -> dict[str, Path]:
 
 def page(folder: Path, runs: Mapping[str, Path]) -> str:
     """The whole page."""
-    sections = [_comparison(_read_json(folder / COMPARISON_FILE))]
+    sections = [_comparison(read_json(folder / COMPARISON_FILE) or {})]
     sections += [_phase(phase, run) for phase, run in runs.items()]
     links = "".join(f'<a href="#{phase}">{escape(TITLES[phase][0])}</a>' for phase in runs)
     name = escape(folder.resolve().name)
@@ -121,7 +120,7 @@ def page(folder: Path, runs: Mapping[str, Path]) -> str:
 def _phase(phase: str, run: Path) -> str:
     title, about = TITLES[phase]
     lines = read_lines(run)["update"] if (run / METRICS_FILE).is_file() else []
-    evaluation = _read_json(run / EVALUATION_FILE)
+    evaluation = read_json(run / EVALUATION_FILE) or {}
     main, others = _curves(lines)
     parts = [
         f"<h2>{escape(title)}</h2><p class=lead>{escape(about)}</p>",
@@ -277,14 +276,3 @@ def _cards(facts: Mapping[str, str]) -> str:
 def _grid(charts: Sequence[str]) -> str:
     shown = "".join(chart for chart in charts if chart)
     return f'<div class="charts">{shown}</div>' if shown else ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Content of a JSON file; empty if it does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise InputError(f"{path}: not JSON; delete it, and evaluate the run again") from None
-    return found if isinstance(found, dict) else {}

@@ -21,7 +21,7 @@ from deft.config.settings import OfflineRunConfig, RunConfig
 from deft.config.views import OfflineRLConfig, RLConfig
 from deft.data.datasets import find_dataset, open_dataset
 from deft.data.datasets.dataset import Dataset
-from deft.data.offline_buffer import OfflineReplayBuffer
+from deft.data.streaming import OfflineReplayBuffer
 from deft.envs.make import make_another
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError

@@ -15,18 +15,28 @@ from deft import trust
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import CollectConfig, EnvConfig
 from deft.data.datasets.dataset import Episode
+from deft.data.datasets.minari import MinariFiles
 from deft.data.recording import Recording, environment_details
 from deft.data.recording_lerobot import LeRobotFiles
-from deft.data.recording_minari import MinariFiles, dataset_path
+from deft.data.writer import DatasetSpec, dataset_files
 from deft.envs.layout import Observation, take_rows
 from deft.envs.make import TASK_KWARGS, full_id, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.envs.wrappers import close_env
 from deft.errors import DeftError, InputError
-from deft.evaluation.acting import EXPERT, RANDOM, Actor, PolicyActor, ScriptedActor, check_expert, expert_actions
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
-from deft.evaluation.rollouts import random_actions, summarize
+from deft.evaluation.rollouts import (
+    EXPERT,
+    RANDOM,
+    Actor,
+    PolicyActor,
+    ScriptedActor,
+    check_expert,
+    expert_actions,
+    random_actions,
+    summarize,
+)
 from deft.models.policy import members_of
 from deft.runs.logging import show_progress
 from deft.runs.random_state import seed_everything
@@ -79,13 +89,12 @@ def collect(config: CollectConfig) -> dict[str, Any]:
 def _files(config: CollectConfig, env: gymnasium.Env, env_id: str) -> tuple[Path, MinariFiles | LeRobotFiles]:
     """Where the dataset is written, and in which format."""
     details = {"algorithm_name": config.policy, **environment_details(env.spec, env_id)}
-    if config.format == "minari":
-        path = dataset_path(config.out)
-        return path, MinariFiles(path, details)
-    fps = config.fps or env.metadata.get("render_fps")
-    if fps is None:
-        raise InputError(f"--fps: missing; {env_id} has no render_fps, and LeRobot datasets need it")
-    return Path(config.out).expanduser(), LeRobotFiles(fps, details, use_videos=config.use_videos)
+    fps = None
+    if config.format == "lerobot":
+        fps = config.fps or env.metadata.get("render_fps")
+        if fps is None:
+            raise InputError(f"--fps: missing; {env_id} has no render_fps, and LeRobot datasets need it")
+    return dataset_files(config.out, config.format, DatasetSpec(fps, use_videos=config.use_videos), details)
 
 
 def _minari_id(files: MinariFiles | LeRobotFiles) -> dict[str, str]:

@@ -19,8 +19,7 @@ from deft.algorithms.registry import OFFLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import open_dataset
-from deft.data.datasets.dataset import Dataset, normalized_score
-from deft.data.datasets.views import RenamedDataset
+from deft.data.datasets.dataset import Dataset, RenamedDataset, normalized_score
 from deft.envs.make import check_id, make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.envs.wrappers import rename

@@ -12,8 +12,7 @@ import torch
 
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import OfflineAlgorithm
-from deft.data.datasets.dataset import Dataset
-from deft.data.datasets.views import EpisodeSubset, validation_episodes
+from deft.data.datasets.dataset import Dataset, EpisodeSubset, validation_episodes
 from deft.data.streaming import episode_bytes
 from deft.errors import InputError
 from deft.runs.random_state import separate_random_state

@@ -15,8 +15,7 @@ from deft.algorithms.optimization import gradients_of
 from deft.config.algorithm_settings import DTSettings
 from deft.config.settings import DatasetPolicyConfig, VLAConfig
 from deft.data.datasets.dataset import VectorDataset
-from deft.data.replay import TransitionTable
-from deft.data.windows import EpisodeWindows
+from deft.data.replay import EpisodeWindows, TransitionTable
 from deft.envs.make import wrap
 from deft.errors import InputError
 from deft.evaluation.rollouts import play_episodes

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from recordings import BOX, counting, record, started
 
 from deft.data.datasets import Episode, load_dataset
-from deft.data.recording_minari import minari_id
+from deft.data.datasets.minari import minari_id
 from deft.errors import InputError
 from deft.schema import encode_text
 

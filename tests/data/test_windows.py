@@ -9,8 +9,8 @@ from gymnasium import spaces
 
 from deft import schema
 from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
-from deft.data.replay import TransitionTable
-from deft.data.windows import EpisodeWindows, StreamingWindows, make_windows
+from deft.data.replay import EpisodeWindows, TransitionTable
+from deft.data.streaming import StreamingWindows, make_windows
 
 LENGTHS = (3, 1, 6)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deft.errors import InputError
+from deft.evaluation.plots import bar_chart, line_chart
 from deft.evaluation.report import write_report
-from deft.evaluation.svg_charts import bar_chart, line_chart
 
 
 def points(svg: str, kind: str = "line") -> list[list[tuple[float, float]]]:
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_said(tmp_path):
         write_report(tmp_path)
     (tmp_path / "config.yaml").write_text("phase: student\n")
     (tmp_path / "evaluation.json").write_text("{")
-    with pytest.raises(InputError, match="not JSON"):
+    with pytest.raises(InputError, match="cannot be read as JSON"):
         write_report(tmp_path)
 
 

@@ -18,8 +18,8 @@ from deft.cli import main
 from deft.config.loading import resolve
 from deft.config.settings import CollectConfig
 from deft.data.datasets import load_dataset
+from deft.data.datasets.minari import MinariFiles
 from deft.data.recording import Recording
-from deft.data.recording_minari import MinariFiles
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.schema import decode_text

@@ -13,8 +13,7 @@ from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.wrappers import ActionChunk
 from deft.errors import InputError, RunError
-from deft.evaluation.acting import PolicyActor
-from deft.evaluation.rollouts import play_episodes
+from deft.evaluation.rollouts import PolicyActor, play_episodes
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
 from deft.training.collection import Collector

@@ -13,8 +13,7 @@ from offline_worlds import two_step_dataset
 
 from deft.config.algorithm_settings import SFTSettings
 from deft.config.loading import resolve
-from deft.data.datasets.dataset import Dataset
-from deft.data.datasets.views import EpisodeSubset, validation_episodes
+from deft.data.datasets.dataset import Dataset, EpisodeSubset, validation_episodes
 from deft.errors import InputError
 from deft.runs import checkpoint
 from deft.training.offline import OfflineTrainer

@@ -16,10 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from deft import trust
-from deft.data.datasets.dataset import Dataset, Episode, VectorDataset
+from deft.data.datasets.dataset import Dataset, Episode, RenamedDataset, VectorDataset
 from deft.data.datasets.fetch import d4rl_url, fetch_dataset, shown_progress
 from deft.data.datasets.hdf5 import is_hdf5, open_hdf5
-from deft.data.datasets.views import RenamedDataset
 from deft.errors import DeftError, InputError, one_line
 
 __all__ = [
@@ -88,17 +87,26 @@ def open_dataset(name_or_path: str | Path, options: Mapping[str, Any]) -> Datase
 
 def dataset_folders() -> list[Path]:
     """Return the folders in which a dataset is searched by its name, in order."""
-    own = [Path(folder) for folder in os.environ.get("DEFT_DATASETS", "").split(os.pathsep) if folder]
     home = Path.home()
     minari = Path(os.environ.get("MINARI_DATASETS_PATH") or home / ".minari" / "datasets")
     lerobot = Path(os.environ.get("HF_LEROBOT_HOME") or home / ".cache" / "huggingface" / "lerobot")
-    return [*own, Path("datasets"), home / ".deft" / "datasets", home / ".d4rl" / "datasets", minari, lerobot]
+    return [
+        *_own_folders(),
+        Path("datasets"),
+        home / ".deft" / "datasets",
+        home / ".d4rl" / "datasets",
+        minari,
+        lerobot,
+    ]
 
 
 def download_folder() -> Path:
     """Return the folder for downloads: the first one of DEFT_DATASETS, or `~/.deft/datasets`."""
-    own = next((folder for folder in os.environ.get("DEFT_DATASETS", "").split(os.pathsep) if folder), None)
-    return Path.home() / ".deft" / "datasets" if own is None else Path(own)
+    return [*_own_folders(), Path.home() / ".deft" / "datasets"][0]
+
+
+def _own_folders() -> list[Path]:
+    return [Path(folder) for folder in os.environ.get("DEFT_DATASETS", "").split(os.pathsep) if folder]
 
 
 def find_dataset(name_or_path: str | Path, download: bool = False) -> tuple[Path, str]:

@@ -12,20 +12,15 @@ from typing import Any
 import numpy as np
 
 from deft.data.datasets.dataset import VectorDataset, action_space_of, damaged, known_task, task_of
-from deft.data.datasets.hdf5 import blocks, column, is_hdf5, open_hdf5, read
+from deft.data.datasets.hdf5 import blocks, column, keys_of, open_hdf5, read
 from deft.data.replay import TransitionTable
 from deft.errors import InputError
 
 
 def matches(path: Path) -> bool:
     """Return whether this is an HDF5 file with D4RL's columns."""
-    if not is_hdf5(path):
-        return False
-    try:
-        with open_hdf5(path) as file:
-            return "observations" in file or {"actions", "rewards"} <= set(file)
-    except InputError:
-        return False
+    keys = keys_of(path)
+    return "observations" in keys or {"actions", "rewards"} <= set(keys)
 
 
 def load(path: Path, name: str, max_episode_steps: int | None = None) -> VectorDataset:

@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,29 +110,27 @@ def fetch_dataset(
                 found = _verified(target, address, sha256, is_new=False)
     except OSError as error:
         raise RunError(f"{name} cannot be written to {folder}: {error.strerror or error}") from error
-    return Fetched(**{**asdict(found), "dataset": str(target)})
+    return replace(found, dataset=str(target))
 
 
 def _verified(path: Path, url: str, sha256: str | None, is_new: bool = True) -> Fetched:
     """Return the file's size and SHA-256; a new file that is invalid is deleted."""
     from deft.data.datasets.d4rl import check_layout
 
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    size, found, fate = path.stat().st_size, digest.hexdigest(), "; deleted" if is_new else ""
-    try:
-        if sha256 is not None and found != sha256.lower():
-            raise RunError(f"{url}: its sha256 is {found}, not {sha256.lower()}{fate}")
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    size, fault = path.stat().st_size, ""
+    if sha256 is not None and found != sha256.lower():
+        fault = f": its sha256 is {found}, not {sha256.lower()}"
+    else:
         try:
             check_layout(path)
         except InputError as error:
-            raise RunError(f"{url} is not a complete D4RL file ({size:,} bytes): {error}{fate}") from error
-    except RunError:
-        if is_new:
-            path.unlink()
-        raise
+            fault = f" is not a complete D4RL file ({size:,} bytes): {error}"
+    if fault and is_new:
+        path.unlink()
+    if fault:
+        raise RunError(f"{url}{fault}{'; deleted' if is_new else ''}")
     verified_by = "size and HDF5 layout alone: D4RL publishes no checksum" if sha256 is None else "sha256"
     return Fetched(str(path), url, size, found, verified_by)
 

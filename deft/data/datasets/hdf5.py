@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,17 +34,10 @@ def open_hdf5(path: Path) -> h5py.File:
     return file
 
 
-_checked: dict[Path, tuple[int, ...]] = {}  # files without links to others, and their version when they were checked
-
-
 def _check_links(file: h5py.File, path: Path) -> None:
     """Raise InputError for external links: they would read any file that the author of this one names."""
     import h5py
 
-    status = os.stat(path)
-    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    if _checked.get(path) == version:
-        return
     inside = (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT)
     try:
         outside = file.id.links.visit(lambda name, info: None if info.type in inside else name, info=True)
@@ -54,7 +46,6 @@ def _check_links(file: h5py.File, path: Path) -> None:
     if outside is not None:
         name = outside.decode("utf-8", "replace")
         raise InputError(f"{path}: {name} is a link to another file, which Deft does not follow; copy its content here")
-    _checked[path] = version
 
 
 def is_hdf5(path: Path) -> bool:
@@ -63,6 +54,18 @@ def is_hdf5(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return file.read(8) == b"\x89HDF\r\n\x1a\n"
+
+
+def keys_of(path: Path, group: str = "/") -> list[str]:
+    """Return the keys of a group; none if the file is not a readable HDF5 file with this group."""
+    if not is_hdf5(path):
+        return []
+    try:
+        with open_hdf5(path) as file:
+            found = file.get(group)
+            return list(found) if hasattr(found, "keys") else []
+    except InputError:
+        return []
 
 
 def column(group: Any, key: str, path: Path, where: str = "the top") -> h5py.Dataset:

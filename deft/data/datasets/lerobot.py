@@ -95,7 +95,11 @@ class LeRobotFolder(Dataset):
         self.action_key = next((key for key in ACTIONS if key in features), None)
         if self.action_key is None:
             raise InputError(f"{meta.root}: has no action; its features are: {', '.join(features)}")
-        self.state_keys = [key for key in features if _is_state(key) and _is_numeric(features[key])]
+        self.state_keys = [
+            key
+            for key, feature in features.items()
+            if (key == "state" or key.startswith("observation.")) and feature["dtype"].startswith(NUMBERS)
+        ]
         self.streams = stream_names([*self.state_keys, *camera_keys])
         if terminal_reward is not None and REWARD in features:
             raise InputError(f"{meta.root}: has rewards (next.reward); leave terminal_reward out")
@@ -447,24 +451,25 @@ def choose(
     entries = meta.episodes if episodes is None else [listed[index] for index in dict.fromkeys(episodes)]
 
     video_keys = [key for key in camera_keys if meta.features[key]["dtype"] == "video"]
-    exists = {
-        path: path.is_file() for e in entries for path in (e.data_path, *(e.videos[key].path for key in video_keys))
-    }
-    absent = [key for key in video_keys if not any(exists[entry.videos[key].path] for entry in entries)]
-    found = [key for key in video_keys if key not in absent]
-    complete = [e for e in entries if exists[e.data_path] and all(exists[e.videos[key].path] for key in found)]
-    if not any(exists[entry.data_path] for entry in entries):
+    paths = {entry.index: {key: entry.videos[key].path for key in video_keys} for entry in entries}
+    exists = {path: path.is_file() for videos in paths.values() for path in videos.values()}
+    absent = [key for key in video_keys if not any(exists[videos[key]] for videos in paths.values())]
+    lost: dict[int, Path] = {}  # the first missing file of each incomplete episode
+    for entry in entries:
+        videos = [path for key, path in paths[entry.index].items() if key not in absent and not exists[path]]
+        if missing := videos if entry.data_path.is_file() else [entry.data_path]:
+            lost[entry.index] = missing[0]
+    complete = [entry for entry in entries if entry.index not in lost]
+    if not any(entry.data_path.is_file() for entry in entries):
         raise InputError(f"{meta.root}: none of its tables is on disk; the first is {entries[0].data_path}")
     if not complete:
         raise InputError(f"{meta.root}: no episode has its table and all of its videos on disk; choose other cameras")
-    if not absent and len(complete) == len(entries):
+    if not absent and not lost:
         return list(entries), camera_keys
 
-    faults, lost = [], [entry for entry in entries if entry not in complete]
+    faults = []
     if lost:
-        paths = [lost[0].data_path, *(lost[0].videos[key].path for key in found)]
-        first = next(path for path in paths if not exists[path])
-        faults.append(f"episodes {_ranges([entry.index for entry in lost])} (the first file: {first})")
+        faults.append(f"episodes {_ranges(lost)} (the first file: {next(iter(lost.values()))})")
     if absent:
         faults.append(f"videos of {', '.join(absent)} (the first file: {entries[0].videos[absent[0]].path})")
     what = f"{meta.root}: listed in meta/ but not on disk: {' and '.join(faults)}"
@@ -516,14 +521,6 @@ def _terminated(rows: Columns) -> np.ndarray:
         return np.zeros(len(rows[TIMESTAMP] if TIMESTAMP in rows else next(iter(rows.values()))), bool)
     done = rows[DONE].astype(bool)
     return done & ~rows[TRUNCATED].astype(bool) if TRUNCATED in rows else done
-
-
-def _is_state(key: str) -> bool:
-    return key == "state" or key.startswith("observation.")
-
-
-def _is_numeric(feature: dict[str, Any]) -> bool:
-    return str(feature.get("dtype")).startswith(NUMBERS)
 
 
 def _is_depth(feature: dict[str, Any]) -> bool:

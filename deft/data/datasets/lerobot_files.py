@@ -219,7 +219,7 @@ class DataFiles:
             table = self._tables.get(entry.data_path)
             if table is None:
                 table = self._tables[entry.data_path] = self._read(entry)
-                while len(self._tables) > 1 and sum(map(_num_bytes, self._tables.values())) > self.budget_bytes:
+                while len(self._tables) > 1 and self._num_bytes() > self.budget_bytes:
                     self._tables.popitem(last=False)
             self._tables.move_to_end(entry.data_path)
         rows = slice(None)
@@ -233,6 +233,9 @@ class DataFiles:
             if len(values) != entry.length:
                 raise damaged(entry.data_path, entry.where, key, f"{len(values)} rows; meta/ declares {entry.length}")
         return found
+
+    def _num_bytes(self) -> int:
+        return sum(values.nbytes for table in self._tables.values() for values in table.values())
 
     def _read(self, entry: EpisodeEntry) -> Columns:
         table = read_table(entry.data_path, entry.where, "the table", self.columns)
@@ -283,10 +286,6 @@ def read_table(path: Path, where: str, field: str, columns: Iterable[str] | None
             return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise damaged(path, where, field, f"cannot be read as parquet{_pointer(path)}: {error}") from None
-
-
-def _num_bytes(table: Columns) -> int:
-    return sum(values.nbytes for values in table.values())
 
 
 def _pointer(path: Path) -> str:

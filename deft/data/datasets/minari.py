@@ -1,11 +1,17 @@
 """Reads Minari datasets: HDF5, Arrow and Parquet storage, including what `deft collect` and `DatasetWriter` record.
 
 `load_dataset` calls this. The package minari is only needed to download datasets.
+
+`MinariFiles` writes the layout for `Recording`: a folder for each episode with one Arrow table, and `metadata.json`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +36,31 @@ from deft.data.datasets.dataset import (
     read_json,
 )
 from deft.data.datasets.hdf5 import column, is_hdf5, open_hdf5, read
-from deft.data.spaces import Stream, action_stream, space_from_json, stream_space, streams
+from deft.data.recording import Content, EpisodeFiles, import_pyarrow
+from deft.data.spaces import (
+    Stream,
+    action_stream,
+    recorded_space,
+    space_from_json,
+    space_to_json,
+    stream_space,
+    streams,
+)
 from deft.errors import DeftError, InputError
 from deft.plain_data import whole_number
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow as pa
 
 DATA_FOLDER, METADATA_FILE, EPISODES_FILE = "data", "metadata.json", "main_data.hdf5"
 EPISODE_FILE = "part-0.arrow"  # Minari's name for the table, in a folder for each episode
+_NUMBER: spaces.Space = spaces.Box(-np.inf, np.inf, (), np.float32)
+_FLAG: spaces.Space = spaces.Box(np.array(False), np.array(True), dtype=np.bool_)
+SCALARS = {
+    field: Stream("", (), space, space)
+    for field, space in (("rewards", _NUMBER), ("terminations", _FLAG), ("truncations", _FLAG))
+}
 
 
 def matches(path: Path) -> bool:
@@ -51,9 +73,7 @@ def load(path: Path, name: str) -> Dataset:
     folder = _data_folder(path)
     if folder is None:
         raise InputError(f"{path} is not a Minari dataset: {DATA_FOLDER}/{METADATA_FILE} is missing")
-    metadata = _read_metadata(folder)
-    observation_space, action_space = _spaces(metadata, folder)
-    dataset = MinariDataset(folder, metadata.get("dataset_id") or name, metadata, observation_space, action_space)
+    dataset = MinariDataset(folder, name)
     return VectorDataset.from_dataset(dataset) if dataset.is_vector else dataset
 
 
@@ -74,29 +94,21 @@ def download(dataset_id: str) -> Path:
 class MinariDataset(Dataset):
     """Episodes read from disk on demand."""
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        metadata: dict[str, Any],
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-    ) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
+        metadata = _read_metadata(folder)
+        name = metadata.get("dataset_id") or name
+        observation_space = _space(metadata, folder, "observation_space")
+        action_space = _space(metadata, folder, "action_space")
         try:
             self.streams, self._action = streams(observation_space), action_stream(action_space)
         except InputError as error:
             raise InputError(f"{folder}: {error}") from None
-        self._storage: _HDF5Storage | _ArrowStorage
         storage = metadata.get("data_format", "hdf5")
-        if storage == "hdf5":
-            self._storage = _HDF5Storage(folder)
-        elif storage in ("arrow", "parquet"):
-            self._storage = _ArrowStorage(folder, storage)
-        else:
+        if storage not in ("hdf5", "arrow", "parquet"):
             raise InputError(f"{folder}: has the storage format {storage!r}; Deft reads hdf5, arrow and parquet")
+        self._storage = _HDF5Storage(folder) if storage == "hdf5" else _ArrowStorage(folder, storage)
         try:
-            count = int(metadata["total_episodes"])
-            lengths = np.array([self._storage.length(index) for index in range(count)], np.int64)
+            lengths = [self._storage.length(index) for index in range(int(metadata["total_episodes"]))]
             spec = _env_spec(metadata, folder)
             observation, action = stream_space(self.streams), self._action.space
             references = _reference_returns(metadata)
@@ -104,7 +116,7 @@ class MinariDataset(Dataset):
                 # The recorded environment takes precedence over the dataset's name.
                 task = known_env(spec["id"]) if spec.get("id") else known_task(name)
                 references = None if task is None else (task.random_return, task.expert_return)
-            super().__init__(name, observation, action, lengths, spec.get("id"), references)
+            super().__init__(name, observation, action, np.array(lengths), spec.get("id"), references)
             self.env_kwargs = spec.get("kwargs") or {}
         except BaseException:
             self._storage.close()
@@ -119,9 +131,7 @@ class MinariDataset(Dataset):
         return Episode(
             rows.get("", rows),
             self._rows(index, "actions", self._action, length),
-            self._scalars(index, "rewards", np.float32, length),
-            self._scalars(index, "terminations", np.bool_, length),
-            self._scalars(index, "truncations", np.bool_, length),
+            *(self._rows(index, field, stream, length) for field, stream in SCALARS.items()),
         )
 
     def source_files(self) -> list[Path]:
@@ -140,20 +150,15 @@ class MinariDataset(Dataset):
         self._storage.close()
 
     def _rows(self, index: int, field: str, stream: Stream, count: int) -> np.ndarray:
-        """Return one stream of an episode as rows of the stream's space, checked."""
+        """Return one stream of an episode's field as rows of the stream's space, checked."""
         name, where, file = f"{field}/{stream.name}".rstrip("/"), f"episode_{index}", self._storage.file(index)
         values = self._storage.values(index, field, stream, count)
         try:
-            rows = stream.to_rows(values)
+            with np.errstate(over="ignore"):  # values beyond float32 become infinite, which the check rejects
+                rows = stream.to_rows(values)
         except (TypeError, ValueError) as error:
             raise damaged(file, where, name, str(error)) from None
         return check_array(rows, (count, *stream.shape), file, where, name)
-
-    def _scalars(self, index: int, field: str, dtype: type, count: int) -> np.ndarray:
-        values = np.asarray(self._storage.values(index, field, None, count))
-        with np.errstate(over="ignore"):  # values beyond float32 become infinite, which the check rejects
-            values = values.astype(dtype, copy=False)
-        return check_array(values, (count,), self._storage.file(index), f"episode_{index}", field)
 
 
 # ---------------------------------------------------------------------------------------------------------- metadata
@@ -192,17 +197,17 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     return metadata
 
 
-def _spaces(metadata: dict[str, Any], folder: Path) -> tuple[spaces.Space, spaces.Space]:
-    """Return observation and action space: those in the metadata, or those of the recorded environment."""
-    file, found = folder / METADATA_FILE, []
-    for field in ("observation_space", "action_space"):
-        try:
-            found.append(space_from_json(metadata[field]) if field in metadata else _env_space(metadata, folder, field))
-        except DeftError as error:
-            raise error if field not in metadata else InputError(f"{file}: {field}: {error}") from None
-        except ValueError as error:
-            raise damaged(file, "the top", field, f"is not a space: {error}") from None
-    return found[0], found[1]
+def _space(metadata: dict[str, Any], folder: Path, field: str) -> spaces.Space:
+    """Return a space of the metadata, or of the recorded environment if it is not there."""
+    if field not in metadata:
+        return _env_space(metadata, folder, field)
+    file = folder / METADATA_FILE
+    try:
+        return space_from_json(metadata[field])
+    except InputError as error:
+        raise InputError(f"{file}: {field}: {error}") from None
+    except ValueError as error:
+        raise damaged(file, "the top", field, f"is not a space: {error}") from None
 
 
 def _env_space(metadata: dict[str, Any], folder: Path, field: str) -> spaces.Space:
@@ -273,15 +278,14 @@ class _HDF5Storage:
         """Return the number of transitions of an episode."""
         return len(column(self._group(index), "rewards", self._path, f"episode_{index}"))
 
-    def values(self, index: int, field: str, stream: Stream | None, count: int) -> Any:
-        """Return the recorded values of a field, or of one stream of it."""
+    def values(self, index: int, field: str, stream: Stream, count: int) -> Any:
+        """Return the recorded values of one stream of a field."""
         where = f"episode_{index}"
-        steps = () if stream is None else stream.path
-        key = "/".join([field, *(step if isinstance(step, str) else f"_index_{step}" for step in steps)])
+        key = "/".join([field, *(step if isinstance(step, str) else f"_index_{step}" for step in stream.path)])
         values = read(column(self._group(index), key, self._path, where), self._path, where, key)
-        if stream is not None and isinstance(stream.source, spaces.Text):
+        if isinstance(stream.source, spaces.Text):
             return [text.decode("utf-8") if isinstance(text, bytes) else text for text in values]
-        if stream is not None and _is_jpeg(values.ndim, stream):
+        if _is_jpeg(values.ndim, stream):
             return _decode_images(values, stream, self._path, where, key)
         return values
 
@@ -320,27 +324,24 @@ class _ArrowStorage:
         check_rows(count, sum(part.stat().st_size for part in folder.iterdir()), folder, where, "total_steps")
         return count
 
-    def values(self, index: int, field: str, stream: Stream | None, count: int) -> Any:
-        """Return the first `count` recorded values of a field, or of one stream of it."""
+    def values(self, index: int, field: str, stream: Stream, count: int) -> Any:
+        """Return the first `count` recorded values of one stream of a field."""
         where, path = f"episode_{index}", self.file(index)
         try:
             array = self._table(index)[field].combine_chunks()
-            for step in () if stream is None else stream.path:
+            for step in stream.path:
                 array = array.field(str(step))
             array = array[:count]  # actions and rewards are padded by one row
-            if stream is not None and isinstance(stream.source, spaces.Text):
+            if isinstance(stream.source, spaces.Text):
                 return array.to_pylist()
-            if stream is None or isinstance(stream.source, spaces.Discrete):
-                return array.to_numpy(zero_copy_only=False)
             if _is_jpeg(1 if str(array.type).endswith("binary") else 1 + len(stream.shape), stream):
                 return _decode_images([value.as_py() for value in array], stream, path, where, field)
-            flat = array.flatten().to_numpy(zero_copy_only=False)
+            flat = (array.flatten() if array.type.num_fields else array).to_numpy(zero_copy_only=False)
             return np.require(flat.reshape(len(array), *(stream.source.shape or ())), requirements="W")
         except (KeyError, ValueError, TypeError, AttributeError, MemoryError, OSError) as error:
             if isinstance(error, DeftError):
                 raise
-            name = field if stream is None or not stream.name else f"{field}/{stream.name}"
-            raise damaged(path, where, name, f"cannot be read: {error}") from None
+            raise damaged(path, where, f"{field}/{stream.name}".rstrip("/"), f"cannot be read: {error}") from None
 
     def close(self) -> None:
         """Release the table in memory."""
@@ -379,3 +380,173 @@ def _decode_images(files: Any, stream: Stream, path: Path, where: str, field: st
         except ValueError as error:
             raise damaged(path, where, field, f"row {row} {error}") from None
     return np.stack(images)
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+LAYOUT_VERSION = "0.5.4"  # the version of Minari that defines this layout
+FIRST_VERSION = "-v0"  # added to names without a version
+COMPRESSION = "zstd"  # lossless
+
+_NAME = re.compile(r"[-\w]+")
+
+
+class MinariFiles(EpisodeFiles):
+    """The files of a Minari dataset; `details` are additional entries of its metadata."""
+
+    needs_final_observation = True
+
+    def __init__(self, path: Path, details: Mapping[str, Any] | None = None) -> None:
+        import_pyarrow()
+        self.dataset_id, self.datasets_path = minari_id(path)
+        self.metadata: dict[str, Any] = {
+            "total_episodes": 0,
+            "total_steps": 0,
+            "data_format": "arrow",
+            "jpeg_encoding": False,
+            "dataset_id": self.dataset_id,
+            "minari_version": LAYOUT_VERSION,
+            "dataset_size": 0.0,  # in MB, as Minari computes it
+        }
+        if taken := sorted(self.metadata.keys() & (details or {}).keys()):
+            raise InputError(f"metadata: {taken[0]} is an entry that Minari defines; choose another name")
+        self.metadata |= details or {}
+        self._next = self.metadata
+
+    @property
+    def num_episodes(self) -> int:
+        """The number of episodes on disk."""
+        return self.metadata["total_episodes"]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of transitions on disk."""
+        return self.metadata["total_steps"]
+
+    def is_dataset(self, folder: Path) -> bool:
+        """Return whether the folder has Minari's metadata."""
+        return (folder / DATA_FOLDER / METADATA_FILE).is_file()
+
+    def open(self, folder: Path) -> Iterator[dict[str, Content]]:
+        """Read the metadata; no files need to be written."""
+        file = folder / DATA_FOLDER / METADATA_FILE
+        metadata = read_json(file)
+        needed = ("total_episodes", "total_steps", "data_format", "observation_space", "action_space")
+        if missing := [name for name in needed if name not in metadata]:
+            raise InputError(f"{file}: {missing[0]} is missing; record into another dataset")
+        if metadata["data_format"] != "arrow" or metadata.get("jpeg_encoding") is not False:
+            stored = f"data_format {metadata['data_format']}, jpeg_encoding {metadata.get('jpeg_encoding')}"
+            raise InputError(f"{folder}: has {stored}, to which Deft cannot append; record into another dataset")
+        self.metadata = {"dataset_size": 0.0, **metadata}
+        return iter(())
+
+    def recorded_spaces(self) -> tuple[spaces.Space, spaces.Space] | None:
+        """Return the spaces of the episodes on disk; None if there are none."""
+        if not self.num_episodes:
+            return None
+        return space_from_json(self.metadata["observation_space"]), space_from_json(self.metadata["action_space"])
+
+    def set_spaces(self, observation_space: spaces.Space, action_space: spaces.Space, widen: bool = False) -> None:
+        """Set the spaces of the episodes; without `widen` they must be those of the episodes on disk."""
+        self.observation, self.action = streams(observation_space), action_stream(action_space)
+        given = {
+            "observation_space": space_to_json(recorded_space(observation_space)),
+            "action_space": space_to_json(recorded_space(action_space)),
+        }
+        for name, space in given.items():
+            if self.num_episodes and not widen and self.metadata[name] != space:
+                raise InputError(f"its episodes have another {name}; record into another dataset")
+        self.metadata = {**self.metadata, **given}
+
+    def encode(self, episode: Episode, attributes: Mapping[str, Any]) -> dict[str, Content]:
+        """Return the files of the next episode: its table and metadata, and the dataset's metadata."""
+        index, length = self.num_episodes, len(episode)
+        own = {"id": index, "total_steps": length, **attributes}
+        files: dict[str, Content] = {
+            f"{DATA_FOLDER}/{index}/{EPISODE_FILE}": self._table(episode),
+            f"{DATA_FOLDER}/{index}/{METADATA_FILE}": json.dumps(own).encode(),
+        }
+        size = sum(len(content) for content in files.values()) / 1e6
+        self._next = {
+            **self.metadata,
+            "total_episodes": index + 1,
+            "total_steps": self.num_steps + length,
+            "dataset_size": round(self.metadata["dataset_size"] + size, 1),
+        }
+        return {**files, f"{DATA_FOLDER}/{METADATA_FILE}": json.dumps(self._next).encode()}
+
+    def advance(self) -> None:
+        """Count the episode that was encoded last."""
+        self.metadata = self._next
+
+    def _table(self, episode: Episode) -> memoryview:
+        """Return an Arrow file with one record batch of T + 1 rows; columns of T rows are padded, as in Minari."""
+        pa, rows = import_pyarrow(), episode.streams
+        tree: dict[str, Any] = {}
+        for part in self.observation:
+            *above, name = ("", *map(str, part.path))
+            node = tree
+            for step in above:
+                node = node.setdefault(step, {})
+            node[name] = _column(part.from_rows(rows[part.name]), part.source)
+        columns = {
+            "observations": _nested(tree[""]),
+            "actions": _column(self.action.from_rows(episode.action), self.action.source, pad=1),
+            "rewards": _column(episode.reward, None, pad=1),
+            "terminations": _column(episode.terminated, None, pad=1),
+            "truncations": _column(episode.truncated, None, pad=1),
+        }
+        batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=COMPRESSION)) as writer:
+            writer.write_batch(batch)
+        return memoryview(sink.getvalue())
+
+
+def _nested(node: Any) -> pa.Array:
+    """Return a tree of columns as one column, with Minari's names for the parts of Dict and Tuple spaces."""
+    if not isinstance(node, dict):
+        return node
+    return import_pyarrow().StructArray.from_arrays([_nested(part) for part in node.values()], names=list(node))
+
+
+def _column(values: np.ndarray | list[str], space: spaces.Space | None, pad: int = 0) -> pa.Array:
+    """Return values of a space as a column: texts, numbers (of a Discrete space or none), or flattened arrays."""
+    pa = import_pyarrow()
+    if isinstance(values, list):
+        return pa.array([*values, *[None] * pad], pa.string())
+    values = np.concatenate([values, np.zeros((pad, *values.shape[1:]), values.dtype)]) if pad else values
+    if space is None or isinstance(space, spaces.Discrete):
+        return pa.array(values)
+    flat = np.ascontiguousarray(values).reshape(len(values), -1)
+    return pa.FixedSizeListArray.from_arrays(flat.reshape(-1), flat.shape[1])
+
+
+def dataset_path(path: str | Path) -> Path:
+    """Return the folder of a dataset: the given path, with a version if it has none."""
+    found = Path(path).expanduser()
+    if _NAME.fullmatch(found.name) and not re.search(r"-v\d*$", found.name):
+        return found.with_name(f"{found.name}{FIRST_VERSION}")
+    return found
+
+
+def minari_id(path: Path) -> tuple[str, Path]:
+    """Return the Minari id of the dataset at `path`, and the folder (MINARI_DATASETS_PATH) that contains it.
+
+    The folder is Minari's default if the path is below it, else `datasets` or the current folder, else the parent.
+    """
+    absolute = Path(os.path.abspath(path))
+    if not re.fullmatch(r"[-\w]+-v\d+", absolute.name):
+        stem = re.sub(r"[^-\w]+", "-", re.sub(r"-v\d*$", "", absolute.name)).strip("-") or "recording"
+        raise InputError(
+            f"--out {path}: the name of a Minari dataset has letters, digits, - and _, and ends with a version: "
+            f"write {path.parent / stem}-v0"
+        )
+    minari = os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets"
+    for root in (Path(os.path.abspath(minari)), Path.cwd() / "datasets", Path.cwd()):
+        if absolute.is_relative_to(root):
+            parts = absolute.relative_to(root).parts
+            if all(_NAME.fullmatch(part) for part in parts) and (len(parts) == 1 or len("/".join(parts[:-1])) > 1):
+                return "/".join(parts), root
+    return absolute.name, absolute.parent

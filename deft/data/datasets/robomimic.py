@@ -23,7 +23,7 @@ from deft.data.datasets.dataset import (
     json_object,
     truncated_at_end,
 )
-from deft.data.datasets.hdf5 import column, is_hdf5, open_hdf5, read
+from deft.data.datasets.hdf5 import column, keys_of, open_hdf5, read
 from deft.errors import InputError
 from deft.schema import channels_first
 
@@ -34,13 +34,7 @@ LOW_DIM_KEYS = (*ROBOT_KEYS, "object")  # robomimic's default
 
 def matches(path: Path) -> bool:
     """Return whether this is an HDF5 file with demonstrations under `data`."""
-    if not is_hdf5(path):
-        return False
-    try:
-        with open_hdf5(path) as file:
-            return "data" in file and hasattr(file["data"], "keys") and any(k.startswith("demo") for k in file["data"])
-    except InputError:
-        return False
+    return any(key.startswith("demo") for key in keys_of(path, "data"))
 
 
 def load(
@@ -93,7 +87,8 @@ class RobomimicDataset(Dataset):
         """Return one demonstration, read from the file."""
         demo, length = self.names[index], int(self.lengths[index])
         count = len(self._group(demo)["actions"])
-        streams = {key: self._images(demo, key, count) for key in self.image_keys}
+        images = {key: channels_first(self._observed(demo, key, count)) for key in self.image_keys}
+        streams = {key: np.ascontiguousarray(frames) for key, frames in images.items()}
         if self.vector_keys:
             streams[STATE] = np.concatenate([self._observed(demo, key, count) for key in self.vector_keys], 1)
         streams = {key: values[: length + 1] for key, values in streams.items()}
@@ -173,9 +168,6 @@ class RobomimicDataset(Dataset):
         has_next = "next_obs" in self._group(demo)
         rows[-1] = self._column(demo, f"next_obs/{key}", count, shape)[-1] if has_next else seen[-1]
         return rows
-
-    def _images(self, demo: str, key: str, count: int) -> np.ndarray:
-        return np.ascontiguousarray(channels_first(self._observed(demo, key, count)))
 
     def _column(self, demo: str, field: str, count: int, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array of a demonstration, checked; floats as float32."""

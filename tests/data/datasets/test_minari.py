@@ -17,9 +17,8 @@ from minari.dataset.minari_storage import MinariStorage
 from PIL import Image
 
 from deft.data.datasets import Episode, load_dataset
-from deft.data.datasets.minari import matches
+from deft.data.datasets.minari import MinariFiles, matches
 from deft.data.recording import Recording
-from deft.data.recording_minari import MinariFiles
 from deft.errors import InputError
 from deft.schema import decode_text
 
