@@ -82,8 +82,8 @@ def test_chunks_of_episodes_that_end_at_different_times():
     assert last["state"].shape[:2] == (1, 1)  # one step is left
     assert "step_mask" not in last
     assert batch.chunk(6, 2) is None
-    places, times = batch.all_steps()
-    assert sorted(zip(places.tolist(), times.tolist(), strict=True)) == [
+    rows, times = batch.all_steps()
+    assert sorted(zip(rows.tolist(), times.tolist(), strict=True)) == [
         (r, t) for r in range(3) for t in range((5, 3, 2)[r])
     ]
 
@@ -133,7 +133,7 @@ def test_a_refilled_buffer_draws_as_the_first_did():
          "does not fit into a buffer of wrist, state, action, codes"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(change, message):
+def test_episodes_that_do_not_fit_raise_an_error(change, message):
     buffer = EpisodeBuffer(2, 4)
     buffer.add(episode(4))
     with pytest.raises(InputError, match=message):

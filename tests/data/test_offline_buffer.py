@@ -1,4 +1,4 @@
-"""`OfflineReplayBuffer`: what it takes, what it gives back, and what it refuses."""
+"""`OfflineReplayBuffer`: what it loads, what it samples, and its errors."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_files_and_datasets_are_taken_too(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_refused_in_one_line(sizes: tuple[int, int], changes: Any, named: str) -> None:
     buffer = OfflineReplayBuffer(*sizes)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as error:
         buffer.load_dataset(arrays(**changes))
-    assert named in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
     assert len(buffer) == 0
 
 

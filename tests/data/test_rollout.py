@@ -59,14 +59,14 @@ def test_full_rollout_refuses_more():
 
 
 @pytest.mark.parametrize("buffer", [RolloutBuffer(2), VLABuffer(2)])
-def test_scalars_with_a_trailing_dimension_are_refused(buffer):
+def test_scalars_with_a_trailing_dimension_raise_an_error(buffer):
     bad = transition(0)
     bad[schema.LOG_PROB] = torch.zeros(2, 1)
     with pytest.raises(InputError, match="per-step scalar"):
         buffer.add(bad)
 
 
-def test_changed_keys_and_shapes_are_refused():
+def test_changed_keys_and_shapes_raise_an_error():
     buffer = RolloutBuffer(3)
     buffer.add(transition(0))
     with pytest.raises(InputError, match=r"missing \['sample_log_prob'\]"):

@@ -16,7 +16,7 @@ from deft.errors import InputError
 
 
 class Counted(Dataset):
-    """Named streams in which every value tells episode and step; counts the episodes that were read."""
+    """Named streams in which every value identifies episode and step; counts the episodes that were read."""
 
     def __init__(self, lengths: list[int]) -> None:
         streams = {
@@ -172,7 +172,7 @@ def test_the_seed_decides() -> None:
     assert not torch.equal(batches[0], batches[2])
 
 
-def test_a_cache_smaller_than_an_episode_is_refused() -> None:
+def test_a_cache_smaller_than_an_episode_raises_an_error() -> None:
     # 9 rows of 3·2·2 pixels and 2 floats, 8 actions, rewards and pairs of flags: 9 · 20 + 8 · 10 = 260.
     with pytest.raises(
         InputError, match=r"cache_gb: .* is too small: the longest episode of counted alone needs 2\.42e-07"

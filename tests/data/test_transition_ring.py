@@ -248,7 +248,7 @@ def test_memory_is_taken_for_the_steps_that_come(image, n_step):
     assert content(again) == content(ring)
 
 
-def test_a_buffer_beyond_the_machine_is_refused():
+def test_a_buffer_larger_than_memory_raises_an_error():
     with pytest.raises(InputError, match=r"buffer_size: .* use a smaller buffer_size"):
         TransitionRing(10**13).write(row((0, 0, False, False)))
     with pytest.raises(InputError, match="smaller than the 2 environments"):

@@ -1,4 +1,4 @@
-"""`deft compare` of runs: the same episodes for all, intervals, a picture, and what it refuses."""
+"""`deft compare` of runs: the same episodes for all, intervals, an image, and errors."""
 
 import json
 import statistics
@@ -52,7 +52,7 @@ def test_worlds_without_splits_and_success_are_compared_by_reward(
     assert capsys.readouterr().out.split()[:2] == ["mean", "reward"]
 
 
-def test_other_episodes_are_refused() -> None:
+def test_other_episodes_raise_an_error() -> None:
     played = {
         name: [[Episode(0, 0.0, 1, True, {}, labels={"task": task, "instruction": f"{task} it"})]]
         for name, task in (("a", "pick"), ("b", "push"))
@@ -61,7 +61,7 @@ def test_other_episodes_are_refused() -> None:
         compare._check_same_episodes(played, "b")
 
 
-def test_other_scenes_are_refused() -> None:
+def test_other_scenes_raise_an_error() -> None:
     def contender(**kwargs: object) -> compare._Contender:
         return compare._Contender("run", EnvConfig(id="tabletop", kwargs=dict(kwargs)), 1)
 

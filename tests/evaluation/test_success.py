@@ -53,7 +53,7 @@ def test_differences_of_single_runs_are_paired_by_episode() -> None:
     found = difference([[False, True, False, False]], [[True, True, False, True]])
     assert (found["difference"], found["difference_over"]) == (0.5, "episodes")
     assert found["difference_interval"] == pytest.approx([-0.1657, 0.8323], abs=1e-3)
-    # 100 episodes with the same rates: agreement tells more, ± 1.96 √(changed + 1) / 102.
+    # 100 episodes with the same rates: agreement is more informative, ± 1.96 √(changed + 1) / 102.
     assert paired_difference([True, False] * 50, [True, False] * 50) == pytest.approx((-0.0192, 0.0192), abs=1e-4)
     assert paired_difference([True, False] * 50, [False, True] * 50) == pytest.approx((-0.1931, 0.1931), abs=1e-4)
     # Returns: differences 1 and 3, mean 2, s = √2; t = 12.706 for one degree of freedom: ± 12.706 · √2 / √2

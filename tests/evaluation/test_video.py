@@ -40,7 +40,7 @@ def test_video_reads_back_as_written(tmp_path: Path, height: int, width: int) ->
         max(error.mean(), error[:, -1].mean(), error[:, :, -1].mean()) < 4
     )  # of 255: the loss of 4:2:0 and of the codec; one frame off would be 10 / 3 in blue alone
     neighbour = np.abs(read[1:, ..., 2] - expected[:-1, ..., 2]).mean(axis=(1, 2))
-    assert neighbour.min() > 5  # and the frames are in their places
+    assert neighbour.min() > 5  # and the frames are in order
     assert [item.name for item in path.parent.iterdir()] == ["episode.mp4"]
 
 

@@ -21,7 +21,7 @@ from deft.errors import InputError
 def columns(
     num_rows: int = 8, terminals: tuple[int, ...] = (), timeouts: tuple[int, ...] = ()
 ) -> dict[str, np.ndarray]:
-    """Row t sees (t, 10 t), does 0.1 t and gets reward t, so that every value tells its row."""
+    """Row t sees (t, 10 t), does 0.1 t and gets reward t, so that every value identifies its row."""
     rows = np.arange(num_rows, dtype=np.float32)
     flags = {"terminals": np.zeros(num_rows, bool), "timeouts": np.zeros(num_rows, bool)}
     flags["terminals"][list(terminals)] = True
@@ -118,8 +118,8 @@ def test_blocks_do_not_change_what_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("name", "lengths", "returns"),
     [
-        # The flags of these files, by eye: terminals at 469 and 910; timeouts at 999 and 1999; at 299 and 599 (and no
-        # next_observations, so one transition less each).
+        # The flags of these files, read by hand: terminals at 469 and 910; timeouts at 999 and 1999; at 299 and 599
+        # (and no next_observations, so one transition less each).
         ("hopper_medium-v2", [470, 441], [1465.18, 1412.73]),
         ("halfcheetah_medium-v2", [1000, 1000], [4669.48, 4880.02]),
         ("walker2d_medium-v2", [1000, 1000], [3499.50, 3663.08]),
@@ -213,7 +213,7 @@ def test_a_chunk_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         load_dataset(tmp_path / "bad.hdf5")
 
 
-def test_arrays_that_lack_a_column_are_refused() -> None:
+def test_arrays_that_lack_a_column_raise_an_error() -> None:
     with pytest.raises(InputError, match="lacks rewards, terminals; it has: observations, actions"):
         from_d4rl_arrays({"observations": np.zeros((3, 2)), "actions": np.zeros((3, 1))})
 
@@ -252,13 +252,13 @@ def test_loading_takes_less_than_one_and_a_half_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "values", "told"),
+    ("column", "values", "message"),
     [
         ("rewards", np.full(4, 1e300), "row 0 .*field rewards: is not a finite 32-bit number"),
         ("rewards", np.array([b"a", b"b", b"c", b"d"]), "field rewards: has the type .*; it needs numbers"),
     ],
 )
-def test_what_is_no_number_of_32_bits_is_refused(column, values, told):
+def test_values_beyond_32_bits_raise_an_error(column, values, message):
     columns = {
         "observations": np.zeros((4, 2)),
         "actions": np.zeros((4, 1)),
@@ -266,5 +266,5 @@ def test_what_is_no_number_of_32_bits_is_refused(column, values, told):
         "terminals": np.array([0, 0, 0, 1], bool),
         "timeouts": np.zeros(4, bool),
     }
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         from_d4rl_arrays({**columns, column: values})

@@ -93,7 +93,7 @@ def test_fingerprints_begin_with_a_checksum_of_lengths_and_outer_episodes() -> N
 
 
 def test_all_files_are_in_the_fingerprint(tmp_path) -> None:
-    """One episode among many that was recorded anew, and one large file that was changed in some places."""
+    """One episode among many that was recorded anew, and one large file that was changed at some offsets."""
     files = [tmp_path / f"{number}.bin" for number in range(20)]
     for number, file in enumerate(files):
         file.write_bytes(bytes([number]) * 1000)

@@ -409,7 +409,7 @@ def test_a_video_that_is_none_is_named_with_its_episode(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_frames_of_another_size_are_refused(tmp_path):
+def test_frames_of_another_size_raise_an_error(tmp_path):
     root = write_folder(tmp_path / "small")
     write_video(root / "videos/chunk-001/observation.images.top/episode_000001.mp4", range(12, 21), height=16)
     for size in (None, 8):  # 8: they would be scaled to it, whatever their shape
@@ -421,7 +421,7 @@ def test_frames_of_another_size_are_refused(tmp_path):
         load_dataset(root, image_size=64)
 
 
-def test_an_episode_that_begins_between_two_frames_is_refused(tmp_path):
+def test_an_episode_that_begins_between_two_frames_raises_an_error(tmp_path):
     root = write_folder(tmp_path / "small", "v3.0")
     path = root / "meta/episodes/chunk-000/file-000.parquet"
     columns = parquet.read_table(path).to_pydict()
@@ -700,7 +700,7 @@ def test_three_versions_of_the_real_data_give_the_same_items(tmp_path):
     assert [folder.meta.version for folder in folders] == ["v2.0", "v2.1", "v3.0"]
     deltas = {CAMERA: [-0.15, -0.1, -0.05, 0], "action": [0, 0.05, 0.1], "observation.state": [-0.05, 0]}
     windows = [folder.windows(deltas) for folder in folders]
-    # both ends of each episode, and places in the first and the second group of frames of each video
+    # both ends of each episode, and positions in the first and the second group of frames of each video
     indices = [0, 2, 200, 414, 415, 416, 417, 600, 700, 885, 886, 1000, 1200, 1355]
     batches = [window.batch(indices) for window in windows]
     for batch in batches[1:]:

@@ -1,4 +1,4 @@
-"""The front: where datasets are found by name, how formats are told apart, and what is said when they are not."""
+"""`load_dataset`: where datasets are found by name, how formats are recognised, and the errors if they are not."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_folder_of_datasets_names_them(own_folders: Path) -> None:
         load_dataset(own_folders / "several")
 
 
-def test_what_is_no_dataset_is_refused(own_folders: Path) -> None:
+def test_paths_that_are_no_dataset_raise_an_error(own_folders: Path) -> None:
     (own_folders / "folder").mkdir()
     (own_folders / "text.txt").write_text("no data")
     np.savez(own_folders / "weights.npz", layer=np.zeros(3))

@@ -57,7 +57,7 @@ def test_low_dim_keys_are_concatenated_in_robomimics_default_order() -> None:
             assert np.array_equal(episode.observation[:-1], seen)
             assert np.array_equal(episode.observation[1:], after)
             assert np.array_equal(episode.action, group["actions"][:].astype(np.float32))
-            # The demonstrator goes on for some steps after the success: each of them is done, with reward 1.
+            # The demonstrator continues for some steps after the success: each of them is done, with reward 1.
             assert np.array_equal(episode.terminated, group["dones"][:] > 0)
             assert episode.terminated.sum() == episode.reward.sum() == 5
             assert not episode.truncated.any()
