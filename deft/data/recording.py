@@ -264,19 +264,19 @@ class Recording:
 
     def _check(self, episode: Episode, where: str) -> None:
         """Raise RunError for an episode that would damage the dataset."""
-        length, rows = len(episode), episode.streams
-        least = length + self._files.needs_final_observation
-        fields = [(stream.name or "observation", rows[stream.name], stream) for stream in self._files.observation]
-        counts = {len(values) for _, values, _ in fields} or {length + 1}
-        count = length + 1 if counts != {least} else least
-        shapes = [(name, values, (count, *stream.shape)) for name, values, stream in fields]
-        for name, values, shape in [*shapes, ("action", episode.action, (length, *self._files.action.shape))]:
+        length, rows, streams = len(episode), episode.streams, self._files.observation
+        counts = {len(rows[stream.name]) for stream in streams}
+        count = length if counts == {length} and not self._files.needs_final_observation else length + 1
+        fields = [(stream.name or "observation", rows[stream.name], (count, *stream.shape)) for stream in streams]
+        fields += [
+            ("action", episode.action, (length, *self._files.action.shape)),
+            ("reward", episode.reward, (length,)),
+        ]
+        for name, values, shape in fields:
             if values.shape != shape:
                 raise RunError(f"{where}: {name} has shape {values.shape}, not {shape}")
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 raise RunError(f"{where}: {name} is not finite; the episode was not recorded")
-        if not np.isfinite(episode.reward).all():
-            raise RunError(f"{where}: reward is not finite; the episode was not recorded")
 
 
 def environment_details(spec: EnvSpec | None, env_id: str) -> dict[str, str]:

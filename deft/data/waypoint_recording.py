@@ -20,7 +20,7 @@ from deft import schema
 from deft.errors import InputError, RunError
 
 WAYPOINTS, EPISODE, ABOUT = "waypoints", "episode", "about"
-_SHAPES = {schema.CAMERA: 4, schema.MOTION: 2, WAYPOINTS: 3, EPISODE: 1}
+_SHAPES = {schema.CAMERA: 4, schema.MOTION: 2, WAYPOINTS: 3, EPISODE: 1}  # dimensions of each array
 
 
 @dataclass
@@ -43,14 +43,8 @@ class WaypointRecording:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(unfinished, "wb") as file:
-                arrays: dict[str, Any] = {
-                    schema.CAMERA: self.camera,
-                    schema.MOTION: self.motion,
-                    WAYPOINTS: self.waypoints,
-                    EPISODE: self.episode,
-                    ABOUT: np.array(json.dumps(self.about)),
-                }
-                np.savez_compressed(file, **arrays)
+                arrays: dict[str, Any] = {name: getattr(self, name) for name in _SHAPES}
+                np.savez_compressed(file, **arrays, about=np.array(json.dumps(self.about)))
             unfinished.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -76,4 +70,4 @@ class WaypointRecording:
         for name, dims in _SHAPES.items():
             if found[name].ndim != dims or len(found[name]) != count or not count:
                 raise InputError(f"dataset: {path}: {name} has shape {found[name].shape}, for {count} decisions")
-        return cls(found[schema.CAMERA], found[schema.MOTION], found[WAYPOINTS], found[EPISODE], about)
+        return cls(**{name: found[name] for name in _SHAPES}, about=about)

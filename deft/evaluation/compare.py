@@ -199,12 +199,9 @@ def _warn_of_equal_seeds(contenders: dict[str, list[_Contender]]) -> None:
         for member in members:
             seed, run = member.about.get("training_seed"), member.about["run"]
             if seed is not None and seed in seeds:
+                pair = f"{label}: {seeds[seed]} and {run}"
                 log.warning(
-                    "%s: %s and %s were both trained with seed %d: an interval over seeds takes independent runs",
-                    label,
-                    seeds[seed],
-                    run,
-                    seed,
+                    "%s were both trained with seed %d: an interval over seeds takes independent runs", pair, seed
                 )
             seeds[seed] = run
 

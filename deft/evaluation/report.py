@@ -152,16 +152,11 @@ def _facts(phase: str, run: Path, evaluation: Mapping[str, Any]) -> dict[str, st
         ("wm_acc", "codes predicted", 100.0, " %"),
         ("copy_acc", "by copying", 100.0, " %"),
         ("psnr", "PSNR", 1.0, " dB"),
-        ("copy_psnr", "by copying", 1.0, " dB"),
+        ("copy_psnr", "by copying (PSNR)", 1.0, " dB"),
         ("cross_entropy", "cross-entropy", 1.0, " nats"),
     ):
-        value = evaluation.get(name)
-        if value is not None:
-            shown = f"{scale * value:.3g}{unit}"
-            if label in facts:
-                facts[f"{label} (PSNR)"] = shown
-            else:
-                facts[label] = shown
+        if evaluation.get(name) is not None:
+            facts[label] = f"{scale * evaluation[name]:.3g}{unit}"
     return facts
 
 

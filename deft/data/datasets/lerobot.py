@@ -143,7 +143,9 @@ class LeRobotFolder(Dataset):
         dim = int(np.prod(self.meta.features[self.action_key]["shape"]))
         found = read_range(self.meta, self.action_key)
         if found is None or found[0].shape != (dim,) or not np.isfinite(found).all():
-            found = self._computed_range(self.action_key, dim)
+            tables = self._tables([self.action_key])
+            rows = [tables.rows(entry)[self.action_key].reshape(-1, dim) for entry in self.entries]
+            found = np.min([part.min(0) for part in rows], 0), np.max([part.max(0) for part in rows], 0)
             log.info("%s: meta/ has no range of %s; it is computed from the tables", self.meta.root, self.action_key)
         low, high = found
         is_constant = high - low < 1e-6
@@ -154,13 +156,6 @@ class LeRobotFolder(Dataset):
             np.nextafter(high.astype(np.float32), np.float32(np.inf)),
             dtype=np.float32,
         )
-
-    def _computed_range(self, key: str, dim: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the smallest and largest values of a column in the selected episodes."""
-        tables = self._tables([key])
-        columns = (tables.rows(entry)[key].reshape(-1, dim) for entry in self.entries)
-        bounds = [(rows.min(0), rows.max(0)) for rows in columns]
-        return np.min([low for low, _ in bounds], 0), np.max([high for _, high in bounds], 0)
 
     def _count_transitions(self) -> np.ndarray:
         """Return the transitions of each episode; flags at the end of an episode add one."""
