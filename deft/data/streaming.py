@@ -305,33 +305,8 @@ class StreamingBuffer(EpisodePool):
         }
 
 
-def episode_bytes(dataset: Dataset) -> np.ndarray:
-    """Return the size of each episode in memory, computed from the dataset's spaces, int64 [E]."""
-    lengths = dataset.lengths
-    observation = dataset.observation_space
-    streams = observation.spaces.values() if isinstance(observation, spaces.Dict) else [observation]
-    row = sum(_space_bytes(space) for space in streams)
-    # In addition to the action, a transition has a float32 reward and two flags.
-    return (lengths + 1) * row + lengths * (_space_bytes(dataset.action_space) + 6)
-
-
-def _space_bytes(space: spaces.Space) -> int:
-    """Return the size of one row of a space in bytes."""
-    if isinstance(space, spaces.Discrete):
-        return 8
-    return int(np.prod(space.shape or ())) * np.dtype(space.dtype).itemsize
-
-
-def _discounted(reward: np.ndarray, gamma: float) -> np.ndarray:
-    """Return G_t = r_t + γ G_{t+1} to the end of the episode."""
-    returns = np.zeros(len(reward) + 1)
-    for step in range(len(reward) - 1, -1, -1):
-        returns[step] = reward[step] + gamma * returns[step + 1]
-    return returns[:-1]
-
-
 class StreamingWindows(EpisodePool):
-    """The same windows for a dataset on disk (images, language), from a pool of episodes in memory."""
+    """The windows of `EpisodeWindows` for a dataset on disk (images, language), from a pool of episodes in memory."""
 
     def __init__(
         self,
@@ -427,3 +402,28 @@ class OfflineReplayBuffer:
             table, seed = self.dataset.table, self.seed
             self._sampler = StreamingBuffer(self.dataset, seed=seed) if table is None else ReplayBuffer(table, seed)
         return TensorDict(self._sampler.sample(batch_size), batch_size=[batch_size]).clone()  # samplers reuse memory
+
+
+def episode_bytes(dataset: Dataset) -> np.ndarray:
+    """Return the size of each episode in memory, computed from the dataset's spaces, int64 [E]."""
+    lengths = dataset.lengths
+    observation = dataset.observation_space
+    streams = observation.spaces.values() if isinstance(observation, spaces.Dict) else [observation]
+    row = sum(_space_bytes(space) for space in streams)
+    # In addition to the action, a transition has a float32 reward and two flags.
+    return (lengths + 1) * row + lengths * (_space_bytes(dataset.action_space) + 6)
+
+
+def _space_bytes(space: spaces.Space) -> int:
+    """Return the size of one row of a space in bytes."""
+    if isinstance(space, spaces.Discrete):
+        return 8
+    return int(np.prod(space.shape or ())) * np.dtype(space.dtype).itemsize
+
+
+def _discounted(reward: np.ndarray, gamma: float) -> np.ndarray:
+    """Return G_t = r_t + γ G_{t+1} to the end of the episode."""
+    returns = np.zeros(len(reward) + 1)
+    for step in range(len(reward) - 1, -1, -1):
+        returns[step] = reward[step] + gamma * returns[step + 1]
+    return returns[:-1]

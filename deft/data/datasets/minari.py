@@ -50,7 +50,6 @@ from deft.errors import DeftError, InputError
 from deft.plain_data import whole_number
 
 if TYPE_CHECKING:
-    import pyarrow
     import pyarrow as pa
 
 DATA_FOLDER, METADATA_FILE, EPISODES_FILE = "data", "metadata.json", "main_data.hdf5"
@@ -347,7 +346,7 @@ class _ArrowStorage:
         """Release the table in memory."""
         self._latest = None
 
-    def _table(self, index: int) -> pyarrow.Table:
+    def _table(self, index: int) -> pa.Table:
         if self._latest is None or self._latest[0] != index:
             pa = import_optional("pyarrow", f"reading {self._folder}")
             folder = self.file(index)
