@@ -205,13 +205,9 @@ class DataFiles:
         self._tables: OrderedDict[Path, Columns] = OrderedDict()
         self._lock = Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings only: another process reads the tables itself."""
-        return {"meta": self.meta, "columns": self.columns, "budget_bytes": self.budget_bytes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with no tables in memory."""
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings only: another process reads the tables itself."""
+        return DataFiles, (self.meta, self.columns, self.budget_bytes)
 
     def rows(self, entry: EpisodeEntry) -> Columns:
         """Return the rows of one episode: views of the file's arrays."""

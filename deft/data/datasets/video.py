@@ -64,9 +64,11 @@ class FrameCache:
 
 
 class VideoFile:
-    """One open video: the `times` of its frames in presentation order, and decoding of any of them.
+    """One open video, of which any frame can be decoded.
 
-    It must be used by one thread at a time. `same` is another object for the same file, whose index is reused.
+    `times` are those of its frames in presentation order, in seconds, with the resolution `tick`; `size` is the height
+    and width in the file's header. It must be used by one thread at a time. `same` is another object for the same
+    file, whose index is reused.
     """
 
     def __init__(self, path: Path, same: VideoFile | None = None) -> None:
@@ -86,30 +88,12 @@ class VideoFile:
         except (pyav.FFmpegError, OSError, IndexError) as error:
             self._container.close()
             raise InputError(f"{path}: has no readable video frames: {_reason(error)}") from None
+        self.times, self.tick, self.num_frames = self._index.times, self._index.tick, len(self._index.shown)
+        self.size: tuple[int, int] = self._codec.height, self._codec.width
         self.reformatter = pyav.video.reformatter.VideoReformatter()
         self._packets: Iterator[av.Packet] = iter(())
         self._pending: deque[av.VideoFrame] = deque()
         self._next: int | None = None  # the frame that the decoder returns next, if it is running
-
-    @property
-    def times(self) -> np.ndarray:
-        """The presentation time of each frame in seconds, float64 [num_frames]."""
-        return self._index.times
-
-    @property
-    def tick(self) -> float:
-        """The resolution of `times` in seconds."""
-        return self._index.tick
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """The height and width in the file's header; nothing is decoded."""
-        return self._codec.height, self._codec.width
-
-    @property
-    def num_frames(self) -> int:
-        """The number of presented frames."""
-        return len(self._index.shown)
 
     def group(self, number: int) -> range:
         """Return the frames from the key frame at or before this one up to the next key frame."""
@@ -271,17 +255,9 @@ class VideoReader:
         self._lock = Lock()
         self._process = os.getpid()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings only: another process opens and decodes the files itself."""
-        return {
-            "cache_bytes": self.cache.budget_bytes,
-            "image_size": self.image_size,
-            "keep_groups": self.keep_groups,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start without open files and decoded frames."""
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings only: another process opens and decodes the files itself."""
+        return VideoReader, (self.cache.budget_bytes, self.image_size, self.keep_groups)
 
     def file(self, path: Path) -> VideoFile:
         """Return the file, for its times and groups; other threads may be decoding with it."""
