@@ -1,6 +1,6 @@
 """The Decision Transformer (Chen et al., 2021): supervised learning of actions, given the return that followed them.
 
-The network and the way it acts are in `deft.models.decision_transformer`; its windows come from `deft.data.windows`.
+The network and the way it acts are in `deft.models.decision_transformer`; its windows come from `deft.data.replay`.
 """
 
 from __future__ import annotations
