@@ -104,6 +104,31 @@ class EpisodePool(Sampler):
             vectors = {name: torch.from_numpy(streams[name][:-1]) for name in names}
             yield vectors.get("", vectors)
 
+    def observation_statistics(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return mean and standard deviation of each stream of float vectors, over the starts of transitions.
+
+        A single array has the name `schema.OBSERVATION`. This reads the whole dataset once.
+        """
+        totals: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        for index in range(self.dataset.num_episodes):
+            episode = self._episode(index)
+            for name, rows in episode.streams.items():
+                if rows.ndim == 2 and rows.dtype == np.float32:
+                    values = rows[: len(episode)].astype(np.float64)
+                    # Sums of differences from the first row keep their precision if the mean is large.
+                    origin, total, squares = totals.get(name, (values[0], 0.0, 0.0))
+                    total = total + (values - origin).sum(0)
+                    totals[name] = origin, total, squares + ((values - origin) ** 2).sum(0)
+        statistics = {}
+        for name, (origin, total, squares) in totals.items():
+            mean = total / len(self)
+            deviation = np.sqrt(np.maximum(squares / len(self) - mean**2, 0.0))
+            statistics[name or schema.OBSERVATION] = (
+                torch.from_numpy((origin + mean).astype(np.float32)),
+                torch.from_numpy(deviation.astype(np.float32)),
+            )
+        return statistics
+
     def state_dict(self) -> dict[str, Any]:
         """Return what determines the next samples; the episodes are read again."""
         return {

@@ -180,12 +180,25 @@ def test_a_cache_smaller_than_an_episode_raises_an_error() -> None:
         StreamingBuffer(Counted([2, 8]), cache_bytes=200)
 
 
+def test_statistics_of_vector_streams() -> None:
+    statistics = StreamingBuffer(Counted([2, 3])).observation_statistics()
+    assert list(statistics) == ["state"]  # pixels have none
+    # The five observations that transitions start from: (0,0) (0,1) (1,0) (1,1) (1,2).
+    rows = torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1], [1, 2]])
+    mean, deviation = statistics["state"]
+    assert torch.allclose(mean, rows.mean(0))
+    assert torch.allclose(deviation, rows.std(0, unbiased=False))
+
+
 def test_a_table_can_be_drawn_from_too() -> None:
     table = TransitionTable([2], 1, 1)
     table.rows[:, 0] = torch.tensor([1e4, 1e4 + 1, 1e4 + 2])
     buffer = StreamingBuffer(VectorDataset(table, "vector"))
     batch = buffer.sample(4)
     assert (batch[schema.NEXT_OBSERVATION] - batch[schema.OBSERVATION] == 1).all()
+    mean, deviation = buffer.observation_statistics()[schema.OBSERVATION]
+    assert mean.item() == 1e4 + 0.5
+    assert deviation.item() == 0.5
 
 
 def test_rewards_are_scaled_and_returns_go_to_the_end_of_the_recording() -> None:
