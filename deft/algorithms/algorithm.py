@@ -57,8 +57,10 @@ class Algorithm:
     def make_policy(
         cls, observation_space: Space, action_space: Space, config: PolicyConfig, settings: Any, **how: Any
     ) -> Policy:
-        """Build the policy that this algorithm trains; `how`: `num_members`, `weights_follow` and `where` of
-        `deft.models.building.make_policy`."""
+        """Build the policy that this algorithm trains.
+
+        `how`: `num_members`, `weights_follow` and `where` of `deft.models.building.make_policy`.
+        """
         return make_policy(config, observation_space, action_space, **how)
 
     @property
