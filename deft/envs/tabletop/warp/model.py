@@ -1,0 +1,186 @@
+"""One MuJoCo model for all scenes, and the numbers in which scenes differ.
+
+MuJoCo Warp simulates many environments with one model. Types and number of geoms are equal in all of them; sizes,
+masses and positions may differ. So a movable object has one geom of each shape that it may have. The geoms that a
+scene does not use are invisible and a tenth of a millimetre small, at the object's centre, where nothing touches them.
+Unused clutter floats without weight far above the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mujoco
+import numpy as np
+
+from deft.envs.tabletop.env import TabletopEnv
+from deft.envs.tabletop.model import HEAD_CAMERA, NUM_ROBOT, noise_tiles, scene_xml
+from deft.envs.tabletop.scene import CLUTTER_SHAPES, MAX_CLUTTER, TASK_SHAPES, Light, Scene, SceneObject
+from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS
+
+MAX_LIGHTS = 3
+UNUSED_SIZE = 1e-4
+PARKED_HEIGHT = 50.0
+_TASK_SHAPES = tuple(shape for shape, _ in TASK_SHAPES.values())
+_NUM_TABLE_GEOMS = 8  # plane, top, edge, foot, fence
+_GEOM_TYPES = {
+    "box": mujoco.mjtGeom.mjGEOM_BOX,
+    "cylinder": mujoco.mjtGeom.mjGEOM_CYLINDER,
+    "sphere": mujoco.mjtGeom.mjGEOM_SPHERE,
+    "capsule": mujoco.mjtGeom.mjGEOM_CAPSULE,
+}
+
+
+@dataclass
+class BatchModel:
+    """The model of all environments, and the indices of the parts that vary."""
+
+    model: Any
+    num_objects: int
+    max_clutter: int
+    shapes: list[dict[str, int]]
+    """For each movable object: the geom of each shape."""
+    fixed: list[int]
+    """Geoms of furniture and room that every scene has, in the order of a scene's own model."""
+    area: list[int]
+    """Geoms of the marked area; [] if no task has one."""
+    tiles: list[int]
+    """Geoms of the noise patch; [] without one."""
+
+    @property
+    def num_robot_geoms(self) -> int:
+        """Geoms of the robot, which are the first of every model."""
+        return self.shapes[0]["box"]
+
+
+def batch_model(env: TabletopEnv) -> BatchModel:
+    """Compile the model for all scenes that this environment can draw."""
+    names = GOAL_TASKS if env.task == ALL_TASKS else (env.task,)
+    max_clutter = MAX_CLUTTER if env.randomization.cluttered_table else 0
+    template = Scene(
+        0,
+        [_template_object(0.1)] * env.num_objects,
+        [_template_object(0.06)] * max_clutter,
+        (0.5, 0.0) if any(TASKS[name].has_area for name in names) else None,
+        lights=[Light((0.8, -0.8, 1.8), (0.35, 0.0, 0.1), (0.5, 0.5, 0.5))] * MAX_LIGHTS,
+        noise_patch=(0.5, 0.0) if env.randomization.noise_patch_rate else None,
+    )
+    spec = mujoco.MjSpec.from_string(scene_xml(template))
+    spec.option.enableflags &= ~int(mujoco.mjtEnableBit.mjENBL_SLEEP)  # MuJoCo Warp has no sleeping
+    kinds = [_TASK_SHAPES] * env.num_objects + [CLUTTER_SHAPES] * max_clutter
+    for index, shapes in enumerate(kinds):
+        for shape in shapes[1:]:
+            spec.body(f"object{index}").add_geom(
+                spec.find_default("object"),
+                name=f"object{index}_{shape}",
+                type=_GEOM_TYPES[shape],
+                size=[UNUSED_SIZE] * 3,
+                condim=6 if shape in ("sphere", "capsule") else 4,
+                mass=0.0,
+            )
+    model = spec.compile()
+    named = [
+        {shape: model.geom(f"object{index}_{shape}" if shape != "box" else f"object{index}").id for shape in shapes}
+        for index, shapes in enumerate(kinds)
+    ]
+    return BatchModel(model, env.num_objects, max_clutter, named, *_furniture(model, template))
+
+
+def _template_object(mass: float) -> SceneObject:
+    return SceneObject("box", (0.02, 0.02, 0.02), (0.5, 0.5, 0.5, 1.0), (0.5, 0.0), (1.0, 0.0, 0.0, 0.0), mass)
+
+
+def _furniture(model: Any, scene: Scene) -> tuple[list[int], list[int], list[int]]:
+    """Return the geoms of furniture and room: those of every scene, the area, the noise patch."""
+    static = [model.body(name).id for name in ("furniture", "room")]
+    geoms = np.flatnonzero(np.isin(model.geom_bodyid, static)).tolist()
+    area = geoms[_NUM_TABLE_GEOMS : _NUM_TABLE_GEOMS + 2] if scene.area is not None else []
+    tiles = list(range(model.ngeom))[noise_tiles(model)] if scene.noise_patch is not None else []
+    return [geom for geom in geoms if geom not in area and geom not in tiles], area, tiles
+
+
+def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> dict[str, np.ndarray]:
+    """Return what a scene sets in the model and state of its environment, from the scene's own model and state.
+
+    `geom_…`, `body_…` and `dof_…` are fields of the model; `static_position` holds the positions of furniture and room;
+    `qpos` and `qvel` the state; the rest is appearance.
+    """
+    whole = batch.model
+    num_geoms = whole.ngeom
+    size = np.full((num_geoms, 3), UNUSED_SIZE)
+    position = np.zeros((num_geoms, 3))
+    rgba = np.zeros((num_geoms, 4))
+    material = np.full(num_geoms, -1)
+    aabb = np.zeros((num_geoms, 6))
+    aabb[:, 3:] = UNUSED_SIZE
+    radius = np.full(num_geoms, 2 * UNUSED_SIZE)
+    mass, inertia = whole.body_mass.copy(), whole.body_inertia.copy()
+    iquat, weight = whole.body_iquat.copy(), whole.body_invweight0.copy()
+    gravity_compensation = whole.body_gravcomp.copy()
+    dof_weight = whole.dof_invweight0.copy()
+    qpos, qvel = np.zeros(whole.nq), np.zeros(whole.nv)
+
+    own_fixed, own_area, own_tiles = _furniture(model, scene)
+    robot = list(range(batch.num_robot_geoms))
+    pairs = list(zip(robot + batch.fixed, robot + own_fixed, strict=True))
+    pairs += list(zip(batch.area, own_area, strict=False)) + list(zip(batch.tiles, own_tiles, strict=False))
+    bodies = []
+    for index, item in enumerate(scene.everything):
+        slot = index if index < len(scene.objects) else index - len(scene.objects) + batch.num_objects
+        pairs.append((batch.shapes[slot][item.shape], model.geom(f"object{index}").id))
+        bodies.append((slot, index))
+    to, of = (list(column) for column in zip(*pairs, strict=True))
+    size[to], rgba[to], material[to] = model.geom_size[of], model.geom_rgba[of], model.geom_matid[of]
+    radius[to], aabb[to], position[to] = model.geom_rbound[of], model.geom_aabb[of], data.geom_xpos[of]
+    qpos[:NUM_ROBOT], qvel[:NUM_ROBOT] = data.qpos[:NUM_ROBOT], data.qvel[:NUM_ROBOT]
+    dof_weight[:NUM_ROBOT] = model.dof_invweight0[:NUM_ROBOT]
+    for slot, index in bodies:
+        body, own = whole.body(f"object{slot}").id, model.body(f"object{index}").id
+        mass[body], inertia[body], iquat[body] = model.body_mass[own], model.body_inertia[own], model.body_iquat[own]
+        weight[body] = model.body_invweight0[own]
+        to_dofs, own_dofs = NUM_ROBOT + 6 * slot, NUM_ROBOT + 6 * index
+        dof_weight[to_dofs : to_dofs + 6] = model.dof_invweight0[own_dofs : own_dofs + 6]
+        qvel[to_dofs : to_dofs + 6] = data.qvel[own_dofs : own_dofs + 6]
+        to_pose, own_pose = NUM_ROBOT + 7 * slot, NUM_ROBOT + 7 * index
+        qpos[to_pose : to_pose + 7] = data.qpos[own_pose : own_pose + 7]
+    used = {slot for slot, _ in bodies}
+    for slot in range(len(batch.shapes)):
+        if slot not in used:  # clutter that this scene does not have
+            gravity_compensation[whole.body(f"object{slot}").id] = 1.0
+            qpos[NUM_ROBOT + 7 * slot :][:7] = (0.5, 0.0, PARKED_HEIGHT + slot, 1.0, 0.0, 0.0, 0.0)
+    lights = np.zeros((MAX_LIGHTS, 9))  # position, direction, colour
+    lights[: model.nlight, :3], lights[: model.nlight, 3:6] = data.light_xpos, data.light_xdir
+    lights[: model.nlight, 6:] = model.light_diffuse
+    camera = model.camera(HEAD_CAMERA).id
+    objects = scene.objects
+    numbers = {
+        "geom_size": size,
+        "geom_rbound": radius,
+        "geom_aabb": aabb.reshape(num_geoms, 2, 3),
+        "body_mass": mass,
+        "body_inertia": inertia,
+        "body_iquat": iquat,
+        "body_invweight0": weight,
+        "body_gravcomp": gravity_compensation,
+        "dof_invweight0": dof_weight,
+        "camera_position": model.cam_pos[camera],
+        "camera_quaternion": model.cam_quat[camera],
+        "static_position": position,
+        "qpos": qpos,
+        "qvel": qvel,
+        "rgba": rgba,
+        "material": material,
+        "lights": lights,
+        "ambient": model.vis.headlight.ambient[0],
+        "flickers": scene.flickers,
+        "half_height": [item.half_height for item in objects],
+        "half_width": [item.half_width for item in objects],
+        "area": (0.0, 0.0) if scene.area is None else scene.area,
+        "has_area": scene.area is not None,
+        "top": -scene.table_drop,
+    }
+    whole_numbers = ("material",)
+    return {
+        name: np.asarray(value, np.int32 if name in whole_numbers else np.float32) for name, value in numbers.items()
+    }
