@@ -6,6 +6,8 @@ Collectors, evaluations and trainers know this class and nothing else of an envi
     ProcessVectorEnv   environments in worker processes                           process.py
     BatchedVectorEnv   simulators and libraries that step all environments at once: driving, waypoints, ManiSkill on
                        the GPU, envpool, Gymnasium vector environments
+    WarpTabletopEnv    the tabletop on the GPU, with torch tensors as results     tabletop/warp/env.py
+    HostVectorEnv      numpy arrays from a vector environment with tensors        host.py
     MixedVectorEnv     several vector environments side by side                   waypoints/make.py
     ClusterEnv         environments that Ray workers step                         deft/training/cluster/pool.py
 
@@ -61,7 +63,10 @@ class Episode:
 
 @dataclass(slots=True)
 class VectorStep:
-    """The result of one step of N environments. Arrays stay valid until the call after next."""
+    """The result of one step of N environments. Arrays stay valid until the call after next.
+
+    They are numpy arrays, or torch tensors if `VectorEnv.device` is set.
+    """
 
     observation: Observation
     """[N, …], after the automatic reset: the observation for the next action."""
@@ -94,6 +99,8 @@ class VectorEnv(ABC):
     have no methods to call, images are not available, and there is nothing to close.
     """
 
+    device: Any = None
+    """The torch device of observations and steps; None: they are numpy arrays."""
     num_workers: int = 0
     """Processes or threads, besides this one, that step the environments."""
     finished: VectorStep | None = None

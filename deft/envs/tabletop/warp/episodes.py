@@ -1,7 +1,8 @@
 """The beginnings of episodes, drawn on the host by `TabletopEnv` itself, so that a seed gives the scenes of the CPU.
 
-Environment i plays the episodes that a `TabletopEnv` with its seed would play: the first is that of `reset(seed)`, the
-following those of `reset()`. They do not depend on actions, so they are drawn ahead of time, in several processes.
+Environment i plays the episodes that a `TabletopEnv` with its seed plays: the first is that of `reset(seed)`, the
+following those of `reset()`. They do not depend on actions, so they are drawn ahead of time: in worker processes, while
+the simulation runs. After `num_episodes` of an environment, its first one follows again.
 """
 
 from __future__ import annotations
@@ -9,53 +10,124 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from deft.envs.tabletop.env import INSTRUCTION_LENGTH, TabletopEnv
 from deft.envs.tabletop.tasks import TASKS
 from deft.envs.tabletop.warp.model import batch_model, scene_numbers
 from deft.schema import encode_text
 
-MIN_PARALLEL = 256  # episodes for which processes are started
+MIN_PARALLEL = 256  # episodes for which worker processes are started
+MAX_WORKERS = 32
 TASK_NUMBERS = {name: number for number, name in enumerate(TASKS)}
 
+Numbers = dict[str, np.ndarray]
 
-def draw_episodes(arguments: dict[str, Any], seeds: Sequence[int], per_env: int) -> dict[str, np.ndarray]:
-    """Return the first `per_env` episodes of each seed, [seeds, per_env, …] each; see `scene_numbers`.
 
-    Besides: `task`, `goal`, `base` (int32), `instruction` (uint8 [64]). `arguments` are those of `TabletopEnv`.
+class EpisodeSource:
+    """The episodes of N environments on a device, drawn in blocks of one scene for each environment."""
+
+    def __init__(self, arguments: dict[str, Any], num_envs: int, num_episodes: int, device: Any) -> None:
+        """`arguments` are those of `TabletopEnv`; `num_episodes` is rounded up to whole scenes."""
+        self._arguments = arguments
+        self._block = int(arguments.get("scene_reset_interval", 1))
+        self._num_blocks = max(1, -(-num_episodes // self._block))
+        self._device = device
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._starts: Sequence[Any] = []
+        self._ready = 0  # blocks on the device
+        self._next: Future[tuple[list[Numbers], list[Any]]] | None = None
+        self._thread = ThreadPoolExecutor(1, "tabletop-episodes")
+        self._pool: ProcessPoolExecutor | None = None
+        self._workers = min(os.cpu_count() or 1, MAX_WORKERS)
+        if num_envs * self._block >= MIN_PARALLEL and self._workers > 1:
+            self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
+
+    @property
+    def num_episodes(self) -> int:
+        """The number of different episodes of an environment."""
+        return self._num_blocks * self._block
+
+    def start(self, seeds: Sequence[int]) -> None:
+        """Draw the first episodes of all environments, from new seeds."""
+        if self._next is not None:
+            self._next.result()
+        self._starts, self._ready = list(seeds), 0
+        self._request()
+        self._receive()
+
+    def take(self, rows: torch.Tensor, episodes: torch.Tensor, latest: int) -> dict[str, torch.Tensor]:
+        """Return the numbers of one episode for each of the environments `rows`; `latest` is the largest of them."""
+        while self._ready < self._num_blocks and latest >= self._ready * self._block:
+            self._receive()
+        slots = episodes % self.num_episodes
+        return {name: tensor[slots, rows] for name, tensor in self._tensors.items()}
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._thread.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _request(self) -> None:
+        self._next = self._thread.submit(self._draw) if self._ready < self._num_blocks else None
+
+    def _draw(self) -> tuple[list[Numbers], list[Any]]:
+        """Draw the next block of all environments; return the numbers and where the following block starts."""
+        if self._pool is None:
+            numbers, states = draw_block(self._arguments, self._block, self._starts)
+            return [numbers], states
+        size = max(1, -(-len(self._starts) // (4 * self._workers)))
+        parts = [self._starts[first : first + size] for first in range(0, len(self._starts), size)]
+        drawn = list(self._pool.map(partial(draw_block, self._arguments, self._block), parts))
+        return [numbers for numbers, _ in drawn], [state for _, states in drawn for state in states]
+
+    def _receive(self) -> None:
+        """Upload the block that was requested, and request the next one."""
+        assert self._next is not None
+        parts, self._starts = self._next.result()
+        first = self._ready * self._block
+        self._ready += 1
+        self._request()
+        for name in parts[0]:
+            values = np.concatenate([part[name] for part in parts])  # [N, block, …]
+            if name not in self._tensors:
+                shape = (self.num_episodes, len(values), *values.shape[2:])
+                dtype = torch.from_numpy(values[:0]).dtype
+                self._tensors[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+            self._tensors[name][first : first + self._block] = torch.from_numpy(values).transpose(0, 1)
+
+
+def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) -> tuple[Numbers, list[Any]]:
+    """Return the next `length` episodes of several environments, [environments, length, …] each, and their generators.
+
+    A start is a seed, or the state of an environment's random numbers after its previous block. The numbers are those
+    of `scene_numbers`, and `task`, `goal`, `base` (int32) and `instruction` (uint8 [64]).
     """
-    workers = min(os.cpu_count() or 1, 32)
-    if len(seeds) * per_env < MIN_PARALLEL or workers < 2:
-        return _draw(arguments, per_env, seeds)
-    parts = [part.tolist() for part in np.array_split(np.asarray(seeds), min(4 * workers, len(seeds)))]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        drawn = list(pool.map(partial(_draw, arguments, per_env), parts))
-    return {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
-
-
-def _draw(arguments: dict[str, Any], per_env: int, seeds: Sequence[int]) -> dict[str, np.ndarray]:
     env = TabletopEnv(**{**arguments, "observation": "state"})
     batch = batch_model(env)
-    rows = []
-    for seed in seeds:
-        for number in range(per_env):
-            env.reset(seed=seed if number == 0 else None)
+    blank = env.get_state()
+    rows: list[Numbers] = []
+    ends = []
+    for start in starts:
+        env.set_state({**blank, "random": blank["random"] if isinstance(start, int) else start})
+        for number in range(length):
+            env.reset(seed=start if number == 0 and isinstance(start, int) else None)
             simulation = env.simulation
             rows.append(
                 {
                     **scene_numbers(batch, simulation.scene, simulation.model, simulation.data),
-                    "task": np.int32(TASK_NUMBERS[env.task_name]),
-                    "goal": np.int32(env.goal.index),
-                    "base": np.int32(env.goal.base),
+                    "task": np.array(TASK_NUMBERS[env.task_name], np.int32),
+                    "goal": np.array(env.goal.index, np.int32),
+                    "base": np.array(env.goal.base, np.int32),
                     "instruction": encode_text(env.instruction, INSTRUCTION_LENGTH),
                 }
             )
-    return {
-        name: np.stack([row[name] for row in rows]).reshape(len(seeds), per_env, *rows[0][name].shape)
-        for name in rows[0]
-    }
+        ends.append(env.np_random.bit_generator.state)
+    numbers = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: values.reshape(len(starts), length, *values.shape[1:]) for name, values in numbers.items()}, ends

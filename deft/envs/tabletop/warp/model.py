@@ -115,8 +115,7 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> dic
     aabb = np.zeros((num_geoms, 6))
     aabb[:, 3:] = UNUSED_SIZE
     radius = np.full(num_geoms, 2 * UNUSED_SIZE)
-    mass, inertia = whole.body_mass.copy(), whole.body_inertia.copy()
-    iquat, weight = whole.body_iquat.copy(), whole.body_invweight0.copy()
+    inertia, iquat, weight = whole.body_inertia.copy(), whole.body_iquat.copy(), whole.body_invweight0.copy()
     gravity_compensation = whole.body_gravcomp.copy()
     dof_weight = whole.dof_invweight0.copy()
     qpos, qvel = np.zeros(whole.nq), np.zeros(whole.nv)
@@ -137,7 +136,7 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> dic
     dof_weight[:NUM_ROBOT] = model.dof_invweight0[:NUM_ROBOT]
     for slot, index in bodies:
         body, own = whole.body(f"object{slot}").id, model.body(f"object{index}").id
-        mass[body], inertia[body], iquat[body] = model.body_mass[own], model.body_inertia[own], model.body_iquat[own]
+        inertia[body], iquat[body] = model.body_inertia[own], model.body_iquat[own]
         weight[body] = model.body_invweight0[own]
         to_dofs, own_dofs = NUM_ROBOT + 6 * slot, NUM_ROBOT + 6 * index
         dof_weight[to_dofs : to_dofs + 6] = model.dof_invweight0[own_dofs : own_dofs + 6]
@@ -158,7 +157,6 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> dic
         "geom_size": size,
         "geom_rbound": radius,
         "geom_aabb": aabb.reshape(num_geoms, 2, 3),
-        "body_mass": mass,
         "body_inertia": inertia,
         "body_iquat": iquat,
         "body_invweight0": weight,
