@@ -86,8 +86,9 @@ class EnvConfig(EvaluationEnvConfig):
     """Gymnasium id or name of a Deft environment."""
     num_envs: Count = 1
     """Number of parallel environments."""
-    vector: Literal["sync", "process", "envpool", "gpu"] = "sync"
-    """Run the environments in this process, in worker processes, in envpool or in a GPU simulator (ManiSkill)."""
+    vector: Literal["sync", "process", "envpool", "gpu", "warp"] = "sync"
+    """Run the environments in this process, in worker processes, in envpool, in a GPU simulator (gpu: ManiSkill), or as
+    one simulation on MuJoCo Warp (warp: the tabletop and the F1 environments)."""
     num_workers: Count | None = None
     """Worker processes (`vector: process`) or Ray workers; by default one per core, at most one per environment."""
     timeout: Positive = 60.0

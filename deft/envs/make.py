@@ -22,6 +22,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from deft import trust
 from deft.config.settings import EnvConfig
 from deft.envs.checks import import_optional
+from deft.envs.host import HostVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
 from deft.envs.wrappers import DIFFICULTY, ActionChunk, forward_difficulty, rename, weigh
@@ -42,6 +43,13 @@ SHORT_NAMES = {
 NATIVE_VECTORS = {
     "deft/Driving-v0": "deft.envs.driving.env:DrivingVectorEnv",
     "deft/Carla-v0": "deft.envs.adapters.carla:CarlaVectorEnv",
+}
+
+# Environments that MuJoCo Warp simulates, and the classes that step many of them at once.
+WARP_VECTORS = {
+    "deft/Tabletop-v0": "deft.envs.tabletop.warp.env:WarpTabletopEnv",
+    "deft/F1Teacher-v0": "deft.envs.tabletop.warp.f1:WarpTeacherEnv",
+    "deft/F1Student-v0": "deft.envs.tabletop.warp.f1:WarpStudentEnv",
 }
 
 # Arguments that `deft collect --task` adds to the task: the observation and the control mode for a VLA model.
@@ -90,10 +98,18 @@ def full_id(env_id: str) -> str:
 
 
 def make_vector_env(
-    config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None
+    config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None, device: str = "auto"
 ) -> VectorEnv:
-    """Make the environments of a config, independent of each other: environment i is seeded with `seed + i`."""
+    """Make the environments of a config, independent of each other: environment i is seeded with `seed + i`.
+
+    `device` is that of a simulation on the GPU (`vector: warp`). Observations and steps are numpy arrays; those of
+    `make_tensor_env` stay on the device.
+    """
     count = config.num_envs if num_envs is None else num_envs
+    if config.vector == "warp":
+        return HostVectorEnv(
+            make_tensor_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=count, device=device)
+        )
     if config.vector in ("envpool", "gpu"):
         if config.rename_streams:
             raise InputError(f"rename_streams: not with env.vector {config.vector}; use sync or process")
@@ -135,6 +151,25 @@ def make_vector_env(
     return SerialVectorEnv([function] * count)
 
 
+def make_tensor_env(
+    config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None, device: str = "auto"
+) -> VectorEnv:
+    """Make the environments of a config with `vector: warp`; their observations and steps are tensors on `device`."""
+    spec = _find_spec(config)
+    if spec.id not in WARP_VECTORS:
+        names = ", ".join(name for name, env_id in SHORT_NAMES.items() if env_id in WARP_VECTORS)
+        raise InputError(f"env.vector: warp simulates {names}; {config.id} runs with sync or process")
+    if config.rename_streams:
+        raise InputError("rename_streams: not with env.vector warp; use sync or process")
+    for module in ("warp", "mujoco_warp"):
+        import_optional(module, "env.vector: warp", 'pip install "deft[warp]"')
+    count = config.num_envs if num_envs is None else num_envs
+    defaults: dict[str, Any] = {"chunk_length": chunk_length, "gamma": gamma, "device": device, **spec.kwargs}
+    if spec.max_episode_steps is not None:
+        defaults["max_episode_steps"] = spec.max_episode_steps
+    return _make_native(load_env_creator(WARP_VECTORS[spec.id]), config.id, config, count, defaults)
+
+
 def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
     """Return the class that steps all environments at once: Deft's own, or a `vector_entry_point` of that type."""
     entry = NATIVE_VECTORS.get(spec.id, spec.vector_entry_point)
@@ -149,7 +184,7 @@ def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
 
 
 def _make_native(
-    creator: type[VectorEnv], env_id: str, config: EnvConfig, num_envs: int, defaults: dict[str, Any] | None = None
+    creator: Any, env_id: str, config: EnvConfig, num_envs: int, defaults: dict[str, Any] | None = None
 ) -> VectorEnv:
     kwargs = {**(defaults or {}), **config.kwargs}
     if config.max_episode_steps is not None:

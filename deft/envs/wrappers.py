@@ -25,7 +25,7 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from deft.envs.checks import check_whole
 from deft.envs.layout import ObservationLayout, value_at
 from deft.envs.state import layers
-from deft.envs.vector import ArrayVectorEnv
+from deft.envs.vector import VectorEnv
 from deft.errors import InputError, RunError, one_line
 from deft.schema import renamed_streams
 
@@ -138,16 +138,16 @@ def weigh(env: Any, weights: Mapping[str, float]) -> Any:
         from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 
         env = GymnasiumVectorEnv(env)
-    if isinstance(env, ArrayVectorEnv):
+    if isinstance(env, VectorEnv) and hasattr(env, "reward_weights"):
         env.reward_weights = _weight_columns(env, weights) if weights else None
     return env
 
 
-def _weight_columns(env: ArrayVectorEnv, weights: Mapping[str, float]) -> np.ndarray:
+def _weight_columns(env: VectorEnv, weights: Mapping[str, float]) -> np.ndarray:
     """Return the weights [K] in the order of the vector environment's reward terms."""
     if not env.reward_terms:
         raise InputError(f"env.reward_weights: {type(env).__name__} declares no reward terms: remove the weights")
-    if env.chunk_length > 1:
+    if env.chunk_length > 1 and env.device is None:
         raise InputError("env.reward_weights: put deft.envs.wrappers.RewardWeights inside the action chunks")
     _check_names(weights, env.reward_terms)
     return np.array([weights.get(name, 1.0) for name in env.reward_terms])

@@ -7,7 +7,7 @@ random colours of flickering lights and of the noise patch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,7 @@ class WarpTabletopEnv(VectorEnv):
         self._final = self._allocate_observation() if chunk_length > 1 else None
         self._results = [_Result(num_envs, max(1, len(self.reward_terms)), self.device) for _ in range(2)]
         self._current = 0
-        self.reward_weights: Tensor | None = None
-        """[K]: weights of the reward terms; None: all are 1."""
+        self._weights: Tensor | None = None
         self._rows = torch.arange(num_envs, dtype=torch.int32, device=self.device)
         self._instructions = self._zeros(INSTRUCTION_LENGTH, dtype=torch.uint8)
         self._episode_numbers = self._zeros(dtype=torch.int64)
@@ -95,6 +94,15 @@ class WarpTabletopEnv(VectorEnv):
     def observation(self) -> Any:
         """The latest observation."""
         return _streams(self._observations[self._current])
+
+    @property
+    def reward_weights(self) -> Any:
+        """[K]: weights of the reward terms; None: all are 1."""
+        return self._weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Any) -> None:
+        self._weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float32, device=self.device)
 
     def reset(self, seed: int | Sequence[int] | None = None) -> Any:
         """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
@@ -166,11 +174,6 @@ class WarpTabletopEnv(VectorEnv):
         }
         return VectorStep(episodes=episodes, **tensors)
 
-    def set_reward_weights(self, weights: Mapping[str, float]) -> None:
-        """Let the reward be the weighted sum of its terms; the default weight is 1."""
-        values = [float(weights.get(name, 1.0)) for name in self.reward_terms]
-        self.reward_weights = torch.tensor(values, device=self.device) if weights else None
-
     def render(self, index: int = 0) -> np.ndarray | None:
         """Return the head camera's image of one environment for videos, uint8 [320, 320, 3]."""
         cameras = self._make_cameras(("head",), RENDER_SIZE)
@@ -209,7 +212,7 @@ class WarpTabletopEnv(VectorEnv):
         self.simulation.advance()
         self.simulation.judge(result.step_terms, result.step_success, result.step_terminated)
         alive, terms = result.alive, result.step_terms * result.alive[:, None]
-        reward = terms.sum(1) if self.reward_weights is None else terms @ self.reward_weights
+        reward = terms.sum(1) if self._weights is None else terms @ self._weights
         result.reward += discount * reward
         result.terms += terms
         result.num_steps += alive
@@ -373,7 +376,7 @@ def choose_device(device: str | torch.device) -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise InputError(f"device is {str(device)!r}; env.vector warp takes auto, cpu, cuda or cuda:N")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device is {str(device)!r}, but torch finds no CUDA device; use --env.kwargs.device cpu")
+        raise InputError(f"device is {str(device)!r}, but torch finds no CUDA device; use --device cpu")
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
