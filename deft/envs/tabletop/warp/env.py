@@ -281,7 +281,7 @@ class WarpTabletopEnv(VectorEnv):
         streams["instruction"] = self._zeros(INSTRUCTION_LENGTH, dtype=torch.uint8)
         if "places" in spaces:
             streams["places"] = self._zeros(spaces["places"].shape[0])
-        return streams
+        return {name: streams[name] for name in spaces}
 
     def _observe(self, rows: Tensor, streams: dict[str, Tensor]) -> None:
         """Write the present observations of the environments `rows` (int32)."""
