@@ -17,16 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from deft.envs.tabletop.env import INSTRUCTION_LENGTH, TabletopEnv
-from deft.envs.tabletop.tasks import TASKS
-from deft.envs.tabletop.warp.model import batch_model, scene_numbers
-from deft.schema import encode_text
+from deft.envs.tabletop.warp.model import Numbers, draw_block
 
 MIN_PARALLEL = 256  # episodes for which worker processes are started
 MAX_WORKERS = 32
-TASK_NUMBERS = {name: number for number, name in enumerate(TASKS)}
-
-Numbers = dict[str, np.ndarray]
 
 
 class EpisodeSource:
@@ -44,7 +38,7 @@ class EpisodeSource:
         self._next: Future[tuple[list[Numbers], list[Any]]] | None = None
         self._thread = ThreadPoolExecutor(1, "tabletop-episodes")
         self._pool: ProcessPoolExecutor | None = None
-        self._workers = min(os.cpu_count() or 1, MAX_WORKERS)
+        self._workers = min(max((os.cpu_count() or 1) - 2, 1), MAX_WORKERS)
         if num_envs * self._block >= MIN_PARALLEL and self._workers > 1:
             self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
 
@@ -101,33 +95,3 @@ class EpisodeSource:
                 dtype = torch.from_numpy(values[:0]).dtype
                 self._tensors[name] = torch.zeros(shape, dtype=dtype, device=self._device)
             self._tensors[name][first : first + self._block] = torch.from_numpy(values).transpose(0, 1)
-
-
-def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) -> tuple[Numbers, list[Any]]:
-    """Return the next `length` episodes of several environments, [environments, length, …] each, and their generators.
-
-    A start is a seed, or the state of an environment's random numbers after its previous block. The numbers are those
-    of `scene_numbers`, and `task`, `goal`, `base` (int32) and `instruction` (uint8 [64]).
-    """
-    env = TabletopEnv(**{**arguments, "observation": "state"})
-    batch = batch_model(env)
-    blank = env.get_state()
-    rows: list[Numbers] = []
-    ends = []
-    for start in starts:
-        env.set_state({**blank, "random": blank["random"] if isinstance(start, int) else start})
-        for number in range(length):
-            env.reset(seed=start if number == 0 and isinstance(start, int) else None)
-            simulation = env.simulation
-            rows.append(
-                {
-                    **scene_numbers(batch, simulation.scene, simulation.model, simulation.data),
-                    "task": np.array(TASK_NUMBERS[env.task_name], np.int32),
-                    "goal": np.array(env.goal.index, np.int32),
-                    "base": np.array(env.goal.base, np.int32),
-                    "instruction": encode_text(env.instruction, INSTRUCTION_LENGTH),
-                }
-            )
-        ends.append(env.np_random.bit_generator.state)
-    numbers = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    return {name: values.reshape(len(starts), length, *values.shape[1:]) for name, values in numbers.items()}, ends

@@ -8,16 +8,18 @@ Unused clutter floats without weight far above the table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mujoco
 import numpy as np
 
-from deft.envs.tabletop.env import TabletopEnv
+from deft.envs.tabletop.env import INSTRUCTION_LENGTH, TabletopEnv
 from deft.envs.tabletop.model import HEAD_CAMERA, NUM_ROBOT, noise_tiles, scene_xml
 from deft.envs.tabletop.scene import CLUTTER_SHAPES, MAX_CLUTTER, TASK_SHAPES, Light, Scene, SceneObject
 from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS
+from deft.schema import encode_text
 
 MAX_LIGHTS = 3
 UNUSED_SIZE = 1e-4
@@ -30,6 +32,11 @@ _GEOM_TYPES = {
     "sphere": mujoco.mjtGeom.mjGEOM_SPHERE,
     "capsule": mujoco.mjtGeom.mjGEOM_CAPSULE,
 }
+
+
+TASK_NUMBERS = {name: number for number, name in enumerate(TASKS)}
+
+Numbers = dict[str, np.ndarray]
 
 
 @dataclass
@@ -100,7 +107,7 @@ def _furniture(model: Any, scene: Scene) -> tuple[list[int], list[int], list[int
     return [geom for geom in geoms if geom not in area and geom not in tiles], area, tiles
 
 
-def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> dict[str, np.ndarray]:
+def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> Numbers:
     """Return what a scene sets in the model and state of its environment, from the scene's own model and state.
 
     `geom_…`, `body_…` and `dof_…` are fields of the model; `static_position` holds the positions of furniture and room;
@@ -182,3 +189,33 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> dic
     return {
         name: np.asarray(value, np.int32 if name in whole_numbers else np.float32) for name, value in numbers.items()
     }
+
+
+def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) -> tuple[Numbers, list[Any]]:
+    """Return the next `length` episodes of several environments, [environments, length, …] each, and their generators.
+
+    A start is a seed, or the state of an environment's random numbers after its previous block. The numbers are those
+    of `scene_numbers`, and `task`, `goal`, `base` (int32) and `instruction` (uint8 [64]).
+    """
+    env = TabletopEnv(**{**arguments, "observation": "state"})
+    batch = batch_model(env)
+    blank = env.get_state()
+    rows: list[Numbers] = []
+    ends = []
+    for start in starts:
+        env.set_state({**blank, "random": blank["random"] if isinstance(start, int) else start})
+        for number in range(length):
+            env.reset(seed=start if number == 0 and isinstance(start, int) else None)
+            simulation = env.simulation
+            rows.append(
+                {
+                    **scene_numbers(batch, simulation.scene, simulation.model, simulation.data),
+                    "task": np.array(TASK_NUMBERS[env.task_name], np.int32),
+                    "goal": np.array(env.goal.index, np.int32),
+                    "base": np.array(env.goal.base, np.int32),
+                    "instruction": encode_text(env.instruction, INSTRUCTION_LENGTH),
+                }
+            )
+        ends.append(env.np_random.bit_generator.state)
+    numbers = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: values.reshape(len(starts), length, *values.shape[1:]) for name, values in numbers.items()}, ends

@@ -284,18 +284,18 @@ def light_at(
     env: int,
     point: wp.vec3,
     normal: wp.vec3,
-    eye: wp.vec3,
+    viewer: wp.vec3,
     forward: wp.vec3,
     rgb: wp.vec3,
     gloss: wp.vec2,
 ) -> wp.vec3:
     """Return OpenGL's colour of a vertex: Σ ambient + diffuse (n·l) + specular (n·h)^shininess, at most 1."""
-    toward_eye = wp.normalize(eye - point)
+    toward_viewer = wp.normalize(viewer - point)
     shininess = 128.0 * gloss[1]
     colour = looks.ambient[env] * rgb
     facing = -wp.dot(normal, forward)
     if facing > 0.0:
-        between = wp.dot(normal, wp.normalize(toward_eye - forward))
+        between = wp.dot(normal, wp.normalize(toward_viewer - forward))
         shine = gloss[0] * HEAD_SPECULAR * wp.pow(wp.max(between, 0.0), shininess)
         colour += HEAD_DIFFUSE * facing * rgb + wp.vec3(shine, shine, shine)
     for lamp in range(NUM_LIGHTS):
@@ -306,7 +306,7 @@ def light_at(
         facing = wp.dot(normal, toward)
         # an unused lamp has the axis 0; the cone of the others is a half space
         if facing > 0.0 and wp.dot(toward, axis) < 0.0:
-            between = wp.dot(normal, wp.normalize(toward_eye + toward))
+            between = wp.dot(normal, wp.normalize(toward_viewer + toward))
             shine = gloss[0] * LAMP_SPECULAR * wp.pow(wp.max(between, 0.0), shininess)
             colour += facing * wp.cw_mul(tint, rgb) + wp.vec3(shine, shine, shine)
     return wp.min(colour, wp.vec3(1.0, 1.0, 1.0))
@@ -406,7 +406,7 @@ def trace(
         point = origin + best.depth * (turn @ ray)
         place = geom_xpos[env, geom]
         frame = geom_xmat[env, geom]
-        eye = cam_xpos[env, camera]
+        viewer = cam_xpos[env, camera]
         forward = -(cam_xmat[env, camera] @ wp.vec3(0.0, 0.0, 1.0))
         tint = looks.rgba[env, geom]
         rgb = wp.vec3(tint[0], tint[1], tint[2])
@@ -416,7 +416,7 @@ def trace(
             gloss = looks.gloss[material]
         normal = wp.normalize(frame @ best.normal)
         if best.face == 0:
-            colour = light_at(looks, env, place + frame @ point, normal, eye, forward, rgb, gloss)
+            colour = light_at(looks, env, place + frame @ point, normal, viewer, forward, rgb, gloss)
         else:  # interpolate between three vertices of one of the two triangles of the quad
             size = looks.size[env, geom]
             axis = wp.abs(best.face)
@@ -458,9 +458,9 @@ def trace(
             third = place + frame @ on_face(
                 best.face, height, wp.where(a >= b, right, left), wp.where(a >= b, low, high)
             )
-            c_first = light_at(looks, env, first, normal, eye, forward, rgb, gloss)
-            c_last = light_at(looks, env, last, normal, eye, forward, rgb, gloss)
-            c_third = light_at(looks, env, third, normal, eye, forward, rgb, gloss)
+            c_first = light_at(looks, env, first, normal, viewer, forward, rgb, gloss)
+            c_last = light_at(looks, env, last, normal, viewer, forward, rgb, gloss)
+            c_third = light_at(looks, env, third, normal, viewer, forward, rgb, gloss)
             most = wp.max(a, b)
             least = wp.min(a, b)
             colour = (1.0 - most) * c_first + (most - least) * c_third + least * c_last
