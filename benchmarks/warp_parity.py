@@ -110,7 +110,7 @@ class Pair:
         settings = {"control_mode": "delta_ee_pos", "observation": "state", **settings}
         self.warp = WarpTabletopEnv(self.size, device=arguments.device, num_scenes=self.size, **settings)
         self.cpu = [TabletopEnv(**settings) for _ in range(self.size)]
-        self.objects = self.cpu[0].num_objects
+        self.objects = self.cpu[0].settings.num_objects
 
     def reset(self, seeds: range) -> None:
         self.warp.reset(seed=seeds[0])

@@ -158,6 +158,11 @@ def _plan(name: str, config: TaskConfig, needs_head: bool) -> tuple[dict[str, An
     return kwargs, read_state
 
 
+def tabletop_arguments(config: TaskConfig, needs_head: bool) -> dict[str, Any]:
+    """Return the arguments of `TabletopEnv` for a config."""
+    return _plan("tabletop", config, needs_head)[0] | config.world_kwargs
+
+
 def _tabletop_state(state: np.ndarray, control_mode: str, mask: np.ndarray) -> np.ndarray:
     """Read the tabletop's proprioception: joints 0 to 6, opening 14, hand 15 to 17, two columns of its rotation."""
     if control_mode == "delta_qpos":

@@ -67,12 +67,12 @@ class WarpTabletopEnv(VectorEnv):
         self._batch = batch_model(template)
         self._source = EpisodeSource(arguments, num_envs, max(1, num_scenes // num_envs), self.device)
         self.simulation = WarpSimulation(
-            self._batch, num_envs, template.control_mode, arguments.get("action_scale", 1.0), self.device
+            self._batch, num_envs, template.settings.control_mode, template.settings.action_scale, self.device
         )
         self._looks = self._allocate_looks()
         self._cameras: Cameras | None = None
-        if template.observation != "state":
-            self._cameras = self._make_cameras(template.cameras, template.image_size)
+        if template.settings.observation != "state":
+            self._cameras = self._make_cameras(template.cameras, template.settings.image_size)
         self._observations = [self._allocate_observation() for _ in range(2)]
         self._final = self._allocate_observation() if chunk_length > 1 else None
         self._results = [_Result(num_envs, max(1, len(self.reward_terms)), self.device) for _ in range(2)]
@@ -274,7 +274,7 @@ class WarpTabletopEnv(VectorEnv):
             return {"": self._zeros(template.observation_space.shape[0])}  # type: ignore[index]
         streams = {"state": self._zeros(spaces["state"].shape[0])}
         # views of one tensor, which the renderer fills
-        side = template.image_size
+        side = template.settings.image_size
         images = self._zeros(3 * len(template.cameras), side, side, dtype=torch.uint8)
         for number, name in enumerate(template.cameras):
             streams[f"{name}_rgb"] = images[:, 3 * number : 3 * number + 3]

@@ -17,7 +17,7 @@ import numpy as np
 
 from deft.envs.tabletop.env import INSTRUCTION_LENGTH, TabletopEnv
 from deft.envs.tabletop.model import HEAD_CAMERA, NUM_ROBOT, noise_tiles, scene_xml
-from deft.envs.tabletop.scene import CLUTTER_SHAPES, MAX_CLUTTER, TASK_SHAPES, Light, Scene, SceneObject
+from deft.envs.tabletop.scene import CLUTTER_SIZES, MAX_CLUTTER, TASK_SHAPES, Light, Scene, SceneObject
 from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS
 from deft.schema import encode_text
 
@@ -25,6 +25,7 @@ MAX_LIGHTS = 3
 UNUSED_SIZE = 1e-4
 PARKED_HEIGHT = 50.0
 _TASK_SHAPES = tuple(shape for shape, _ in TASK_SHAPES.values())
+_CLUTTER_SHAPES = tuple(CLUTTER_SIZES)
 _NUM_TABLE_GEOMS = 8  # plane, top, edge, foot, fence
 _GEOM_TYPES = {
     "box": mujoco.mjtGeom.mjGEOM_BOX,
@@ -63,11 +64,11 @@ class BatchModel:
 
 def batch_model(env: TabletopEnv) -> BatchModel:
     """Compile the model for all scenes that this environment can draw."""
-    names = GOAL_TASKS if env.task == ALL_TASKS else (env.task,)
+    names = GOAL_TASKS if env.settings.task == ALL_TASKS else (env.settings.task,)
     max_clutter = MAX_CLUTTER if env.randomization.cluttered_table else 0
     template = Scene(
         0,
-        [_template_object(0.1)] * env.num_objects,
+        [_template_object(0.1)] * env.settings.num_objects,
         [_template_object(0.06)] * max_clutter,
         (0.5, 0.0) if any(TASKS[name].has_area for name in names) else None,
         lights=[Light((0.8, -0.8, 1.8), (0.35, 0.0, 0.1), (0.5, 0.5, 0.5))] * MAX_LIGHTS,
@@ -75,7 +76,7 @@ def batch_model(env: TabletopEnv) -> BatchModel:
     )
     spec = mujoco.MjSpec.from_string(scene_xml(template))
     spec.option.enableflags &= ~int(mujoco.mjtEnableBit.mjENBL_SLEEP)  # MuJoCo Warp has no sleeping
-    kinds = [_TASK_SHAPES] * env.num_objects + [CLUTTER_SHAPES] * max_clutter
+    kinds = [_TASK_SHAPES] * env.settings.num_objects + [_CLUTTER_SHAPES] * max_clutter
     for index, shapes in enumerate(kinds):
         for shape in shapes[1:]:
             spec.body(f"object{index}").add_geom(
@@ -91,7 +92,7 @@ def batch_model(env: TabletopEnv) -> BatchModel:
         {shape: model.geom(f"object{index}_{shape}" if shape != "box" else f"object{index}").id for shape in shapes}
         for index, shapes in enumerate(kinds)
     ]
-    return BatchModel(model, env.num_objects, max_clutter, named, *_furniture(model, template))
+    return BatchModel(model, env.settings.num_objects, max_clutter, named, *_furniture(model, template))
 
 
 def _template_object(mass: float) -> SceneObject:
