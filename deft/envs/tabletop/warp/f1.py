@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv
+from deft.envs.f1 import F1RLEnv, StudentEnv, TeacherEnv, read_task_config
 from deft.envs.history import executed_action
 from deft.envs.layout import ActionLayout, ObservationLayout
+from deft.envs.make import SHORT_NAMES, full_id
 from deft.envs.padded import PADDED_SIZE
 from deft.envs.robot_env import tabletop_arguments
 from deft.envs.tabletop.control import hand_down, padded_index
@@ -38,12 +39,13 @@ class WarpF1Env(VectorEnv):
         if arguments.pop("chunk_length", 1) > 1:
             raise InputError("env.vector: warp has no action chunks for F1 environments; use sync or process")
         arguments.pop("gamma", None)
+        world = read_task_config(task_config, {}).world
+        if full_id(world) != SHORT_NAMES["tabletop"]:
+            raise InputError(f"world is {world!r}; env.vector warp simulates only the tabletop")
+        if arguments.get("teacher_policy") is not None:
+            raise InputError("teacher_policy: not with env.vector warp; use sync or process")
         template = kind(task_config, **arguments)
         config = template.config
-        if template.teacher_policy is not None:
-            raise InputError("teacher_policy: not with env.vector warp; use sync or process")
-        if config.world not in ("tabletop", "deft/Tabletop-v0"):
-            raise InputError(f"world is {config.world!r}; env.vector warp simulates only the tabletop")
         layout, actions = ObservationLayout(template.observation_space), ActionLayout(template.action_space)
         super().__init__(
             num_envs,

@@ -1,0 +1,135 @@
+"""The batched tabletop on Warp's CPU device is the tabletop: observations, rewards, ends, resets, chunks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deft.config.settings import EnvConfig
+from deft.envs.make import make_tensor_env, make_vector_env
+from deft.envs.tabletop.warp.env import WarpTabletopEnv
+from deft.envs.vector import VectorEnv
+from deft.errors import InputError, RunError
+
+LOOKS = {"random_appearance": True, "random_background": True, "random_table_height": 0.03, "random_light": True}
+STILL = {**LOOKS, "crazy_random_light_rate": 0.0}
+
+
+def both(chunk_length: int = 1, **settings: Any) -> tuple[VectorEnv, VectorEnv]:
+    """The same two environments on Warp, with numpy arrays, and in this process."""
+    common = {"id": "tabletop", "num_envs": 2, **settings}
+    return tuple(
+        make_vector_env(EnvConfig(vector=vector, **common), chunk_length=chunk_length, gamma=0.9, device="cpu")
+        for vector in ("warp", "sync")
+    )
+
+
+def assert_near(found: Any, expected: Any) -> None:
+    """States within float32's errors, images at least 25 dB, text equal."""
+    if not isinstance(expected, dict):
+        found, expected = {"": found}, {"": expected}
+    assert list(found) == list(expected)
+    for name, stream in expected.items():
+        assert (found[name].shape, found[name].dtype) == (stream.shape, stream.dtype)
+        if name.endswith("_rgb"):
+            error = ((found[name].astype(float) - stream) ** 2).mean()
+            assert 10 * np.log10(255**2 / error) > 25
+        else:
+            np.testing.assert_allclose(found[name], stream, atol=1e-4)
+
+
+def play(warp: VectorEnv, cpu: VectorEnv, steps: int) -> int:
+    """Random actions in both; every result agrees. Return the number of episodes that ended."""
+    random = np.random.default_rng(0)
+    assert_near(warp.reset(seed=3), cpu.reset(seed=3))
+    ended = 0
+    for _ in range(steps):
+        actions = random.uniform(-1, 1, (2, *warp.action_space.shape)).astype(np.float32)
+        found, expected = warp.step(actions), cpu.step(actions)
+        assert_near(found.observation, expected.observation)
+        for name in ("terminated", "truncated", "num_steps", "done_index", "lost_index"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        np.testing.assert_allclose(found.reward, expected.reward, atol=1e-4)
+        if expected.reward_terms is not None:
+            np.testing.assert_allclose(found.reward_terms, expected.reward_terms, atol=1e-4)
+        assert (found.final_observation is None) == (expected.final_observation is None)
+        if expected.final_observation is not None:
+            assert_near(found.final_observation, expected.final_observation)
+        for one, other in zip(found.episodes, expected.episodes, strict=True):
+            assert (one.env_index, one.length, one.success, one.labels) == (
+                other.env_index,
+                other.length,
+                other.success,
+                other.labels,
+            )
+            assert one.episode_return == pytest.approx(other.episode_return, abs=1e-4)
+            assert one.terms == pytest.approx(other.terms, abs=1e-4)
+            ended += 1
+    warp.close()
+    cpu.close()
+    return ended
+
+
+@pytest.mark.usefixtures("gl")
+def test_steps_and_resets_are_those_of_the_cpu():
+    kwargs = {"task": "all", "observation": "both", "domain_randomization": STILL}
+    assert play(*both(max_episode_steps=3, kwargs=kwargs), 7) == 4  # two environments, after steps 3 and 6
+
+
+@pytest.mark.usefixtures("gl")
+def test_chunks_with_labels_and_weights_are_those_of_the_cpu():
+    kwargs = {"task": "push", "observation": "labelled", "control_mode": "delta_ee_pos", "cameras": ["wrist"]}
+    pair = both(2, max_episode_steps=3, kwargs=kwargs, reward_weights={"approach": 2.0})
+    assert play(*pair, 4) == 4  # an episode ends in the middle of every second chunk
+
+
+def test_exploration_in_a_sparse_hand_pose_environment_has_no_reward():
+    kwargs = {"task": "random_exploration", "control_mode": "delta_ee", "reward": "sparse"}
+    warp, cpu = both(kwargs=kwargs)
+    assert warp.reward_terms == ()
+    play(warp, cpu, 2)
+
+
+def test_results_are_tensors_and_stay_valid_for_another_step():
+    config = EnvConfig(id="tabletop", vector="warp", num_envs=2, kwargs={"task": "reach", "observation": "images"})
+    env = make_tensor_env(config, device="cpu")
+    env.reset(seed=0)
+    first = env.step(torch.ones(2, 8))
+    assert first.reward.dtype == torch.float32
+    assert first.terminated.dtype == torch.bool
+    assert first.observation["head_rgb"].shape == (2, 3, 64, 64)
+    kept = {name: stream.clone() for name, stream in first.observation.items()}
+    second = env.step(-torch.ones(2, 8))
+    for name, stream in first.observation.items():
+        assert torch.equal(stream, kept[name])
+    assert not torch.equal(second.observation["state"], kept["state"])
+    image = env.render(1)
+    assert image.shape == (320, 320, 3)
+    assert image.std() > 10
+    env.close()
+
+
+def test_bad_actions_and_calls_have_clear_errors():
+    env = WarpTabletopEnv(2, device="cpu", task="reach")
+    with pytest.raises(InputError, match="before reset"):
+        env.step(torch.zeros(2, 8))
+    env.reset(seed=0)
+    with pytest.raises(InputError, match=r"\(2, 7\)"):
+        env.step(torch.zeros(2, 7))
+    actions = torch.zeros(2, 8)
+    actions[1, 3] = torch.nan
+    with pytest.raises(RunError, match="environment 1 is infinite"):
+        env.step(actions)
+    env.close()
+
+
+def test_the_cpu_is_used_where_there_is_no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    env = WarpTabletopEnv(1, task="reach")
+    assert env.device == torch.device("cpu")
+    env.close()
+    with pytest.raises(InputError, match="no CUDA device; use --device cpu"):
+        WarpTabletopEnv(1, task="reach", device="cuda")
+    with pytest.raises(InputError, match="auto, cpu, cuda or cuda:N"):
+        WarpTabletopEnv(1, task="reach", device="tpu")
