@@ -7,7 +7,9 @@ random colours of flickering lights and of the noise patch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from deft.envs.tabletop.warp.model import batch_model
 from deft.envs.tabletop.warp.rendering import Cameras
 from deft.envs.tabletop.warp.simulation import WarpSimulation
 from deft.envs.vector import Episode, VectorEnv, VectorStep
-from deft.errors import NOT_FINITE, InputError, RunError
+from deft.errors import NOT_FINITE, InputError, RunError, one_line
 from deft.schema import decode_text
 
 NUM_SCENES = 32_768
@@ -62,10 +64,16 @@ class WarpTabletopEnv(VectorEnv):
         )
         self.device = choose_device(device)
         self._template = template
+        self._arguments = arguments
         self._gamma = gamma
         self._max_episode_steps = max_episode_steps
+        with fits_memory(num_envs):
+            self._allocate(num_scenes)
+
+    def _allocate(self, num_scenes: int) -> None:
+        num_envs, template = self.num_envs, self._template
         self._batch = batch_model(template)
-        self._source = EpisodeSource(arguments, num_envs, max(1, num_scenes // num_envs), self.device)
+        self._source = EpisodeSource(self._arguments, num_envs, max(1, num_scenes // num_envs), self.device)
         self.simulation = WarpSimulation(
             self._batch, num_envs, template.settings.control_mode, template.settings.action_scale, self.device
         )
@@ -74,7 +82,7 @@ class WarpTabletopEnv(VectorEnv):
         if template.settings.observation != "state":
             self._cameras = self._make_cameras(template.cameras, template.settings.image_size)
         self._observations = [self._allocate_observation() for _ in range(2)]
-        self._final = self._allocate_observation() if chunk_length > 1 else None
+        self._final = self._allocate_observation() if self.chunk_length > 1 else None
         self._results = [_Result(num_envs, max(1, len(self.reward_terms)), self.device) for _ in range(2)]
         self._current = 0
         self._weights: Tensor | None = None
@@ -117,11 +125,12 @@ class WarpTabletopEnv(VectorEnv):
             self._episode_numbers += 1
             self._latest_episode += 1
         rows = self._rows.long()
-        self._begin(rows)
-        if not self._has_started:
-            self.simulation.prepare()
+        with fits_memory(self.num_envs):
             self._begin(rows)
-            self._has_started = True
+            if not self._has_started:
+                self.simulation.prepare()
+                self._begin(rows)
+                self._has_started = True
         self._current ^= 1
         self._observe(self._rows, self._observations[self._current])
         return self.observation
@@ -363,6 +372,19 @@ def _chunk_space(space: Any, chunk_length: int) -> Any:
         return space
     low, high = (np.tile(bound, (chunk_length, 1)) for bound in (space.low, space.high))
     return type(space)(low, high, dtype=space.dtype.type)
+
+
+@contextlib.contextmanager
+def fits_memory(num_envs: int) -> Iterator[None]:
+    """Raise InputError if the device has too little memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not re.search("alloc|out of memory", str(error), re.IGNORECASE):
+            raise
+        raise InputError(
+            f"num_envs: {num_envs} tabletops do not fit into the device's memory ({one_line(error)}); use fewer"
+        ) from error
 
 
 def choose_device(device: str | torch.device) -> torch.device:

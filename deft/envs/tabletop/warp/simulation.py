@@ -88,11 +88,14 @@ class WarpSimulation:
     def stream(self) -> Iterator[None]:
         """Let Warp's launches follow torch's on the same stream."""
         if self.device.is_cuda:
-            with wp.ScopedStream(wp.stream_from_torch(torch.cuda.current_stream(self.torch_device))):
+            with wp.ScopedStream(self._torch_stream(), sync_enter=False):
                 yield
         else:
             with wp.ScopedDevice(self.device):
                 yield
+
+    def _torch_stream(self) -> Any:
+        return wp.stream_from_torch(torch.cuda.current_stream(self.torch_device))
 
     def place(self, rows: torch.Tensor, numbers: dict[str, torch.Tensor]) -> None:
         """Set the environments `rows` to the beginnings of episodes; see `scene_numbers` and `draw_episodes`."""
@@ -126,18 +129,21 @@ class WarpSimulation:
 
     def prepare(self) -> None:
         """Compile the kernels and, on a GPU, capture a step as a graph. The state is not valid afterwards."""
+        if self.device.is_cuda:
+            torch.cuda.synchronize(self.torch_device)  # Warp works on a stream of its own here
         with wp.ScopedDevice(self.device):
             self._advance()
             if self.device.is_cuda:
                 with wp.ScopedCapture(device=self.device) as capture:
                     self._advance()
                 self._graph = capture.graph
+                wp.capture_launch(self._graph)
             wp.synchronize_device(self.device)
 
     def advance(self) -> None:
         """Simulate 0.04 s with `actions`."""
         if self._graph is not None:
-            wp.capture_launch(self._graph, stream=wp.stream_from_torch(torch.cuda.current_stream(self.torch_device)))
+            wp.capture_launch(self._graph, stream=self._torch_stream())
         else:
             with self.stream():
                 self._advance()
