@@ -95,6 +95,7 @@ class WarpTabletopEnv(VectorEnv):
         self._term_sums = self._zeros(max(1, len(self.reward_terms)))
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._generator = torch.Generator(self.device)
+        self._seeds: list[int] = []
         self._has_started = False
         self._closed = False
 
@@ -116,14 +117,21 @@ class WarpTabletopEnv(VectorEnv):
         """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
         if seed is not None or not self._has_started:
             drawn = np.random.SeedSequence().generate_state(self.num_envs).tolist()
-            seeds = drawn if seed is None else [int(one or 0) for one in self._env_seeds(seed)]
-            self._source.start(seeds)
-            self._generator.manual_seed(seeds[0])
+            self._seeds = drawn if seed is None else [int(one or 0) for one in self._env_seeds(seed)]
+            self._source.start(self._seeds)
+            self._generator.manual_seed(self._seeds[0])
             self._episode_numbers.zero_()
             self._latest_episode = 0
         else:
             self._episode_numbers += 1
             self._latest_episode += 1
+        self._begin_all()
+        self._current ^= 1
+        self._observe(self._rows, self._observations[self._current])
+        return self.observation
+
+    def _begin_all(self) -> None:
+        """Start the present episode of every environment; the first time, compile the simulation."""
         rows = self._rows.long()
         with fits_memory(self.num_envs):
             self._begin(rows)
@@ -131,9 +139,6 @@ class WarpTabletopEnv(VectorEnv):
                 self.simulation.prepare()
                 self._begin(rows)
                 self._has_started = True
-        self._current ^= 1
-        self._observe(self._rows, self._observations[self._current])
-        return self.observation
 
     def step(self, actions: Any) -> VectorStep:
         """Step every environment with its row of `actions`: a tensor or array [N, A], [N, K, A] for chunks."""
@@ -190,9 +195,49 @@ class WarpTabletopEnv(VectorEnv):
         self._draw(cameras, self._rows[index : index + 1], images)
         return np.ascontiguousarray(images[index].permute(1, 2, 0).cpu().numpy())
 
+    def get_state(self) -> list[dict[str, Any]] | None:
+        """Return plain data for `set_state`: seed and episode, which give the scene, and the simulation's state."""
+        if not self._has_started:
+            return None
+        saved = {name: tensor.cpu().numpy() for name, tensor in self._saved_tensors().items()}
+        return [
+            {"seed": self._seeds[index], **{name: values[index].copy() for name, values in saved.items()}}
+            for index in range(self.num_envs)
+        ]
+
+    def set_state(self, states: list[dict[str, Any]]) -> None:
+        """Continue from saved states; the random colours of flickering lights and of the noise patch are new ones."""
+        self._check_states(states)
+        self._seeds = [int(state["seed"]) for state in states]
+        self._source.start(self._seeds)
+        self._latest_episode = max(int(state["episode"]) for state in states)
+        self._episode_numbers.copy_(torch.tensor([int(state["episode"]) for state in states]))
+        self._begin_all()
+        for name, tensor in self._saved_tensors().items():
+            tensor.copy_(torch.from_numpy(np.stack([state[name] for state in states])))
+        self.simulation.locate(None)
+        self._current ^= 1
+        self._observe(self._rows, self._observations[self._current])
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        simulation = self.simulation
+        return {
+            "episode": self._episode_numbers,
+            "length": self._lengths,
+            "return": self._returns,
+            "terms": self._term_sums,
+            "qpos": simulation.qpos,
+            "qvel": simulation.qvel,
+            "ctrl": simulation.ctrl,
+            "warmstart": simulation.warmstart,
+            "targets": simulation.targets,
+            "fingers": simulation.fingers,
+            "potentials": simulation.episodes["potentials"],
+        }
+
     def state_obstacle(self) -> str | None:
-        """Explain in one line why the state cannot be saved."""
-        return "MuJoCo Warp's simulation is not saved; a resumed run starts new episodes"
+        """Explain in one line why the state cannot be saved; None if it can."""
+        return None if self._has_started else "the environments have not been reset"
 
     def close(self) -> None:
         """Stop the processes that draw scenes. Further calls do nothing."""

@@ -126,8 +126,29 @@ class WarpF1Env(VectorEnv):
         """Return the head camera's image of one environment for videos, uint8 [320, 320, 3]."""
         return self.env.render(index)
 
+    def get_state(self) -> list[dict[str, Any]] | None:
+        """Return plain data for `set_state`, including the histories."""
+        states = self.env.get_state()
+        if states is None:
+            return None
+        rings = {name: ring.cpu().numpy() for name, ring in self._rings.items()}
+        return [
+            {"simulator": state, "rings": {name: ring[index].copy() for name, ring in rings.items()}}
+            for index, state in enumerate(states)
+        ]
+
+    def set_state(self, states: list[dict[str, Any]]) -> None:
+        """Continue from saved states."""
+        self.env.set_state([state["simulator"] for state in states])
+        names = (*self._cameras, schema.ACTION_HISTORY)
+        self._rings = {
+            name: torch.stack([torch.from_numpy(state["rings"][name]) for state in states]).to(self.device)
+            for name in names
+        }
+        self._observation = self._with_histories(self.env.observation, self._rings)
+
     def state_obstacle(self) -> str | None:
-        """Explain in one line why the state cannot be saved."""
+        """Explain in one line why the state cannot be saved; None if it can."""
         return self.env.state_obstacle()
 
     def close(self) -> None:

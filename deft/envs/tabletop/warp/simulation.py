@@ -117,11 +117,12 @@ class WarpSimulation:
             if name in numbers:
                 target[rows] = numbers[name]
 
-    def locate(self, rows: torch.Tensor) -> None:
+    def locate(self, rows: torch.Tensor | None) -> None:
         """Update the positions of all bodies and cameras, and the potentials of the episodes that begin in `rows`."""
         with self.stream():
             self._locate()
-            wp.launch(kernels.begin, len(rows), [wp.from_torch(rows), self._site, self._episodes, self._state])
+            if rows is not None:
+                wp.launch(kernels.begin, len(rows), [wp.from_torch(rows), self._site, self._episodes, self._state])
 
     def _locate(self) -> None:
         mujoco_warp.kinematics(self.model, self.data)

@@ -9,7 +9,7 @@ import torch
 from deft.config.settings import EnvConfig
 from deft.envs.make import make_tensor_env, make_vector_env
 from deft.envs.tabletop.warp.env import WarpTabletopEnv
-from deft.envs.vector import VectorEnv
+from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
 
 LOOKS = {"random_appearance": True, "random_background": True, "random_table_height": 0.03, "random_light": True}
@@ -108,6 +108,35 @@ def test_results_are_tensors_and_stay_valid_for_another_step():
     assert image.shape == (320, 320, 3)
     assert image.std() > 10
     env.close()
+
+
+@pytest.mark.parametrize("env_id", ["tabletop", "f1-student"])
+def test_a_saved_state_continues_in_another_environment(env_id):
+    kwargs = {"task": "all", "observation": "images"} if env_id == "tabletop" else {}
+    config = EnvConfig(id=env_id, vector="warp", num_envs=2, kwargs=kwargs, max_episode_steps=3)
+    first, second = (make_tensor_env(config, device="cpu") for _ in range(2))
+    assert first.get_state() is None
+    assert "not been reset" in first.state_obstacle()
+    first.reset(seed=5)
+    actions = torch.rand(6, 2, *first.action_space.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    for action in actions[:4]:
+        first.step(action)  # the second episode has begun
+    second.set_state(first.get_state())
+    for name, stream in first.observation.items():
+        assert torch.equal(stream, second.observation[name])
+    for action in actions[4:]:
+        one, other = first.step(action), second.step(action)
+        assert torch.equal(one.reward, other.reward)
+        assert torch.equal(one.truncated, other.truncated)
+        for name, stream in one.observation.items():
+            assert torch.equal(stream, other.observation[name])
+    assert [vars_of(episode) for episode in one.episodes] == [vars_of(episode) for episode in other.episodes]
+    first.close()
+    second.close()
+
+
+def vars_of(episode: Episode) -> tuple[Any, ...]:
+    return episode.env_index, episode.episode_return, episode.length, episode.labels
 
 
 def test_bad_actions_and_calls_have_clear_errors():
