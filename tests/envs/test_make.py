@@ -59,6 +59,20 @@ def test_chunks() -> None:
         make_vector_env(EnvConfig(id="Pendulum-v1", vector="envpool"), chunk_length=2)
 
 
+def test_warp_simulates_only_the_tabletop() -> None:
+    message = "warp simulates tabletop, f1-teacher, f1-student; reach runs with sync or process"
+    with pytest.raises(InputError, match=message):
+        make_vector_env(EnvConfig(id="reach", vector="warp"))
+    with pytest.raises(InputError, match="rename_streams: not with"):
+        make_vector_env(EnvConfig(id="tabletop", vector="warp", rename_streams={"top": "head_rgb"}))
+
+
+def test_warp_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "warp", None)
+    with pytest.raises(InputError, match=r'env.vector: warp: warp is not installed: pip install "deft\[warp\]"'):
+        make_vector_env(EnvConfig(id="tabletop", vector="warp"))
+
+
 @pytest.mark.parametrize(
     ("env_id", "advice"),
     [
