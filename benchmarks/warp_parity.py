@@ -74,10 +74,15 @@ def compare_images(arguments: argparse.Namespace, randomization: str) -> dict[st
         env.reset(seed=seeds[0])
         random = np.random.default_rng(seeds[0])
         actions = np.repeat(random.uniform(-1, 1, (1, size, *env.action_space.shape)), 6, axis=0)
+        ended = np.zeros(size, bool)
         for step in actions:
-            on_warp = env.step(torch.from_numpy(step)).observation
+            result = env.step(torch.from_numpy(step))
+            ended |= (result.terminated | result.truncated).cpu().numpy()
+        on_warp: Any = result.observation
         on_warp = {name: stream.cpu().numpy() for name, stream in on_warp.items()}
         for row, seed in enumerate(seeds):
+            if ended[row]:  # Warp shows the next scene
+                continue
             cpu.reset(seed=seed)
             for step in actions:
                 on_cpu = cpu.step(step[row])[0]

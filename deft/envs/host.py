@@ -66,4 +66,7 @@ def _numpy(value: Any) -> Any:
     """Copy a tensor, or the tensors of a dict, to the host; return anything else as it is."""
     if isinstance(value, dict):
         return {name: _numpy(item) for name, item in value.items()}
-    return value.detach().cpu().numpy().copy() if hasattr(value, "detach") else value
+    if not hasattr(value, "detach"):
+        return value
+    array = value.detach().cpu().numpy()
+    return array.copy() if value.device.type == "cpu" else array

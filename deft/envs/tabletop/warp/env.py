@@ -8,6 +8,7 @@ random colours of flickering lights and of the noise patch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ from deft.schema import decode_text
 NUM_SCENES = 32_768
 CAMERA_NAMES = {"head": HEAD_CAMERA, "wrist": WRIST_CAMERA}
 TASK_NAMES = tuple(TASKS)
+
+log = logging.getLogger(__name__)
 
 
 class WarpTabletopEnv(VectorEnv):
@@ -436,6 +439,10 @@ def choose_device(device: str | torch.device) -> torch.device:
     """Return the torch device of a name; `auto` is the GPU if there is one."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            log.warning(
+                "torch finds no CUDA device: MuJoCo Warp simulates on the CPU, where `--vector process` is faster"
+            )
     try:
         chosen = torch.device(device)
     except RuntimeError:

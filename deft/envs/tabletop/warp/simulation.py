@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import warp as wp
 
+from deft.envs.suppress_logs import suppress_logs
 from deft.envs.tabletop import control, panda
 from deft.envs.tabletop.control import CONTROL_MODES, PHYSICS_STEPS
 from deft.envs.tabletop.model import HEAD_CAMERA, arm_model
@@ -18,7 +19,8 @@ from deft.envs.tabletop.warp import kernels
 from deft.envs.tabletop.warp.model import BatchModel
 
 wp.config.quiet = True  # no list of devices and modules on stdout
-wp.init()
+with suppress_logs():
+    wp.init()
 
 MODE_NUMBERS = {name: number for number, name in enumerate(CONTROL_MODES)}
 
