@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import warp as wp
 from common import print_machine, print_table, write_json
-
-from deft.envs.tabletop.warp.env import WarpTabletopEnv
 
 EPISODE_STEPS = 150
 RANDOM_LOOKS: dict[str, Any] = {
@@ -49,10 +46,12 @@ def timed(device: torch.device, count: int, work: Callable[[], Any]) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        wp.synchronize()
 
 
 def measure(num_envs: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    # Not at the top: the processes that draw scenes import this file.
+    from deft.envs.tabletop.warp.env import WarpTabletopEnv
+
     begin = time.perf_counter()
     env = WarpTabletopEnv(
         num_envs,
