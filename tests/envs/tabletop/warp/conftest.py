@@ -15,10 +15,8 @@ NEED_WARP = ["test_env.py", "test_f1.py", "test_kernels.py", "test_rendering.py"
 collect_ignore = [] if HAS_WARP else NEED_WARP
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if not HAS_WARP:
-        return
     from deft.envs.tabletop.warp.env import WarpTabletopEnv
 
     with (Path(tmp_path_factory.getbasetemp()).parent / "warp_kernels.lock").open("w") as lock:

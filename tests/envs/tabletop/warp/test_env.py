@@ -12,6 +12,7 @@ from deft.envs.tabletop.warp.env import WarpTabletopEnv
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 LOOKS = {"random_appearance": True, "random_background": True, "random_table_height": 0.03, "random_light": True}
 STILL = {**LOOKS, "crazy_random_light_rate": 0.0}
 

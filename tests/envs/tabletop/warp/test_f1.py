@@ -8,6 +8,9 @@ from deft.envs.make import make_vector_env
 from deft.errors import InputError
 
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
+
 def make(vector: str, env_id: str, **task_config):
     config = EnvConfig(id=env_id, vector=vector, num_envs=2, kwargs={"task_config": task_config})
     return make_vector_env(config, device="cpu")

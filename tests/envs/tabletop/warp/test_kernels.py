@@ -13,6 +13,7 @@ from deft.envs.tabletop.warp import kernels
 from deft.envs.tabletop.warp.model import batch_model, draw_block
 from deft.envs.tabletop.warp.simulation import MODE_NUMBERS, WarpSimulation, _arm
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 NUM_ENVS = 3
 
 
