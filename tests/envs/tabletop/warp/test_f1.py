@@ -7,7 +7,6 @@ from deft.config.settings import EnvConfig
 from deft.envs.make import make_vector_env
 from deft.errors import InputError
 
-
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
