@@ -214,7 +214,10 @@ WRONG = [
     ("train ppo --env --seed 1", "--env: needs a value (TEXT)"),
     ("train ppo --num-envs four", "--num-envs: 'four' is not a whole number"),
     ("train ppo --num_envs 0 --seed -1", "--seed: -1 is out of range; must be at least 0 (and 1 more)"),
-    ("train ppo --vector thread", "--vector: 'thread' is not allowed; one of 'sync', 'process', 'envpool', 'gpu', 'warp'"),
+    (
+        "train ppo --vector thread",
+        "--vector: 'thread' is not allowed; one of 'sync', 'process', 'envpool', 'gpu', 'warp'",
+    ),
     ("train ppo --lr 1e-4 --learning-rate 1e-4", "--learning-rate: the same setting as --lr; give one of them"),
     (
         "train ppo --env-kwargs a=1 --seed 1 --env-kwargs b=2",
