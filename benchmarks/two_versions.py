@@ -83,6 +83,7 @@ def main() -> None:
             before, after = (statistics.median(seconds[label]) for label in checkouts)
             results[workload] = {"seconds": seconds, "ratio": before / after}
             rows.append([workload, f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}"])
+            print(*rows[-1], sep=" | ", flush=True)
     print_table(["workload", "before, s", "after, s", "ratio"], rows)
     write_json(arguments.json, {"workloads": results})
 
