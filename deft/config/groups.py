@@ -44,6 +44,11 @@ class SeedSettings:
 class ComputeSettings(SeedSettings):
     """Seed, device and threads of a training run."""
 
+    device = Field(
+        "auto",
+        description="Device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` trains on a GPU if there is one, except small "
+        "networks in online training.",
+    )
     threads: Count | None = None
     """CPU threads of PyTorch; by default OMP_NUM_THREADS, else a number chosen by the size of the network."""
 

@@ -1,6 +1,7 @@
 """The device, the threads and the precision that torch computes with: chosen for the run, not left to defaults.
 
-Trainers make one `Threads` and call it in their loop; commands resolve `--device` by `choose_device`.
+Trainers make one `Threads` and call it in their loop; commands resolve `--device` by `choose_device`, and online
+training by `choose_online_device`.
 """
 
 from __future__ import annotations
@@ -151,6 +152,34 @@ def choose_device(name: str) -> torch.device:
             f"device: {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices here"
         )
     return device
+
+
+def choose_online_device(name: str, policy: nn.Module, batch_size: int, captured: bool = False) -> torch.device:
+    """The device for training a policy that acts in environments on the CPU; `auto` leaves a small one on the CPU.
+
+    Acting and updates of a small network are some hundred small operations; starting one on a GPU takes longer than
+    computing it on the CPU. `captured`: updates are replayed as a CUDA graph, which starts all operations at once, so
+    that smaller products pay off on a GPU.
+    """
+    device = choose_device(name)
+    if name != "auto" or device.type == "cpu":
+        return device
+    products = _largest_matrix(policy) * batch_size
+    if is_small(policy) and products <= (SMALL_PRODUCT if captured else LARGE_PRODUCT):
+        device, reason = torch.device("cpu"), "the network is small and acts in environments on the CPU"
+    elif is_small(policy):
+        reason = f"a layer takes {products} multiplications per batch"
+    else:
+        reason = "the network has convolutions, large layers or bfloat16 weights"
+    log_device(name, device, reason)
+    return device
+
+
+def log_device(name: str, device: torch.device, reason: str) -> None:
+    """Log which device `auto` chose and why, on a machine that has a choice."""
+    if name == "auto" and torch.cuda.is_available():
+        other = "cuda" if device.type == "cpu" else "cpu"
+        log.info("device: auto chose %s: %s; override with --device %s", device, reason, other)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.normalization import has_seen_data, normalizers
 from deft.models.policy import Policy
 from deft.runs import sharding
+from deft.runs.compute import log_device
 from deft.runs.logging import logged_from_start
 from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.random_state import EVALUATION_SEED
@@ -65,6 +66,7 @@ def build_offline_trainer(
     subject = dataset.name if dataset is not None else str(config.dataset.path)
     run = open_run(config, subject, OFFLINE_ALGORITHMS[config.algorithm.name], policy)
     config, processes, device = run.config, run.processes, run.device
+    log_device(config.device, device, "the updates of offline training do not wait for environments")
     check_fixed_settings(config, run.resume_from or config.model_path)
     if dataset is None:
         assert config.dataset.path is not None

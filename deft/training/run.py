@@ -17,6 +17,7 @@ import torch
 from deft.algorithms.registry import ONLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
 from deft.config.settings import RunConfig
+from deft.data.augmentation import has_images
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.envs.wrappers import rename, weigh
@@ -26,7 +27,7 @@ from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.policy import Policy
 from deft.models.vla.get_action import wrap_policy
 from deft.runs import sharding
-from deft.runs.compute import choose_device
+from deft.runs.compute import choose_device, choose_online_device, log_device
 from deft.runs.directory import place_run, run_opener
 from deft.runs.logging import logged_from_start
 from deft.runs.policies import build_policy, load_policy_weights, space_for_weights
@@ -37,6 +38,8 @@ from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
 from deft.training.handover import load_critics, use_policy_section
 from deft.training.trainer import OnlineSpec, Trainer
+
+GPU_VECTORS = ("gpu", "warp")  # environments that are simulated on a GPU
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -86,6 +89,28 @@ class OpenRun:
             weights_follow = self.resume_from is not None or self.config.model_path is not None
             policy = build_policy(self.config, observation, action, weights_follow)
         return policy, observation
+
+    def choose_online_device(self, policy: Policy, observation: gymnasium.Space) -> None:
+        """Resolve `device: auto` for a policy that acts during training; a small one trains on the CPU."""
+        if self.device.type == "cpu":
+            return
+        config, cfg = self.config, self.config.algorithm.cfg
+        capture = getattr(cfg, "capture", "off")
+        if self.processes.count > 1:
+            reason = "each of several processes has a GPU"
+        elif config.env.vector in GPU_VECTORS:
+            reason = f"the environments are simulated on the GPU (vector {config.env.vector})"
+        elif next(policy.parameters()).device.type == "cuda":
+            reason = "the given policy is on a GPU"
+        elif capture == "on":
+            reason = "capture is on"
+        elif has_images(observation):
+            reason = "the observations contain images"
+        else:
+            captured = capture == "auto" and not getattr(cfg, "compile", False)
+            self.device = choose_online_device(config.device, policy, cfg.batch_size, captured)
+            return
+        log_device(config.device, self.device, reason)
 
     def place(self, policy: Policy) -> None:
         """Move a policy to its device, and load the weights that the run starts from."""
@@ -174,6 +199,7 @@ def build_trainer(
         policy, observation = run.build_policy(policy, vector_env.observation_space, action, where)
         policy = wrap_policy(policy, observation, action, config.policy)
         observation = getattr(getattr(policy, "encoder", None), "space", observation)  # of a policy that was given
+        run.choose_online_device(policy, vector_env.observation_space)
         run.place(policy)
         if run.starts_from is not None:
             policy.freeze_statistics()

@@ -1,3 +1,5 @@
+import logging
+
 import gymnasium
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from deft.runs.compute import (
     Threads,
     autocast,
     choose_device,
+    choose_online_device,
     choose_precision,
     cpu_has_bfloat16,
     is_small,
@@ -176,6 +179,49 @@ def test_devices_that_are_not_there_are_named(monkeypatch):
         choose_device("cuda:1")
     with pytest.raises(InputError, match="'gpu' cannot be used"):
         choose_device("gpu")
+
+
+VECTOR = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Box(-1, 1, (2,))
+CAMERA = gymnasium.spaces.Box(0, 255, (3, 32, 32), np.uint8), gymnasium.spaces.Box(-1, 1, (2,))
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch_size", "captured", "chosen", "reason"),
+    [
+        # The largest layer of 256-256 has 65,536 weights. One with a batch of 976 takes 63,963,136 multiplications.
+        (VECTOR, 64, False, "cpu", "the network is small"),
+        (VECTOR, 976, False, "cpu", "the network is small"),
+        (VECTOR, 977, False, "cuda", "64028672 multiplications per batch"),
+        (VECTOR, 61, True, "cpu", "the network is small"),  # 3,997,696
+        (VECTOR, 256, True, "cuda", "16777216 multiplications per batch"),
+        (CAMERA, 64, False, "cuda", "convolutions"),
+    ],
+)
+def test_auto_trains_a_small_network_that_acts_on_the_cpu(
+    policy, batch_size, captured, chosen, reason, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with caplog.at_level(logging.INFO, "deft"):
+        device = choose_online_device("auto", actor_policy(*policy), batch_size, captured)
+    assert device == torch.device(chosen)
+    (line,) = caplog.messages
+    other = {"cpu": "cuda", "cuda": "cpu"}[chosen]
+    assert line.startswith(f"device: auto chose {chosen}: ")
+    assert reason in line
+    assert line.endswith(f"override with --device {other}")
+
+
+def test_a_device_that_is_given_is_used_whatever_the_network(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    policy = actor_policy(*VECTOR)
+    with caplog.at_level(logging.INFO, "deft"):
+        assert choose_online_device("cuda", policy, 64) == torch.device("cuda")
+        assert choose_online_device("cuda:1", policy, 64) == torch.device("cuda:1")
+        assert choose_online_device("cpu", actor_policy(*CAMERA), 64) == torch.device("cpu")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert choose_online_device("auto", policy, 64) == torch.device("cpu")
+    assert not caplog.messages  # nothing was chosen
 
 
 def test_a_cpu_without_instructions_for_it_gets_no_bfloat16(monkeypatch):

@@ -1,0 +1,84 @@
+"""The device that a run trains on. No test computes on a GPU: what torch sees is replaced."""
+
+import logging
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from policies import actor_policy
+
+from deft.config.loading import resolve
+from deft.runs.processes import Processes
+from deft.training.run import OpenRun, build_trainer
+
+VECTOR, ACTION = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Box(-1, 1, (2,))
+IMAGES = gymnasium.spaces.Dict({"rgb": gymnasium.spaces.Box(0, 255, (3, 8, 8), np.uint8)})
+
+
+@pytest.fixture(autouse=True)
+def _one_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def chosen(algorithm, observation=VECTOR, cfg=None, processes=1, **settings):
+    """The device of a run whose policy has two layers of 256, which is not moved there."""
+    config = resolve({"algorithm": {"name": algorithm, "cfg": cfg or {}}, "env": {"id": "Pendulum-v1"}} | settings)
+    group = Processes()
+    group.count = processes
+    given = torch.device("cuda" if config.device == "auto" else config.device)
+    run = OpenRun(config, None, group, given, None, False, False)
+    run.choose_online_device(actor_policy(VECTOR, ACTION), observation)
+    return run.device.type
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "arguments"),
+    [
+        ("cpu", "the network is small", {"algorithm": "ppo"}),
+        ("cpu", "the network is small", {"algorithm": "grpo"}),
+        ("cuda", "observations contain images", {"algorithm": "ppo", "observation": IMAGES}),
+        ("cuda", "vector warp", {"algorithm": "ppo", "env": {"id": "tabletop", "vector": "warp"}}),
+        ("cuda", "vector gpu", {"algorithm": "ppo", "env": {"id": "maniskill", "vector": "gpu"}}),
+        ("cuda", "several processes", {"algorithm": "ppo", "processes": 2}),
+        # 256 · 256 weights times a batch of 256 are more than 4,000,000: enough for updates that are captured.
+        ("cuda", "16777216 multiplications", {"algorithm": "sac"}),
+        ("cpu", "the network is small", {"algorithm": "sac", "cfg": {"capture": "off"}}),
+        ("cpu", "the network is small", {"algorithm": "sac", "cfg": {"compile": True}}),  # which captures nothing
+        ("cpu", "the network is small", {"algorithm": "sac", "cfg": {"batch_size": 32}}),
+    ],
+)
+def test_auto_chooses_by_what_is_trained(device, reason, arguments, caplog):
+    with caplog.at_level(logging.INFO, "deft"):
+        assert chosen(**arguments) == device
+    (line,) = caplog.messages
+    assert line.startswith(f"device: auto chose {device}: ")
+    assert reason in line
+
+
+def test_a_device_that_is_given_is_obeyed(caplog):
+    with caplog.at_level(logging.INFO, "deft"):
+        assert chosen("ppo", device="cuda") == "cuda"
+        assert chosen("sac", device="cpu") == "cpu"
+    assert not caplog.messages
+
+
+def test_captures_that_are_asked_for_need_the_gpu():
+    """As `capture` on with `device` cpu, `auto` must not choose the CPU for it, however small the network is."""
+    assert chosen("sac", cfg={"capture": "on", "batch_size": 32}) == "cuda"
+
+
+def test_a_small_network_is_built_and_trained_on_the_cpu(tmp_path):
+    config = resolve(
+        {
+            "algorithm": "ppo",
+            "env": "CartPole-v1",
+            "trainer": {"rollout_steps": 16, "eval_freq": 0},
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    assert config.device == "auto"
+    trainer = build_trainer(config)
+    assert trainer.device == torch.device("cpu")
+    trainer.close()
