@@ -144,3 +144,41 @@ class Numbered(gymnasium.Env):
 
     def _observation(self):
         return np.array([self.whose >> 20, self.whose % 2**20, self.life], np.float32)
+
+
+class SecretSign(gymnasium.Env):
+    """Every step earns a sign that is drawn for each episode and shown in the stream `secret` alone; `state` is noise.
+
+    With `offers_secret` False the stream is missing, as on a robot.
+    """
+
+    def __init__(self, length: int = 4, offers_secret: bool = True) -> None:
+        streams: dict[str, spaces.Space] = {
+            "state": spaces.Box(-1, 1, (3,)),
+            "image": spaces.Box(0, 255, (3, 8, 8), np.uint8),
+        }
+        if offers_secret:
+            streams["secret"] = spaces.Box(-1, 1, (2,))
+        self.observation_space = spaces.Dict(streams)
+        self.action_space = spaces.Box(-1, 1, (2,))
+        self.length, self.steps, self.sign = length, 0, 0.0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.sign = 0, float(self.np_random.choice([-1.0, 1.0]))
+        return self._observation(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self._observation(), self.sign, self.steps >= self.length, False, {}
+
+    def _observation(self):
+        streams = {
+            "state": self.np_random.uniform(-1, 1, 3).astype(np.float32),
+            "image": self.np_random.integers(0, 256, (3, 8, 8), dtype=np.uint8),
+            "secret": np.array([self.sign, self.steps / self.length], np.float32),
+        }
+        return {name: streams[name] for name in self.observation_space}
+
+
+gymnasium.register(id="deft-tests/SecretSign-v0", entry_point="worlds:SecretSign")

@@ -36,6 +36,8 @@ class Algorithm:
     """Whether it can train a policy that another run built, and other algorithms can train its policies."""
     vla_settings: ClassVar[Mapping[str, Any]] = {}
     """Fields of `PolicyConfig` that it requires of a VLA policy from another run."""
+    reads_critic_observation: ClassVar[bool] = False
+    """Whether it trains a value function that may read the streams of `critic_observation`."""
     fixed_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that must be those that the weights were trained with, and that no weight's shape shows."""
     distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = None

@@ -153,6 +153,8 @@ class PolicyConfig:
     """Scale the VLA model's actions from [-1, 1] to the action space; false: the model outputs environment units."""
     separate_value: Switch = False
     """Use a separate encoder for the value function and critics of a VLA model that does not expose its features."""
+    critic_observation: tuple[str, ...] = ()
+    """Observation streams that only the value function reads; the policy acts without them (ppo)."""
     vla_config: VLAConfig | None = None
     """The VLA model, for `name: vla`."""
 
@@ -175,6 +177,8 @@ class PolicyConfig:
             raise ValueError(f"vla_config is given but name is '{self.name}'; write name 'vla' or leave it out")
         if self.name == "actor" and self.chunk_length > 1:
             raise ValueError(f"chunk_length {self.chunk_length}: name '{self.name}' decides one step at a time")
+        if len(set(self.critic_observation)) < len(self.critic_observation):
+            raise ValueError("critic_observation: a stream is named twice; name each once")
         if self.name != "actor_critic" and self.memory_hidden:
             raise ValueError(f"memory_hidden {self.memory_hidden}: name '{self.name}' has no recurrent memory")
         return self

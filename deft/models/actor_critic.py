@@ -195,7 +195,11 @@ class ActorCritic(Policy):
     ) -> None:
         super().__init__()
         self.policy_config = config = config or PolicyConfig()
-        self._spaces = (observation_space, action_space)
+        public = self._add_critic(observation_space, config)
+        assert public is not None
+        self._spaces = (public, action_space)
+        if self.critic_streams and isinstance(public, gymnasium.spaces.Dict):
+            self.streams = frozenset(public)
         self.chunk_length, self.num_members = config.chunk_length, num_members
         self.hidden_sizes = (config.hidden_dim,) * config.num_layers
         self.towers: TwinMLP | None = None
@@ -264,7 +268,7 @@ class ActorCritic(Policy):
         action, log_prob, sample = self.head.act(output, td.get(schema.ACTION_MASK, None), deterministic)
         td.set(schema.ACTION, action)
         td.set(schema.LOG_PROB, log_prob)
-        td.set(schema.VALUE, value.squeeze(-1))
+        self._set_value(td, value.squeeze(-1))
         if sample is not None:
             td.set(schema.SAMPLE, sample)
         return td
@@ -297,13 +301,16 @@ class ActorCritic(Policy):
             output, value = (part.unflatten(0, features.shape[:2]) for part in outputs)
         action, mask = td[schema.ACTION], td.get(schema.ACTION_MASK, None)
         log_prob, entropy = self.head.score(output, action, mask, td.get(schema.SAMPLE, None))
-        scored = {"log_prob": log_prob, "entropy": entropy, "value": value.squeeze(-1)}
+        value = self._privileged_value(td) if self.critic_streams else value.squeeze(-1)
+        scored = {"log_prob": log_prob, "entropy": entropy, "value": value}
         if self.reports_tokens and (tokens := self.head.token_log_prob(output, action, mask)) is not None:
             scored["token_log_prob"] = tokens
         return scored
 
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation) [B], from the memory before it."""
+        if self.critic_streams:
+            return self._privileged_value(td)
         features = self.encoder(td[schema.OBSERVATION])
         if self.memory is not None:
             features, _ = self._remember(features, td[schema.MEMORY])
@@ -313,10 +320,13 @@ class ActorCritic(Policy):
 
     def value_only_parameters(self) -> Iterator[nn.Parameter]:
         """The value network; a `TwinMLP` as a whole, since the value's gradient is 0 in its actor."""
+        if self.critic is not None:
+            return self.critic.parameters()
         return self.value.parameters() if self.towers is None else self.towers.parameters()
 
     def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
         """Update the observation normalisation."""
+        self.observe_value(td)
         self.encoder.observe(td[schema.OBSERVATION])
 
     # -- for off-policy, offline and supervised algorithms -------------------------------------------------------------
@@ -415,7 +425,7 @@ class ActorCritic(Policy):
 
     def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Translate weights of the previous version."""
-        completed = keep_reward_normalizer(self, weights)
+        completed = keep_reward_normalizer(self, self._keep_critic(weights))
         translate(completed)
         return completed
 

@@ -17,6 +17,7 @@ from deft.errors import InputError
 from deft.models.action_scale import with_bounds
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
+from deft.models.privileged import public_space
 from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
 
@@ -48,5 +49,6 @@ def make_policy(
     space, length = action_space, config.chunk_length
     if length > 1 and isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
         space = gymnasium.spaces.Box(np.tile(space.low, (length, 1)), np.tile(space.high, (length, 1)))
-    model = load_vla_model_for(config.vla_config, observation_space, space, where, length, weights_follow)
+    public = public_space(observation_space, config.critic_observation)
+    model = load_vla_model_for(config.vla_config, public, space, where, length, weights_follow)
     return VLAPolicy(model, observation_space=observation_space, action_space=space, config=config, dtype=dtype)

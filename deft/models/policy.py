@@ -7,19 +7,25 @@ networks from scratch, `VLAPolicy` for VLA models, so that every algorithm conti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from deft import schema
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.normalization import RewardNormalizer
+from deft.models.privileged import PrivilegedValue, public_space
 
+logger = logging.getLogger(__name__)
+CRITIC = "critic."  # prefix of the weights of `Policy.critic`
 MODE, SAMPLE, SAMPLED_NOISE = "mode", "sample", "sampled noise"  # see `Policy.action_selection`
 
 
@@ -55,6 +61,10 @@ class Policy(nn.Module):
     """Names of the observation's streams that it reads; None: all that it was made for."""
     reports_tokens: bool = False
     """Set by an algorithm that needs `token_log_prob` [B, tokens] from `evaluate_actions`, where a policy has it."""
+    critic_streams: tuple[str, ...] = ()
+    """Names of the streams that V alone reads (`critic_observation`); an observation without them is enough to act."""
+    critic: PrivilegedValue | None
+    """V of those streams; None in a policy that was built without them."""
     reward_normalizer: RewardNormalizer | None
     """Scales rewards for the algorithm; a submodule, so that it is saved with the policy."""
     policy_config: PolicyConfig | None = None
@@ -77,6 +87,44 @@ class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.reward_normalizer = None
+        self.critic = None
+
+    # -- privileged streams --------------------------------------------------------------------------------------------
+
+    def _add_critic(self, space: gymnasium.Space | None, config: PolicyConfig) -> gymnasium.Space | None:
+        """Build V of the privileged streams, if the space has them; return the space without them."""
+        self.critic_streams = names = tuple(config.critic_observation)
+        if not names or not isinstance(space, spaces.Dict):
+            return space
+        if all(name in space.spaces for name in names):
+            self.critic = PrivilegedValue(space, names, (config.hidden_dim,) * config.num_layers)
+        return public_space(space, names)
+
+    def _privileged_value(self, td: TensorDictBase) -> Tensor:
+        """V of the privileged streams."""
+        if self.critic is None:
+            raise InputError(
+                f"the value reads {', '.join(self.critic_streams)} (critic_observation), and this policy was built for "
+                "observations without these streams: it acts, but has no value"
+            )
+        return self.critic(td[schema.OBSERVATION])
+
+    def _set_value(self, td: TensorDictBase, value: Tensor) -> None:
+        """Add V to what `act` returns; none where it reads privileged streams and the observation has none."""
+        if self.critic_streams:
+            given = td[schema.OBSERVATION].keys()
+            if self.critic is None or any(name not in given for name in self.critic_streams):
+                return
+            value = self.critic(td[schema.OBSERVATION])
+        td.set(schema.VALUE, value)
+
+    def _keep_critic(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights with the policy's own `critic` where they have none, and without one where it has none."""
+        own = {name: value for name, value in self.state_dict().items() if name.startswith(CRITIC)}
+        if own and not any(name.startswith(CRITIC) for name in weights):
+            logger.warning("the value of critic_observation starts from new weights: the policy was trained without it")
+            return own | dict(weights)
+        return {name: value for name, value in weights.items() if own or not name.startswith(CRITIC)}
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -138,6 +186,8 @@ class Policy(nn.Module):
 
     def observe_value(self, td: TensorDictBase) -> None:
         """Update the running statistics that only the value depends on."""
+        if self.critic is not None:
+            self.critic.encoder.observe(td[schema.OBSERVATION])
 
     def observe(self, td: TensorDictBase) -> None:
         """Update the running statistics. Called after the update, never during it."""

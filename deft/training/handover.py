@@ -48,6 +48,8 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
         _check_chunk_length(config, theirs)
     default, section = to_dict(type(own)()), to_dict(theirs)
     changed = {name: value for name, value in to_dict(own).items() if value != default[name]}
+    if not kind.reads_critic_observation:
+        section["critic_observation"] = default["critic_observation"]
     if theirs.vla_config is not None:
         changed.pop("chunk_length", None)
         given = changed.pop("vla_config", None) or {"model_config": {}}

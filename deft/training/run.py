@@ -25,6 +25,7 @@ from deft.errors import InputError
 from deft.evaluation.plots import plot_run
 from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.policy import Policy
+from deft.models.privileged import public_space, with_critic_streams
 from deft.models.vla.get_action import wrap_policy
 from deft.runs import sharding
 from deft.runs.compute import choose_device, choose_online_device, log_device
@@ -84,7 +85,19 @@ class OpenRun:
 
         `given` is the observation space of `where`, an environment or a dataset.
         """
+        names, name = tuple(self.config.policy.critic_observation), self.algorithm_class.name
+        if names and not self.algorithm_class.reads_critic_observation:
+            raise InputError(
+                f"critic_observation {' '.join(names)}: {name} trains no value function that reads privileged streams; "
+                "leave it out"
+            )
+        if isinstance(policy, Policy) and policy.critic_streams != names:
+            raise InputError(
+                f"critic_observation {' '.join(names)}: the policy given was built with critic_observation "
+                f"{policy.critic_streams}; build it with the streams that its value is to read"
+            )
         observation = space_for_weights(self.config, self.resume_from, given, where)
+        observation = with_critic_streams(observation, names, given, where)
         if policy is None:
             weights_follow = self.resume_from is not None or self.config.model_path is not None
             policy = build_policy(self.config, observation, action, weights_follow)
@@ -211,7 +224,8 @@ def build_trainer(
             algorithm.start_from_a_policy()
         if run.resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             load_critics(algorithm, config.model_path, critics)
-        spaces = PolicySpaces(observation, vector_env.env_action_space, vector_env.action_mask)
+        public = public_space(observation, policy.critic_streams)
+        spaces = PolicySpaces(public, vector_env.env_action_space, vector_env.action_mask)
         spec = OnlineSpec(
             **run.spec_fields(acting, spaces),
             video_env=video_env,

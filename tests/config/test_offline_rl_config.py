@@ -76,6 +76,7 @@ OTHER_VALUES: dict[type, Any] = {
     int: lambda value: value + 1,
     float: lambda value: value / 2 + 0.001,
     str: lambda value: {"fp32": "bf16", "auto": "off", "INFO": "ERROR", "DEBUG": "ERROR"}.get(value, "elsewhere"),
+    tuple: lambda value: ("goal",),
 }
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
 
@@ -88,7 +89,7 @@ def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
     after = to_dict(OfflineRLConfig(**{name: value}).to_run_config("iql"))
     paths = [path for path in setting_paths(IQLSettings) if value_at(before, path) != value_at(after, path)]
     assert len(paths) == 1
-    assert value_at(after, paths[0]) == value
+    assert value_at(after, paths[0]) == (list(value) if isinstance(value, tuple) else value)
 
 
 @pytest.mark.parametrize("algorithm", OFFLINE)

@@ -76,7 +76,7 @@ REACHABLE = {
 }
 OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in PATHS["ppo"]} | {"buffer_size"}
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
-CHOICES = {"device": "cpu", "inference": "actor", "distribution": "gaussian"}
+CHOICES = {"device": "cpu", "inference": "actor", "distribution": "gaussian", "critic_observation": ("goal",)}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class TabletopSpec:
     """`delta_qpos`, `delta_ee` or `delta_ee_pos`."""
     action_scale: Share = 1.0
     """The delta of an action of 1, as a fraction of the largest."""
-    observation: Literal["state", "images", "labelled", "both"] = "state"
+    observation: Literal["state", "images", "labelled", "privileged", "both"] = "state"
     """The streams of an observation."""
     image_size: Annotated[Count, Field(ge=16, le=1024)] = 64
     """Side of the images in pixels."""
@@ -87,8 +87,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
     quaternion; the named one first, then its base), the area from the hand 2, and the task one-hot 5.
     `"images"`: Dict of `state` (only the proprioception), `head_rgb` and `wrist_rgb` (uint8 [3, h, w]) and
     `instruction`. `"labelled"`: the same and `places`, the positions of the named object, its base and the area
-    relative to the hand, or zeros: labels for training, not inputs of a policy. `"both"`: images, instruction and the
-    whole state.
+    relative to the hand, or zeros: labels for training, not inputs of a policy. `"privileged"`: as `"images"` and
+    `scene_state`, the whole state, for critics (`critic_observation`). `"both"`: images, instruction and the whole
+    state.
 
     **Episode**: ends when the task is done, `info["success"]`, or done with a wrong object. `random_exploration` has no
     goal, no reward and no success. Dense reward, each part in `info["reward_terms"]`: approach and goal (2 and 4 per
@@ -295,10 +296,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
     # ---------------------------------------------------------------------------------------------------- details
 
     def _make_observation_space(self) -> spaces.Space:
-        size = PROPRIOCEPTION_SIZE
-        if self.settings.observation in ("state", "both"):
-            size += OBJECT_SIZE * self.settings.num_objects + 2 + len(TASKS)
-        state = vector_space(size, MAX_VELOCITY)
+        whole = PROPRIOCEPTION_SIZE + OBJECT_SIZE * self.settings.num_objects + 2 + len(TASKS)
+        has_whole = self.settings.observation in ("state", "both")
+        state = vector_space(whole if has_whole else PROPRIOCEPTION_SIZE, MAX_VELOCITY)
         if self.settings.observation == "state":
             return state
         streams: dict[str, spaces.Space] = {"state": state}
@@ -306,6 +306,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         streams["instruction"] = spaces.Text(INSTRUCTION_LENGTH, charset=LETTERS)
         if self.settings.observation == "labelled":
             streams["places"] = vector_space(3 * self.settings.num_objects + 2, MAX_VELOCITY)
+        if self.settings.observation == "privileged":
+            streams["scene_state"] = vector_space(whole, MAX_VELOCITY)
         return spaces.Dict(streams)
 
     def _new_scene(self) -> None:
@@ -337,8 +339,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
 
     def observe(self) -> Any:
         """Return the present observation."""
-        state = self._state()
-        if self.settings.observation == "state":
+        mode = self.settings.observation
+        state = self._state() if mode in ("state", "both") else self._proprioception()
+        if mode == "state":
             return state
         observation: dict[str, Any] = {"state": state}
         for name, image in self.camera_images(self.cameras, self.settings.image_size).items():
@@ -347,8 +350,10 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
                 raise RunError(f"the {name} camera's image has one colour: rendering does not work (check MUJOCO_GL)")
         self._frames_checked = True
         observation["instruction"] = self.goal.instruction
-        if self.settings.observation == "labelled":
+        if mode == "labelled":
             observation["places"] = self._labels()
+        if mode == "privileged":
+            observation["scene_state"] = self._state()
         return observation
 
     def _labels(self) -> np.ndarray:
@@ -370,20 +375,25 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         area = self.simulation.scene.area
         return (0.0, 0.0) if area is None else (area[0] - tcp[0], area[1] - tcp[1])
 
-    def _state(self) -> np.ndarray:
+    def _proprioception(self) -> np.ndarray:
         simulation = self.simulation
-        tcp, rotation = simulation.tcp, simulation.tcp_rotation
+        rotation = simulation.tcp_rotation
         parts = [
             simulation.joints,
             simulation.joint_velocities.clip(-MAX_VELOCITY, MAX_VELOCITY),
             (self.gripper_opening,),
-            tcp,
+            simulation.tcp,
             rotation[:, 0],
             rotation[:, 1],
         ]
-        if self.settings.observation in ("state", "both"):
-            for index in self._by_goal():
-                parts += [simulation.object_positions[index] - tcp, simulation.quaternions[index]]
-            parts.append(self._area_from(tcp))
-            parts.append([float(name == self.task_name) for name in TASKS])
+        return np.concatenate(parts, dtype=np.float32, casting="same_kind")
+
+    def _state(self) -> np.ndarray:
+        """Return proprioception, the poses of the objects from the hand, the area and the task."""
+        simulation, tcp = self.simulation, self.simulation.tcp
+        parts: list[Any] = [self._proprioception()]
+        for index in self._by_goal():
+            parts += [simulation.object_positions[index] - tcp, simulation.quaternions[index]]
+        parts.append(self._area_from(tcp))
+        parts.append([float(name == self.task_name) for name in TASKS])
         return np.concatenate(parts, dtype=np.float32, casting="same_kind")

@@ -23,6 +23,7 @@ from deft.models.distributions import GaussianHead
 from deft.models.encoders import ObservationEncoder, is_image
 from deft.models.mlp import BatchedMLP
 from deft.models.policy import Policy
+from deft.models.privileged import public_space
 from deft.models.vla.interface import BaseVLAModel, missing_methods, takes_keyword
 from deft.models.vla.policy import VLAPolicy
 
@@ -48,7 +49,8 @@ def wrap_policy(
     given: dict[str, Any] = {"observation_space": observation_space, "action_space": action_space, "config": config}
     if not lacks:
         return VLAPolicy(policy, **given)
-    return GetActionPolicy(GetActionModel(policy, observation_space, action_space, config), **given)
+    public = public_space(observation_space, config.critic_observation)
+    return GetActionPolicy(GetActionModel(policy, public, action_space, config), **given)
 
 
 class GetActionModel(BaseVLAModel):

@@ -85,6 +85,7 @@ class VLAPolicy(ActionScale, Policy):
             self.set_scale(torch.zeros(size), torch.ones(size))
         self.register_buffer("reward_scale", torch.ones(()))
         self.hidden_sizes = (config.hidden_dim,) * config.num_layers
+        observation_space = self._add_critic(observation_space, config)
         self.encoder: ObservationEncoder | None = None
         self.streams = self.model.streams
         self.feature_dim = self.model.feature_dim
@@ -94,6 +95,8 @@ class VLAPolicy(ActionScale, Policy):
             self.feature_dim = self.encoder.dim
             self.value = BatchedMLP(1, self.feature_dim, self.hidden_sizes, 1, dtype=dtype)
             self.streams = None  # the encoder reads all of them
+        if self.critic_streams and self.streams is None and isinstance(observation_space, gymnasium.spaces.Dict):
+            self.streams = frozenset(observation_space)
         self.has_mean = self.model.has_mean
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
         self._sample_method = "act" if overrides(model, "act") else "forward"
@@ -131,8 +134,8 @@ class VLAPolicy(ActionScale, Policy):
             action, log_prob = self.from_unit(action.flatten(1)), log_prob - self._log_widths(td)
         td.set(schema.ACTION, action)
         td.set(schema.LOG_PROB, log_prob)
-        if self.encoder is None:
-            td.set(schema.VALUE, self._value("act" if is_one_pass else "get_value", value, batch))
+        if self.critic_streams or self.encoder is None:
+            self._set_value(td, self._value("act" if is_one_pass else "get_value", value, batch))
         else:
             td.set(schema.VALUE, self.get_value(td))
         return td
@@ -155,7 +158,7 @@ class VLAPolicy(ActionScale, Policy):
             log_widths = self._log_widths(td)
             scored["log_prob"] = scored["log_prob"] - log_widths
             scored["entropy"] = scored["entropy"] + log_widths
-        if self.encoder is not None:
+        if self.critic_streams or self.encoder is not None:
             scored["value"] = self.get_value(td)
         return scored
 
@@ -184,6 +187,8 @@ class VLAPolicy(ActionScale, Policy):
     def get_value(self, td: TensorDictBase) -> Tensor:
         """V(observation), [B]."""
         observations, batch = self._observations(td)
+        if self.critic_streams:
+            return self._privileged_value(td)
         if self.encoder is not None:
             return self.state_value(self.encoder(observations).unsqueeze(0))[0]
         return self._value("get_value", self.model.get_value(observations), batch)
@@ -191,10 +196,11 @@ class VLAPolicy(ActionScale, Policy):
     def observe(self, td: TensorDictBase | Mapping[str, Any]) -> None:
         """Update the running statistics of the model and of the encoder of V."""
         self.observe_value(td)
-        self.model.observe(td[schema.OBSERVATION])
+        self.model.observe(_streams(td[schema.OBSERVATION], self.critic_streams))
 
     def observe_value(self, td: TensorDictBase | Mapping[str, Any]) -> None:
-        """Update the running statistics of the encoder of V, if it has one of its own."""
+        """Update the running statistics of V, if it has an encoder of its own."""
+        super().observe_value(td)
         if self.encoder is not None:
             self.encoder.observe(td[schema.OBSERVATION])
 
@@ -204,6 +210,8 @@ class VLAPolicy(ActionScale, Policy):
 
     def value_only_parameters(self) -> Iterable[nn.Parameter]:
         """V, with its encoder if it has one of its own."""
+        if self.critic is not None:
+            return self.critic.parameters()
         return [*self.encoder_parameters(), *self.value_parameters()]
 
     def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
@@ -221,7 +229,7 @@ class VLAPolicy(ActionScale, Policy):
         self, observation: Mapping[str, Tensor] | TensorDictBase, object_positions: Tensor | None = None
     ) -> Encoded:
         """The named streams and their features [1, B, F], those of the model or of the critics' encoder."""
-        streams = _streams(observation)
+        streams = _streams(observation, self.critic_streams)
         if self.encoder is not None:
             return Encoded(streams, self.encoder(streams).unsqueeze(0))
         if not self.model.shares_features:
@@ -236,13 +244,14 @@ class VLAPolicy(ActionScale, Policy):
     @torch.no_grad()
     def object_positions(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
         """Object positions that the model predicts."""
-        return self.model.object_positions(_streams(observation))
+        return self.model.object_positions(_streams(observation, self.critic_streams))
 
     def imitation(self, observation: Any, unit: Tensor, step_mask: Tensor | None, loss: str) -> dict[str, Tensor]:
         """Use the model's own loss where it has one, in one pass."""
         if loss == "mse" or not self._has_own_loss:
             return super().imitation(observation, unit, step_mask, loss)
-        losses = self.model.imitation_loss(_streams(observation), self._as_chunks(unit[0]), step_mask=step_mask)
+        streams = _streams(observation, self.critic_streams)
+        losses = self.model.imitation_loss(streams, self._as_chunks(unit[0]), step_mask=step_mask)
         return {"bc_loss": self._scalar("imitation_loss", "loss", losses, unit.shape[1]).mean().unsqueeze(0)}
 
     def mean(self, state: Encoded) -> Tensor:
@@ -352,7 +361,7 @@ class VLAPolicy(ActionScale, Policy):
 
         A model keeps its action scale, whether V was a part of it or not.
         """
-        completed = keep_reward_normalizer(self, weights)
+        completed = keep_reward_normalizer(self, self._keep_critic(weights))
         _complete(self, completed)
         if self.step_dim is None and completed["center"].shape != self.center.shape:
             self.set_scale(torch.zeros_like(completed["center"]), torch.ones_like(completed["width"]))
@@ -410,7 +419,7 @@ class VLAPolicy(ActionScale, Policy):
             )
         if td.batch_dims != 1:
             raise InputError(f"VLAPolicy takes a batch [B]; this one is {list(td.batch_size)}: flatten it first")
-        return observations, td.batch_size[0]
+        return _streams(observations, self.critic_streams), td.batch_size[0]
 
     def _mask_keyword(self, td: TensorDictBase) -> dict[str, Any]:
         mask = td.get(schema.ACTION_MASK, None)
@@ -457,10 +466,12 @@ class VLAPolicy(ActionScale, Policy):
         return values
 
 
-def _streams(observation: Mapping[str, Tensor] | TensorDictBase) -> TensorDictBase:
+def _streams(observation: Mapping[str, Tensor] | TensorDictBase, hidden: tuple[str, ...] = ()) -> TensorDictBase:
+    """Return the observation as a TensorDict without the hidden streams."""
     if isinstance(observation, TensorDictBase | Tensor):
-        return observation
-    return TensorDict(dict(observation), [len(next(iter(observation.values())))])
+        return observation.exclude(*hidden) if hidden and isinstance(observation, TensorDictBase) else observation
+    rows = {name: stream for name, stream in observation.items() if name not in hidden}
+    return TensorDict(rows, [len(next(iter(rows.values())))])
 
 
 def _complete(policy: VLAPolicy, weights: dict[str, Any], prefix: str = "") -> None:

@@ -52,6 +52,7 @@ def play_expert(env: TabletopEnv, num_steps: int = 150, target: int | None = Non
         {"task": "all", "control_mode": "delta_ee", "reward": "sparse", "num_objects": 3},
         {"task": "push", "observation": "labelled", "control_mode": "delta_ee_pos", "image_size": 32},
         {"task": "random_exploration", "observation": "both", "cameras": ["wrist"], "num_objects": 1},
+        {"task": "place", "observation": "privileged", "image_size": 32},
     ],
 )
 def test_gymnasium_contract(kwargs: dict[str, Any]) -> None:
@@ -95,6 +96,19 @@ def test_labels_say_where_what_the_words_speak_of_is_and_the_state_does_not(task
     objects[named:] = 0  # no word speaks of these
     assert observation["places"].tolist() == [*objects.ravel().tolist(), *whole[45:47].tolist()]
     assert observation["places"][-2:].any() == (task == "push")
+
+
+@pytest.mark.usefixtures("gl")
+def test_privileged_observations_add_the_whole_state() -> None:
+    env = TabletopEnv("push", num_objects=3, observation="privileged", image_size=32)
+    images, whole = (
+        TabletopEnv("push", num_objects=3, observation="images", image_size=32),
+        TabletopEnv("push", num_objects=3),
+    )
+    observation, plain, state = (one.reset(seed=3)[0] for one in (env, images, whole))
+    assert observation["scene_state"].tolist() == state.tolist()
+    assert observation["state"].tolist() == plain["state"].tolist() == state[:24].tolist()
+    assert set(observation) == {*plain, "scene_state"}
 
 
 def test_dense_reward_is_progress() -> None:

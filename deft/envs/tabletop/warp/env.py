@@ -336,15 +336,19 @@ class WarpTabletopEnv(VectorEnv):
         for number, name in enumerate(template.cameras):
             streams[f"{name}_rgb"] = images[:, 3 * number : 3 * number + 3]
         streams["instruction"] = self._zeros(INSTRUCTION_LENGTH, dtype=torch.uint8)
-        if "places" in spaces:
-            streams["places"] = self._zeros(spaces["places"].shape[0])
+        for further in ("places", "scene_state"):
+            if further in spaces:
+                streams[further] = self._zeros(spaces[further].shape[0])
         return {name: streams[name] for name in spaces}
 
     def _observe(self, rows: Tensor, streams: dict[str, Tensor]) -> None:
         """Write the present observations of the environments `rows` (int32)."""
         state = streams.get("", streams.get("state"))
         assert state is not None
-        self.simulation.observe(rows, state, streams.get("places", state[:, :0]))
+        whole = streams.get("scene_state", state)
+        self.simulation.observe(rows, whole, streams.get("places", state[:, :0]))
+        if whole is not state:
+            state[rows] = whole[rows, : state.shape[1]]
         if self._cameras is None:
             return
         streams["instruction"][rows] = self._instructions[rows]

@@ -85,6 +85,12 @@ def test_chunks_with_labels_and_weights_are_those_of_the_cpu():
     assert play(*pair, 4) == 4  # an episode ends in the middle of every second chunk
 
 
+@pytest.mark.usefixtures("gl")
+def test_privileged_observations_are_those_of_the_cpu():
+    kwargs = {"task": "all", "observation": "privileged", "cameras": ["wrist"]}
+    assert play(*both(max_episode_steps=2, kwargs=kwargs), 3) == 2  # two environments, after step 2
+
+
 def test_exploration_in_a_sparse_hand_pose_environment_has_no_reward():
     kwargs = {"task": "random_exploration", "control_mode": "delta_ee", "reward": "sparse"}
     warp, cpu = both(kwargs=kwargs)
