@@ -201,7 +201,7 @@ class WarpTabletopEnv(VectorEnv):
     def get_state(self) -> list[dict[str, Any]] | None:
         """Return plain data for `set_state`: seed and episode, which give the scene, and the simulation's state."""
         if not self._has_started:
-            return None
+            raise InputError("get_state() was called before reset()")
         saved = {name: tensor.cpu().numpy() for name, tensor in self._saved_tensors().items()}
         return [
             {"seed": self._seeds[index], **{name: values[index].copy() for name, values in saved.items()}}
@@ -240,7 +240,7 @@ class WarpTabletopEnv(VectorEnv):
 
     def state_obstacle(self) -> str | None:
         """Explain in one line why the state cannot be saved; None if it can."""
-        return None if self._has_started else "the environments have not been reset"
+        return None
 
     def close(self) -> None:
         """Stop the processes that draw scenes. Further calls do nothing."""
