@@ -76,6 +76,7 @@ class Auxiliary:
     def _minibatches(self, rows: TensorDictBase, generator: torch.Generator) -> Iterator[TensorDictBase]:
         device = self.parameters[0].device
         order = torch.randperm(len(rows), generator=generator)
+        order = order.to(next(iter(rows.values(True, True))).device)
         yield from (rows[index].to(device) for index in order.split(self.batch_size))
 
     def _step(self, minibatch: TensorDictBase) -> Tensor:

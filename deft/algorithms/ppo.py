@@ -84,7 +84,8 @@ class PPO(PolicyGradient):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared state and the carried returns."""
-        return super().state_dict() | {"running_return": self.running_return}
+        carried = self.running_return
+        return super().state_dict() | {"running_return": None if carried is None else carried.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
@@ -134,7 +135,7 @@ class PPO(PolicyGradient):
             following = torch.cat([value[1:], bootstrap[-1:]])
             return torch.where(done, bootstrap, following)
         following_td = rollout[schema.NEXT].flatten(0, 1).to(self.device)
-        return self.policy.get_value(following_td).float().cpu().reshape(value.shape)
+        return self.policy.get_value(following_td).float().to(value.device).reshape(value.shape)
 
     def _normalize_reward(self, reward: Tensor, done: Tensor, discount: Tensor | float) -> Tensor:
         normalizer = self.policy.reward_normalizer
@@ -143,7 +144,8 @@ class PPO(PolicyGradient):
             return reward if scale is None else reward * scale.to(reward.device)
         if self.running_return is None or self.running_return.shape != reward.shape[1:]:
             self.running_return = torch.zeros_like(reward[0])
-        returns, self.running_return = returns_so_far(reward, done, discount, self.running_return)
+        carried = self.running_return.to(reward.device)
+        returns, self.running_return = returns_so_far(reward, done, discount, carried)
         normalizer.observe(returns.to(self.device))
         if self.processes is not None:
             self.processes.merge_statistics(self.policy)
@@ -199,6 +201,7 @@ class PPO(PolicyGradient):
         """The rollout in minibatches by `order`, the last one smaller where it does not come out even."""
         keys = set(rollout.keys()) - {schema.POLICY_VERSION, schema.NEXT}
         size = self.settings.batch_size
+        order = order.to(rollout[schema.LOG_PROB].device)
         if self.policy.recurrent:
             length = self._length(rollout)
             selected = rollout.select(*keys, schema.NEXT_TERMINATED, schema.NEXT_TRUNCATED)

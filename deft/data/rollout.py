@@ -6,6 +6,7 @@ are computed along a column, never across environments.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,14 +23,15 @@ from deft.machine import physical_memory
 
 
 class Columns:
-    """One preallocated CPU tensor for each key; the first row determines the keys, shapes and types.
+    """One preallocated tensor for each key; the first row determines the keys, shapes and types.
 
-    Rows are written through NumPy views: for the small rows of a collection loop this is several times faster than an
-    indexed tensor copy.
+    Without a `device` the tensors are in main memory, and rows are written through NumPy views: for the small rows of a
+    collection loop this is several times faster than an indexed tensor copy.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, device: torch.device | None = None) -> None:
         self.capacity = capacity
+        self.device = device
         self.tensors: dict[Key, Tensor] = {}
         self._writers: list[tuple[Key, tuple[int, ...], np.ndarray | None, Tensor]] = []
 
@@ -46,7 +48,7 @@ class Columns:
             if value.shape != shape:
                 raise InputError(f"{key}: shape {tuple(value.shape)} does not match the buffer's shape {shape}")
             if array is None:
-                tensor[position] = torch.as_tensor(value)
+                tensor[position].copy_(torch.as_tensor(value))
             else:
                 array[position] = value if isinstance(value, np.ndarray) else to_numpy(value)
 
@@ -66,14 +68,15 @@ class Columns:
     def _allocate(self, row: Row) -> None:
         unit = "steps of all environments"
         advice = "use smaller rollout_steps, or fewer environments"
-        check_memory("rollout_steps", self.capacity, sum(value.nbytes for value in row.values()), unit, advice)
+        size = sum(value.nbytes for value in row.values())
+        check_memory("rollout_steps", self.capacity, size, unit, advice, self.device)
         for key, value in row.items():
             example = torch.as_tensor(value)
-            tensor = torch.zeros((self.capacity, *example.shape), dtype=example.dtype)
-            try:
-                array: np.ndarray | None = tensor.numpy()
-            except TypeError:  # NumPy does not have all types, for example bfloat16
-                array = None
+            tensor = torch.zeros((self.capacity, *example.shape), dtype=example.dtype, device=self.device)
+            array: np.ndarray | None = None
+            if self.device is None:
+                with contextlib.suppress(TypeError):  # NumPy does not have all types, for example bfloat16
+                    array = tensor.numpy()
             self.tensors[key] = tensor
             self._writers.append((key, tuple(example.shape), array, tensor))
 
@@ -84,24 +87,31 @@ class Columns:
         )
 
 
-def check_memory(setting: str, count: int, size: int, unit: str, advice: str) -> None:
-    """Raise InputError if `count` rows of `size` bytes exceed the main memory of this machine.
+def check_memory(
+    setting: str, count: int, size: int, unit: str, advice: str, device: torch.device | None = None
+) -> None:
+    """Raise InputError if `count` rows of `size` bytes exceed the main memory, or the free memory of a GPU.
 
     The operating system would grant the memory now and kill the process when it is used.
     """
-    present = physical_memory()
+    where, present = "this machine has", physical_memory()
+    if device is not None and device.type == "cuda":
+        where, present = f"free on {device} are", torch.cuda.mem_get_info(device)[0]
     if count * size > present:
         raise InputError(
-            f"{setting}: {count} {unit} need {count * size / 2**30:,.1f} GiB; this machine has "
-            f"{present / 2**30:,.1f} GiB: {advice}"
+            f"{setting}: {count} {unit} need {count * size / 2**30:,.1f} GiB; {where} {present / 2**30:,.1f} GiB: "
+            f"{advice}"
         )
 
 
 class RolloutBuffer:
-    """Stores one rollout of `buffer_size` steps of each environment: fill it, train on it once, fill it again."""
+    """Stores one rollout of `buffer_size` steps of each environment: fill it, train on it once, fill it again.
 
-    def __init__(self, buffer_size: int = 2048) -> None:
-        self.columns = Columns(buffer_size)
+    It is in main memory, or on a `device`.
+    """
+
+    def __init__(self, buffer_size: int = 2048, device: torch.device | None = None) -> None:
+        self.columns = Columns(buffer_size, device)
         self._written = self._read = 0  # counts of steps (of each environment)
 
     def __len__(self) -> int:
@@ -152,7 +162,7 @@ class RolloutBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps that `get` has not returned yet."""
-        return {"rollout": self._copy(len(self)).to_dict()} if len(self) else {}
+        return {"rollout": self._copy(len(self)).cpu().to_dict()} if len(self) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""

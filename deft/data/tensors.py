@@ -1,9 +1,9 @@
-"""Conversion between the NumPy arrays of environments and the tensors of policies."""
+"""Conversion between the arrays of environments and the tensors of policies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -41,9 +41,18 @@ def _copy_from_gpu(tensor: Tensor) -> Tensor:
 
 
 def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Return the values on a device: without a copy on the CPU, with an asynchronous copy on a GPU."""
+    """Return the values on a device: without a copy where they are there, with an asynchronous copy to a GPU."""
     tensor = torch.as_tensor(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not tensor.is_cpu:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all values are finite; one number is copied to the host."""
+    # A sum of float32 in float64 does not overflow: it is finite only if all its terms are.
+    sums = [tensor.sum(dtype=torch.float64) for tensor in tensors if tensor.is_floating_point()]
+    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def policy_inputs(
@@ -53,7 +62,7 @@ def policy_inputs(
     mask: Tensor | None = None,
     previous_reward: np.ndarray | None = None,
 ) -> TensorDict:
-    """Return the input of `Policy.act` and `get_value`.
+    """Return the input of `Policy.act` and `get_value`; the observation may consist of tensors.
 
     `mask` marks the action dimensions that are not padding. `previous_reward` is for policies with `needs_reward`.
     """
@@ -87,7 +96,7 @@ def check_log_prob(log_prob: Tensor | np.ndarray | None) -> None:
         raise RunError(f"the policy's output for environment {row} is not a number, {NOT_FINITE}")
 
 
-def zero_rows(memory: Memory, index: np.ndarray) -> Memory:
+def zero_rows(memory: Memory, index: np.ndarray | Tensor) -> Memory:
     """Return the recurrent memory with the given rows set to zero, for the first step of an episode."""
     if len(index):
         memory = memory.clone()

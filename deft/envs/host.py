@@ -1,6 +1,6 @@
 """Numpy arrays from a vector environment whose results are torch tensors, for code that runs on the CPU.
 
-`deft.envs.make.make_vector_env` wraps such environments in it; `make_tensor_env` returns them as they are.
+`on_host` wraps such environments in it, for evaluations and for collections that do not keep tensors.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class HostVectorEnv(VectorEnv):
     def close(self) -> None:
         """Release all resources."""
         self.env.close()
+
+
+def on_host(env: VectorEnv) -> VectorEnv:
+    """Return the vector environment, wrapped if its results are tensors."""
+    return env if env.device is None else HostVectorEnv(env)
 
 
 def _numpy(value: Any) -> Any:

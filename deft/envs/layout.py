@@ -214,9 +214,9 @@ def first_not_finite(values: np.ndarray) -> int | None:
 
 def take_rows(observation: Observation, index: np.ndarray | slice) -> Observation:
     """Return a copy of the selected rows, or with a slice a view."""
-    if isinstance(observation, np.ndarray):
-        return observation[index]
-    return {name: stream[index] for name, stream in observation.items()}
+    if isinstance(observation, dict):
+        return {name: stream[index] for name, stream in observation.items()}
+    return observation[index]
 
 
 def copy_rows(source: Observation, target: Observation, rows: Any) -> None:

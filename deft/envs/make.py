@@ -22,7 +22,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from deft import trust
 from deft.config.settings import EnvConfig
 from deft.envs.checks import import_optional
-from deft.envs.host import HostVectorEnv
+from deft.envs.host import on_host
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv
 from deft.envs.wrappers import DIFFICULTY, ActionChunk, forward_difficulty, rename, weigh
@@ -98,18 +98,23 @@ def full_id(env_id: str) -> str:
 
 
 def make_vector_env(
-    config: EnvConfig, *, chunk_length: int = 1, gamma: float = 1.0, num_envs: int | None = None, device: str = "auto"
+    config: EnvConfig,
+    *,
+    chunk_length: int = 1,
+    gamma: float = 1.0,
+    num_envs: int | None = None,
+    device: str = "auto",
+    tensors: bool = False,
 ) -> VectorEnv:
     """Make the environments of a config, independent of each other: environment i is seeded with `seed + i`.
 
-    `device` is that of a simulation on the GPU (`vector: warp`). Observations and steps are numpy arrays; those of
-    `make_tensor_env` stay on the device.
+    `device` is that of a simulation on the GPU (`vector: warp`). Observations and steps are numpy arrays; with
+    `tensors` those of such a simulation stay on the device, as torch tensors.
     """
     count = config.num_envs if num_envs is None else num_envs
     if config.vector == "warp":
-        return HostVectorEnv(
-            make_tensor_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=count, device=device)
-        )
+        tensor_env = make_tensor_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=count, device=device)
+        return tensor_env if tensors else on_host(tensor_env)
     if config.vector in ("envpool", "gpu"):
         if config.rename_streams:
             raise InputError(f"rename_streams: not with env.vector {config.vector}; use sync or process")

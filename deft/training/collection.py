@@ -27,7 +27,7 @@ from torch import Tensor
 from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.data.rollout import RolloutBuffer, VLABuffer
-from deft.data.tensors import Key, Row, check_log_prob, policy_inputs, to_numpy, zero_rows
+from deft.data.tensors import Key, Row, are_finite, check_log_prob, policy_inputs, to_numpy, zero_rows
 from deft.envs.layout import Observation, first_not_finite, take_rows
 from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError, RunError
@@ -87,8 +87,12 @@ class Collector:
         self.device = next(iter(policy.parameters())).device
         self._next_observation = next_observation
         self._reward_terms = reward_terms and len(env.reward_terms) > 0
-        self._versions = np.zeros(env.num_envs, np.int64)
-        self._no_values = np.zeros(env.num_envs, np.float32)
+        self._versions: Any = np.zeros(env.num_envs, np.int64)
+        self._no_values: Any = np.zeros(env.num_envs, np.float32)
+        if env.device is not None:
+            self._versions, self._no_values = (
+                torch.as_tensor(zeros, device=env.device) for zeros in (self._versions, self._no_values)
+            )
         self._mask: Tensor | None = None
         if env.action_mask is not None:
             self._mask = torch.as_tensor(env.action_mask, device=self.device).expand(env.num_envs, -1)
@@ -121,7 +125,7 @@ class Collector:
                 f"collect_steps({num_steps}): steps are counted over all {self.env.num_envs} environments together "
                 "and must be a multiple of their number"
             )
-        buffer = RolloutBuffer(rows)
+        buffer = RolloutBuffer(rows, self.env.device)
         self.collect(buffer, rows)
         return buffer.get()
 
@@ -135,7 +139,8 @@ class Collector:
         if self._next_observation:
             _flat_observation(row, _with_final(step), schema.NEXT_OBSERVATION)
             if len(step.lost_index):  # steps that failed led nowhere
-                row[schema.STEP_MASK] = ~np.isin(np.arange(self.env.num_envs), step.lost_index)
+                row[schema.STEP_MASK] = self._no_values == 0  # all True
+                row[schema.STEP_MASK][step.lost_index] = False
         else:
             row[schema.NEXT_VALUE] = self._bootstrap(step, next_memory, ends_segment)
         # Count before writing: a trainer in another thread reads the count of the steps that it finds in the buffer.
@@ -158,7 +163,7 @@ class Collector:
     def set_version(self, version: int) -> None:
         """Set the version of the weights that act from here on."""
         self.version = version
-        self._versions = np.full_like(self._versions, version)
+        self._versions = self._versions * 0 + version
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all environments; `env` is None if it cannot be saved."""
@@ -170,6 +175,7 @@ class Collector:
             "step_counts": list(self.step_counts),
         }
 
+    @torch.inference_mode()  # as in `collect`: environments with tensors may have allocated them there
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore the state; return False if the environments' state is unknown and they start new episodes."""
         self.step_counts.clear()
@@ -195,7 +201,8 @@ class Collector:
         if self.explore is not None and (action := self.explore()) is not None:
             row[schema.ACTION] = action
             return row, None
-        if self._mask is None and (acted := self.policy.act_arrays(self._observation)) is not None:
+        on_host = self.env.device is None
+        if on_host and self._mask is None and (acted := self.policy.act_arrays(self._observation)) is not None:
             check_log_prob(acted[schema.LOG_PROB])
             row.update(acted)
             return row, None
@@ -206,10 +213,10 @@ class Collector:
                 row |= {(schema.SAMPLE, *_path(name)): part for name, part in td[key].items(True, True)}
             else:
                 row[key] = td[key]
-        row[schema.ACTION] = to_numpy(td[schema.ACTION])
+        row[schema.ACTION] = to_numpy(td[schema.ACTION]) if on_host else td[schema.ACTION]
         return row, td.get(schema.NEXT_MEMORY, None)
 
-    def _choose(self, _: Any) -> np.ndarray:
+    def _choose(self, _: Any) -> Any:
         """The actions of the next step; the rest of the policy's output waits in the row for the outcome."""
         if self._observation is None:
             self._start()
@@ -217,8 +224,7 @@ class Collector:
         if self.before_stepping is not None:
             self.before_stepping()
         self.stepping_since = time.monotonic()
-        actions: np.ndarray = self._row[schema.ACTION]
-        return actions
+        return self._row[schema.ACTION]
 
     def _complete(self, step: VectorStep) -> None:
         """Add the environment's part of the transition to the row, and continue from the next observation."""
@@ -240,27 +246,32 @@ class Collector:
             self._check_finite({"reward terms": step.reward_terms})
             row[schema.NEXT_REWARD_TERMS] = step.reward_terms
 
-    def _bootstrap(self, step: VectorStep, next_memory: Tensor | None, ends_segment: bool) -> np.ndarray:
+    def _bootstrap(self, step: VectorStep, next_memory: Tensor | None, ends_segment: bool) -> Any:
         """V(final observation) where an episode was truncated, V(next observation) at a segment's end, 0 elsewhere."""
         if not ends_segment and not len(step.done_index):
             return self._no_values
-        wanted = ~step.terminated if ends_segment else step.truncated & ~step.terminated
+        wanted: Any = ~step.terminated if ends_segment else step.truncated & ~step.terminated
         if not wanted.any():
             return self._no_values
-        index = np.flatnonzero(wanted)
+        index = np.flatnonzero(wanted) if self.env.device is None else wanted.nonzero().squeeze(1)
         memory = None if next_memory is None else next_memory[torch.as_tensor(index, device=self.device)]
-        values = np.zeros_like(self._no_values)
+        values = self._no_values * 0
         values[index] = self._values(index, take_rows(_with_final(step), index), memory)
         return values
 
-    def _values(self, index: np.ndarray, observation: Observation, memory: Tensor | None) -> np.ndarray:
+    def _values(self, index: np.ndarray, observation: Observation, memory: Tensor | None) -> Any:
         """V of these environments' observations, by the policy."""
-        return to_numpy(self.policy.get_value(policy_inputs(observation, self.device, memory)).float())
+        values = self.policy.get_value(policy_inputs(observation, self.device, memory)).float()
+        return to_numpy(values) if self.env.device is None else values
 
     def _check_finite(self, observation: Observation, reward: np.ndarray | None = None) -> None:
         streams = observation if isinstance(observation, dict) else {"observation": observation}
-        for name, stream in (*streams.items(), *(() if reward is None else (("reward", reward),))):
-            bad = first_not_finite(stream)
+        named: list[tuple[str, Any]] = [*streams.items(), *(() if reward is None else (("reward", reward),))]
+        on_host = self.env.device is None
+        if not on_host and are_finite(stream for _, stream in named):
+            return
+        for name, stream in named:
+            bad = first_not_finite(stream if on_host else to_numpy(stream))
             if bad is not None:
                 raise RunError(
                     f"environment {bad} gave, as its {name}, a value that is infinite or not a number: a policy cannot "
@@ -285,13 +296,16 @@ def _with_final(step: VectorStep) -> Observation:
         return step.observation
     if isinstance(step.observation, dict):
         assert isinstance(step.final_observation, dict)
-        merged = {name: stream.copy() for name, stream in step.observation.items()}
-        for name, stream in merged.items():
-            stream[step.done_index] = step.final_observation[name]
-        return merged
-    rows = step.observation.copy()
-    rows[step.done_index] = step.final_observation
-    return rows
+        final = step.final_observation
+        return {name: _replaced(rows, step.done_index, final[name]) for name, rows in step.observation.items()}
+    return _replaced(step.observation, step.done_index, step.final_observation)
+
+
+def _replaced(rows: Any, index: Any, values: Any) -> Any:
+    """Return a copy of an array or a tensor with other rows at `index`."""
+    copied = rows.clone() if isinstance(rows, Tensor) else rows.copy()
+    copied[index] = values
+    return copied
 
 
 class Collection:

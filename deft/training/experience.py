@@ -9,6 +9,7 @@ from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.experience import DatasetBatches, Groups, Replay
 from deft.config.settings import TrainerConfig
 from deft.data.rollout import RolloutBuffer, VLABuffer
+from deft.envs.host import on_host
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.policy import Policy
@@ -48,6 +49,10 @@ def make_collection(
         raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
     if in_background and isinstance(env, ClusterEnv):
         raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
+    # A background collector's ring is in main memory.
+    takes_tensors = experience.takes_tensors and not in_background
+    if not takes_tensors or env.device != next(policy.parameters()).device:
+        env = on_host(env)
     kept = experience.next_observation, experience.reward_terms
     if isinstance(env, ClusterEnv):
         open_workers(env, policy, kept)
@@ -65,4 +70,4 @@ def make_collection(
     if in_background:
         ring = VLABuffer(settings.rollout_steps * max(1, settings.max_staleness))
         return BackgroundCollection(collector, ring, policy, settings.max_staleness, timeout)
-    return Collection(collector, RolloutBuffer(settings.rollout_steps))
+    return Collection(collector, RolloutBuffer(settings.rollout_steps, env.device))

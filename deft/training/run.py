@@ -196,7 +196,9 @@ def build_trainer(
         if config.cluster.collectors == "ray":
             vector_env: VectorEnv = make_cluster_env(config, chunk_length, gamma)
         else:
-            vector_env = make_vector_env(config.env, chunk_length=chunk_length, gamma=gamma, device=config.device)
+            vector_env = make_vector_env(
+                config.env, chunk_length=chunk_length, gamma=gamma, device=config.device, tensors=True
+            )
         eval_env = eval_env or _evaluation_factory(config, chunk_length)
         video_env = partial(make_env, config.env, render_mode="rgb_array")
     else:

@@ -20,6 +20,7 @@ import gymnasium
 from deft.algorithms.algorithm import Algorithm
 from deft.config.output_base import output_base
 from deft.config.settings import CurriculumConfig, TrainerConfig
+from deft.envs.host import on_host
 from deft.envs.make import make_another, wrap
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
@@ -114,7 +115,7 @@ class Trainer(PolicyLoop):
         self._video_env = spec.video_env or partial(make_another, env, render_mode="rgb_array")
         source = eval_env if eval_env is not None else partial(make_another, env)
         self.evaluator = Evaluator(
-            lambda: _like(wrap_env(_made(source)), own),
+            lambda: _like(on_host(wrap_env(_made(source))), own),
             spec.seed + EVALUATION_SEED,
             deterministic=self.settings.eval_deterministic,
             video_env=self._video_env,

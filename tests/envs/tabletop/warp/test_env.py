@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from deft.config.settings import EnvConfig
+from deft import schema
+from deft.algorithms.ppo import PPO
+from deft.config.algorithm_settings import PPOSettings
+from deft.config.settings import EnvConfig, PolicyConfig, TrainerConfig, VLAConfig
 from deft.envs.make import make_tensor_env, make_vector_env
 from deft.envs.tabletop.warp.env import WarpTabletopEnv
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
+from deft.models.building import make_policy
+from deft.training.experience import make_collection
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 LOOKS = {"random_appearance": True, "random_background": True, "random_table_height": 0.03, "random_light": True}
@@ -122,8 +127,9 @@ def test_a_saved_state_continues_in_another_environment(env_id):
     kwargs = {"task": "all", "observation": "images"} if env_id == "tabletop" else {}
     config = EnvConfig(id=env_id, vector="warp", num_envs=2, kwargs=kwargs, max_episode_steps=3)
     first, second = (make_tensor_env(config, device="cpu") for _ in range(2))
-    assert first.get_state() is None
-    assert "not been reset" in first.state_obstacle()
+    assert first.state_obstacle() is None
+    with pytest.raises(InputError, match="before reset"):
+        first.get_state()
     first.reset(seed=5)
     actions = torch.rand(6, 2, *first.action_space.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     for action in actions[:4]:
@@ -144,6 +150,33 @@ def test_a_saved_state_continues_in_another_environment(env_id):
 
 def vars_of(episode: Episode) -> tuple[Any, ...]:
     return episode.env_index, episode.episode_return, episode.length, episode.labels
+
+
+@pytest.mark.parametrize("chunk_length", [1, 2])
+def test_rollouts_and_losses_from_tensors_are_those_from_arrays(chunk_length):
+    kwargs = {"task": "all", "observation": "images", "image_size": 16}
+    config = EnvConfig(id="tabletop", vector="warp", num_envs=2, kwargs=kwargs, max_episode_steps=3)
+    model = VLAConfig(model_class="vla-tiny")
+    policy_config = PolicyConfig(name="vla", vla_config=model, unit_actions=True, chunk_length=chunk_length)
+    rollouts, losses = [], []
+    for tensors in (False, True):
+        env = make_vector_env(config, chunk_length=chunk_length, gamma=0.9, device="cpu", tensors=tensors)
+        torch.manual_seed(0)
+        policy = make_policy(policy_config, env.observation_space, env.action_space)
+        algorithm = PPO(policy, PPOSettings(batch_size=8, n_epochs=1))
+        collection = make_collection(env, policy, algorithm, TrainerConfig(rollout_steps=4), 1, True, 48, 5.0)
+        assert (collection.collector.env.device is None) != tensors
+        for _ in range(2):
+            assert collection.gather(4, lambda: False)
+            rollouts.append(collection.buffer.get())
+            losses.append(float(algorithm.update(iter([rollouts[-1]]))["loss"]))
+            rollouts[-1] = rollouts[-1].clone()
+        env.close()
+    assert losses[:2] == losses[2:]
+    for expected, found in zip(rollouts[:2], rollouts[2:], strict=True):
+        assert expected[schema.NEXT_TRUNCATED].any()
+        for key in expected.keys(True, True):
+            assert torch.equal(found[key], expected[key]), key
 
 
 def test_bad_actions_and_calls_have_clear_errors():
