@@ -1,8 +1,8 @@
 """What every test shares: one thread, so that results do not depend on the cores; the selection of fast tests.
 
-`--fast` (`make test-fast`) skips the tests that `durations.json` lists, those of at least half a second; a new test is
-fast until it is measured. `--store-durations` measures them again while it runs the suite, and updates the entries of
-the files that were run.
+`--fast` skips the tests that `durations.json` lists, those of at least half a second; a new test is fast until it is
+measured. `make test-fast` also leaves out `tests/training`, `tests/benchmarks` and `test_docs.py`.
+`--store-durations` measures them again while it runs the suite, and updates the entries of the files that were run.
 """
 
 import json
