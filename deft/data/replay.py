@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deft import schema
-from deft.data.tensors import Batch, Key
+from deft.data.tensors import Batch, Key, restore_generator
 from deft.errors import InputError
 
 BLOCK = 32  # batches gathered at once on the CPU: one large gather costs a fifth of as many small ones
@@ -109,7 +109,7 @@ class Sampler(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        self.generator.set_state(state["generator"])
+        restore_generator(self.generator, state["generator"])
 
 
 class ReplayBuffer(Sampler):
@@ -224,9 +224,9 @@ class ReplayBuffer(Sampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; the batches of the current block are gathered again."""
-        self.generator.set_state(state["generator"])
+        restore_generator(self.generator, state["generator"])
         self._ahead = []
-        if state["ahead"]:
+        if state["ahead"] and self.device.type == "cpu":  # a GPU gathers no batches ahead
             self._gather_block(state["batch_size"])
             del self._ahead[state["ahead"] :]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,6 +21,8 @@ Row: TypeAlias = Mapping[Key, Tensor | np.ndarray]
 Batch: TypeAlias = dict[Key, Any]
 Arrays = np.ndarray | dict[str, np.ndarray]
 Memory = TypeVar("Memory", Tensor, TensorDictBase)
+
+log = logging.getLogger(__name__)
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
@@ -104,3 +108,16 @@ def zero_rows(memory: Memory, index: np.ndarray | Tensor) -> Memory:
         for part in parts:
             part[torch.as_tensor(index, device=part.device)] = 0
     return memory
+
+
+def restore_generator(generator: torch.Generator, state: Tensor) -> None:
+    """Restore the state of a generator; that of another type of device, which has another size, becomes its seed."""
+    if state.numel() == generator.get_state().numel():
+        generator.set_state(state)
+        return
+    log.warning(
+        "the checkpoint was saved on another type of device than %s: the resumed run draws other batches than an "
+        "uninterrupted one; use the --device of the first run to draw the same",
+        generator.device.type,
+    )
+    generator.manual_seed(zlib.crc32(state.numpy().tobytes()))

@@ -17,7 +17,7 @@ from torch import Tensor
 from deft import schema
 from deft.data.datasets.dataset import Episode
 from deft.data.rollout import check_memory
-from deft.data.tensors import Batch, Key, Row, to_device, to_numpy
+from deft.data.tensors import Batch, Key, Row, restore_generator, to_device, to_numpy
 from deft.errors import InputError
 
 _FRAME, _NEXT_FRAME = "frame", "next_frame"  # columns with the numbers of a transition's images, counted from 0
@@ -326,7 +326,7 @@ class TransitionRing:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; a smaller buffer stores the latest transitions."""
-        self.generator.set_state(state["generator"])
+        restore_generator(self.generator, state["generator"])
         self._waiting = {
             env: deque({_split(key): value.numpy() for key, value in step.items()} for step in steps)
             for env, steps in state["waiting"].items()

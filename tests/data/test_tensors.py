@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from deft import schema
-from deft.data.tensors import check_log_prob, policy_inputs, to_device, to_numpy, zero_rows
+from deft.data.tensors import check_log_prob, policy_inputs, restore_generator, to_device, to_numpy, zero_rows
 from deft.errors import RunError
 
 CPU = torch.device("cpu")
@@ -68,3 +68,23 @@ def test_memory_is_zeroed_in_a_copy(nested):
     assert part.tolist() == [[1, 1], [0, 0], [1, 1]]
     assert memory.tolist() == [[1, 1]] * 3
     assert zero_rows(given, np.array([], np.int64)) is given
+
+
+def test_a_generator_of_another_device_is_seeded_by_the_state(caplog):
+    """A generator on a GPU has a state of 16 bytes: a seed and an offset."""
+    on_gpu = torch.tensor([7, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)
+    drawn = []
+    for state in (on_gpu, on_gpu, on_gpu + 1):
+        generator = torch.Generator()
+        restore_generator(generator, state)
+        drawn.append(torch.rand(4, generator=generator))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert "saved on another type of device than cpu" in caplog.text
+
+
+def test_a_generator_of_the_same_device_continues(caplog):
+    first, second = torch.Generator().manual_seed(3), torch.Generator()
+    restore_generator(second, first.get_state())
+    assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second))
+    assert not caplog.messages
