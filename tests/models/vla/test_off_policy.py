@@ -718,7 +718,8 @@ def densities(policy, observation, unit):
     count, batch = unit.shape[:2]
     td = TensorDict({schema.OBSERVATION: TensorDict(observation, [batch]).repeat(count)}, [count * batch])
     scored = policy.evaluate_actions(td.set(schema.ACTION, policy.from_unit(unit.flatten(0, 1))))
-    return (scored["log_prob"] + policy.width.log().sum()).view(count, batch)
+    scale = policy if isinstance(policy, VLAPolicy) else policy.head
+    return (scored["log_prob"] + scale.width.log().sum()).view(count, batch)
 
 
 @pytest.mark.parametrize("name", ACTING)
