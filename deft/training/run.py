@@ -103,7 +103,7 @@ class OpenRun:
             policy = build_policy(self.config, observation, action, weights_follow)
         return policy, observation
 
-    def choose_online_device(self, policy: Policy, observation: gymnasium.Space) -> None:
+    def choose_online_device(self, policy: Policy, env: VectorEnv) -> None:
         """Resolve `device: auto` for a policy that acts during training; a small one trains on the CPU."""
         if self.device.type == "cpu":
             return
@@ -111,13 +111,13 @@ class OpenRun:
         capture = getattr(cfg, "capture", "off")
         if self.processes.count > 1:
             reason = "each of several processes has a GPU"
-        elif config.env.vector in GPU_VECTORS:
-            reason = f"the environments are simulated on the GPU (vector {config.env.vector})"
+        elif config.env.vector in GPU_VECTORS or getattr(env.device, "type", None) == "cuda":
+            reason = "the environments are simulated on the GPU"
         elif next(policy.parameters()).device.type == "cuda":
             reason = "the given policy is on a GPU"
         elif capture == "on":
             reason = "capture is on"
-        elif has_images(observation):
+        elif has_images(env.observation_space):
             reason = "the observations contain images"
         else:
             captured = capture == "auto" and not getattr(cfg, "compile", False)
@@ -214,7 +214,7 @@ def build_trainer(
         policy, observation = run.build_policy(policy, vector_env.observation_space, action, where)
         policy = wrap_policy(policy, observation, action, config.policy)
         observation = getattr(getattr(policy, "encoder", None), "space", observation)  # of a policy that was given
-        run.choose_online_device(policy, vector_env.observation_space)
+        run.choose_online_device(policy, vector_env)
         run.place(policy)
         if run.starts_from is not None:
             policy.freeze_statistics()

@@ -1,6 +1,7 @@
 """The device that a run trains on. No test computes on a GPU: what torch sees is replaced."""
 
 import logging
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -22,14 +23,15 @@ def _one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
-def chosen(algorithm, observation=VECTOR, cfg=None, processes=1, **settings):
+def chosen(algorithm, observation=VECTOR, env_device=None, cfg=None, processes=1, **settings):
     """The device of a run whose policy has two layers of 256, which is not moved there."""
     config = resolve({"algorithm": {"name": algorithm, "cfg": cfg or {}}, "env": {"id": "Pendulum-v1"}} | settings)
     group = Processes()
     group.count = processes
     given = torch.device("cuda" if config.device == "auto" else config.device)
     run = OpenRun(config, None, group, given, None, False, False)
-    run.choose_online_device(actor_policy(VECTOR, ACTION), observation)
+    env = SimpleNamespace(observation_space=observation, device=env_device)
+    run.choose_online_device(actor_policy(VECTOR, ACTION), env)
     return run.device.type
 
 
@@ -39,8 +41,14 @@ def chosen(algorithm, observation=VECTOR, cfg=None, processes=1, **settings):
         ("cpu", "the network is small", {"algorithm": "ppo"}),
         ("cpu", "the network is small", {"algorithm": "grpo"}),
         ("cuda", "observations contain images", {"algorithm": "ppo", "observation": IMAGES}),
-        ("cuda", "vector warp", {"algorithm": "ppo", "env": {"id": "tabletop", "vector": "warp"}}),
-        ("cuda", "vector gpu", {"algorithm": "ppo", "env": {"id": "maniskill", "vector": "gpu"}}),
+        ("cuda", "simulated on the GPU", {"algorithm": "ppo", "env": {"id": "tabletop", "vector": "warp"}}),
+        ("cuda", "simulated on the GPU", {"algorithm": "ppo", "env": {"id": "maniskill", "vector": "gpu"}}),
+        (
+            "cuda",
+            "simulated on the GPU",
+            {"algorithm": "ppo", "env_device": torch.device("cuda")},
+        ),
+        ("cpu", "the network is small", {"algorithm": "ppo", "env_device": torch.device("cpu")}),
         ("cuda", "several processes", {"algorithm": "ppo", "processes": 2}),
         # 256 · 256 weights times a batch of 256 are more than 4,000,000: enough for updates that are captured.
         ("cuda", "16777216 multiplications", {"algorithm": "sac"}),
