@@ -19,6 +19,7 @@ import warp as wp
 from torch import Tensor
 
 from deft.envs.layout import ActionLayout, ObservationLayout
+from deft.envs.state import decode, encode
 from deft.envs.tabletop.env import INSTRUCTION_LENGTH, RENDER_SIZE, TabletopEnv
 from deft.envs.tabletop.model import HEAD_CAMERA, WRIST_CAMERA
 from deft.envs.tabletop.tasks import GOAL_TASKS, TASKS
@@ -204,13 +205,14 @@ class WarpTabletopEnv(VectorEnv):
             raise InputError("get_state() was called before reset()")
         saved = {name: tensor.cpu().numpy() for name, tensor in self._saved_tensors().items()}
         return [
-            {"seed": self._seeds[index], **{name: values[index].copy() for name, values in saved.items()}}
+            encode({"seed": self._seeds[index], **{name: values[index].copy() for name, values in saved.items()}})
             for index in range(self.num_envs)
         ]
 
     def set_state(self, states: list[dict[str, Any]]) -> None:
         """Continue from saved states; the random colours of flickering lights and of the noise patch are new ones."""
         self._check_states(states)
+        states = [decode(state) for state in states]
         self._seeds = [int(state["seed"]) for state in states]
         self._source.start(self._seeds)
         self._latest_episode = max(int(state["episode"]) for state in states)

@@ -20,6 +20,7 @@ from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.make import SHORT_NAMES, full_id
 from deft.envs.padded import PADDED_SIZE
 from deft.envs.robot_env import tabletop_arguments
+from deft.envs.state import decode, encode
 from deft.envs.tabletop.control import hand_down, padded_index
 from deft.envs.tabletop.panda import NUM_JOINTS
 from deft.envs.tabletop.warp.env import WarpTabletopEnv
@@ -133,7 +134,7 @@ class WarpF1Env(VectorEnv):
             return None
         rings = {name: ring.cpu().numpy() for name, ring in self._rings.items()}
         return [
-            {"simulator": state, "rings": {name: ring[index].copy() for name, ring in rings.items()}}
+            {"simulator": state, "rings": encode({name: ring[index].copy() for name, ring in rings.items()})}
             for index, state in enumerate(states)
         ]
 
@@ -141,9 +142,9 @@ class WarpF1Env(VectorEnv):
         """Continue from saved states."""
         self.env.set_state([state["simulator"] for state in states])
         names = (*self._cameras, schema.ACTION_HISTORY)
+        saved = [decode(state["rings"]) for state in states]
         self._rings = {
-            name: torch.stack([torch.from_numpy(state["rings"][name]) for state in states]).to(self.device)
-            for name in names
+            name: torch.stack([torch.from_numpy(rings[name]) for rings in saved]).to(self.device) for name in names
         }
         self._observation = self._with_histories(self.env.observation, self._rings)
 
