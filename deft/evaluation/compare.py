@@ -19,7 +19,7 @@ import numpy as np
 
 from deft import trust
 from deft.config.settings import CompareRunsConfig, EnvConfig
-from deft.envs.make import make_env, make_vector_env
+from deft.envs.make import full_id, make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
 from deft.errors import InputError
@@ -174,6 +174,8 @@ def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict
     first = next(iter(found.values()), None)
     if first is None and config.env is None:
         raise InputError("--env: missing; random actions and the expert have no environment of their own")
+    if config.env is None:
+        _check_same_env({name: run.env.id for name, (_, run) in found.items() if run.env.id is not None})
 
     def contender(name: str) -> _Contender:
         if name in SCRIPTED:
@@ -225,6 +227,18 @@ def _columns(config: CompareRunsConfig, contenders: dict[str, list[_Contender]])
     if config.shuffle_instructions:
         columns[SHUFFLED] = {**next(iter(columns.values())), "shuffle_instructions": True}
     return columns
+
+
+def _check_same_env(env_ids: dict[str, str]) -> None:
+    """Raise an error if runs, given with the environments that they were trained in, would play in different ones."""
+    (first, own), *others = env_ids.items() or [("", "")]
+    for name, env_id in others:
+        ours, theirs = (full_id(one.rpartition(":")[2]) for one in (own, env_id))
+        if ours != theirs:
+            raise InputError(
+                f"{first} and {name} were trained in different environments, {own} and {env_id}: their results are not "
+                "comparable; give --env ID to evaluate all of them in one environment"
+            )
 
 
 def _check_same_scenes(contenders: dict[str, list[_Contender]]) -> None:

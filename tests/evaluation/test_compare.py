@@ -8,6 +8,7 @@ import pytest
 
 from deft import cli
 from deft.config.settings import CompareRunsConfig, EnvConfig
+from deft.envs.make import SHORT_NAMES
 from deft.envs.vector import Episode
 from deft.errors import InputError
 from deft.evaluation import compare
@@ -70,6 +71,30 @@ def test_other_scenes_raise_an_error() -> None:
     compare._check_same_scenes({"a": [plain], "b": [contender(domain_randomization=None), off]})
     with pytest.raises(InputError, match=r"a and b do not play in the same scenes: domain_randomization is \{\} for"):
         compare._check_same_scenes({"a": [plain], "b": [plain, lit]})
+
+
+def test_runs_of_different_environments_raise_an_error_without_env(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = ["--total-timesteps", "16", "--eval-freq", "0", "--threads", "1", "--console-level", "CRITICAL"]
+    for env in ("CartPole-v1", "Acrobot-v1"):
+        run = ["--rollout-steps", "16", "--output-dir", str(tmp_path / env)]
+        assert cli.main(["train", "ppo", "--env", env, *train, *run]) == 0
+    capsys.readouterr()
+    runs = [str(tmp_path / env) for env in ("CartPole-v1", "Acrobot-v1")]
+    assert cli.main(["compare", *runs, "--episodes", "1"]) == 2
+    line = capsys.readouterr().err
+    assert "were trained in different environments, CartPole-v1 and Acrobot-v1" in line
+    assert "give --env ID" in line
+    # With --env both would play in it: then only the policy of another environment is rejected.
+    assert cli.main(["compare", *runs, "--episodes", "1", "--env", "CartPole-v1"]) == 2
+    assert "different environments" not in capsys.readouterr().err
+
+
+def test_short_and_full_ids_name_one_environment() -> None:
+    short, full = next(iter(SHORT_NAMES.items()))
+    compare._check_same_env({"a": short, "b": full, "c": f"some.module:{full}"})
+    compare._check_same_env({})
 
 
 def test_several_runs_make_one_row() -> None:
