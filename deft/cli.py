@@ -68,7 +68,9 @@ Train vision-language-action robot policies with reinforcement learning.
   train     train a policy:      deft train [ALGORITHM] [--config FILE] [flags]
   evaluate  evaluate a policy:   deft evaluate RUN|CHECKPOINT [--episodes N] [flags]
   collect   record a dataset:    deft collect --policy RUN|random|expert --out DATASET [flags]
+            of waypoints:        deft collect waypoints --out FILE [flags]
   compare   compare policies:    deft compare RUN RUN … [--env ID] [--episodes N] [flags]
+            of waypoints:        deft compare waypoints --sft-checkpoint RUN --rl-checkpoint RUN [flags]
   play      watch a policy:      deft play --env ID [--task NAME] --policy RUN|random|expert --video FILE
   datasets  download a dataset:  deft datasets fetch NAME [--sha256 HEX] [--out FOLDER]
   report    report on a run:     deft report RUN
@@ -138,10 +140,12 @@ def _command(arguments: list[str]) -> tuple[str, list[str]]:
     """Return the name of the command, of one or two words, and its arguments."""
     name, rest = arguments[0], arguments[1:]
     if name == "compare":
+        is_named = rest[:1] == ["waypoints"]
+        rest = rest[is_named:]
         words = [word for word in rest[:3] if not word.startswith("-")]
         if len(words) == 2 and all(_is_waypoint_run(Path(word)) for word in words):
             rest = ["--sft-checkpoint", words[0], "--rl-checkpoint", words[1], *rest[2:]]
-        if any(word.partition("=")[0].replace("_", "-") in WAYPOINT_RUNS for word in rest):
+        if is_named or any(word.partition("=")[0].replace("_", "-") in WAYPOINT_RUNS for word in rest):
             return "compare waypoints", rest
     if name == "datasets":
         if not rest or rest[0] in ("-h", "--help"):

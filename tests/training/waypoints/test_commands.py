@@ -22,6 +22,8 @@ def test_the_documents_commands(tmp_path, monkeypatch, capsys):
     assert main(["compare", *compare.split(), "--episodes", "4", "--json"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert results["supervised"]["episodes"] == results["with PPO"]["episodes"] == 4
+    assert main(["compare", "waypoints", *compare.split(), "--episodes", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == results  # the same command by its full name
     assert main(["compare", "out/sft_waypoint_bc_torch_v0", "out/rl_delta_ppo_v0", "--episodes", "4"]) == 0
     assert "ade" in capsys.readouterr().out
 
@@ -36,6 +38,7 @@ def test_the_documents_commands(tmp_path, monkeypatch, capsys):
         ("train waypoint-sft --dataset no.npz", "dataset: no.npz does not exist; `deft collect waypoints"),
         ("collect waypoints --out file.csv", "--out file.csv: a waypoint recording is a .npz file"),
         ("compare --sft-checkpoint a.pt --rl-checkpoint b.pt", "a.pt: does not exist"),
+        ("compare waypoints --sft-checkpoint a.pt --rl-checkpoint b.pt", "a.pt: does not exist"),
         ("train waypoint", "train waypoint: no such algorithm"),
     ],
 )
