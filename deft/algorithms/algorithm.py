@@ -109,6 +109,18 @@ class Algorithm:
             self.processes.merge_statistics(self.policy)
         self._copy_statistics()
 
+    @torch.no_grad()
+    def observe_critic(self, observations: Iterable[Any]) -> None:
+        """Take observations into the statistics of privileged streams, if a trained policy has none of these yet."""
+        critic = self.policy.critic
+        if critic is None or has_seen_data(critic):
+            return
+        for observation in observations:
+            critic.encoder.observe(observation)
+        if self.processes is not None:
+            self.processes.merge_statistics(self.policy)
+        self._copy_statistics()
+
     def _copy_statistics(self) -> None:
         """Give every copy of the policy the policy's statistics."""
         for copied in self._copies():

@@ -66,7 +66,7 @@ class CQL(SoftPolicy):
         actions, log_densities = self._penalised(
             samples[1:], sample_log_probs[1:], next_samples[1:], next_log_probs[1:]
         )
-        q, others = self._values(state.features, action, actions)
+        q, others = self._values(state.for_critics, action, actions)
         if settings.cal_ql:  # values of the policy's actions are at least the return in the data: Q ← max(Q, G)
             returns = batch[schema.VALUE_TARGET].reshape(reward.shape)[:, None, None]
             count = settings.cql_samples
@@ -78,7 +78,7 @@ class CQL(SoftPolicy):
         penalty, factor_loss = self._weighted(gap)
         q_loss = td_loss + penalty
         # The policy and its temperature.
-        chosen_q = critics(still.features, chosen, frozen=True).amin(1)
+        chosen_q = critics(still.for_critics, chosen, frozen=True).amin(1)
         worth = chosen_q
         if settings.policy_warmup:  # log π(a | s) in place of min Q(s, a')
             worth = torch.where(self._is_cloning, -policy.imitation_loss(still, action), chosen_q)
@@ -100,7 +100,7 @@ class CQL(SoftPolicy):
         self, state: Encoded, action: Tensor, log_prob: Tensor, alpha: Tensor, reward: Tensor, discount: Tensor
     ) -> Tensor:
         """r + γ (w · min Q̄ + (1 − w) · max Q̄ [− α log π])."""
-        values, weight = self.critics.target_values(state.features, action), self.settings.min_q_weight
+        values, weight = self.critics.target_values(state.for_critics, action), self.settings.min_q_weight
         value = values.amin(1)
         if weight < 1.0:
             value = torch.lerp(values.amax(1), value, weight)

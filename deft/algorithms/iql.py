@@ -98,13 +98,13 @@ class IQL(OffPolicy):
         settings, policy, critics = self.settings, self.policy, self.critics
         state, action, next_state, reward, discount = self._read(batch)
         with torch.no_grad():
-            target_q = critics.target_values(state.features, action).amin(1)
-            backup = torch.addcmul(reward, discount, policy.state_value(next_state.features))
-        value = policy.state_value(state.features)
+            target_q = critics.target_values(state.for_critics, action).amin(1)
+            backup = torch.addcmul(reward, discount, policy.value_of(next_state))
+        value = policy.value_of(state)
         advantage = target_q - value
         asymmetry = torch.where(advantage.detach() < 0, 1 - settings.expectile, settings.expectile)
         v_loss = (asymmetry * advantage.square()).mean(-1)
-        q_loss = (critics(state.features, action) - backup.unsqueeze(1)).square().mean((1, 2))
+        q_loss = (critics(state.for_critics, action) - backup.unsqueeze(1)).square().mean((1, 2))
         advantage = advantage.detach()
         if settings.advantage == "return":  # G − V(s)
             advantage = batch[schema.VALUE_TARGET].reshape(reward.shape) - value.detach()

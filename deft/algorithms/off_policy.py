@@ -157,10 +157,16 @@ class OffPolicy(ActorAlgorithm):
     no parameter, so each gets the gradient that it would get alone.
     """
 
+    reads_critic_observation: ClassVar[bool] = True
     settings: OffPolicySettings
 
     def __init__(self, policy: Policy, settings: OffPolicySettings, seed: int = 0) -> None:
         super().__init__(policy, settings, seed)
+        if policy.critic_streams and policy.critic is None:
+            raise InputError(
+                f"critic_observation {' '.join(policy.critic_streams)}: the policy was built for observations without "
+                "these named streams"
+            )
         if not policy.feature_dim:
             raise InputError(
                 f"policy: {self.name}'s critics need features of the observation; build {type(policy).__name__} with "
@@ -169,7 +175,7 @@ class OffPolicy(ActorAlgorithm):
         self.critics = Critics(
             policy.num_members,
             settings.num_critics,
-            policy.feature_dim,
+            policy.critic_dim,
             policy.action_dim,
             policy.hidden_sizes,
             settings.critic_layer_norm,

@@ -114,7 +114,7 @@ class SAC(SoftPolicy):
         reward = reward * self.policy.reward_scale
         still = state._replace(features=state.features.detach())
         warms_up = self.version < self.settings.critic_warmup
-        features = still.features if warms_up and self._held else state.features
+        features = (still if warms_up and self._held else state).for_critics
         q_loss, mean_q = self._critic_loss(features, action, next_state, reward, discount)
         if warms_up:
             self._descend_critics_alone(q_loss.sum())
@@ -153,7 +153,7 @@ class SAC(SoftPolicy):
         """Squared TD error of all critics per member, and the mean Q."""
         with torch.no_grad():
             samples, log_probs = self.policy.sample(next_state)
-            values = self.critics.target_values(next_state.features, samples[0])
+            values = self.critics.target_values(next_state.for_critics, samples[0])
             subset = self.settings.target_critics
             if subset is not None:
                 values = values[:, torch.randperm(self.critics.num_critics, device=values.device)[:subset]]
@@ -174,7 +174,7 @@ class SAC(SoftPolicy):
         if self.anchor is not None:
             state = self.policy.with_output(state)
         samples, log_probs = self.policy.sample(state)
-        q = self.critics(state.features, samples[0], frozen=True)
+        q = self.critics(state.for_critics, samples[0], frozen=True)
         value = q.mean(1) if self.settings.target_critics is not None else q.amin(1)
         loss = self.log_alpha.detach().exp().unsqueeze(-1) * log_probs[0] - value
         divergence = None

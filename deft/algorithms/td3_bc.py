@@ -36,9 +36,9 @@ class TD3BC(OffPolicy):
         with torch.no_grad():
             noise = (torch.randn_like(action) * settings.policy_noise).clamp(-settings.noise_clip, settings.noise_clip)
             next_action = (self.target_policy.mean(next_state) + noise).clamp(-1.0, 1.0)
-            next_q = critics.target_values(next_state.features, next_action).amin(1)
+            next_q = critics.target_values(next_state.for_critics, next_action).amin(1)
             backup = torch.addcmul(reward, discount, next_q)
-        q = critics(state.features, action)
+        q = critics(state.for_critics, action)
         q_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
         self.descend(q_loss.sum(), self.critic_optimizer)
         if (self.version + 1) % settings.policy_delay == 0:
@@ -50,7 +50,7 @@ class TD3BC(OffPolicy):
     def _improve(self, state: Encoded, action: Tensor) -> Metrics:
         """One policy step."""
         chosen = self.policy.mean(state)
-        q = self.critics.first_values(state.features, chosen)
+        q = self.critics.first_values(state.for_critics, chosen)
         scale = self.settings.alpha / q.detach().abs().mean(-1).clamp(min=1e-8)
         bc_loss = squared_error(chosen, action, state.step_mask)
         policy_loss = bc_loss - scale * q.mean(-1)

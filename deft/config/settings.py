@@ -154,7 +154,7 @@ class PolicyConfig:
     separate_value: Switch = False
     """Use a separate encoder for the value function and critics of a VLA model that does not expose its features."""
     critic_observation: tuple[str, ...] = ()
-    """Observation streams that only the value function reads; the policy acts without them (ppo)."""
+    """Observation streams that only the value function and critics read; the policy acts without them."""
     vla_config: VLAConfig | None = None
     """The VLA model, for `name: vla`."""
 

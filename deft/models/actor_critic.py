@@ -195,12 +195,13 @@ class ActorCritic(Policy):
     ) -> None:
         super().__init__()
         self.policy_config = config = config or PolicyConfig()
+        self.num_members = num_members
         public = self._add_critic(observation_space, config)
         assert public is not None
         self._spaces = (public, action_space)
         if self.critic_streams and isinstance(public, gymnasium.spaces.Dict):
             self.streams = frozenset(public)
-        self.chunk_length, self.num_members = config.chunk_length, num_members
+        self.chunk_length = config.chunk_length
         self.hidden_sizes = (config.hidden_dim,) * config.num_layers
         self.towers: TwinMLP | None = None
         self.memory: nn.GRU | None = None
@@ -365,7 +366,8 @@ class ActorCritic(Policy):
     def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
         """Features [members, B, F] of [B, …] (one member) or [members, B, …]."""
         features = self.encoder(observation)
-        return Encoded(observation, features if features.ndim == 3 else features.unsqueeze(0))
+        features = features if features.ndim == 3 else features.unsqueeze(0)
+        return Encoded(observation, features, privileged=self._privileged_features(observation))
 
     def with_output(self, state: Encoded) -> Encoded:
         """Add the output of the actor network."""
@@ -406,11 +408,17 @@ class ActorCritic(Policy):
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
         """The value network; none of a `TwinMLP`."""
-        yield from self.value.parameters() if self.towers is None else ()
+        if self.critic is not None:
+            yield from self.critic.parameters()
+        else:
+            yield from self.value.parameters() if self.towers is None else ()
 
     @torch.no_grad()
     def member(self, index: int) -> ActorCritic:
-        """One member as a policy of its own, with a copy of its weights; itself where it is alone."""
+        """One member as a policy of its own, with a copy of its weights; itself where it is alone.
+
+        It acts, and has no value of privileged streams.
+        """
         if self.num_members == 1:
             return self
         alone = ActorCritic(*self._spaces, self.policy_config, dtype=self.actor.dtype).to(self.center.device)
@@ -418,7 +426,7 @@ class ActorCritic(Policy):
         weights = {
             name: value[index : index + 1] if name in stacked else value for name, value in self.state_dict().items()
         }
-        alone.load_state_dict(weights)
+        alone.load_state_dict(alone._keep_critic(weights))
         return alone
 
     # -- weights -------------------------------------------------------------------------------------------------------

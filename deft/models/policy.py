@@ -38,6 +38,12 @@ class Encoded(NamedTuple):
     auxiliary_loss: Tensor | None = None  # [members]: loss of labels, where the observation has any
     step_mask: Tensor | None = None  # bool [B, K]: which steps of the chunks are real
     output: Tensor | None = None  # of the actor network, where it is known already
+    privileged: Tensor | None = None  # [members, B, P]: what critics read beside the features (`critic_observation`)
+
+    @property
+    def for_critics(self) -> Tensor:
+        """The input of critics, [members, B, F + P]."""
+        return self.features if self.privileged is None else torch.cat([self.features, self.privileged], -1)
 
 
 class Policy(nn.Module):
@@ -97,7 +103,8 @@ class Policy(nn.Module):
         if not names or not isinstance(space, spaces.Dict):
             return space
         if all(name in space.spaces for name in names):
-            self.critic = PrivilegedValue(space, names, (config.hidden_dim,) * config.num_layers)
+            hidden_sizes = (config.hidden_dim,) * config.num_layers
+            self.critic = PrivilegedValue(space, names, hidden_sizes, self.num_members)
         return public_space(space, names)
 
     def _privileged_value(self, td: TensorDictBase) -> Tensor:
@@ -108,6 +115,24 @@ class Policy(nn.Module):
                 "observations without these streams: it acts, but has no value"
             )
         return self.critic(td[schema.OBSERVATION])
+
+    def _privileged_features(self, observation: Any) -> Tensor | None:
+        """What critics read beside the features of the policy, [members, B, P]."""
+        if self.critic is None:
+            return None
+        features = self.critic.encoder(observation)
+        return features if features.ndim == 3 else features.unsqueeze(0)
+
+    @property
+    def critic_dim(self) -> int:
+        """Number of features that critics read."""
+        return self.feature_dim + (0 if self.critic is None else self.critic.encoder.dim)
+
+    def value_of(self, state: Encoded) -> Tensor:
+        """V of encoded observations, [members, B]: of their privileged streams where the policy has these."""
+        if self.critic is None or state.privileged is None:
+            return self.state_value(state.features)
+        return self.critic.network(state.privileged).squeeze(-1)
 
     def _set_value(self, td: TensorDictBase, value: Tensor) -> None:
         """Add V to what `act` returns; none where it reads privileged streams and the observation has none."""

@@ -25,11 +25,13 @@ class PrivilegedValue(nn.Module):
     It shares no layer with the policy, so that the gradient of V never reaches the policy.
     """
 
-    def __init__(self, space: spaces.Dict, names: Sequence[str], hidden_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, space: spaces.Dict, names: Sequence[str], hidden_sizes: Sequence[int], num_members: int = 1
+    ) -> None:
         super().__init__()
         read = {name: part for name, part in space.items() if name in names or is_vector(part)}
         self.encoder = ObservationEncoder(spaces.Dict(read), epsilon=NORMALIZER_EPSILON)
-        self.network = BatchedMLP(1, self.encoder.dim, hidden_sizes, 1)
+        self.network = BatchedMLP(num_members, self.encoder.dim, hidden_sizes, 1)
 
     def forward(self, observation: TensorDictBase) -> Tensor:
         """V, of the batch shape of the observation."""

@@ -26,7 +26,8 @@ from deft.envs.wrappers import rename
 from deft.errors import InputError
 from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.normalization import has_seen_data, normalizers
-from deft.models.policy import Policy
+from deft.models.policy import CRITIC, Policy
+from deft.models.privileged import public_space
 from deft.runs import sharding
 from deft.runs.compute import log_device
 from deft.runs.logging import logged_from_start
@@ -127,11 +128,14 @@ def build_offline_trainer(
     cache_bytes = int(config.dataset.cache_gb * 2**30)
     learned_from, validation = hold_out(algorithm, dataset, config.seed, device, cache_bytes)
     sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
-    is_trained = run.starts_from is not None and not any(True for _ in normalizers(policy))
+    is_trained = run.starts_from is not None and all(name.startswith(CRITIC) for name, _ in normalizers(policy))
     fresh = run.resume_from is None and not is_trained and not has_seen_data(policy)
     algorithm.prepare(learned_from, sampler, fresh)
+    if run.resume_from is None:
+        algorithm.observe_critic(sampler.observations())
+    public = public_space(observation_space, policy.critic_streams)
     spec = OfflineSpec(
-        **run.spec_fields(acting, PolicySpaces(observation_space, action_space, action_mask)),
+        **run.spec_fields(acting, PolicySpaces(public, action_space, action_mask)),
         evaluator=evaluator,
         score=partial(normalized_score, reference_returns=config.dataset.reference_returns),
         fingerprint=dataset.fingerprint(),

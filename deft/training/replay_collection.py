@@ -146,6 +146,8 @@ class ReplayCollection(Collection):
             return
         if self.algorithm.version == 0 and not has_seen_data(self.algorithm.policy):
             self.algorithm.observe({schema.OBSERVATION: block} for block in self.buffer.observations())
+        if self.algorithm.version == 0:
+            self.algorithm.observe_critic(self.buffer.observations())
         self._due += collected * self.experience.updates_per_step
 
     def sample(self, batch_size: int) -> Batch:

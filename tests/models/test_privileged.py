@@ -99,7 +99,7 @@ def test_the_gradient_of_the_value_reaches_the_critic_alone(kind):
     reached = {name for name, value in policy.named_parameters() if value.grad is not None and value.grad.any()}
     assert reached
     assert all(name.startswith("critic.") for name in reached)
-    assert {id(value) for value in policy.value_only_parameters()} == {id(v) for v in policy.critic.parameters()}
+    assert {id(value) for value in policy.critic.parameters()} <= {id(v) for v in policy.value_only_parameters()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

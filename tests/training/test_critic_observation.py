@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from tensordict import TensorDict
 from worlds import SecretSign
 
 import deft
-from deft import cli
+from deft import cli, schema
 from deft.config.loading import resolve
-from deft.evaluation.evaluate import evaluate_run
+from deft.evaluation.evaluate import evaluate_run, find_run, rebuild_policy
 from deft.runs.policy_spaces import PolicySpaces
 from deft.training import run
 from deft.training.run import build_trainer
@@ -129,6 +130,90 @@ def test_supervised_then_ppo_then_grpo(command, tmp_path, model):
     assert any(name.startswith("critic.") for name in weights)
     grpo = ["--env", ENV, "--group-size", 2, "--batch-size", 8, "--n-epochs", 1, "--num-iterations", 1, *COMMON]
     command("train", "grpo", *grpo, "--model-path", "ppo", "--trust-remote-code", "--output-dir", "grpo")
+
+
+OFFLINE = ["--num-epochs", 1, "--updates-per-epoch", 2, "--batch-size", 8, "--hidden-dim", 8, "--encoder-dim", 8]
+OFF_POLICY = ["--env", ENV, "--hidden-dim", 8, "--encoder-dim", 8, "--batch-size", 8, "--total-timesteps", 16]
+OFF_POLICY += ["--learning-starts", 8, "--random-steps", 4, *COMMON]
+
+
+@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc"])
+def test_offline_critics_read_the_stream_of_a_dataset(command, tmp_path, algorithm):
+    data, train = "data/secret/random-v0", ["train", algorithm, "--dataset", "data/secret/random-v0", *OFFLINE, *COMMON]
+    command("collect", "--env", ENV, "--policy", "random", "--episodes", 4, "--out", data, "--json")
+    blind = ["--env", ENV, "--env-kwargs", "offers_secret=false"]
+    command(*train, *blind, "--critic_observation", "secret", "--num-seeds", 1, "--output-dir", "run")
+    folder = next((tmp_path / "run").glob("checkpoint-*"))
+    assert list(PolicySpaces.read(folder).observation) == ["image", "state"]
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    assert weights["critic.encoder.streams.secret.normalizer.count"] == 16  # 4 episodes of 4 steps
+    assert command("evaluate", "run", "--episodes", 2, "--device", "cpu", "--json")["episodes"] == 2
+    assert cli.main(["train", "sft", "--dataset", data, "--critic_observation", "secret", "--device", "cpu"]) == 2
+    # the policy starts from one that was cloned without the stream; SAC continues with its critics
+    command("train", "sft", "--dataset", data, *OFFLINE, *COMMON, "--val-fraction", 0, "--output-dir", "sft")
+    command(*train, "--model-path", "run", "--trust-remote-code", "--output-dir", "more")
+    sac = ["train", "sac", *OFF_POLICY, "--env-kwargs", "offers_secret=true", "--trust-remote-code"]
+    command(*sac, "--model-path", "run", "--output-dir", "sac")
+
+
+def sac(folder, **changes):
+    algorithm = {"batch_size": 8, "learning_starts": 16, "random_steps": 8, "buffer_size": 200}
+    env, policy = {"id": ENV}, {"hidden_dim": 8, "encoder_dim": 8, "critic_observation": ["secret"]}
+    loop = {"eval_freq": 0, "save_freq": 0, "log_freq": 1}
+    sections = {"algorithm": {"name": "sac", "cfg": algorithm}, "env": env, "policy": policy, "trainer": loop}
+    return trainer(folder, **{**sections, **changes})
+
+
+def test_sac_resumes_exactly_and_its_actor_never_reads_the_stream(tmp_path):
+    whole, half = sac(tmp_path / "whole"), sac(tmp_path / "half")
+    whole.train(48)
+    half.train(32)
+    half.close()
+    resumed = sac(tmp_path / "half", resume=str(tmp_path / "half"))
+    resumed.train(48)
+    expected, policy, critics = whole.policy.state_dict(), whole.policy, whole.algorithm.critics
+    for name, value in resumed.policy.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    for name, value in resumed.algorithm.critics.state_dict().items():
+        assert torch.equal(value, critics.state_dict()[name]), name
+    one = {"state": torch.zeros(2, 3), "image": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "secret": torch.zeros(2, 2)}
+    other = {**one, "secret": torch.ones(2, 2)}
+    states = [policy.encode(observation) for observation in (one, other)]
+    assert torch.equal(policy.mean(states[0]), policy.mean(states[1]))
+    action = torch.zeros(1, 2, 2)
+    assert not torch.equal(*(critics(state.for_critics, action) for state in states))
+    # the gradient of the policy's loss does not reach the statistics' stream, nor the critics
+    policy.mean(states[0]).sum().backward()
+    assert all(value.grad is None or not value.grad.any() for value in policy.critic.parameters())
+    for made in (whole, resumed):
+        made.close()
+
+
+def test_iql_learns_a_value_of_the_stream(command, tmp_path):
+    data = "data/secret/random-v0"
+    command("collect", "--env", ENV, "--policy", "random", "--episodes", 64, "--out", data, "--json")
+    train = ["train", "iql", "--dataset", data, "--hidden-dim", 32, "--encoder-dim", 8, "--batch-size", 64, *COMMON]
+    train += [
+        "--num-epochs",
+        1,
+        "--reward-scaling",
+        "none",
+        "--updates-per-epoch",
+        150,
+        "--learning-rate",
+        3e-3,
+        "--tau",
+        0.2,
+    ]
+    command(*train, "--critic_observation", "secret", "--output-dir", "run")
+    folder, config = find_run(tmp_path / "run")
+    env = SecretSign()
+    policy = rebuild_policy(folder, config, env.observation_space, env.action_space, "cpu")
+    rows = {"state": torch.zeros(2, 3), "secret": torch.tensor([[1.0, 0.0], [-1.0, 0.0]])}
+    rows["image"] = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    value = policy.get_value(TensorDict({schema.OBSERVATION: TensorDict(rows, [2])}, [2]))
+    # at an episode's first step V is ± (1 + γ + γ² + γ³) = ± 3.94; the expectile of noise-free targets is the mean
+    assert value.tolist() == pytest.approx([3.94, -3.94], abs=0.6)
 
 
 @pytest.mark.parametrize(

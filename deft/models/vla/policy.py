@@ -210,8 +210,6 @@ class VLAPolicy(ActionScale, Policy):
 
     def value_only_parameters(self) -> Iterable[nn.Parameter]:
         """V, with its encoder if it has one of its own."""
-        if self.critic is not None:
-            return self.critic.parameters()
         return [*self.encoder_parameters(), *self.value_parameters()]
 
     def auxiliary_loss(self, td: TensorDictBase) -> Tensor:
@@ -230,8 +228,9 @@ class VLAPolicy(ActionScale, Policy):
     ) -> Encoded:
         """The named streams and their features [1, B, F], those of the model or of the critics' encoder."""
         streams = _streams(observation, self.critic_streams)
+        privileged = self._privileged_features(observation)
         if self.encoder is not None:
-            return Encoded(streams, self.encoder(streams).unsqueeze(0))
+            return Encoded(streams, self.encoder(streams).unsqueeze(0), privileged=privileged)
         if not self.model.shares_features:
             return Encoded(streams, torch.zeros(1, len(streams), 0, device=self.center.device))
         known = () if object_positions is None else (object_positions,)
@@ -239,7 +238,7 @@ class VLAPolicy(ActionScale, Policy):
         auxiliary_loss = None
         if losses is not None:
             auxiliary_loss = self._scalar("training_features", "loss", losses, len(streams)).mean().unsqueeze(0)
-        return Encoded(streams, features.detach().unsqueeze(0), features, auxiliary_loss)
+        return Encoded(streams, features.detach().unsqueeze(0), features, auxiliary_loss, privileged=privileged)
 
     @torch.no_grad()
     def object_positions(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
@@ -343,7 +342,7 @@ class VLAPolicy(ActionScale, Policy):
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
         """The model without the parameters of its V, if it shares features; the optimizer skips frozen ones."""
-        values = {id(parameter) for parameter in self.value_parameters()} if self.model.shares_features else set()
+        values = {id(parameter) for parameter in self._own_value_parameters()} if self.model.shares_features else set()
         yield from (parameter for parameter in self.model.parameters() if id(parameter) not in values)
 
     def encoder_parameters(self) -> Iterator[nn.Parameter]:
@@ -351,8 +350,11 @@ class VLAPolicy(ActionScale, Policy):
         yield from () if self.encoder is None else self.encoder.parameters()
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
-        """The value network, or the value of the model."""
-        yield from self.model.value_parameters() if self.encoder is None else self.value.parameters()
+        """The value network, or the value of the model; that of the privileged streams where it replaces them."""
+        yield from self._own_value_parameters() if self.critic is None else self.critic.parameters()
+
+    def _own_value_parameters(self) -> Iterable[nn.Parameter]:
+        return self.model.value_parameters() if self.encoder is None else self.value.parameters()
 
     # -- weights and action scale --------------------------------------------------------------------------------------
 
