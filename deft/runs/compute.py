@@ -158,14 +158,16 @@ def choose_online_device(name: str, policy: nn.Module, batch_size: int, captured
     """The device for training a policy that acts in environments on the CPU; `auto` leaves a small one on the CPU.
 
     Acting and updates of a small network are some hundred small operations; starting one on a GPU takes longer than
-    computing it on the CPU. `captured`: updates are replayed as a CUDA graph, which starts all operations at once, so
-    that smaller products pay off on a GPU.
+    computing it on the CPU. `captured`: updates are replayed as a CUDA graph, which starts all operations at once and
+    is faster on a GPU whatever the size.
     """
     device = choose_device(name)
     if name != "auto" or device.type == "cpu":
         return device
     products = _largest_matrix(policy) * batch_size
-    if is_small(policy) and products <= (SMALL_PRODUCT if captured else LARGE_PRODUCT):
+    if captured:
+        reason = "updates are captured as a CUDA graph"
+    elif is_small(policy) and products <= LARGE_PRODUCT:
         device, reason = torch.device("cpu"), "the network is small and acts in environments on the CPU"
     elif is_small(policy):
         reason = f"a layer takes {products} multiplications per batch"
