@@ -3,12 +3,16 @@
 import pytest
 import torch
 from gymnasium import spaces
+from policies import actor_policy
 from tensordict import TensorDict
 from torch import nn
 from worlds import SecretSign
 
 from deft import VLAPolicy, schema
-from deft.config.settings import PolicyConfig
+from deft.algorithms.cql import CQL
+from deft.algorithms.iql import IQL
+from deft.algorithms.td3_bc import TD3BC
+from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.errors import InputError
 from deft.models.actor_critic import ActorCritic
 from deft.models.privileged import PrivilegedValue, public_space, with_critic_streams
@@ -158,3 +162,34 @@ def test_value_by_hand():
 def test_streams_that_critics_cannot_read(names, given, message):
     with pytest.raises(InputError, match=message):
         with_critic_streams(given, names, given, "the world")
+
+
+@pytest.mark.parametrize("kind", [IQL, CQL, TD3BC])
+def test_seeds_trained_at_once_have_a_value_each(kind):
+    space = spaces.Dict({name: SPACE[name] for name in ("state", "secret")})
+    config = DatasetPolicyConfig(critic_observation=("secret",), hidden_dim=8)
+    torch.manual_seed(0)
+    policy = actor_policy(space, ACTIONS, config, num_members=2)
+    algorithm = kind(policy)
+    batch = {
+        schema.OBSERVATION: {"state": torch.rand(2, 6, 3), "secret": torch.rand(2, 6, 2)},
+        schema.NEXT_OBSERVATION: {"state": torch.rand(2, 6, 3), "secret": torch.rand(2, 6, 2)},
+        schema.ACTION: torch.rand(2, 6, 2),
+        schema.NEXT_REWARD: torch.rand(2, 6),
+        schema.NEXT_TERMINATED: torch.zeros(2, 6),
+    }
+    assert all(torch.isfinite(value) for value in algorithm.step(batch).values())
+    # features of `state` (3), and the critic's of `secret` and `state` (2 + 3)
+    assert algorithm.critics.online.weights[0].shape[1] == 3 + 5 + 2
+    state = policy.encode(batch[schema.OBSERVATION])
+    assert policy.value_of(state).shape == (2, 6)
+    alone = policy.member(1)
+    assert alone.critic is None
+    own = alone.encode({"state": batch[schema.OBSERVATION]["state"][1]})
+    torch.testing.assert_close(alone.mean(own)[0], policy.mean(state)[1])
+
+
+def test_off_policy_critics_need_the_streams():
+    config = DatasetPolicyConfig(critic_observation=("secret",))
+    with pytest.raises(InputError, match="critic_observation secret: the policy was built for observations without"):
+        IQL(actor_policy(public_space(SPACE, ("secret",)), ACTIONS, config))

@@ -156,6 +156,29 @@ def test_offline_critics_read_the_stream_of_a_dataset(command, tmp_path, algorit
     command(*sac, "--model-path", "run", "--output-dir", "sac")
 
 
+def test_a_vla_model_from_iql_to_ppo(command, tmp_path):
+    data, common = "data/secret/random-v0", [*COMMON, "--trust-remote-code"]
+    command("collect", "--env", ENV, "--policy", "random", "--episodes", 4, "--out", data, "--json")
+    model = ["--model", "vla-tiny", "--vla-model-config", "image_size=32", "width=32", "cell=4"]
+    train = ["train", "iql", "--dataset", data, *model, *OFFLINE[:6], *common]
+    command(*train, "--critic_observation", "secret", "--output-dir", "iql")
+    command(
+        "train",
+        "ppo",
+        *PPO,
+        "--total-timesteps",
+        16,
+        "--trust-remote-code",
+        "--model-path",
+        "iql",
+        "--output-dir",
+        "ppo",
+    )
+    for name in ("iql", "ppo"):  # PPO continues with the value of IQL
+        weights = torch.load(next((tmp_path / name).glob("checkpoint-*")) / "model.pt", weights_only=True)
+        assert any(key.startswith("critic.network.") for key in weights)
+
+
 def sac(folder, **changes):
     algorithm = {"batch_size": 8, "learning_starts": 16, "random_steps": 8, "buffer_size": 200}
     env, policy = {"id": ENV}, {"hidden_dim": 8, "encoder_dim": 8, "critic_observation": ["secret"]}
