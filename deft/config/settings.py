@@ -209,7 +209,7 @@ class LoopConfig(ProgressSettings):
     total_timesteps: Count = 1_000_000
     """Total env steps of training."""
     video_freq: NonNegativeInt = 0
-    """Record a video of an evaluation episode every this many {unit}; 0: never."""
+    """Evaluate and record a video of an episode every this many {unit}, and at the end; 0: never."""
     max_staleness: NonNegativeInt = 1
     """Weight updates by which collection may lag behind the learner (VLA mode and Ray); 0: no overlap."""
 

@@ -105,7 +105,7 @@ class Run:
                     self._step()
                 loop.end()
                 if evaluates_last and self.evaluated_at != loop.global_step and not self._stops():
-                    self.save_and_evaluate()
+                    self.save_and_evaluate(self._video())
                 elif self.is_unsaved():
                     self.save_and_prune()
                 self._record_finished(wait=True)
@@ -194,7 +194,8 @@ class Run:
         assert self.log is not None
         logs = loop.is_logged(previous)
         further = loop.further_metrics(previous, logs)
-        evaluates = loop.is_evaluated and crossed(previous, step, every.evaluate)
+        is_recorded = crossed(previous, step, every.video)
+        evaluates = loop.is_evaluated and (is_recorded or crossed(previous, step, every.evaluate))
         saves = crossed(previous, step, every.save)
         if logs or further:
             metrics = {**metrics, **further}
@@ -204,8 +205,7 @@ class Run:
         if logs or further or evaluates or saves:
             self.last_metrics = floats(metrics)
         if evaluates:
-            films = crossed(previous, step, every.video)
-            self.save_and_evaluate(self.directory / "videos" / f"step_{step}.mp4" if films else None)
+            self.save_and_evaluate(self._video() if is_recorded or loop.is_over else None)
         elif saves or is_best:
             self.save_and_prune(step if is_best else None)
         self._record_finished()
@@ -214,6 +214,10 @@ class Run:
     def evaluation(self, num_episodes: int) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
         """While training: show the progress of an evaluation, and end it on a stop request."""
         return contextlib.nullcontext() if self.log is None else self.log.evaluation(num_episodes, self.stop)
+
+    def _video(self) -> Path | None:
+        """Return the file of a video of this step; None if the run records no videos."""
+        return self.directory / "videos" / f"step_{self.loop.global_step}.mp4" if self.every.video else None
 
     def save_and_evaluate(self, video: Path | None = None) -> None:
         """Save, so that nothing of the evaluation can lose what was learned; then evaluate in the first process."""

@@ -46,7 +46,7 @@ GPU_VECTORS = ("gpu", "warp")  # environments that are simulated on a GPU
 def train(config: RunConfig) -> dict[str, Any]:
     """Train as configured, evaluate at the end, and return a summary of the run."""
     trainer = build_trainer(config)
-    return run_trainer(trainer, evaluates=trainer.settings.eval_freq > 0)
+    return run_trainer(trainer, evaluates=trainer.is_evaluated)
 
 
 def run_trainer(trainer: Any, evaluates: bool) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class Trainer(PolicyLoop):
 
     def prepare(self) -> None:
         """Create the evaluation environment, so that what prevents it is known before training."""
-        if self.settings.eval_freq:
+        if self.is_evaluated:
             self.evaluator.env()
         if self.settings.video_freq:
             close_env(self._video_env())
@@ -302,8 +302,8 @@ class Trainer(PolicyLoop):
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether `eval_freq` is not 0."""
-        return self.settings.eval_freq > 0
+        """Whether `eval_freq` or `video_freq` is not 0: a video is recorded with an evaluation."""
+        return self.settings.eval_freq > 0 or self.settings.video_freq > 0
 
     @property
     def evaluates_first(self) -> bool:

@@ -25,6 +25,7 @@ class Counting(Loop):
     def __init__(self, folder: Path, rewards: list[float] | None = None, **intervals: int) -> None:
         self.device, self.num_updates, self.weight = torch.device("cpu"), 0, torch.zeros(1)
         self.rewards, self.at_step = rewards, {}
+        self.videos: list[str | None] = []  # of each evaluation
         self._intervals = Intervals(**{"log": 1, "evaluate": 0, "save": 0, "keep": 10, **intervals})
         self.run = Run(self, RunSpec(logging_config=QUIET, seed=3), folder, Threads((1,)))
 
@@ -50,6 +51,7 @@ class Counting(Loop):
     def start_evaluation(self, video):
         assert self.rewards is not None
         reward = self.rewards.pop(0)
+        self.videos.append(None if video is None else video.name)
         if reward is None:
             os.kill(os.getpid(), signal.SIGTERM)
             raise Stopped
@@ -163,6 +165,22 @@ def test_the_last_evaluation_is_made_once(tmp_path):
     resumed.load(tmp_path)
     resumed.run.execute(3, evaluates_last=True)  # it would fail without a reward
     assert resumed.last_evaluation["mean_reward"] == 2.0
+
+
+def test_a_video_is_recorded_when_it_is_due_and_at_the_end(tmp_path):
+    # Evaluations at 3 and 6, videos at 2, 4 and 6, and the last evaluation at 7: each video has its evaluation.
+    both = Counting(tmp_path / "both", [1.0] * 6, evaluate=3, video=2)
+    both.run.execute(7, evaluates_last=True)
+    assert both.videos == ["step_2.mp4", None, "step_4.mp4", "step_6.mp4", "step_7.mp4"]
+    videos_only = Counting(tmp_path / "videos", [1.0] * 3, video=2)
+    videos_only.run.execute(3, evaluates_last=True)
+    assert videos_only.videos == ["step_2.mp4", "step_3.mp4"]
+    periodic = Counting(tmp_path / "periodic", [1.0] * 2, evaluate=3, video=5)
+    periodic.run.execute(3, evaluates_last=True)  # the last evaluation is a periodic one, before a video is due
+    assert periodic.videos == ["step_3.mp4"]
+    none = Counting(tmp_path / "none", [1.0] * 2, evaluate=3)
+    none.run.execute(4, evaluates_last=True)
+    assert none.videos == [None, None]
 
 
 def test_a_run_is_not_started_over_another_one(tmp_path):
