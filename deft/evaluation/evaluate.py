@@ -187,8 +187,18 @@ def record_outcomes(
 
 def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorEnv, device: str = "auto") -> Policy:
     """The policy of a checkpoint, for an environment like the one that it was trained in or for."""
-    observation = policy_space(PolicySpaces.read(folder), env.observation_space, folder, "the environment")
-    policy = rebuild_policy(folder, config, observation, env.action_space, device)
+    recorded = PolicySpaces.read(folder)
+    observation = policy_space(recorded, env.observation_space, folder, "the environment")
+    try:
+        policy = rebuild_policy(folder, config, observation, env.action_space, device)
+    except InputError as error:
+        if recorded is None or recorded.matches(own := PolicySpaces(env.observation_space, env.env_action_space)):
+            raise
+        trained_in = "an environment" if config.env.id is None else config.env.id
+        raise InputError(
+            f"{folder}: the policy was trained for {trained_in} with {recorded}; this environment has {own}: evaluate "
+            "the policy in the environment that it was trained for, or train a new one"
+        ) from error
     check_streams(policy, observation, env.observation_space, "the environment")
     policy.check_box(env.action_space)
     return policy

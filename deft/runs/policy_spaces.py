@@ -38,6 +38,13 @@ class PolicySpaces:
     """As the environment has it (`VectorEnv.env_action_space`); in an online run of action chunks that of a chunk."""
     action_mask: np.ndarray | None = None
 
+    def __str__(self) -> str:
+        return f"observations {_description(self.observation)} and actions {_description(self.action)}"
+
+    def matches(self, other: PolicySpaces) -> bool:
+        """Whether the streams and actions have the same names, kinds and shapes."""
+        return str(self) == str(other)
+
     def write(self, folder: Path) -> None:
         """Write them into the folder of a checkpoint."""
         content = {
@@ -116,6 +123,13 @@ def check_streams(
             )
     if further := [name for name in given if name not in made_for.spaces and name != OBJECT_POSITIONS]:
         log.info("%s has further streams, which the policy does not read: %s", where, ", ".join(further))
+
+
+def _description(space: gymnasium.Space) -> str:
+    """Return the kind and shape of a space, of each stream by its name."""
+    if isinstance(space, spaces.Dict):
+        return ", ".join(f"{name} ({_description(stream)})" for name, stream in sorted(space.items()))
+    return f"{_kind(space)} of shape {_row_shape(space)}" if isinstance(space, spaces.Box) else str(space)
 
 
 def _kind(space: gymnasium.Space) -> str:

@@ -152,3 +152,19 @@ def test_the_run_keeps_its_arguments_in_its_own_environment():
     config = RunConfig(env=EnvConfig(id="tabletop", kwargs={"image_size": 32}))
     assert env_of_run(config, "deft/Tabletop-v0", {"split": "all"}).kwargs == {"image_size": 32, "split": "all"}
     assert env_of_run(config, "CartPole-v1", {}).kwargs == {}
+
+
+def test_a_policy_of_other_spaces_is_described_with_both(tmp_path, capsys):
+    """CartPole-v1: 4 numbers and 2 actions; Pendulum-v1: 3 numbers, actions of 1 number."""
+    train = "--total-timesteps 16 --rollout-steps 16 --eval-freq 0 --console-level CRITICAL --no-tensorboard"
+    cart = "observations vector of shape (4,) and actions Discrete(2)"
+    pendulum = "observations vector of shape (3,) and actions vector of shape (1,)"
+    for own, other, words in (
+        ("CartPole-v1", "Pendulum-v1", (cart, pendulum)),
+        ("Pendulum-v1", "CartPole-v1", (pendulum, cart)),
+    ):
+        run = str(tmp_path / own)
+        assert main(["train", "ppo", "--env", own, "--output-dir", run, *train.split()]) == 0
+        assert main(["evaluate", run, "--env", other, "--episodes", "1"]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"the policy was trained for {own} with {words[0]}; this environment has {words[1]}" in line
