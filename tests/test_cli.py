@@ -243,6 +243,18 @@ WRONG = [
     ),
     ("train dt --n-head 3", "algorithm.cfg: embed_dim 128 does not divide into n_head 3"),
     ("train td3-bc --expectile 0.7", "--expectile: unknown flag; it is a setting of iql"),
+    ("train ppo --dataset x.hdf5", "--dataset: unknown flag; it is a setting of iql, cql, td3-bc, dt, sft"),
+    ("train iql --no-normalize-reward", "--no-normalize-reward: unknown flag; it is a setting of ppo, grpo"),
+    (
+        "train sac --hidden-sizes 32 32",
+        "policy.hidden_sizes: [32, 32] has no effect: policy 'actor' has num_layers layers of width hidden_dim; use "
+        "--hidden-dim and --num-layers",
+    ),
+    (
+        "train ppo --hidden-dim 32",
+        "policy.hidden_dim: 32 has no effect: policy 'actor_critic' has layers of the widths hidden_sizes; use "
+        "--hidden-sizes",
+    ),
     ("evaluate", "evaluate: give one run folder or checkpoint; got none"),
     ("evaluate a b", "evaluate: give one run folder or checkpoint; got a b"),
     ("evaluate a --episodes 0", "--episodes: 0 is out of range; must be at least 1"),
@@ -265,7 +277,7 @@ def test_a_file_and_a_command_that_disagree(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(ALGORITHM_SETTINGS, "other", AlgorithmSettings)
     path = tmp_path / "c.yaml"
     path.write_text("algorithm: ppo\n")
-    with pytest.raises(InputError, match=r"^train other: .*c\.yaml says algorithm\.name 'ppo'; give one of them$"):
+    with pytest.raises(InputError, match=r"^train other: .*c\.yaml sets the algorithm to 'ppo'; use `deft train ppo`$"):
         parse_training(["other", "--config", str(path)])
 
 

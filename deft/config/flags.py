@@ -181,7 +181,10 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
     sections = sections_of(run_class(algorithm_class), {AlgorithmSettings: algorithm_class})
     own_first = sorted(sections, key=lambda section: section[0] != "algorithm.cfg")
     titles = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}
-    groups = section_flags(own_first, titles, {"algorithm.name"}, others)  # the name is the command's first word
+    unused = {"algorithm.name"}  # it is the command's first word
+    if algorithm_class.LEARNS_FROM != "rollouts":
+        unused.add("policy.normalize_reward")
+    groups = section_flags(own_first, titles, unused, others)
     return [groups[section] for section in sorted(groups, key=_SECTION_ORDER.index)]
 
 
@@ -332,12 +335,16 @@ def _explain(error: argparse.ArgumentError, flags: Sequence[Flag], arguments: Se
 
 def _advice(spelled: str, known: Mapping[str, Flag]) -> str:
     """Return what to do about an unknown flag: in training whose it is, else the nearest one here."""
-    name = spelled.lstrip("-").replace("-", "_")
-    owners = [algorithm for algorithm, owner in ALGORITHM_SETTINGS.items() if name in setting_names(owner)]
-    if owners and any(flag.path.startswith("algorithm.") for flag in known.values()):
-        return f"it is a setting of {', '.join(owners)}"
+    if any(flag.path.startswith("algorithm.") for flag in known.values()):
+        owners = [algorithm for algorithm in ALGORITHM_SETTINGS if _has_flag(algorithm, spelled)]
+        if owners:
+            return f"it is a setting of {', '.join(owners)}"
     near = suggestion(spelled, (dashed(other) for other in known))
     return near if near.startswith("did you") else "see --help"
+
+
+def _has_flag(algorithm: str, spelled: str) -> bool:
+    return any(spelled in flag.spellings for group in run_flags(algorithm) for flag in group.flags)
 
 
 def dashed(name: str) -> str:

@@ -6,12 +6,14 @@ in `deft.config.algorithm_settings`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
+from deft.config.fields import setting_names
 from deft.config.groups import EnvironmentChoice, ProgressSettings, RunSettings, ShardSettings
 from deft.config.validation import (
     Count,
@@ -28,6 +30,7 @@ from deft.config.validation import (
     settings,
     shown,
 )
+from deft.errors import InputError
 
 DEFAULT_CURRICULUM_STEPS = (10_000, 50_000)
 
@@ -113,6 +116,15 @@ class VLAConfig:
     """Keyword arguments of the model's constructor."""
 
 
+UNUSED = {
+    "hidden_sizes": "has num_layers layers of width hidden_dim; use --hidden-dim and --num-layers",
+    "activation": "has fixed activation functions; leave --activation out",
+    "hidden_dim": "has layers of the widths hidden_sizes; use --hidden-sizes",
+    "num_layers": "has one layer for each width of hidden_sizes; use --hidden-sizes",
+    "memory_num_layers": "has no recurrent memory; give --memory-hidden (ppo, grpo)",
+}
+"""Settings of the networks that some policies do not use: what such a policy has instead."""
+
 MODEL_CHUNKS = {"vla-tiny": 4}
 """Default action chunk length of each model that `--model` names."""
 
@@ -120,6 +132,9 @@ MODEL_CHUNKS = {"vla-tiny": 4}
 @settings
 class PolicyConfig:
     """The policy: its networks, its action distribution and its critics."""
+
+    HAS_CRITICS: ClassVar[bool] = False
+    """Whether the algorithm trains critics of `num_layers` layers of width `hidden_dim` beside every policy."""
 
     name: Literal["actor_critic", "actor", "vla"] = "actor_critic"
     """`actor_critic`: network of PPO; `actor`: network of SAC and the offline algorithms; `vla`: a VLA model."""
@@ -183,11 +198,33 @@ class PolicyConfig:
             raise ValueError(f"memory_hidden {self.memory_hidden}: name '{self.name}' has no recurrent memory")
         return self
 
+    def changed(self) -> set[str]:
+        """Return the names of the settings that differ from their defaults."""
+        default = type(self)()
+        return {name for name in setting_names(type(self)) if getattr(self, name) != getattr(default, name)}
+
+    def reject_unused(self, changed: Collection[str]) -> None:
+        """Raise an error if the policy does not use one of the settings that the user changed."""
+        uses_hidden_dim = self.HAS_CRITICS or self.name != "actor_critic" or bool(self.critic_observation)
+        used = {
+            "hidden_sizes": self.name != "actor",
+            "activation": self.name == "actor_critic",
+            "hidden_dim": uses_hidden_dim,
+            "num_layers": uses_hidden_dim,
+            "memory_num_layers": self.memory_hidden > 0,
+        }
+        for name in UNUSED:
+            if name in changed and not used[name]:
+                value = getattr(self, name)
+                value = list(value) if isinstance(value, tuple) else value
+                raise InputError(f"policy.{name}: {shown(value)} has no effect: policy '{self.name}' {UNUSED[name]}")
+
 
 @settings
 class DatasetPolicyConfig(PolicyConfig):
     """The policy of an offline algorithm, and its critics."""
 
+    HAS_CRITICS: ClassVar[bool] = True
     name = "actor"
     normalize_reward = False
     unit_actions = True
@@ -300,6 +337,13 @@ class TrainingRun(RunSettings, ShardSettings):
     model_path: Place | None = None
     """Initialise from the weights of this run, checkpoint or weights file."""
 
+    @model_validator(mode="after")
+    def _policy_uses_its_settings(self) -> TrainingRun:
+        policy: PolicyConfig | None = getattr(self, "policy", None)
+        if policy is not None and self.model_path is None:  # else the run of model_path decides the kind of policy
+            policy.reject_unused(policy.changed())
+        return self
+
 
 @settings
 class RunConfig(TrainingRun):
@@ -324,7 +368,7 @@ class DatasetConfig:
     """The dataset to train on."""
 
     path: str | None = None
-    """Dataset name (`hopper-medium-v2`, a Minari id) or path; see docs/datasets.md."""
+    """Dataset name (`hopper-medium-v2`, a Minari id) or path; see docs/how-to/datasets.md."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the dataset's loader."""
     download: Switch = False

@@ -100,7 +100,7 @@ def _parse_run(algorithm: str, flags: Sequence[str], source: Path | None) -> tup
     reject_overwrite(base.overwrite, source)
     name = base.algorithm.name
     if algorithm not in ("", name):
-        raise InputError(f"train {algorithm}: {source} says algorithm.name '{name}'; give one of them")
+        raise InputError(f"train {algorithm}: {source} sets the algorithm to '{name}'; use `deft train {name}`")
     groups = [FlagGroup("file", "", (CONFIG_FLAG,)), *run_flags(name)]
     parsed = parse(
         f"train {name}",

@@ -28,7 +28,7 @@ ELSEWHERE = ("env.id", "policy.name", "policy.action_dim", "policy.unit_actions"
 ELSEWHERE_SECTIONS = ("env.curriculum.", "policy.vla_config.")
 NOT_OFFLINE = {  # of the environment, of the dataset's loader, and of policies that learn in an environment
     *("env_kwargs", "max_episode_steps", "dataset", "dataset_options", "download", "reference_returns"),
-    *("hidden_sizes", "activation", "distribution", "memory_hidden", "memory_num_layers", "normalize_reward"),
+    *("hidden_sizes", "activation", "distribution", "memory_hidden", "memory_num_layers"),
     "chunk_length",
 }
 

@@ -27,8 +27,16 @@ AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)
 def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path | None = None) -> AnyConfig:
     """The config with the policy section of the policy given, or of the run of `model_path`.
 
-    Settings that the config itself changes from their defaults override those of that run.
+    Settings that the config itself changes from their defaults override those of that run. Changed settings that the
+    resulting policy does not use raise an error.
     """
+    used = _with_policy_section(config, policy, resume_from)
+    if policy is None and resume_from is None:
+        used.policy.reject_unused(config.policy.changed())
+    return used
+
+
+def _with_policy_section(config: AnyConfig, policy: Any, resume_from: Path | None) -> AnyConfig:
     kind = ALGORITHMS[config.algorithm.name]
     if policy is not None:
         built_from = policy.policy_config if isinstance(policy, Policy) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings, PPOSettings
+from deft.config.loading import resolve
 from deft.config.settings import AlgorithmConfig, PolicyConfig, RunConfig, VLAConfig
 from deft.config.validation import Fraction, quoted, settings
 from deft.errors import InputError
@@ -45,3 +46,36 @@ def test_constructors_raise_an_error_of_one_line(make: object, line: str) -> Non
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy"),
+    [
+        ("sac", {"hidden_sizes": [64, 64], "activation": "tanh", "memory_num_layers": 1}),  # the defaults
+        ("sac", {"hidden_dim": 32}),
+        ("sac", {"name": "actor_critic", "hidden_sizes": [8], "hidden_dim": 32}),  # hidden_dim: of the critics
+        ("ppo", {"name": "actor", "hidden_dim": 32}),
+        ("ppo", {"critic_observation": ["secret"], "hidden_dim": 32}),  # of the value network
+        ("ppo", {"name": "vla", "vla_config": {"model_class": "a.B"}, "hidden_dim": 32, "hidden_sizes": [8]}),
+    ],
+)
+def test_settings_that_the_policy_uses_are_accepted(algorithm: str, policy: dict[str, object]) -> None:
+    assert resolve({"algorithm": algorithm, "policy": policy}).algorithm.name == algorithm
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy", "advice"),
+    [
+        ("iql", {"hidden_sizes": [8]}, "use --hidden-dim and --num-layers"),
+        ("iql", {"activation": "relu"}, "leave --activation out"),
+        ("grpo", {"hidden_dim": 32}, "use --hidden-sizes"),
+        ("ppo", {"num_layers": 3}, "use --hidden-sizes"),
+        ("ppo", {"memory_num_layers": 2}, r"give --memory-hidden \(ppo, grpo\)"),
+    ],
+)
+def test_settings_that_the_policy_does_not_use_raise_an_error(
+    algorithm: str, policy: dict[str, object], advice: str
+) -> None:
+    (name,) = policy
+    with pytest.raises(InputError, match=rf"^policy\.{name}: .* has no effect: .*; {advice}$"):
+        resolve({"algorithm": algorithm, "policy": policy})

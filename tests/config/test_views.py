@@ -77,6 +77,11 @@ REACHABLE = {
 OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in PATHS["ppo"]} | {"buffer_size"}
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
 CHOICES = {"device": "cpu", "inference": "actor", "distribution": "gaussian", "critic_observation": ("goal",)}
+BESIDE: dict[str, dict[str, object]] = {  # settings without which another one has no effect
+    "hidden_dim": {"critic_observation": ("goal",)},
+    "num_layers": {"critic_observation": ("goal",)},
+    "memory_num_layers": {"memory_hidden": 8},
+}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,8 @@ def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
     default = getattr(RLConfig(), name)
     value = OPTIONAL_VALUES.get(name, 2) if default is None else OTHER_VALUES[type(default)](default)  # type: ignore[operator]
     value = CHOICES.get(name, value)
-    before, after = to_dict(RLConfig().to_run_config()), to_dict(RLConfig(**{name: value}).to_run_config())
+    beside = BESIDE.get(name, {})
+    before, after = (to_dict(RLConfig(**given, **beside).to_run_config()) for given in ({}, {name: value}))
     paths = [path for path in setting_paths(PPOSettings) if value_at(before, path) != value_at(after, path)]
     assert len(paths) == 1
     assert value_at(after, paths[0]) == (list(value) if isinstance(value, tuple) else value)

@@ -17,7 +17,8 @@ from deft.training.run import build_trainer
 
 ENV = "worlds:deft-tests/SecretSign-v0"
 QUIET = {"console_level": "CRITICAL", "tensorboard": False}
-SMALL = {"hidden_sizes": [16], "hidden_dim": 16, "encoder_dim": 8}
+PUBLIC = {"hidden_sizes": [16], "encoder_dim": 8}
+SMALL = {**PUBLIC, "hidden_dim": 16}  # hidden_dim: of the value of privileged streams
 COMMON = ["--threads", 1, "--device", "cpu", "--eval-freq", 0, "--json"]
 PPO = ["--env", ENV, "--rollout-steps", 8, "--batch-size", 8, "--n-epochs", 1, *COMMON]
 SHORT = ["--hidden-sizes", 8, "--hidden-dim", 8, "--encoder-dim", 8, "--total-timesteps", 16]
@@ -46,7 +47,7 @@ def trainer(folder, names=("secret",), **changes):
     config = {
         "algorithm": {"name": "ppo", "cfg": {"batch_size": 64, "n_epochs": 4, "learning_rate": 3e-3, "gamma": 0.9}},
         "env": {"id": ENV, "num_envs": 4},
-        "policy": {**SMALL, "critic_observation": list(names)},
+        "policy": {**(SMALL if names else PUBLIC), "critic_observation": list(names)},
         "trainer": {"rollout_steps": 64, "eval_freq": 0, "save_freq": 0, "log_freq": 1},
         "logging": QUIET,
         "output_dir": str(folder),

@@ -472,3 +472,6 @@ def test_an_offline_run_continues_with_the_policy_settings_of_a_run_of_sac(tmp_p
     assert to_dict(policy) == to_dict(source.policy)
     given = resolve({**to_dict(config), "policy": {"normalize_observation": True, "hidden_dim": 64}})
     assert use_policy_section(given).policy.hidden_dim == 64  # what the config itself sets has precedence
+    unused = resolve({"algorithm": "ppo", "model_path": str(tmp_path), "policy": {"hidden_sizes": [8]}})
+    with pytest.raises(InputError, match=r"^policy\.hidden_sizes: \[8\] has no effect: policy 'actor'"):
+        use_policy_section(unused)  # known only with the policy of that run
