@@ -152,7 +152,7 @@ def scaled_down_waypoints(arguments: list[str]) -> list[str]:
     arguments = with_flag(arguments, "threads", "1")
     if arguments[1] == "waypoint-sft":
         return with_flag(arguments, "num-epochs", "1")
-    settings = {"num-iterations": "2", "rollout-steps": "4", "num-envs": "4", "eval-episodes": "2"}
+    settings = {"iterations": "2", "rollout-steps": "4", "num-envs": "4", "eval-episodes": "2"}
     if "--safety" in arguments:
         settings["safety-episodes"] = "2"
     for name, value in settings.items():

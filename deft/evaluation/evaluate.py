@@ -134,7 +134,7 @@ def merge_env_kwargs(
     given = {"task": task, "split": split, "shuffle_instructions": shuffle_instructions or None}
     for name, value in given.items():
         if value is not None and kwargs.setdefault(name, value) != value:
-            raise InputError(f"--{name} {value}: --env-kwargs says {kwargs[name]!r}; give one of them")
+            raise InputError(f"--{name} {value}: --env-kwargs sets {kwargs[name]!r}; give one of them")
     return kwargs
 
 

@@ -26,7 +26,7 @@ OVERESTIMATION = (
     "if Q-values are high and the score is poor: more num_critics, a larger cql_alpha (cql), a smaller expectile (iql)"
 )
 INSTABILITY = "if it spikes or the score crashes: a smaller learning_rate"
-SMALL_LOSS = "no harm in itself: small rewards make small losses"
+SMALL_LOSS = "harmless: small rewards give small losses"
 OFFLINE_RANGES = {
     "v_loss": Range(0.01, 1.0, INSTABILITY, SMALL_LOSS),
     "q_loss": Range(0.01, 1.0, f"rewards of another scale change it; {OVERESTIMATION}", SMALL_LOSS),

@@ -137,7 +137,7 @@ def test_flags_of_the_world_and_its_kwargs_agree():
         "image_size": 32, "task": "pick", "split": "held-out", "shuffle_instructions": True,
     }  # fmt: skip
     assert merge_env_kwargs(None, None, None) == {}
-    with pytest.raises(InputError, match="--split train: --env-kwargs says 'all'"):
+    with pytest.raises(InputError, match="--split train: --env-kwargs sets 'all'"):
         merge_env_kwargs({"split": "all"}, None, "train")
 
 

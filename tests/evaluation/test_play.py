@@ -52,7 +52,7 @@ def test_a_trained_policy_plays_where_it_was_trained(tmp_path):
         ({"env": "CartPole-v1"}, "CartPole-v1 offers no scripted expert"),
         ({"env": "reach", "policy": "nowhere"}, "nowhere"),
         ({"env": "reach", "task": "pick"}, "do not fit deft/Reach-v0"),
-        ({"task": "pick", "env_kwargs": {"task": "push"}}, "--task pick: --env-kwargs says 'push'"),
+        ({"task": "pick", "env_kwargs": {"task": "push"}}, "--task pick: --env-kwargs sets 'push'"),
     ],
 )
 def test_what_cannot_be_played_is_said(settings, message):
