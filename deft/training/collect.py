@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 
 from deft import trust
+from deft.config.algorithm_settings import DTSettings
 from deft.config.loading import AnyRunConfig
 from deft.config.settings import CollectConfig, EnvConfig
 from deft.data.datasets.dataset import Episode
@@ -51,6 +52,11 @@ def collect(config: CollectConfig) -> dict[str, Any]:
     """
     trust.name(config.env, config.env_kwargs)
     run = None if config.policy in (RANDOM, EXPERT) else find_run(Path(config.policy))
+    if run is not None and isinstance(run[1].algorithm.cfg, DTSettings):
+        raise InputError(
+            f"--policy {config.policy}: a run of a Decision Transformer, which needs its rewards to act; recording "
+            "does not provide them: use the run of another algorithm"
+        )
     env_config = _env_config(config, run[1] if run else None)
     example = make_env(env_config)
     try:
@@ -182,10 +188,7 @@ def _actor(
         finally:
             built_for.close()
         if policy.needs_reward:
-            raise InputError(
-                "--policy: a decision transformer needs its rewards to act, which recording does not provide; "
-                "use another policy"
-            )
+            raise InputError("--policy: needs its rewards to act, which recording does not provide; use another policy")
         actor = PolicyActor(policy, env.num_envs, env.action_mask, config.deterministic)
     elif config.policy == RANDOM:
         actor = ScriptedActor(lambda: random_actions(env, generator), RANDOM)

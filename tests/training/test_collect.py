@@ -396,3 +396,12 @@ def test_the_command(tmp_path, capsys):
     assert load_dataset("reach/random-v0").env_kwargs == {"num_targets": 1}
     assert main(["collect", "--policy", "random", "--steps", "7"]) == 2
     assert capsys.readouterr().err.startswith("deft: --out: missing")
+
+
+def test_a_decision_transformer_is_rejected_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    run = resolve({"algorithm": "dt", "dataset": {"path": "data/x-v0"}})
+    monkeypatch.setattr("deft.training.collect.find_run", lambda path: (tmp_path, run))
+    out = tmp_path / "recorded-v0"
+    assert main(["collect", "--policy", str(tmp_path), "--episodes", "1", "--out", str(out)]) == 2
+    assert "a run of a Decision Transformer, which needs its rewards to act" in capsys.readouterr().err
+    assert not out.exists()
