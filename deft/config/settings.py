@@ -62,7 +62,7 @@ class CurriculumConfig:
         if len(steps) != len(self.levels) - 1 or any(first >= second for first, second in pairwise(steps)):
             raise ValueError(
                 f"at_steps: {len(self.levels)} levels need {len(self.levels) - 1} growing numbers of steps, not "
-                f"{shown(list(steps))}; or give success_rate"
+                f"{shown(list(steps))}; give --curriculum-at-steps or --curriculum-success-rate"
             )
         return self
 

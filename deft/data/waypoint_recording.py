@@ -55,6 +55,11 @@ class WaypointRecording:
     def load(cls, path: str | Path) -> WaypointRecording:
         """Read a recording; raise InputError for other files."""
         path = Path(path)
+        if path.is_dir():
+            raise InputError(
+                f"dataset: {path} is a directory, not a waypoint recording; give the .npz file that "
+                "`deft collect waypoints --out FILE` writes"
+            )
         if not path.is_file():
             raise InputError(f"dataset: {path} does not exist; `deft collect waypoints --out {path}` records one")
         try:

@@ -295,7 +295,9 @@ def find_checkpoint(path: str | Path) -> Path:
     """Return the checkpoint at a path, or the latest one of a run directory."""
     path = Path(path)
     if not os.path.exists(path):  # also of a name too long for one
-        raise InputError(f"{path}: there is no such checkpoint or run folder")
+        raise InputError(
+            f"{path}: there is no such checkpoint or run folder; give the output_dir of a run, or a checkpoint in it"
+        )
     if is_checkpoint(path):
         return path.resolve()
     if path.is_file():

@@ -60,7 +60,7 @@ def load_policy_weights(policy: Policy, path: str | Path) -> None:
     if folder is not None:
         source = folder / checkpoint.MODEL
     elif not source.exists():
-        raise InputError(f"model_path: {path} does not exist")
+        raise InputError(f"model_path: {path} does not exist; give a run directory, a checkpoint or a weights file")
     checkpoint.load_weights(policy, checkpoint.load_tensors(source), source)
 
 

@@ -59,3 +59,8 @@ def test_arrays_of_different_lengths_are_rejected(tmp_path):
     made.save(tmp_path / "drive.npz")
     with pytest.raises(InputError, match=r"motion has shape \(2, 2\), for 3 decisions"):
         WaypointRecording.load(tmp_path / "drive.npz")
+
+
+def test_a_directory_is_not_a_recording(tmp_path):
+    with pytest.raises(InputError, match=r"is a directory, not a waypoint recording; give the \.npz file"):
+        WaypointRecording.load(tmp_path)

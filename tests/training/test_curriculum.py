@@ -139,6 +139,7 @@ def test_a_new_worker_is_told_the_level() -> None:
         ({"levels": ("easy",)}, "at least two different ones"),
         ({"levels": ("easy", "hard")}, "2 levels need 1 growing numbers of steps"),
         ({"at_steps": (5, 3)}, "3 levels need 2 growing numbers of steps, not [5, 3]"),
+        ({"levels": (1, 2)}, "not []; give --curriculum-at-steps or --curriculum-success-rate"),
         ({"at_steps": (5, 8), "success_rate": 0.5}, "give at_steps or success_rate, one of them"),
     ],
 )
