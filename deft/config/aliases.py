@@ -37,6 +37,8 @@ ALIASES: dict[str, str] = {
     "utd_ratio": "updates_per_step",
     "teacher_path": "teacher_checkpoint",
     "sight": "position_source",
+    "val_fraction": "holdout",
+    "curriculum_success_rate": "curriculum_success",
 }
 """Other name → the name of the setting, in every class that has it and not the other."""
 

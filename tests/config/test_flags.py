@@ -11,6 +11,7 @@ from deft.config.flags import class_flags, run_flags
 from deft.config.loading import setting_paths
 from deft.config.settings import EvaluateConfig
 from deft.config.validation import Count, settings
+from deft.config.waypoint_settings import PPOConfig, WaypointSFTConfig
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_SETTINGS)
@@ -58,3 +59,9 @@ def test_switches_and_lists_differ_from_plain_values() -> None:
         "path", "video", "videos", "split", "shuffle_instructions", "random_policy", "env", "task", "rename_streams",
         "deterministic", "episodes", "seed", "device", "env_kwargs",
     ]  # fmt: skip
+
+
+def test_waypoint_commands_accept_the_names_of_other_commands() -> None:
+    flags = {flag.name: flag for cls in (WaypointSFTConfig, PPOConfig) for flag in class_flags(cls)}
+    assert flags["holdout"].aliases == ("val_fraction",)
+    assert flags["curriculum_success"].aliases == ("curriculum_success_rate",)
