@@ -337,13 +337,6 @@ class TrainingRun(RunSettings, ShardSettings):
     model_path: Place | None = None
     """Initialise from the weights of this run, checkpoint or weights file."""
 
-    @model_validator(mode="after")
-    def _policy_uses_its_settings(self) -> TrainingRun:
-        policy: PolicyConfig | None = getattr(self, "policy", None)
-        if policy is not None and self.model_path is None:  # else the run of model_path decides the kind of policy
-            policy.reject_unused(policy.changed())
-        return self
-
 
 @settings
 class RunConfig(TrainingRun):

@@ -111,7 +111,10 @@ def _parse_run(algorithm: str, flags: Sequence[str], source: Path | None) -> tup
         make=resolve,
         prepare=_complete_run,
     )
-    return parsed.config, parsed.as_json
+    config = parsed.config
+    if not (config.model_path or config.resume or config.auto_resume):  # else another run decides the kind of policy
+        config.policy.reject_unused(config.policy.changed())
+    return config, parsed.as_json
 
 
 def _complete_run(settings: dict[str, Any], given: dict[str, Any]) -> None:

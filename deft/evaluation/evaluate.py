@@ -196,8 +196,7 @@ def load_policy(folder: Path, config: RunConfig | OfflineRunConfig, env: VectorE
             raise
         trained_in = "an environment" if config.env.id is None else config.env.id
         raise InputError(
-            f"{folder}: the policy was trained for {trained_in} with {recorded}; this environment has {own}: evaluate "
-            "the policy in the environment that it was trained for, or train a new one"
+            f"the policy was trained for {trained_in} with {recorded}; this environment has {own}: {error}"
         ) from error
     check_streams(policy, observation, env.observation_space, "the environment")
     policy.check_box(env.action_space)
