@@ -1,20 +1,24 @@
-# `make demo` and `make test` work from a bare clone: each goes through `make setup` first.
+# Every target works from a bare clone. Those that train need .venv with the runtime dependencies (`make install`); those
+# that test or build the documentation need the developer extras too (`make setup`).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-fast durations coverage docs docs-build demo reach waypoints lint slow-test clean
+.PHONY: install setup test test-fast durations coverage docs docs-build demo phases reach waypoints lint slow-test clean
+
+install: $(VENV)/.runtime
+	@bash scripts/system_packages.sh
 
 setup: $(VENV)/.installed
 	@bash scripts/system_packages.sh
 
-$(VENV)/.installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Deft needs Python 3.11 or newer: make PYTHON=python3.11 …"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+$(VENV)/.runtime: pyproject.toml scripts/install.sh
+	@bash scripts/install.sh $(PYTHON) $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.runtime
+	@bash scripts/install.sh $(PYTHON) $(VENV) dev
+	@touch $@
 
 test: setup lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
@@ -47,17 +51,21 @@ lint: setup
 slow-test: setup
 	$(BIN)/python -m pytest -m slow
 
+# A policy that ships with Deft plays, trains with RL on this machine, and plays again: six minutes on two cores.
+demo: install
+	@$(BIN)/python -m deft.demo
+
 # The three phases of F1 on the embedded tabletop, in about ten minutes on two cores; prints where its report is.
-demo: setup
-	$(BIN)/python -m deft.demo
+phases: install
+	@$(BIN)/python -m deft.demo phases
 
 # PPO on the embedded Reach world, in a minute.
-reach: setup
-	$(BIN)/python -m deft.demo reach
+reach: install
+	@$(BIN)/python -m deft.demo reach
 
 # Records driving, trains a waypoint policy on it, refines it with PPO, and compares the two: out/waypoints.
 WAYPOINTS := out/waypoints
-waypoints: setup
+waypoints: install
 	$(BIN)/deft collect waypoints --out $(WAYPOINTS)/driving.npz --overwrite
 	$(BIN)/deft train waypoint-sft --dataset $(WAYPOINTS)/driving.npz --out-dir $(WAYPOINTS)/sft --overwrite
 	$(BIN)/deft train waypoint-ppo --sft-checkpoint $(WAYPOINTS)/sft --out-dir $(WAYPOINTS)/ppo --env driving \

@@ -1,4 +1,4 @@
-"""PPO on HalfCheetah-v5 for a million steps, with the preset `ppo-halfcheetah`: returns over several seeds.
+"""PPO on HalfCheetah-v5 for a million steps, with the recipe `halfcheetah-ppo`: returns over several seeds.
 
 Two figures a seed: the mean return of the last 100 training episodes (stochastic actions, what CleanRL reports), and
 the mean of a deterministic evaluation of the last checkpoint on fresh environments (what the Stable-Baselines3 zoo
@@ -22,7 +22,7 @@ from typing import Any
 
 from common import evaluate_run, last_checkpoint, print_machine, print_table, read_metrics, run_deft, write_json
 
-PRESET = "ppo-halfcheetah"
+PRESET = "halfcheetah-ppo"
 EVALUATION_SEED = 10_000
 CURVE_POINTS = 200
 

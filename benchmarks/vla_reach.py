@@ -1,4 +1,4 @@
-"""The VLA path on the embedded world: the preset `vla-reach` for several seeds, against random actions.
+"""The VLA path on the embedded world: the recipe `reach-vla-ppo` for several seeds, against random actions.
 
 Each seed trains by the command line; its last checkpoint, not its best, plays episodes on seeds that training never
 saw, and random actions play the same ones. Flags that this script does not know go to `deft train`.
@@ -31,7 +31,7 @@ def train_and_evaluate(seed: int, settings: argparse.Namespace, further: Sequenc
     flags = ["--total-timesteps", settings.steps, "--num-envs", settings.num_envs, "--vector", settings.vector]
     flags += ["--seed", seed, "--device", settings.device, "--eval-freq", 0, "--output-dir", run_dir]
     start = time.perf_counter()
-    run_deft(["train", "--config", "vla-reach", *flags, *further], settings.threads)
+    run_deft(["train", "--recipe", "reach-vla-ppo", *flags, *further], settings.threads)
     seconds = time.perf_counter() - start
     checkpoint = last_checkpoint(run_dir)
     played = {

@@ -1,4 +1,4 @@
-"""How fast PPO trains vla-tiny from images and words on the tabletop of MuJoCo Warp, and where the time goes.
+"""How fast PPO or GRPO trains vla-tiny from images and words on the tabletop of MuJoCo Warp, and where the time goes.
 
 The whole of `deft train ppo --vector warp`: acting, stepping, rendering, writing the rollout, the update. All four
 tasks, both cameras at 64 pixels, randomised scenes; episodes begin at staggered steps, as later in training. The first
@@ -7,6 +7,7 @@ the device. Nothing but ended episodes is copied to the host if environments and
 steps are copied to numpy arrays, as for algorithms that need them.
 
     python benchmarks/warp_training.py --device cuda --num-envs 1024 2048 4096 --out warp_training.json
+    python benchmarks/warp_training.py --device cuda --num-envs 4096 --algorithm grpo --rollout-steps 38
     python benchmarks/warp_training.py --device cpu --num-envs 2 --rollout-steps 4 --updates 1 --image-size 16
 """
 
@@ -74,14 +75,18 @@ def make_config(num_envs: int, arguments: argparse.Namespace, directory: str) ->
         "num_scenes": arguments.num_scenes,
     }
     model = {"bottleneck": 0, "switch_dims": [-1]}
+    own = {"compile": arguments.compile}
+    if arguments.algorithm == "grpo":  # groups begin together: episodes are not staggered
+        own = {"group_size": min(8, num_envs), "max_resamples": 0}
     return resolve(
         {
             "algorithm": {
-                "name": "ppo",
+                "name": arguments.algorithm,
                 "cfg": {
                     "batch_size": arguments.batch_size,
                     "n_epochs": arguments.n_epochs,
-                    "compile": arguments.compile,
+                    **own,
+                    "precision": arguments.precision,
                     "learning_rate": 1e-4,
                 },
             },
@@ -127,8 +132,10 @@ def measure(num_envs: int, arguments: argparse.Namespace, directory: str) -> dic
 
     def staggered(seed: Any = None) -> Any:
         observation = reset(seed)
-        env._lengths.random_(0, EPISODE_STEPS)
-        marks.append((clock.now(), 0))
+        if arguments.algorithm == "ppo":
+            env._lengths.random_(0, EPISODE_STEPS)
+        if not marks:
+            marks.append((clock.now(), 0))
         return observation
 
     env.reset = staggered
@@ -169,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--num-envs", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     parser.add_argument("--rollout-steps", type=int, default=16)
     parser.add_argument("--chunk-length", type=int, default=4, help="that of vla-tiny")
     parser.add_argument("--batch-size", type=int, default=8192)
@@ -178,6 +186,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1, help="updates that are not measured")
     parser.add_argument("--updates", type=int, default=4, help="measured without timers, and as many with")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the update's forward pass")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16"])
     parser.add_argument("--host", action="store_true", help="copy every step to the host")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

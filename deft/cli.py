@@ -18,10 +18,13 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deft import trust
 from deft.errors import CommandExit, DeftError, InputError, printable
+
+if TYPE_CHECKING:
+    from deft.config.training import Training
 
 
 class Command(NamedTuple):
@@ -47,9 +50,18 @@ COMMANDS = {
     "compare": Command("settings:CompareRunsConfig", "cli:compare", "runs"),
     "compare waypoints": Command("waypoint_settings:CompareConfig", "cli:compare_waypoints"),
     "play": Command("settings:PlayConfig", "evaluation.play:play"),
+    "suite install": Command("suite_settings:SuiteInstallConfig", "evaluation.suites:install_suite", "suite"),
+    "suite list": Command("suite_settings:SuiteListConfig", "cli:list_suites"),
+    "suite check": Command("suite_settings:SuiteCheckConfig", "evaluation.suites:check_suite", "suite"),
     "datasets fetch": Command("settings:FetchConfig", "cli:fetch", "name"),
-    "report": Command("settings:ReportConfig", "cli:report", "run"),
+    "recipes": Command("recipes:RecipesConfig", "cli:recipes"),
+    "recipes show": Command("recipes:ShowRecipeConfig", "cli:show_recipe", "recipe"),
+    "report": Command("settings:ReportConfig", "cli:report", "directories"),
+    "runs": Command("settings:RunsConfig", "cli:runs", "directory"),
+    "view": Command("settings:ViewConfig", "view.server:view", "run"),
     "doctor": Command("settings:DoctorConfig", "cli:doctor"),
+    "info": Command("settings:InfoConfig", "cli:info"),
+    "completion": Command("settings:CompletionConfig", "cli:completion", "shell"),
 }
 TRAINING = {
     "waypoint-sft": "training.waypoints.sft:train_sft",
@@ -65,27 +77,60 @@ HELP = """usage: deft COMMAND ...
 
 Train vision-language-action robot policies with reinforcement learning.
 
-  train     train a policy:      deft train [ALGORITHM] [--config FILE] [flags]
+  recipes   list recipes:        deft recipes
+            print the file of one: deft recipes show NAME
+  train     train a policy:      deft train [ALGORITHM] [--recipe NAME | --config FILE] [flags]
   evaluate  evaluate a policy:   deft evaluate RUN|CHECKPOINT [--episodes N] [flags]
+            on a benchmark:      deft evaluate [RUN] --suite metaworld/MT10 [--policy expert] [flags]
   collect   record a dataset:    deft collect --policy RUN|random|expert --out DATASET [flags]
             of waypoints:        deft collect waypoints --out FILE [flags]
   compare   compare policies:    deft compare RUN RUN … [--env ID] [--episodes N] [flags]
             of waypoints:        deft compare waypoints --sft-checkpoint RUN --rl-checkpoint RUN [flags]
   play      watch a policy:      deft play --env ID [--task NAME] --policy RUN|random|expert --video FILE
+  suite     benchmark suites:    deft suite install|list|check [NAME]
   datasets  download a dataset:  deft datasets fetch NAME [--sha256 HEX] [--out FOLDER]
-  report    report on a run:     deft report RUN
+  view      view a run live:     deft view RUN [--view-port N]
+  report    report on runs:      deft report RUN … [--out FILE]
+  runs      list runs:           deft runs [DIR] [--json]
   doctor    examine the machine: deft doctor [--cluster] [--json]
+  info      for a bug report:    deft info
+  completion  for a shell:       deft completion bash|zsh|fish
 
   deft COMMAND --help shows its flags; deft --version shows the version."""
+IN_SUMMARY = (
+    "run_dir",
+    "timesteps",
+    "episodes",
+    "updates",
+    "epochs",
+    "seconds",
+    "mean_reward",
+    "best_",
+    "final_",
+    "report",
+)
+"""Results of training that the summary for a person replaces."""
+GROUPS = {
+    "datasets": ("deft datasets fetch NAME", "Download a dataset. deft datasets fetch --help: flags."),
+    "suite": (
+        "deft suite install|list|check [NAME]",
+        "Benchmark suites in interpreters of their own. deft suite install --help: flags.",
+    ),
+}
+"""First words of commands that have no meaning alone: their usage."""
 WAYPOINT_RUNS = ("--sft-checkpoint", "--rl-checkpoint")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions of a command line
+        from deft.completion import complete
+
+        complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with trust.command_line(trust.FLAG in [word.replace("_", "-") for word in arguments]):
-            return _dispatch(arguments)
+            return dispatch(arguments)
     except CommandExit as stop:  # the end of --help, or of a run that a signal stopped
         code = int(stop.code or 0)
         if code - 128 in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -110,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _dispatch(arguments: list[str]) -> int:
+def dispatch(arguments: list[str]) -> int:
+    """Run one command, whose errors are raised, and return the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP)
         return 0
@@ -121,19 +167,24 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if arguments[0] == "train":
         return train(arguments[1:])
+    outcome, as_json = _run(arguments)
+    if not isinstance(outcome, Outcome):
+        return _report(outcome, as_json)
+    if as_json:
+        return _report(outcome.results, as_json=True)
+    print(outcome.text, flush=True)
+    return _report({name: outcome.results[name] for name in outcome.below if name in outcome.results}, as_json=False)
+
+
+def _run(arguments: list[str]) -> tuple[Outcome | Mapping[str, Any], bool]:
+    """Run a command other than `train`, and return its results and whether to print them as JSON."""
     name, rest = _command(arguments)
     command = COMMANDS[name]
 
     from deft.config.flags import parse
 
-    parsed = parse(name, _load(f"config.{command.settings}"), rest, word=command.word)
-    outcome = _load(command.call)(parsed.config)
-    if not isinstance(outcome, Outcome):
-        return _report(outcome, parsed.as_json)
-    if parsed.as_json:
-        return _report(outcome.results, as_json=True)
-    print(outcome.text, flush=True)
-    return _report({name: outcome.results[name] for name in outcome.below if name in outcome.results}, as_json=False)
+    parsed = parse(name, settings_class(name), rest, word=command.word)
+    return _load(command.call)(parsed.config), parsed.as_json
 
 
 def _command(arguments: list[str]) -> tuple[str, list[str]]:
@@ -147,12 +198,15 @@ def _command(arguments: list[str]) -> tuple[str, list[str]]:
             rest = ["--sft-checkpoint", words[0], "--rl-checkpoint", words[1], *rest[2:]]
         if is_named or any(word.partition("=")[0].replace("_", "-") in WAYPOINT_RUNS for word in rest):
             return "compare waypoints", rest
-    if name == "datasets":
+    if name in GROUPS:
+        usage, about = GROUPS[name]
         if not rest or rest[0] in ("-h", "--help"):
-            print("usage: deft datasets fetch NAME [flags]\n\nDownload a dataset. deft datasets fetch --help: flags.")
+            print(f"usage: {usage} [flags]\n\n{about}")
             raise CommandExit(0)
-        if rest[0] != "fetch":
-            raise InputError(f"datasets {rest[0]}: no such command; use `deft datasets fetch NAME`")
+        if f"{name} {rest[0]}" not in COMMANDS:
+            raise InputError(f"{name} {rest[0]}: no such command; use `{usage}`")
+    if name == "recipes" and rest and not rest[0].startswith("-") and rest[0] != "show":
+        raise InputError(f"recipes {rest[0]}: no such command; use `deft recipes show {rest[0]}`")
     if f"{name} {rest[0] if rest else ''}" in COMMANDS:
         return f"{name} {rest[0]}", rest[1:]
     if name not in COMMANDS:
@@ -169,26 +223,77 @@ def _is_waypoint_run(path: Path) -> bool:
 
 
 def train(arguments: list[str]) -> int:
-    """Run `deft train [ALGORITHM] [--config FILE] [flags]`."""
-    from deft.config.settings import OfflineRunConfig
+    """Run `deft train [ALGORITHM] [--recipe NAME | --config FILE] [flags]`."""
     from deft.config.training import parse_training
 
-    name, config, as_json = parse_training(arguments)
-    algorithm = "training.offline_run:train" if isinstance(config, OfflineRunConfig) else "training.run:train"
-    return _report(_load(TRAINING.get(name, algorithm))(config), as_json)
+    name, config, as_json, _ = training = parse_training(arguments)
+    results = _train(training)
+    if not as_json and os.environ.get("RANK", "0") == "0":
+        from deft.runs.overview import read_overview, summary
+
+        place = _run_directory(results, config)
+        if place is not None and (run := read_overview(place)) is not None:
+            shown = ("run_dir", "report") if name in TRAINING else IN_SUMMARY
+            _report({key: value for key, value in results.items() if not key.startswith(shown)}, as_json=False)
+            print(summary(run), flush=True)
+            return 0
+    return _report(results, as_json)
+
+
+def _train(training: Training) -> Mapping[str, Any]:
+    """Make what a recipe starts from, train, and return the results of the run."""
+    from deft.config.recipes import read_recipe
+    from deft.config.settings import OfflineRunConfig
+
+    recipe = None if training.source is None else read_recipe(training.source)
+    if recipe is not None:
+        _load("training.preparation:prepare")(recipe, training, _run_first, _load("doctor:extras")())
+    is_offline = isinstance(training.config, OfflineRunConfig)
+    algorithm = "training.offline_run:train" if is_offline else "training.run:train"
+    results: Mapping[str, Any] = _load(TRAINING.get(training.name, algorithm))(training.config)
+    place = _run_directory(results, training.config)
+    if place is not None and "report" not in results and os.environ.get("RANK", "0") == "0":
+        results = {**results, **_load("evaluation.report:attempt_report")(place)}
+    return results
+
+
+def _run_directory(results: Mapping[str, Any], config: Any) -> Path | None:
+    """Return where a run was written."""
+    place = results.get("run_dir") or getattr(config, "output_dir", None)
+    return None if place is None else Path(place)
+
+
+def _run_first(arguments: list[str]) -> None:
+    """Run a command that a recipe needs first; its results are not printed."""
+    from deft.config.training import parse_training
+
+    if arguments[0] == "train":
+        _train(parse_training(arguments[1:]))
+    else:
+        _run(arguments)
 
 
 def evaluate(config: Any) -> Outcome | Mapping[str, Any]:
-    """Evaluate a run or checkpoint: of an algorithm, or of a phase of F1 training."""
+    """Evaluate a run or checkpoint (of an algorithm, or of a phase of F1 training) or a scripted policy."""
     from deft.config.training import config_of_run, kind_of_file
 
+    if config.suite is not None or config.policy is not None:
+        function = "evaluate_scripted" if config.suite is None else "evaluate_suite"
+        return _success_outcome(_load(f"evaluation.suites:{function}")(config))
+    if config.path is None:
+        raise InputError("evaluate: give one run folder or checkpoint; got none")
     settings = config_of_run(Path(config.path))
     phase = None if settings is None else kind_of_file(settings)
     if phase == "all":
         raise InputError(f"{config.path}: holds three phases; evaluate one, as in {config.path}/teacher")
     if phase in ("teacher", "student", "adversarial"):
         return _evaluate_phase(phase, config)
-    results = _load("evaluation.evaluate:evaluate_run")(**dataclasses.asdict(config))
+    given = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("suite", "policy")}
+    return _success_outcome(_load("evaluation.evaluate:evaluate_run")(**given))
+
+
+def _success_outcome(results: Mapping[str, Any]) -> Outcome | Mapping[str, Any]:
+    """Return the results of an evaluation, with a table where the environment reports success."""
     if "success_interval" not in results:
         return results
     below = [name for name in results if name not in ("tasks", "instructions")]
@@ -212,10 +317,12 @@ def _evaluate_phase(phase: str, config: Any) -> Outcome:
 
 def compare(config: Any) -> Outcome:
     """Compare policies of runs."""
-    from deft.evaluation.compare import compare_runs, comparison_lines
+    from deft.evaluation.compare import compare_runs
+    from deft.evaluation.comparison_table import comparison_lines
 
     results = compare_runs(config)
-    return Outcome(results, comparison_lines(results), ("comparison", "plots"))
+    results |= _load("evaluation.report:attempt_report")(Path(results["comparison"]).parent)
+    return Outcome(results, comparison_lines(results), ("comparison", "plots", "report"))
 
 
 def compare_waypoints(config: Any) -> Outcome:
@@ -223,7 +330,16 @@ def compare_waypoints(config: Any) -> Outcome:
     from deft.training.waypoints.compare import compare_policies, comparison_table
 
     results = compare_policies(config)
-    return Outcome(results, comparison_table(results), ("comparison", "plots"))
+    results |= _load("evaluation.report:attempt_report")(Path(results["comparison"]).parent)
+    return Outcome(results, comparison_table(results), ("comparison", "plots", "report"))
+
+
+def list_suites(config: Any) -> Outcome:
+    """List the suites."""
+    from deft.evaluation.suites import list_suites, suite_lines
+
+    results = list_suites()
+    return Outcome(results, suite_lines(results))
 
 
 def fetch(config: Any) -> Mapping[str, Any]:
@@ -237,11 +353,39 @@ def fetch(config: Any) -> Mapping[str, Any]:
     return dataclasses.asdict(found)
 
 
+def recipes(config: Any) -> Outcome:
+    """List the recipes."""
+    from deft.config.recipes import describe_recipes, recipe_table
+
+    found = describe_recipes()
+    return Outcome(found, recipe_table(found))
+
+
+def show_recipe(config: Any) -> Outcome:
+    """Print the file of a recipe."""
+    from deft.config.recipes import find_recipe
+
+    file = find_recipe(config.recipe)
+    text = file.read_text(encoding="utf-8").rstrip()
+    return Outcome({"recipe": file.stem, "file": str(file), "text": text}, text)
+
+
 def report(config: Any) -> Mapping[str, Any]:
-    """Write the report of a run."""
+    """Write the report of runs or of a comparison."""
     from deft.evaluation.report import write_report
 
-    return {"report": str(write_report(config.run))}
+    return {"report": str(write_report(config.directories, config.out))}
+
+
+def runs(config: Any) -> Outcome:
+    """List the runs in a directory."""
+    from deft.config.output_base import output_base
+    from deft.runs.overview import find_runs, runs_table
+
+    folder = output_base() if config.directory is None else Path(config.directory)
+    found = find_runs(folder) if config.directory or folder.is_dir() else []
+    text = runs_table(found) if found else f"no runs in {folder}"
+    return Outcome({"runs": [run.row() for run in found]}, text)
 
 
 def doctor(config: Any) -> Outcome:
@@ -255,6 +399,27 @@ def doctor(config: Any) -> Outcome:
 
     results = examine()
     return Outcome(results, describe(results))
+
+
+def info(config: Any) -> Outcome:
+    """Print what belongs into a bug report."""
+    from deft.info import collect, describe
+
+    results = collect()
+    return Outcome(results, describe(results))
+
+
+def completion(config: Any) -> Outcome:
+    """Print the completion script of a shell."""
+    from deft.completion import script
+
+    text = script(config.shell)
+    return Outcome({"script": text}, text)
+
+
+def settings_class(command: str) -> Any:
+    """Return the class of a command's settings."""
+    return _load(f"config.{COMMANDS[command].settings}")
 
 
 def _load(place: str) -> Any:
@@ -272,7 +437,7 @@ def _report(results: Mapping[str, Any], as_json: bool) -> int:
         print(json.dumps(plain, allow_nan=False), flush=True)
     else:
         for name, value in plain.items():
-            print(f"{name}: {value}", flush=True)
+            print(f"{name}: {', '.join(map(str, value)) if isinstance(value, list) else value}", flush=True)
     return 0
 
 

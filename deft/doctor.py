@@ -1,5 +1,7 @@
 """`deft doctor`: examine rendering, its speed, hardware and installed extras, and list what to install.
 
+`deft info` uses the same functions, without the measurements of speed.
+
 Code that may crash or print (OpenGL, simulators) runs in a separate process. `deft.cli` calls `examine`.
 """
 
@@ -14,7 +16,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +46,17 @@ _PROBE_SCENE = """
 
 def examine() -> dict[str, Any]:
     """Examine this machine and return the results as plain data."""
-    rendering = {name: _probe("rendering", name) for name in BACKENDS}
+    rendering = {name: probe("rendering", name) for name in BACKENDS}
     working = [name for name in BACKENDS if rendering[name]["works"]]
     chosen = os.environ.get("MUJOCO_GL", "").lower() or (working[0] if working else None)
     results: dict[str, Any] = {
-        "machine": _machine(),
-        "gpus": _gpus(),
+        "machine": machine_facts(),
+        "gpus": gpus(),
         "rendering": rendering,
         "mujoco_gl": chosen,
         "vulkan": _vulkan(),
-        "tabletop": _probe("tabletop", chosen) if chosen in working else {"works": False, "reason": "no rendering"},
-        "extras": _extras(),
+        "tabletop": probe("tabletop", chosen) if chosen in working else {"works": False, "reason": "no rendering"},
+        "extras": extras(),
     }
     results["advice"] = _advice(results)
     return results
@@ -94,12 +96,13 @@ def _rendering(name: str, found: Mapping[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------------------- this machine
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
+    """Return system, versions, cores and memory."""
     total, free = _memory()
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "deft": _version("deft") or "not installed",
+        "deft": version("deft") or "not installed",
         "cores": available_cores(),
         "memory_gib": round(total / GIB, 2),
         "memory_free_gib": round(free / GIB, 2),
@@ -120,7 +123,7 @@ def _memory() -> tuple[int, int]:
     return total, free
 
 
-def _gpus() -> list[dict[str, Any]]:
+def gpus() -> list[dict[str, Any]]:
     """Return the GPUs that torch can use."""
     import torch
 
@@ -136,24 +139,32 @@ def _vulkan() -> dict[str, Any]:
     return {"loader": ctypes.util.find_library("vulkan") is not None, "drivers": sorted(drivers)}
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _extras() -> dict[str, dict[str, Any]]:
-    """Return the missing packages of each extra of Deft, and the command that installs them."""
-    found: dict[str, dict[str, Any]] = {}
+def requirements() -> Iterator[tuple[str | None, str]]:
+    """Yield the packages that Deft needs, each with its extra, or None for those that are always installed."""
     for requirement in importlib.metadata.requires("deft") or []:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
         package = re.match(r"[\w.-]+", requirement)
-        if extra is None or package is None or package[0] == "deft":
+        if package is not None and package[0] != "deft":
+            yield None if extra is None else extra[1], package[0]
+
+
+def extras() -> dict[str, dict[str, Any]]:
+    """Return the missing packages of each extra of Deft, and the command that installs them."""
+    found: dict[str, dict[str, Any]] = {}
+    for extra, package in requirements():
+        if extra is None:
             continue
-        entry = found.setdefault(extra[1], {"missing": [], "install": f'pip install "deft[{extra[1]}]"'})
-        if _version(package[0]) is None:
-            entry["missing"].append(package[0])
+        entry = found.setdefault(extra, {"missing": [], "install": f'pip install "deft[{extra}]"'})
+        if version(package) is None:
+            entry["missing"].append(package)
     return found
 
 
@@ -184,7 +195,7 @@ def _advice(results: Mapping[str, Any]) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- probes
 
 
-def _probe(what: str, backend: str) -> dict[str, Any]:
+def probe(what: str, backend: str) -> dict[str, Any]:
     """Run a probe in a separate process with one rendering backend."""
     try:
         done = subprocess.run(
@@ -206,14 +217,25 @@ def _probe(what: str, backend: str) -> dict[str, Any]:
 def run_probe(what: str) -> None:
     """Run a probe in the new process and print one line of JSON."""
     try:
-        found = {"works": True, **{"rendering": _measure_rendering, "tabletop": _measure_tabletop}[what]()}
+        probes = {"renderer": _try_rendering, "rendering": _measure_rendering, "tabletop": _measure_tabletop}
+        found = {"works": True, **probes[what]()}
     except Exception as error:
         found = {"works": False, "reason": one_line(error)[:LONGEST_REASON]}
     print("\n" + json.dumps(found), flush=True)
     os._exit(0)  # ignore a driver that crashes while it is unloaded
 
 
+def _try_rendering() -> dict[str, Any]:
+    return {"renderer": _renderer()[1]}
+
+
 def _measure_rendering() -> dict[str, Any]:
+    draw, name = _renderer()
+    return {"renderer": name, "frames_per_second": _rate(draw)}
+
+
+def _renderer() -> tuple[Callable[[], Any], str]:
+    """Return a function that renders a small scene, and the name of the renderer."""
     import mujoco
     from OpenGL import GL
 
@@ -230,7 +252,7 @@ def _measure_rendering() -> dict[str, Any]:
     if image.min() == image.max():
         raise RuntimeError("the image has only one colour")
     name: Any = GL.glGetString(GL.GL_RENDERER)
-    return {"renderer": name.decode() if name else "unknown", "frames_per_second": _rate(draw)}
+    return draw, name.decode() if name else "unknown"
 
 
 def _measure_tabletop() -> dict[str, Any]:

@@ -4,7 +4,11 @@
 exceptions of the user's environments and modules.
 """
 
+import contextlib
+import re
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 
 class DeftError(Exception):
@@ -51,6 +55,30 @@ NOT_FINITE = (
 def one_line(error: BaseException) -> str:
     """Return the type and message of an exception without line breaks."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+# Messages of torch and cuBLAS, of Warp, and of Warp's arrays with more rows than it can count.
+_OUT_OF_MEMORY = re.compile("out of memory|alloc_failed|can't allocate|failed to allocate|array shapes must not", re.I)
+
+
+@contextlib.contextmanager
+def fits_memory(advice: str) -> Iterator[None]:
+    """Raise InputError with `advice` if a GPU, or main memory, is too small for what runs in the context."""
+    try:
+        yield
+    except (RuntimeError, ValueError, MemoryError) as error:
+        if isinstance(error, DeftError):
+            raise
+        if not isinstance(error, MemoryError) and not _OUT_OF_MEMORY.search(str(error)):
+            raise
+        reason = ". ".join(one_line(error).split(". ")[:2])  # torch adds a page of statistics
+        raise InputError(f"out of memory ({reason}): {advice}") from error
+
+
+def shown(value: Any, width: int = 60) -> str:
+    """Return a value for a message: on one line, shortened to `width` characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 class user_code:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from pathlib import Path
 
 
@@ -38,3 +39,12 @@ def _quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cg
             if quota > 0:
                 found.append(max(1, round(quota / period)))
     return found
+
+
+def processor() -> str:
+    """The model of the CPU, as the system names it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

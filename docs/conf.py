@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
 project = "Deft"
 release = version = installed_version("deft")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "deft_reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "deft_notebooks", "deft_reference"]
 exclude_patterns = ["build", "pictures", "extensions"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]

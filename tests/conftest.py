@@ -7,10 +7,15 @@ measured. `make test-fast` also leaves out `tests/training`, `tests/benchmarks` 
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import attempt, succeed
+from suite_fixtures import fake, installed  # noqa: F401 (fixtures of several folders)
 
 DURATIONS = Path(__file__).parent / "durations.json"
 SLOW_SECONDS = 0.5
@@ -25,6 +30,30 @@ def _one_thread():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the plots at the end of a run, which take longer than a small run."""
+    monkeypatch.setattr("deft.training.run.plot_run", lambda folder: [])
+
+
+@pytest.fixture
+def deft(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """Runs `deft ARGUMENTS` in `tmp_path`; it must succeed; returns its JSON results."""
+    monkeypatch.chdir(tmp_path)
+    return partial(succeed, capsys)
+
+
+@pytest.fixture
+def deft_or_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any] | str]:
+    """Runs `deft ARGUMENTS` in `tmp_path`; returns its JSON results, or the line of its error."""
+    monkeypatch.chdir(tmp_path)
+    return partial(attempt, capsys)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -45,6 +45,7 @@ from deft.envs.make import wrap
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.runs import checkpoint
+from deft.training.collection import Collector
 
 # A run of two rollouts with a checkpoint after each; --console-level leaves stderr to the one line of an error.
 TINY = (
@@ -312,7 +313,7 @@ REJECTED = [
     ("evaluate {place}/run --episodes 0", "--episodes", "0", "at least 1"),
     # Config files
     ("train --config {place}/nowhere.yaml", "{place}/nowhere.yaml", "no such config file"),
-    ("train --config vla-reech", "vla-reech", "'vla-reach'"),
+    ("train --config cartpole-pp", "cartpole-pp", "'cartpole-ppo'"),
     ("train --config {place}/settings.toml", "{place}/settings.toml", ".toml", ".yaml"),
     ("train --config {place}/syntax.json", "{place}/syntax.json, line 1", "not valid JSON"),
     ("train --config {place}/elision.json", "{place}/elision.json, line 2", "'...'"),
@@ -557,6 +558,35 @@ def test_a_rollout_larger_than_the_machine(tmp_path: Path, deft: Command) -> Non
     )
     assert status == 2
     assert_one_line(lines, "rollout_steps", "10000000000000", "GiB")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "named"),
+    [
+        (ActorCritic, "evaluate_actions", ("batch_size than 32", "gradient_accumulation", "num_envs 1")),
+        (Collector, "collect", ("num_envs 1", "rollout_steps")),
+    ],
+)
+def test_a_gpu_that_runs_out_of_memory(
+    owner: Any, method: str, named: tuple[str, ...], tmp_path: Path, deft: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity")
+
+    monkeypatch.setattr(owner, method, fail)
+    status, lines = deft(f"train ppo {TINY} --env bad/Faulty-v0 --output-dir {tmp_path}/run")
+    assert status == 2
+    assert_one_line(lines, "out of memory", "8.00 GiB", *named)
+
+
+@pytest.mark.parametrize("package", ["warp", "mujoco_warp"])
+def test_warp_that_is_not_installed(
+    package: str, tmp_path: Path, deft: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    status, lines = deft(f"train ppo {TINY} --env tabletop --vector warp --output-dir {tmp_path}/run")
+    assert status == 2
+    assert_one_line(lines, "env.vector: warp", "not installed", "[warp]")
 
 
 # -- a damaged checkpoint among good ones ------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, resumed: str) -> N
 
 WRONG = [
     ("trian", "trian: no such command; did you mean 'train'?"),
-    ("train", f"train: give an algorithm ({ALGORITHM_NAMES}), or --config FILE"),
+    ("train", f"train: give an algorithm ({ALGORITHM_NAMES}), --recipe NAME or --config FILE"),
     ("train pp", f"train pp: no such algorithm; one of {ALGORITHM_NAMES}"),
     (
         "train ppo CartPole-v1",
@@ -387,7 +387,7 @@ def test_python_m_deft_is_the_same_command() -> None:
     ran = subprocess.run([sys.executable, "-m", "deft", "train"], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (
         2,
-        f"deft: train: give an algorithm ({ALGORITHM_NAMES}), or --config FILE\n",
+        f"deft: train: give an algorithm ({ALGORITHM_NAMES}), --recipe NAME or --config FILE\n",
     )
 
 

@@ -3,7 +3,7 @@
 The fenced blocks of a page are executed in order, in one new folder per page, with fewer steps:
 
 - `bash`: lines that start with `deft` (after NAME=VALUE) are run and must end with status 0. Each starts without the
-  modules of the folder, as a new process does.
+  modules of the folder, as a new process does. `eval "$(deft …)"` and `deft … | …` run `deft` alone.
 - `console`: `$ deft …` is run as it stands, and must print the lines below it.
 - `python`: run; the blocks of a page share their names.
 - `<!-- file: NAME -->` before a block of any language: written to NAME, and not run.
@@ -35,17 +35,20 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import h5py
-import numpy as np
 import pytest
+from d4rl_files import write_hopper
 
 import deft
 import deft.config
 from deft import PPO, ActorCritic, Trainer, schema
 from deft.cli import main
 from deft.config import algorithm_settings, aliases, settings
+from deft.config.recipes import find_recipe
 from deft.config.rl_yaml import PHASE_TRAINING
-from deft.config.training import FLAT_TRAINING
+from deft.config.training import FLAT_TRAINING, parse_training
+from deft.envs.suites import SUITES, find_suite
+from deft.envs.suites.install import INSTALLED, state_of
+from deft.training import preparation
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -77,9 +80,10 @@ def blocks(page: Path) -> list[Block]:
 
 def commands(text: str) -> list[list[str]]:
     """The commands of a shell block as words, without what was set for them."""
-    lines = text.replace("\\\n", " ").splitlines()
+    lines = re.sub(r'^eval "\$\((.*)\)"$', r"\1", text.replace("\\\n", " "), flags=re.MULTILINE).splitlines()
     words = (shlex.split(line, comments=True) for line in lines)
-    return [list(itertools.dropwhile(lambda word: "=" in word, line)) for line in words if line]
+    lines_of_words = (itertools.takewhile(lambda word: word != "|", line) for line in words if line)
+    return [list(itertools.dropwhile(lambda word: "=" in word, line)) for line in lines_of_words]
 
 
 # ----------------------------------------------------------------------------------------------------- scaled-down runs
@@ -112,6 +116,8 @@ def scaled_down(arguments: list[str]) -> list[str]:
         return with_flag(arguments, "episodes", "2")
     if arguments[:2] == ["collect", "waypoints"]:
         return with_flag(arguments, "episodes", "2")
+    if arguments[0] == "train" and "--recipe" in arguments:
+        return scaled_down_recipe(arguments)
     if arguments[0] == "train" and arguments[1].startswith("waypoint-"):
         return scaled_down_waypoints(arguments)
     if arguments[:2] == ["train", "tokenizer"]:
@@ -148,6 +154,23 @@ def scaled_down(arguments: list[str]) -> list[str]:
     return with_flag(arguments, "threads", "1")
 
 
+def scaled_down_recipe(arguments: list[str]) -> list[str]:
+    """A recipe as its algorithm with flags, on the CPU in a few environments."""
+    recipe = arguments[arguments.index("--recipe") + 1]
+    others = [word for word in arguments[1:] if word not in ("--recipe", recipe)]
+    algorithm = parse_training(["--recipe", recipe]).name
+    named = ["train", algorithm, "--config", str(find_recipe(recipe)), *others, "--device", "cpu"]
+    if algorithm_settings.ALGORITHM_SETTINGS[algorithm].LEARNS_FROM != "dataset":
+        named = with_flag([*named, "--vector", "sync"], "num-envs", "8")
+    return scaled_down(named)
+
+
+def few_first(command: str) -> list[str]:
+    """A command that a recipe runs first, with two episodes or two updates."""
+    words = shlex.split(command)[1:]
+    return with_flag(words, "episodes", "2") if words[0] == "collect" else scaled_down(words)
+
+
 def scaled_down_waypoints(arguments: list[str]) -> list[str]:
     arguments = with_flag(arguments, "threads", "1")
     if arguments[1] == "waypoint-sft":
@@ -179,13 +202,8 @@ def run_command(arguments: list[str]) -> tuple[int, str]:
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with datasets of the names in the examples: Hopper's shapes, three episodes of noise."""
-    place, generator = tmp_path_factory.mktemp("datasets"), np.random.default_rng(0)
-    with h5py.File(place / "hopper-medium-v2.hdf5", "w") as file:
-        file["observations"] = generator.normal(size=(90, 11)).astype(np.float32)
-        file["actions"] = generator.uniform(-1, 1, (90, 3)).astype(np.float32)
-        file["rewards"] = generator.normal(size=90).astype(np.float32)
-        file["terminals"] = np.arange(90) % 30 == 29
-        file["timeouts"] = np.zeros(90, bool)
+    place = tmp_path_factory.mktemp("datasets")
+    write_hopper(place / "hopper-medium-v2.hdf5", 90, 30)
     shutil.copy(place / "hopper-medium-v2.hdf5", place / "hopper-medium-expert-v2.hdf5")
     return place
 
@@ -196,6 +214,7 @@ def folder(tmp_path: Path, datasets: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DEFT_DATASETS", str(datasets))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(preparation, "words_of", few_first)
     environments, modules = dict(gymnasium.registry), set(sys.modules)
     yield tmp_path
     gymnasium.registry.clear()
@@ -234,12 +253,18 @@ def run_bash(text: str) -> None:
     for program, *arguments in commands(text):
         if "envpool" in arguments and importlib.util.find_spec("envpool") is None:
             continue
+        if any(name in word for word in arguments for name in missing_suites()):
+            continue
         if program == "deft":
             forget_modules(Path.cwd())
             status, output = run_command(scaled_down(arguments))
             assert status == 0, f"deft {shlex.join(arguments)}: {output}"
         else:
             assert program in OTHER_COMMANDS, program
+
+
+def missing_suites() -> list[str]:
+    return [name for name in SUITES if state_of(find_suite(name)) != INSTALLED]
 
 
 def run_console(text: str) -> None:
@@ -279,6 +304,8 @@ def anchors(page: Path) -> set[str]:
 
 NOT_SHOWN = {  # sections only, or views of settings that other tables show
     "AlgorithmConfig", "OfflineRunConfig", "PhaseConfig", "ReplayRunConfig", "RLConfig", "OfflineRLConfig",
+    "InfoConfig", "RecipesConfig",
+    "SuiteListConfig",
 }  # fmt: skip
 
 

@@ -63,21 +63,21 @@ def test_extras_name_what_is_missing(monkeypatch):
         "torch",
     ]
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: requirements)
-    assert doctor._extras() == {"data": {"missing": ["no-such-thing"], "install": 'pip install "deft[data]"'}}
+    assert doctor.extras() == {"data": {"missing": ["no-such-thing"], "install": 'pip install "deft[data]"'}}
 
 
 def test_probes_that_crash_or_hang_are_findings(monkeypatch):
     monkeypatch.setattr(doctor, "_PROBE_CODE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    assert doctor._probe("rendering", "egl") == {"works": False, "reason": "exit status -11"}
+    assert doctor.probe("rendering", "egl") == {"works": False, "reason": "exit status -11"}
     monkeypatch.setattr(doctor, "_PROBE_CODE", "print('chatter'); raise SystemExit('libEGL is missing')")
-    assert doctor._probe("rendering", "egl") == {"works": False, "reason": "libEGL is missing"}
+    assert doctor.probe("rendering", "egl") == {"works": False, "reason": "libEGL is missing"}
     monkeypatch.setattr(doctor, "_PROBE_CODE", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT", 0.2)
-    assert doctor._probe("rendering", "egl") == {"works": False, "reason": "no answer within 0.2 s"}
+    assert doctor.probe("rendering", "egl") == {"works": False, "reason": "no answer within 0.2 s"}
 
 
 def test_a_way_to_render_that_does_not_exist_is_a_finding():
-    result = doctor._probe("rendering", "no-such-backend")
+    result = doctor.probe("rendering", "no-such-backend")
     assert not result["works"]
     assert "no-such-backend" in result["reason"]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from deft.errors import DeftError, InputError, RunError, Stopped, one_line, user_code
+from deft.errors import DeftError, InputError, RunError, Stopped, fits_memory, one_line, user_code
 
 
 def test_a_message_is_one_printable_line() -> None:
@@ -26,5 +27,45 @@ def test_what_user_code_raises_becomes_a_deft_error(error: BaseException) -> Non
 @pytest.mark.parametrize("error", [InputError("own"), Stopped(), KeyboardInterrupt()])
 def test_what_is_not_the_users_passes_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, user_code("env.step:", DeftError):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.cuda.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
+                "12.56 GiB is free. See documentation for Memory Management"
+            ),
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB",
+        ),
+        (
+            RuntimeError("Failed to allocate 4000 bytes on device 'cuda:0'"),  # Warp
+            "RuntimeError: Failed to allocate 4000 bytes on device 'cuda:0'",
+        ),
+        (
+            ValueError("Array shapes must not exceed the maximum representable value of a signed 32-bit integer"),
+            "ValueError: Array shapes must not exceed the maximum representable value of a signed 32-bit integer",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+        ),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_memory_that_does_not_suffice_is_wrong_input(error: BaseException, reason: str) -> None:
+    with pytest.raises(InputError) as caught, fits_memory("use a smaller batch_size than 64"):
+        raise error
+    assert str(caught.value) == f"out of memory ({reason}): use a smaller batch_size than 64"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("x"), InputError("out of memory"), Stopped()]
+)
+def test_other_errors_pass_where_memory_is_checked(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, fits_memory("use less"):
         raise error
     assert caught.value is error

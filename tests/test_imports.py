@@ -1,4 +1,4 @@
-"""Imports point one way: cli → training → evaluation → runs → algorithms → models, data → config, schema."""
+"""Imports point one way: cli → training → view → evaluation → runs → algorithms → models, data → config, schema."""
 
 import ast
 from pathlib import Path
@@ -22,7 +22,8 @@ ALLOWED = {
     "models": BASE | {"models"},
     "algorithms": BASE | {"algorithms", "models", "data"},
     "runs": BASE | {"runs", "algorithms", "models", "data"},
-    "training": BASE | {"training", "runs", "evaluation", "algorithms", "models", "data", "envs"},
+    "view": BASE | {"view", "evaluation", "runs"},
+    "training": BASE | {"training", "view", "runs", "evaluation", "algorithms", "models", "data", "envs"},
     "evaluation": BASE | {"runs", "evaluation", "algorithms", "models", "data", "envs"},
 }
 

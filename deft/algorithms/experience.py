@@ -20,8 +20,6 @@ class Rollouts:
     """
 
     on_policy: ClassVar[bool] = True
-    takes_tensors: ClassVar[bool] = True
-    """Whether steps stay on the environments' device, where these return tensors; else they are numpy arrays."""
     next_observation: bool = False
     """Store `schema.NEXT_OBSERVATION` instead of `schema.NEXT_VALUE`."""
     reward_terms: bool = False
@@ -37,7 +35,6 @@ class Groups:
     """
 
     on_policy: ClassVar[bool] = True
-    takes_tensors: ClassVar[bool] = False
     next_observation: ClassVar[bool] = False
     group_size: int
     """Episodes that start from one state."""
@@ -56,7 +53,6 @@ class Replay:
     """Batches drawn from a ring buffer of transitions that keeps what earlier policies collected."""
 
     on_policy: ClassVar[bool] = False
-    takes_tensors: ClassVar[bool] = False
     next_observation: ClassVar[bool] = True
     batch_size: int = 256
     buffer_size: int = 1_000_000

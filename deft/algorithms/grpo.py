@@ -17,7 +17,7 @@ from torch import Tensor
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Groups
-from deft.algorithms.policy_gradient import Epochs, PolicyGradient, approximate_kl, cut_sequences
+from deft.algorithms.policy_gradient import Epochs, PolicyGradient, approximate_kl, cut_sequences, use_precision
 from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
 from deft.errors import InputError
@@ -48,6 +48,7 @@ class GRPO(PolicyGradient):
         freeze_statistics(policy)
         self._log_prob = "token_log_prob" if settings.ratio == "token" else "log_prob"
         policy.reports_tokens = settings.ratio == "token"  # and so does the reference, a copy of it
+        use_precision(policy, settings.precision)
         self.reference: Policy | None = frozen_copy(policy) if settings.kl_coef else None
         super().__init__(policy, settings, seed)
         self.reward_terms: tuple[str, ...] = ()
@@ -198,14 +199,15 @@ class GRPO(PolicyGradient):
     @torch.no_grad()
     def _score(self, policy: Policy, steps: TensorDict) -> Tensor:
         """Log-probs of all actions, [S] or [L, S], and [..., tokens] with token ratios."""
-        order, size = torch.arange(steps.batch_size[-1]), self._minibatch_size(steps)
+        size, device = self._minibatch_size(steps), steps[schema.LOG_PROB].device
+        order = torch.arange(steps.batch_size[-1], device=device)
         scored = [policy.evaluate_actions(part) for part in self._minibatches(steps, order, size)]
         if self._log_prob not in scored[0]:
             raise InputError(
                 f"ratio: 'token' needs a policy that reports token_log_prob; {type(policy).__name__} does not here: "
                 "use ratio 'step'"
             )
-        return torch.cat([part[self._log_prob] for part in scored], steps.batch_dims - 1).cpu()
+        return torch.cat([part[self._log_prob] for part in scored], steps.batch_dims - 1).to(device)
 
     def _minibatch_size(self, steps: TensorDict) -> int:
         return max(1, self.settings.batch_size // (steps.batch_size[0] if self.policy.recurrent else 1))
@@ -223,7 +225,8 @@ class GRPO(PolicyGradient):
             # Processes take as many steps as the one with the most minibatches, each with a part of its own, if any.
             size = 1 if steps is None else self._minibatch_size(steps)
             own = -(-len(order) // size)
-            yield from () if steps is None else self._minibatches(steps, order, size)
+            if steps is not None:
+                yield from self._minibatches(steps, order.to(steps[schema.LOG_PROB].device), size)
             yield from [None] * (int(self._maximum(own)) - own)
 
         def ends(losses: list[Metrics]) -> bool:
@@ -274,13 +277,15 @@ class GRPO(PolicyGradient):
         if self.reference is not None:
             kl = (weight * k3(log_prob, minibatch[REFERENCE_LOG_PROB])).sum()
             loss = loss + settings.kl_coef * kl
+        # Only sequences have steps outside of the mask; to select them waits for the GPU.
+        real: Any = mask if self.policy.recurrent else ...
         return loss, {
             "policy_loss": policy_loss.detach(),
             "kl": kl.detach(),
             "entropy": entropy.detach(),
             "loss": loss.detach(),
-            "log_ratio": log_ratio.detach()[mask],
-            "is_clipped": (ratio != clipped).detach()[mask],
+            "log_ratio": log_ratio.detach()[real],
+            "is_clipped": (ratio != clipped).detach()[real],
         }
 
     # -- metrics -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from deft.algorithms import optimization
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.auxiliary import check_resumed, make_auxiliary
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings
-from deft.errors import RunError, Stopped
+from deft.errors import InputError, RunError, Stopped
 from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
 from deft.models.policy import Policy
 
@@ -125,6 +125,7 @@ class PolicyGradient(Algorithm):
         self.policy, self.settings = policy, settings
         self.device = next(policy.parameters()).device
         freeze_statistics(policy)
+        use_precision(policy, settings.precision)
         self.auxiliary = make_auxiliary(policy, settings)  # before the optimizer, which leaves its parameters out
         self.optimizer = self._make_optimizer()
         self.learning_rate = settings.learning_rate
@@ -134,6 +135,28 @@ class PolicyGradient(Algorithm):
         return optimization.make_optimizer(
             self.policy.parameters(), self.settings.learning_rate, epsilon=self.settings.adam_epsilon
         )
+
+    def check_policy(self, fresh: bool) -> None:
+        """Raise an error if there is no trained policy whose noise could be scaled."""
+        if self.settings.exploration_scale == 1:
+            return
+        if fresh:
+            raise InputError(
+                "exploration_scale: scales the noise of a trained policy; give one with model_path, or set the noise "
+                "of a new one with log_std_init"
+            )
+        if not list(self.policy.noise_parameters()):
+            raise InputError(
+                "exploration_scale: this policy has no standard deviation that is independent of the observation; "
+                "use exploration_scale 1"
+            )
+
+    @torch.no_grad()
+    def start_from_a_policy(self) -> None:
+        """Scale the noise of the policy, and of a reference, by `exploration_scale`."""
+        for policy in (self.policy, *self._copies()):
+            for log_std in policy.noise_parameters():
+                log_std.add_(math.log(self.settings.exploration_scale))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -248,6 +271,12 @@ class PolicyGradient(Algorithm):
                 f"{self.version}: lower learning_rate, or check the rewards and observations; checkpoints saved before "
                 "this update are good"
             )
+
+
+def use_precision(policy: Policy, precision: str) -> None:
+    """Let a policy act and learn in bf16, if that is the precision; fp32 and tf32 are settings of the device."""
+    if precision == "bf16":
+        policy.set_precision(torch.bfloat16)
 
 
 def approximate_kl(losses: list[Metrics]) -> Tensor:

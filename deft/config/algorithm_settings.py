@@ -48,10 +48,14 @@ class RolloutSettings(AlgorithmSettings, groups.PolicyGradientSettings, groups.M
     """Steps per training sequence of recurrent policies."""
     adam_epsilon: Positive = 1e-5
     """Epsilon of Adam."""
+    exploration_scale: Positive = 1.0
+    """Factor on the standard deviation of a policy from `model_path`; above 1 if supervised training left it small."""
     auxiliary_learning_rate: NonNegative = 0.0
     """Initial learning rate of the auxiliary loss (object positions of `vla-tiny`, from labels); 0: none."""
     auxiliary_epochs: Count = 1
     """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
+    precision: groups.Precision = "fp32"
+    """Number format of products; `bf16`: the image layers of `vla-tiny` alone; `tf32` is for GPUs."""
 
 
 @settings

@@ -45,6 +45,7 @@ ALIASES: dict[str, str] = {
 CLASS_ALIASES: dict[str, dict[str, str]] = {
     "PPOConfig": {"num_epochs": "n_epochs"},
     "TrainerConfig": {"buffer_size": "rollout_steps"},  # of replay algorithms it is the size of the replay buffer
+    "ViewConfig": {"port": "view_port"},
     "OfflineRLConfig": {"gamma": "discount_gamma"},
     "RLConfig": {
         "gamma": "discount_gamma",

@@ -34,7 +34,8 @@ class ModelSection:
     config_file: str = "tiny"
     """Preset (`tiny`, `small`, `full`), or a YAML or JSON file with a model config."""
     checkpoint_path: str | None = None
-    """Initialise from this weights file, checkpoint or directory of a published model; none: random weights."""
+    """Initialise from this weights file, checkpoint or directory of a published model, or from the teacher that ships
+    with Deft (`shipped`); none: random weights."""
     lora: dict[str, Any] | None = None
     """LoRA adapters (`r`, `lora_alpha`, `target_modules`); only the adapters and the memory are trained."""
     tokenizer_weights: str | None = None
@@ -286,6 +287,7 @@ class PhaseConfig:
 class TokenizerTrainingConfig(
     groups.DirectorySettings,
     groups.RunSettings,
+    groups.ViewSettings,
     groups.LoggedCheckpoints,
     groups.ImageDatasetSettings,
     groups.EnvKwargsSettings,

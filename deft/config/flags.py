@@ -26,14 +26,15 @@ from deft.config.fields import (
     annotation_of,
     default_of,
     description_of,
+    is_required,
     nested_class,
     sections_of,
     setting_names,
 )
 from deft.config.loading import parse_yaml, set_path, value_at
 from deft.config.settings import run_class
-from deft.config.validation import checked, shown, suggestion
-from deft.errors import CommandExit, InputError
+from deft.config.validation import checked, suggestion
+from deft.errors import CommandExit, InputError, shown
 
 # Flags whose name is not the last part of their path.
 _NAMES = {
@@ -112,11 +113,19 @@ class Parsed:
 WORDS = {
     "path": ("RUN|CHECKPOINT", "one run folder or checkpoint"),
     "run": ("RUN", "one run folder"),
+    "directories": ("RUN …", "the directories of runs"),
     "name": ("NAME", "one dataset's name"),
+    "directory": ("[DIR]", "one directory"),
+    "shell": ("bash|zsh|fish", "one shell: bash, zsh or fish"),
+    "recipe": ("NAME", "one recipe's name (`deft recipes` lists them)"),
+    "suite": ("NAME", "one suite's name; `deft suite list` shows them"),
     "runs": ("RUN RUN …", "the runs to compare (or --sft-checkpoint and --rl-checkpoint, for waypoint policies)"),
 }
 """Settings that are given without a flag: how the usage shows them, and what an error asks for."""
-CONFIG_FLAG = Flag("config", "config", (), str | None, "JSON or YAML file with settings, or the name of a preset.")
+FILE_FLAGS = (
+    Flag("recipe", "recipe", (), str | None, "Name of a recipe to start from; `deft recipes` lists them."),
+    Flag("config", "config", (), str | None, "JSON or YAML file with settings, or the name of a recipe."),
+)
 OUTPUT_FLAGS = (
     Flag("json", "json", (), bool, "Print the results as one JSON object on the last line."),
     Flag("debug", "debug", (), bool, "Show the traceback of an error."),
@@ -146,16 +155,16 @@ def parse(
     usage = " ".join(["deft", command, *([WORDS[word][0]] if word else []), "[flags]"])
     given, written, words = read_flags(groups, defaults, arguments, usage=usage, description=doc)
     as_json = given.pop("json", False)
-    for name in ("config", "debug", "trust_remote_code"):
+    for name in ("recipe", "config", "debug", "trust_remote_code"):
         given.pop(name, None)
     trust.name([given.get(path) for path in CODE_NAMES])
     mapping = dict(base or {})
     for path, value in given.items():
         merged = path == "environment" and mapping.get(path)
         set_path(mapping, path, {**mapping[path], **value} if merged else value)
-    if word is not None:
+    if word is not None and (words or is_required(cls, word)):
         mapping[word] = _words_of(word, words, command.split()[0])
-    elif words:
+    elif words and word is None:
         first = ", and the algorithm comes first" if command.startswith("train") else ""
         raise InputError(f"{command.split()[0]}: unexpected '{words[0]}'; a value follows its flag{first}")
     if prepare is not None:
@@ -166,10 +175,11 @@ def parse(
 
 
 def _words_of(word: str, words: list[str], command: str) -> Any:
-    """Return the value of the setting that is given without a flag; `runs` has several."""
-    if not words or (len(words) > 1 and word != "runs"):
+    """Return the value of the setting that is given without a flag; one that the usage shows with … has several."""
+    has_several = WORDS[word][0].endswith("…")
+    if not words or (len(words) > 1 and not has_several):
         raise InputError(f"{command}: give {WORDS[word][1]}; got {' '.join(words) or 'none'}")
-    return tuple(words) if word == "runs" else words[0]
+    return tuple(words) if has_several else words[0]
 
 
 def run_flags(algorithm: str) -> list[FlagGroup]:
@@ -241,7 +251,7 @@ def read_flags(
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Return the values of the given flags by path, how each was written, and the words that belong to no flag.
 
-    `--help` prints all flags, with `defaults`, and raises `CommandExit`.
+    `--help` prints all flags, with `defaults`, and raises `HelpShown`.
     """
     parser = argparse.ArgumentParser(
         usage=usage,
@@ -259,15 +269,16 @@ def read_flags(
             section.add_argument(
                 *flag.spellings,
                 dest=flag.path,
-                action=_Given,
+                action=Given,
                 default=argparse.SUPPRESS,
                 nargs=0 if flag.is_switch else "?" if flag.path == bare else "+" if flag.takes_several else None,
                 metavar=metavar(flag.annotation).replace(" ...", ""),
+                flag=flag,
                 help=f"{flag.help}{default}".replace("%", "%%"),
             )
     if {"-h", "--help"} & set(arguments):
         print(parser.format_help(), end="")
-        raise CommandExit(0)
+        raise HelpShown(parser)
     flags = [*(flag for group in groups for flag in group.flags), *OUTPUT_FLAGS]
     written: dict[str, str] = {}
     try:
@@ -286,8 +297,20 @@ def read_flags(
     return values, written, words
 
 
-class _Given(argparse.Action):
+class HelpShown(CommandExit):
+    """The end of `--help`, with the parser that it describes; `deft.completion` completes by that."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__(0)
+        self.parser = parser
+
+
+class Given(argparse.Action):
     """Keep the words of a flag and how it was written; a setting has one spelling on one command line."""
+
+    def __init__(self, *arguments: Any, flag: Flag, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.flag = flag
 
     def __call__(
         self,

@@ -18,6 +18,7 @@ from deft.config.validation import (
     NonNegativeInt,
     OutputPath,
     Place,
+    Port,
     Positive,
     Seed,
     Switch,
@@ -135,6 +136,22 @@ class ProgressSettings(CheckpointSettings, EvaluationSettings):
     """Evaluate the most likely actions; `--eval-stochastic` evaluates sampled actions."""
     log_freq: NonNegativeInt = 1_000
     """Log metrics every this many {unit}."""
+
+
+@settings
+class PortSettings:
+    """Where the live view of a run is served."""
+
+    view_port: Port = 6070
+    """Port of the live view on this machine; 0: any free port."""
+
+
+@settings
+class ViewSettings(PortSettings):
+    """The live view of a run."""
+
+    view: Switch = False
+    """Serve a page with curves, camera images and the log of the run while it trains (extra `view`)."""
 
 
 # ---------------------------------------------------------------------------------------------------------- learning

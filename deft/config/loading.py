@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,18 +20,27 @@ from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.aliases import MOVED, SHORTHANDS, field_for, translate
 from deft.config.fields import nested_class, sections_of, setting_names
 from deft.config.settings import OfflineRunConfig, RunConfig, run_class
-from deft.config.validation import checked, shown, suggestion
-from deft.errors import InputError
+from deft.config.validation import checked, suggestion
+from deft.errors import InputError, shown
 from deft.ownership import keep_foreign, record
 from deft.plain_data import MAX_DEPTH, NESTS_TOO_DEEP, parse_bounded, read_bounded
 
 PRESETS = Path(__file__).parent / "presets"
+HEADER = "recipe"  # the section of a preset that describes it; see `deft.config.recipes`
+FORMER_NAMES = {
+    "demo": "reach-ppo",
+    "phases-demo": "phases",
+    "ppo-cartpole": "cartpole-ppo",
+    "ppo-halfcheetah": "halfcheetah-ppo",
+    "vla-reach": "reach-vla-ppo",
+}
+"""Names of recipes in earlier versions, which still work."""
 AnyRunConfig: TypeAlias = RunConfig | OfflineRunConfig
 Config = TypeVar("Config", bound=RunConfig | OfflineRunConfig)
 
 
 def load_config(path: str | Path) -> Any:
-    """Return the settings in a JSON or YAML file, or in the preset of this name."""
+    """Return the settings in a JSON or YAML file, or in the recipe of this name."""
     config = resolve(read_mapping(find_config(path)))
     reject_overwrite(config.overwrite, path)
     return config
@@ -44,20 +53,37 @@ def reject_overwrite(is_set: bool, path: str | Path | None) -> None:
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the file for `--config`, which is a path or the name of a preset of Deft."""
+    """Return the file for `--config`, which is a path or the name of a recipe of Deft."""
     path = Path(path)
     if path.exists():
         return path
-    presets = {preset.stem: preset for preset in sorted(PRESETS.glob("*.yaml"))}
     if path.name != str(path) or path.suffix in _READERS:
         raise InputError(f"{path}: no such config file")
-    if str(path) not in presets:
-        advice = suggestion(str(path), presets)
-        raise InputError(f"{path}: no such config file or preset" + (f"; {advice}" if advice else ""))
-    return presets[str(path)]
+    return find_preset(str(path), "config file or recipe", preset_names)
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets, of recipes and others."""
+    return sorted(file.stem for file in PRESETS.glob("*.yaml"))
+
+
+def find_preset(name: str, kind: str, names: Callable[[], Iterable[str]]) -> Path:
+    """Return the preset of this name; `kind` and `names` are for the message if there is none."""
+    file = PRESETS / f"{FORMER_NAMES.get(name, name)}.yaml"
+    if file.parent == PRESETS and file.is_file():
+        return file
+    advice = suggestion(name, names())
+    raise InputError(f"{name}: no such {kind}" + (f"; {advice}" if advice else ""))
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
+    """Return the settings in a config file, without the header of a recipe."""
+    settings = read_file(path)
+    settings.pop(HEADER, None)
+    return settings
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
     """Return the content of a config file: JSON (with comments and trailing commas) or YAML, by its suffix."""
     path = Path(path)
     reader = _READERS.get(path.suffix.lower())

@@ -13,7 +13,7 @@ from typing import Any
 from deft.config.aliases import ALIASES
 from deft.config.f1_settings import PhaseConfig, RecordedVideo, TrainingConfig, WorldModelTraining
 from deft.config.fields import nested_class, sections_of, setting_names
-from deft.config.flags import CONFIG_FLAG, Flag, FlagGroup, parse, section_flags
+from deft.config.flags import FILE_FLAGS, Flag, FlagGroup, parse, section_flags
 from deft.config.loading import find_config, read_mapping, reject_overwrite, to_dict, write_settings
 from deft.config.output_base import below_output_base
 from deft.config.validation import checked
@@ -140,7 +140,7 @@ def phase_flags(phase: str) -> list[FlagGroup]:
     own = [f"{phase}.{name}" for name in setting_names(_section(phase)) if nested_class(_section(phase), name)]
     paths = ("training", "model", phase, *own, *MORE_SECTIONS.get(phase, ()), "run", "logging")
     groups = section_flags(((path, _section(path)) for path in paths), {}, UNUSED.get(phase, ()), {})
-    return [FlagGroup("file", "", (CONFIG_FLAG, environment)), *groups.values()]
+    return [FlagGroup("file", "", (*FILE_FLAGS, environment)), *groups.values()]
 
 
 def _section(path: str) -> type:

@@ -14,7 +14,14 @@ from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.fields import setting_names
-from deft.config.groups import EnvironmentChoice, ProgressSettings, RunSettings, ShardSettings
+from deft.config.groups import (
+    EnvironmentChoice,
+    PortSettings,
+    ProgressSettings,
+    RunSettings,
+    ShardSettings,
+    ViewSettings,
+)
 from deft.config.validation import (
     Count,
     Fraction,
@@ -28,11 +35,11 @@ from deft.config.validation import (
     VideoPath,
     quoted,
     settings,
-    shown,
 )
-from deft.errors import InputError
+from deft.errors import InputError, shown
 
 DEFAULT_CURRICULUM_STEPS = (10_000, 50_000)
+GPU_VECTORS = ("gpu", "warp")  # values of `env.vector` whose environments are simulated on a GPU
 
 
 @settings
@@ -284,8 +291,8 @@ class TrainerConfig(LoopConfig):
 
 
 @settings
-class LoggingConfig:
-    """Console, log file and experiment trackers."""
+class LoggingConfig(ViewSettings):
+    """Console, log file, experiment trackers and live view."""
 
     console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     """Lowest level of messages on the console."""
@@ -301,6 +308,11 @@ class LoggingConfig:
     """Log to a local trackio project (extra `trackio`)."""
     progress_bar: Switch = True
     """Show a progress bar on a terminal."""
+
+    @classmethod
+    def with_view(cls, given: ViewSettings) -> LoggingConfig:
+        """Return the default settings with the live view of settings that have no section `logging`."""
+        return cls(view=given.view, view_port=given.view_port)
 
 
 @settings
@@ -415,8 +427,12 @@ Split = Literal["train", "held-out", "all"]
 class EvaluateConfig(EnvironmentChoice):
     """Evaluate a trained policy."""
 
-    path: str
+    path: str | None = None
     """Run directory (its best or latest checkpoint) or checkpoint."""
+    suite: str | None = None
+    """Evaluate on the tasks of a suite, such as `metaworld/MT10`; `--episodes` is then per task."""
+    policy: Literal["random", "expert"] | None = None
+    """Evaluate random actions or the environment's scripted expert instead of a run."""
     video: VideoPath | None = None
     """Write a video of the first episodes to this file (`.mp4`)."""
     videos: OutputPath | None = None
@@ -486,6 +502,8 @@ class CollectConfig(PolicyChoice):
     """Parallel environments."""
     vector: Literal["sync", "process"] = "sync"
     """Run the environments in this process or in worker processes."""
+    only_success: Switch = False
+    """Record only episodes that end with success; others are played and dropped."""
     append: Switch = False
     """Append to an existing dataset."""
     seed = Field(0, description="Seed of the recording; appended episodes start from seed + number of episodes.")
@@ -494,6 +512,8 @@ class CollectConfig(PolicyChoice):
     def _has_one_end(self) -> CollectConfig:
         if (self.steps is None) == (self.episodes is None):
             raise ValueError("give --steps or --episodes, one of them")
+        if self.only_success and self.steps is not None:
+            raise ValueError("--only-success records whole episodes; give --episodes instead of --steps")
         return self
 
 
@@ -525,10 +545,20 @@ class FetchConfig:
 
 @settings
 class ReportConfig:
-    """Write report.html, a page that summarises a run of the F1 phases, into the run directory."""
+    """Write report.html, one self-contained page about a run, about several runs, or about a comparison."""
+
+    directories: tuple[str, ...]
+    """Run directories; `ppo=RUN,RUN` or `ppo=runs/ppo_*`: seeds of a method; or the folder of a comparison."""
+    out: OutputPath | None = None
+    """File to write; by default `report.html` in the directory of a single run, else in the current one."""
+
+
+@settings
+class ViewConfig(PortSettings):
+    """Serve a page about a run, in progress or finished, or about the runs in a folder, until Ctrl-C."""
 
     run: str
-    """Run directory."""
+    """Run directory, or a folder with runs."""
 
 
 @settings
@@ -539,3 +569,24 @@ class DoctorConfig:
     """Examine the Ray cluster instead, and show where a run would place its workers."""
     ray_address: str = "auto"
     """Ray cluster to examine with --cluster: `auto`, `local` or `host:port`."""
+
+
+@settings
+class RunsConfig:
+    """List the runs in a directory: what they train, how far they are, and how good the policy is."""
+
+    directory: str | None = None
+    """Directory to search; by default `$OUTPUT_BASE` or `outputs`."""
+
+
+@settings
+class InfoConfig:
+    """Print versions, platform, GPUs, renderers and installed extras, to paste into a bug report."""
+
+
+@settings
+class CompletionConfig:
+    """Print a script that completes commands, flags and values in a shell."""
+
+    shell: Literal["bash", "zsh", "fish"]
+    """Shell."""

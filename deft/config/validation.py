@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from deft.config.aliases import field_for, translate, translate_value
 from deft.config.fields import nested_class, setting_names
-from deft.errors import InputError
+from deft.errors import InputError, shown
 from deft.ownership import check_output_path
 
 Settings = TypeVar("Settings")
@@ -50,6 +50,7 @@ def _real(value: Any) -> Any:
 Count = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole)]
 Several = Annotated[int, Strict(), Field(ge=2), BeforeValidator(_whole)]
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63), BeforeValidator(_whole)]
+Port = Annotated[int, Strict(), Field(ge=0, le=65_535), BeforeValidator(_whole)]
 NonNegativeInt = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
 Number = Annotated[float, Strict(), BeforeValidator(_real)]
 Positive = Annotated[float, Strict(), Field(gt=0), BeforeValidator(_real)]
@@ -240,9 +241,3 @@ def _reason(problem: Mapping[str, Any]) -> str:
     if kind == "value_error":
         return str(problem["ctx"]["error"])
     return f"{value}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-
-
-def shown(value: Any, width: int = 60) -> str:
-    """Return a value for a message: on one line, shortened to `width` characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= width else f"{text[: width - 1]}…"

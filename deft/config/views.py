@@ -18,8 +18,8 @@ from deft.config.fields import default_of, sections_of, setting_names
 from deft.config.flags import run_flags
 from deft.config.loading import resolve, set_path, to_dict
 from deft.config.settings import CurriculumConfig, OfflineRunConfig, RunConfig, run_class
-from deft.config.validation import settings, shown, suggestion
-from deft.errors import InputError
+from deft.config.validation import settings, suggestion
+from deft.errors import InputError, shown
 
 View = TypeVar("View")
 OFFLINE = [name for name, cls in ALGORITHM_SETTINGS.items() if cls.LEARNS_FROM == "dataset"]

@@ -20,8 +20,8 @@ from deft.config.validation import (
     Switch,
     quoted,
     settings,
-    shown,
 )
+from deft.errors import shown
 
 WAYPOINT_ENVS = ("toy", "driving", "highway", "carla")
 DEFAULT_COPIES = 32
@@ -54,6 +54,7 @@ class DifficultySettings(groups.EnvKwargsSettings):
 class PPOConfig(
     groups.DirectorySettings,
     groups.RunSettings,
+    groups.ViewSettings,
     groups.SaveSettings,
     groups.EvaluationSettings,
     groups.ActorCriticSettings,
@@ -121,7 +122,7 @@ class PPOConfig(
 
 
 @settings
-class WaypointSFTConfig(groups.DirectorySettings, groups.RunSettings, groups.DecaySettings):
+class WaypointSFTConfig(groups.DirectorySettings, groups.RunSettings, groups.ViewSettings, groups.DecaySettings):
     """Supervised training of a waypoint policy on recorded driving."""
 
     dataset: str

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from deft.config.validation import shown
-from deft.errors import InputError
+from deft.errors import InputError, shown
 from deft.plain_data import parse_bounded
 from deft.schema import channels_first, channels_last, decode_text, encode_text, has_channels_last
 

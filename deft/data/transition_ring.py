@@ -35,10 +35,9 @@ class _Ring:
 
     def allocate(self, size: int, rows: Mapping[Key, Any]) -> None:
         """Allocate memory for `size` rows like these; floats are stored as float32."""
-        examples = {key: torch.as_tensor(np.asarray(values)) for key, values in rows.items()}
-        if self.device.type == "cpu":
-            row_bytes = sum(example.nbytes // len(example) for example in examples.values())
-            check_memory("buffer_size", size, row_bytes, "observations", "use a smaller buffer_size")
+        examples = {key: _tensor(values) for key, values in rows.items()}
+        row_bytes = sum(example.nbytes // len(example) for example in examples.values())
+        check_memory("buffer_size", size, row_bytes, "observations", "use a smaller buffer_size", self.device)
         self.size = size
         for key, example in examples.items():
             dtype = torch.float32 if example.is_floating_point() else example.dtype
@@ -57,7 +56,7 @@ class _Ring:
         start = number % self.size
         left = self.size - start
         for key, tensor in self.tensors.items():
-            values = to_device(torch.as_tensor(np.asarray(rows[key]), dtype=tensor.dtype), self.device)
+            values = to_device(_tensor(rows[key]).to(tensor.dtype), self.device)
             tensor[start : start + len(values)] = values[:left]
             if len(values) > left:
                 tensor[: len(values) - left] = values[left:]
@@ -139,17 +138,22 @@ class TransitionRing:
         """Append one step of all environments, {key: [N, …]} with next observations.
 
         `numbers` are the indices of the environments if these are only some of them. Rows that `schema.STEP_MASK`
-        excludes, if it is present, are not stored: their episode was lost.
+        excludes, if it is present, are not stored: their episode was lost. Tensors of environments are stored without
+        a copy on the host; only the flags of ended episodes are copied there, if there are images.
         """
         # The policy's log-probs and values are not stored, and copying each of them would wait for the device.
         kept = {key: value for key, value in row.items() if key not in _POLICY_OUTPUTS and key[0] != schema.SAMPLE}
-        arrays = {key: value if isinstance(value, np.ndarray) else to_numpy(value) for key, value in kept.items()}
+        if isinstance(row[schema.NEXT_TERMINATED], Tensor):
+            arrays: dict[Key, Any] = {key: to_device(_tensor(value), self.device) for key, value in kept.items()}
+        else:
+            arrays = {key: value if isinstance(value, np.ndarray) else to_numpy(value) for key, value in kept.items()}
         envs = np.arange(len(arrays[schema.NEXT_TERMINATED])) if numbers is None else np.asarray(numbers)
         mask = arrays.pop(schema.STEP_MASK, None)
         if mask is not None:
+            arrays = {key: value[mask] for key, value in arrays.items()}
+            mask = _array(mask)
             self.cut(envs[~mask].tolist())
             envs = envs[mask]
-            arrays = {key: value[mask] for key, value in arrays.items()}
         terminated = arrays[schema.NEXT_TERMINATED]
         if len(envs):
             self._add(arrays, terminated, terminated | arrays[schema.NEXT_TRUNCATED], envs.tolist())
@@ -170,10 +174,10 @@ class TransitionRing:
             envs = [0] * len(done[part])  # a recording is of one environment
             self._add({key: value[part] for key, value in steps.items()}, episode.terminated[part], done[part], envs)
 
-    def _add(self, arrays: dict[Key, Any], terminated: np.ndarray, done: np.ndarray, envs: list[int]) -> None:
+    def _add(self, arrays: dict[Key, Any], terminated: Any, done: Any, envs: list[int]) -> None:
+        """Append rows, which are numpy arrays or tensors."""
         self._num_envs = max(self._num_envs, max(envs) + 1)
         steps: dict[Key, Any] = {schema.ACTION: arrays[schema.ACTION]}
-        reward = np.asarray(arrays[schema.NEXT_REWARD], np.float32)
         images: dict[Key, tuple[Any, Any]] = {}
         for key, value in arrays.items():
             if key != schema.OBSERVATION and key[0] != schema.OBSERVATION:
@@ -183,18 +187,26 @@ class TransitionRing:
                 images[key] = value, following
             else:
                 steps[key], steps[_following(key)] = value, following
+        if images or self.n_step > 1:
+            done = _array(done)
         if images:
             steps[_FRAME], steps[_NEXT_FRAME] = self._keep_images(images, done, envs)
         discount = self._discounts(arrays, terminated)
         if self.n_step == 1:
+            reward = arrays[schema.NEXT_REWARD]
             self._append({**steps, schema.NEXT_REWARD: reward, schema.DISCOUNT: discount}, len(envs))
             return
+        steps = {key: _array(value) for key, value in steps.items()}
+        reward, discount = np.asarray(_array(arrays[schema.NEXT_REWARD]), np.float32), _array(discount)
         for index, env in enumerate(envs):
             # A copy: the environments write their next observation to the same memory.
             step = {key: np.array(value[index]) for key, value in steps.items()}
             self._gather(env, step, reward[index], discount[index], bool(done[index]))
 
-    def _discounts(self, arrays: dict[Key, Any], terminated: np.ndarray) -> np.ndarray:
+    def _discounts(self, arrays: dict[Key, Any], terminated: Any) -> Any:
+        if isinstance(terminated, Tensor):
+            gamma_n = self.gamma ** arrays.get(schema.NEXT_NUM_STEPS, torch.ones_like(terminated, dtype=torch.float32))
+            return gamma_n * ~terminated
         gamma = np.float32(self.gamma)
         if schema.NEXT_NUM_STEPS in arrays:  # a chunk of several env steps
             return np.where(terminated, 0.0, gamma ** arrays[schema.NEXT_NUM_STEPS]).astype(np.float32)
@@ -242,23 +254,27 @@ class TransitionRing:
             self._frames.allocate(
                 self._frames_for(self._num_envs), {key: before for key, (before, _) in images.items()}
             )
-        numbers, next_numbers = np.empty(len(envs), np.int64), np.empty(len(envs), np.int64)
-        for index, env in enumerate(envs):
-            last = self._last_frame.pop(env, None)
-            numbers[index] = self._keep({key: pair[0][index] for key, pair in images.items()}) if last is None else last
-            next_numbers[index] = self._keep({key: pair[1][index] for key, pair in images.items()})
-            if not done[index]:
-                self._last_frame[env] = int(next_numbers[index])
+        numbers = np.array([self._last_frame.get(env, -1) for env in envs])
+        is_first = numbers < 0
+        if is_first.any():
+            index: Any = np.flatnonzero(is_first)
+            before = {key: pair[0] for key, pair in images.items()}
+            numbers[index] = self._keep({key: value[_index(index, value)] for key, value in before.items()}, len(index))
+        next_numbers = self._keep({key: pair[1] for key, pair in images.items()}, len(envs))
+        self._last_frame.update(zip(envs, next_numbers.tolist(), strict=True))
+        for place in np.flatnonzero(done):
+            del self._last_frame[envs[place]]
         return numbers, next_numbers
 
     def _frames_for(self, num_envs: int) -> int:
         most = self.capacity + self.capacity // _EXTRA_FRAMES
         return min(most, 2 * self._room) + 4 * (self.n_step + 1) * num_envs  # a transition has at most two new images
 
-    def _keep(self, images: dict[Key, Any]) -> int:
-        self._frames.write(self._num_frames, {key: image[None] for key, image in images.items()})
-        self._num_frames += 1
-        return self._num_frames - 1
+    def _keep(self, images: dict[Key, Any], count: int) -> np.ndarray:
+        """Store `count` images of each key; return their numbers."""
+        self._frames.write(self._num_frames, images)
+        self._num_frames += count
+        return np.arange(self._num_frames - count, self._num_frames)
 
     def _forget_overwritten(self) -> None:
         """Remove transitions whose images are overwritten: many short episodes need more images than expected.
@@ -269,7 +285,9 @@ class TransitionRing:
         slack = 2 * (self.n_step + 1) * self._num_envs
         numbers, gone = self._steps.tensors[_FRAME], self._num_frames - self._frames.size + slack
         while gone > 0 and self._oldest < self._written and int(numbers[self._oldest % self._room]) < gone:
-            self._oldest += 1
+            start, count = self._oldest % self._room, min(_BLOCK, self._written - self._oldest)
+            is_gone = numbers[start : start + count] < gone
+            self._oldest += int(is_gone.cumprod(0).sum())  # those before the first that remains
 
     def cut(self, numbers: Sequence[int] | None = None) -> None:
         """Discard waiting steps of all environments, or of these: they begin new episodes."""
@@ -350,9 +368,22 @@ class TransitionRing:
             self._append(rows, min(size, count - start))
 
 
-def _is_image(rows: np.ndarray) -> bool:
-    """Return whether rows are uint8 arrays of two or more dimensions."""
-    return rows.dtype == np.uint8 and rows.ndim > 2
+def _is_image(rows: Any) -> bool:
+    """Return whether rows are uint8 arrays or tensors of two or more dimensions."""
+    return rows.dtype in (np.uint8, torch.uint8) and rows.ndim > 2
+
+
+def _tensor(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+
+
+def _array(values: Any) -> np.ndarray:
+    return to_numpy(values) if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _index(rows: np.ndarray, values: Any) -> Any:
+    """Return row numbers as an index of `values`."""
+    return to_device(rows, values.device) if isinstance(values, Tensor) else rows
 
 
 def _following(key: Key) -> Key:

@@ -1,12 +1,34 @@
-"""Environments: Gymnasium environments and vector environments. Importing this package does not import torch."""
+"""Environments: Gymnasium environments and vector environments. Importing this package does not import torch.
+
+The names below are loaded when first used: worker processes of a suite's interpreter import single modules, with no
+other packages than Gymnasium and NumPy.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 
-from deft.envs.layout import Observation
-from deft.envs.make import make_env, make_vector_env, wrap
-from deft.envs.serial import SerialVectorEnv
-from deft.envs.vector import Episode, VectorEnv, VectorStep
-from deft.envs.wrappers import DIFFICULTY, ActionChunk
+from deft.envs.wrappers import DIFFICULTY
+
+if TYPE_CHECKING:
+    from deft.envs.layout import Observation
+    from deft.envs.make import make_env, make_vector_env, wrap
+    from deft.envs.serial import SerialVectorEnv
+    from deft.envs.vector import Episode, VectorEnv, VectorStep
+    from deft.envs.wrappers import ActionChunk
+
+_PLACES = {
+    "ActionChunk": "wrappers",
+    "Episode": "vector",
+    "Observation": "layout",
+    "SerialVectorEnv": "serial",
+    "VectorEnv": "vector",
+    "VectorStep": "vector",
+    "make_env": "make",
+    "make_vector_env": "make",
+    "wrap": "make",
+}
 
 for name, entry_point, options in (
     ("Reach", "reach:ReachEnv", {"max_episode_steps": 50}),
@@ -31,3 +53,11 @@ __all__ = [
     "make_vector_env",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'deft.envs' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"deft.envs.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from deft import schema
-from deft.config.validation import checked, shown
+from deft.config.validation import checked
 from deft.envs.checks import check_choice, check_render_mode
 from deft.envs.history import History, executed_action, prediction_pair
 from deft.envs.padded import PADDED_SIZE
@@ -24,7 +24,7 @@ from deft.envs.state import StateObstacle, restore_state, save_state
 from deft.envs.tabletop.control import pad_action
 from deft.envs.tabletop.env import TabletopEnv
 from deft.envs.wrappers import env_reward_terms
-from deft.errors import InputError, RunError
+from deft.errors import InputError, RunError, shown
 
 PHASES = ("teacher", "student")
 STATE_LIMIT = 2.0  # states are from -1 to 1 within the robot's limits

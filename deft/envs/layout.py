@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from deft.config.validation import shown
 from deft.envs.state import decode, encode
-from deft.errors import InputError
+from deft.errors import InputError, shown
 from deft.schema import channels_first, encode_text, has_channels_last
 
 MAX_TEXT = 2**16  # bytes of a text observation

@@ -10,23 +10,26 @@ import contextlib
 import copy
 import difflib
 import importlib
-import re
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from deft import trust
 from deft.config.settings import EnvConfig
+from deft.envs.build import EnvRecipe, build_env, chunked, registered_versions, type_error_text, without_version
 from deft.envs.checks import import_optional
 from deft.envs.host import on_host
 from deft.envs.serial import SerialVectorEnv
+from deft.envs.suites import Suite, suite_of
 from deft.envs.vector import VectorEnv
-from deft.envs.wrappers import DIFFICULTY, ActionChunk, forward_difficulty, rename, weigh
+from deft.envs.wrappers import DIFFICULTY, forward_difficulty, weigh
 from deft.errors import InputError, user_code
+
+if TYPE_CHECKING:
+    from deft.envs.process import Interpreter
 
 SHORT_NAMES = {
     "reach": "deft/Reach-v0",
@@ -57,14 +60,6 @@ TASK_KWARGS: dict[str, dict[str, Any]] = {
     "deft/Tabletop-v0": {"observation": "images", "control_mode": "delta_ee_pos"},
 }
 
-# Packages that environments need, by the name of the missing module.
-_EXTRAS = {
-    "jax": "gymnasium[jax]",
-    "pygame": "gymnasium[classic-control]",
-    "Box2D": "gymnasium[box2d]",
-    "ale_py": "gymnasium[atari]",
-    "cv2": "gymnasium[other]",
-}
 # Packages of a namespace: their ids need `module:` in front.
 _NAMESPACES = {"ALE": ("ale_py", "gymnasium[atari]")}
 # Packages that register environments when they are imported, by the names of these without version: their ids work
@@ -83,12 +78,21 @@ def make_env(
     config: EnvConfig, *, render_mode: str | None = None, chunk_length: int = 1, gamma: float = 1.0
 ) -> gymnasium.Env:
     """Make one environment; with `chunk_length` above 1 its action is a chunk of steps."""
-    return forward_difficulty(_build(_find_spec(config), config, render_mode, chunk_length, gamma))
+    suite = suite_of(config.id)
+    if suite is not None:
+        from deft.envs.suites.remote import RemoteEnv
+
+        env = RemoteEnv(suite, _suite_recipe(suite, config), render_mode, config.timeout)
+        return chunked(env, chunk_length, gamma)
+    return forward_difficulty(build_env(_recipe(config), render_mode, chunk_length, gamma))
 
 
 def check_id(config: EnvConfig) -> None:
     """Raise InputError for an unknown id, without making an environment; envpool and GPU simulations have other ids."""
-    if config.vector not in ("envpool", "gpu"):
+    suite = suite_of(config.id)
+    if suite is not None:
+        suite.find(config.id)
+    elif config.vector not in ("envpool", "gpu"):
         _find_spec(config)
 
 
@@ -112,6 +116,12 @@ def make_vector_env(
     `tensors` those of such a simulation stay on the device, as torch tensors.
     """
     count = config.num_envs if num_envs is None else num_envs
+    suite = suite_of(config.id)
+    if suite is not None:
+        if config.vector not in ("sync", "process"):
+            raise InputError(f"env.vector: {config.vector} does not run {config.id}; use process")
+        recipe = _suite_recipe(suite, config, count)
+        return _in_processes(partial(build_env, recipe, None, chunk_length, gamma), config, count, suite.interpreter())
     if config.vector == "warp":
         tensor_env = make_tensor_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=count, device=device)
         return tensor_env if tensors else on_host(tensor_env)
@@ -143,17 +153,39 @@ def make_vector_env(
         if native is not None:
             defaults = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs}
             return _make_native(native, spec.id, config, count, defaults)
-    function = partial(_build, spec, config, None, chunk_length, gamma)
-    if config.vector == "process":
-        from deft.envs.process import ProcessVectorEnv
+    function = partial(build_env, _recipe(config, spec), None, chunk_length, gamma)
+    return _in_processes(function, config, count) if config.vector == "process" else SerialVectorEnv([function] * count)
 
-        return ProcessVectorEnv(
-            [function] * count,
-            num_workers=config.num_workers,
-            timeout=config.timeout,
-            restart_workers=config.restart_workers,
-        )
-    return SerialVectorEnv([function] * count)
+
+def _in_processes(
+    function: Callable[[], gymnasium.Env], config: EnvConfig, count: int, interpreter: Interpreter | None = None
+) -> VectorEnv:
+    from deft.envs.process import ProcessVectorEnv
+
+    return ProcessVectorEnv(
+        [function] * count,
+        num_workers=config.num_workers,
+        timeout=config.timeout,
+        restart_workers=config.restart_workers,
+        interpreter=interpreter,
+    )
+
+
+def _recipe(config: EnvConfig, spec: EnvSpec | None = None) -> EnvRecipe:
+    """Return what one environment of a config is made from."""
+    return EnvRecipe(
+        spec or _find_spec(config),
+        dict(config.kwargs),
+        config.max_episode_steps,
+        dict(config.rename_streams),
+        dict(config.reward_weights),
+    )
+
+
+def _suite_recipe(suite: Suite, config: EnvConfig, num_envs: int = 1) -> EnvRecipe:
+    """Return what one of `num_envs` environments of a suite is made from."""
+    suite.check_installed(config.id)
+    return _recipe(config, suite.spec(config.id, num_envs))
 
 
 def make_tensor_env(
@@ -197,7 +229,7 @@ def _make_native(
     try:
         return weigh(creator(num_envs, **kwargs), config.reward_weights)
     except TypeError as error:
-        raise InputError(f"env.kwargs {config.kwargs} do not fit {env_id}: {_text(error)}") from error
+        raise InputError(f"env.kwargs {config.kwargs} do not fit {env_id}: {type_error_text(error)}") from error
 
 
 def wrap(
@@ -213,7 +245,7 @@ def wrap(
         for item in env:
             if not isinstance(item, gymnasium.Env):
                 raise InputError(f"env: the list must hold gymnasium.Env, not {type(item).__name__}")
-        return SerialVectorEnv([_chunked(item, chunk_length, gamma) for item in env])
+        return SerialVectorEnv([chunked(item, chunk_length, gamma) for item in env])
     if isinstance(env, gymnasium.vector.VectorEnv):
         from deft.envs.adapters.gymnasium_vector import GymnasiumVectorEnv
 
@@ -251,35 +283,6 @@ def make_another(env: Any, render_mode: str | None = None) -> gymnasium.Env:
     )
 
 
-def _chunked(env: gymnasium.Env, chunk_length: int, gamma: float) -> gymnasium.Env:
-    return ActionChunk(env, chunk_length, gamma) if chunk_length > 1 else env
-
-
-def _build(spec: EnvSpec, config: EnvConfig, render_mode: str | None, chunk_length: int, gamma: float) -> gymnasium.Env:
-    """Make one environment from its spec; also called in worker processes, without the registry of the main one."""
-    kwargs: dict[str, Any] = dict(config.kwargs)
-    limit = kwargs.pop("max_episode_steps", None) if config.max_episode_steps is None else config.max_episode_steps
-    if render_mode is not None:
-        kwargs["render_mode"] = render_mode
-    with user_code(f"environment {spec.id} with env.kwargs {kwargs} cannot be made:", InputError):
-        try:
-            with warnings.catch_warnings():
-                if render_mode is not None:  # the error below is clearer
-                    warnings.filterwarnings("ignore", ".*render_mode.*")
-                env = gymnasium.make(spec, max_episode_steps=limit, disable_env_checker=True, **kwargs)
-        except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-            raise InputError(f"environment {spec.id} cannot be used: {_missing_package(error, spec)}") from error
-        except TypeError as error:
-            message = _text(error).partition(" was raised from the environment creator")[0]
-            if render_mode is not None and "'render_mode'" in message:
-                raise InputError(
-                    f"environment {spec.id} cannot be rendered: its constructor takes no render_mode"
-                ) from error
-            raise InputError(f"env.kwargs {kwargs} do not fit {spec.id}: {message}") from error
-    env = rename(env, config.rename_streams)
-    return _chunked(weigh(env, config.reward_weights), chunk_length, gamma)
-
-
 def _find_spec(config: EnvConfig) -> EnvSpec:
     """Return the registered spec of an id, without the wrapper that checks the order of calls."""
     env_id = full_id(config.id)
@@ -287,8 +290,8 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     if colon:
         with user_code(f"env.id {env_id!r}: module {module!r} cannot be imported:", InputError):
             trust.import_module(module, env_id, "env.id", "--env")
-    elif name not in gymnasium.registry and _without_version(name) in _PACKAGES:  # the package registers it
-        module, extra = _PACKAGES[_without_version(name)]
+    elif name not in gymnasium.registry and without_version(name) in _PACKAGES:  # the package registers it
+        module, extra = _PACKAGES[without_version(name)]
         import_optional(module, f"env.id: {name}", f'pip install "{extra}"')
     trust.check_env_kwargs(name, config.kwargs)
     try:
@@ -302,19 +305,8 @@ def _find_spec(config: EnvConfig) -> EnvSpec:
     return spec
 
 
-def _without_version(env_id: str) -> str:
-    return re.sub(r"-v\d+$", "", env_id)
-
-
-def _versions(env_id: str) -> list[str]:
-    """Return the registered ids that differ from this one only in the version, oldest first."""
-    name = _without_version(env_id)
-    found = [spec for spec in gymnasium.registry.values() if _without_version(spec.id) == name]
-    return [spec.id for spec in sorted(found, key=lambda spec: spec.version or 0)]
-
-
 def _suggestion(env_id: str) -> str:
-    versions = _versions(env_id)
+    versions = registered_versions(env_id)
     if versions:
         return f"use {versions[-1]}"
     namespace = env_id.partition("/")[0]
@@ -326,17 +318,3 @@ def _suggestion(env_id: str) -> str:
     if nearest:
         return f"the nearest are {', '.join(known[match] for match in nearest)}"
     return "write module:id for an environment that a package registers, such as my_package:MyEnv-v0"
-
-
-def _missing_package(error: Exception, spec: EnvSpec) -> str:
-    """Name the package to install for an environment."""
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return f'{error.name} is not installed: pip install "{_EXTRAS[error.name]}"'
-    latest = _versions(spec.id)[-1:]
-    newer = f"; use {latest[0]}" if latest and latest[0] != spec.id else ""
-    return f"{' '.join(str(error).split())}{newer}"
-
-
-def _text(error: TypeError) -> str:
-    """Return Python's message on arguments that a constructor does not take, on one line."""
-    return " ".join(str(error).split())

@@ -19,19 +19,22 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 import cloudpickle
 import gymnasium
 import numpy as np
 
+import deft
 from deft import trust
 from deft.envs.layout import Observation, StepArrays, copy_rows
 from deft.envs.vector import ArrayVectorEnv, VectorStep
-from deft.envs.worker import SharedArrays, open_memory
+from deft.envs.worker import PROTOCOL, SharedArrays, open_memory
 from deft.errors import DeftError, InputError, RunError, one_line
 from deft.machine import available_cores
 
@@ -47,6 +50,7 @@ _IGNORE_SIGNALS = (
     "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]; "
 )
 DEFAULT_RESTARTS = 3
+_PACKAGE = Path(deft.__file__).parent
 
 
 class _Worker:
@@ -55,9 +59,10 @@ class _Worker:
     connection: Connection
     process: subprocess.Popen
 
-    def __init__(self, number: int, rows: slice) -> None:
+    def __init__(self, number: int, rows: slice, interpreter: Interpreter | None) -> None:
         self.number = number
         self.rows = rows
+        self.interpreter = interpreter
         self.functions = b""
         """The functions that make its environments, pickled."""
         self.num_restarts = 0
@@ -67,17 +72,44 @@ class _Worker:
 
     def launch(self, memory_file: int) -> None:
         """Start the process; the command "make" makes its environments."""
-        self.connection, self.process = launch("deft.envs.worker", "run_worker", memory_file)
+        self.connection, self.process = launch(
+            "deft.envs.worker", "run_worker", memory_file, interpreter=self.interpreter
+        )
 
-    def make_arguments(self) -> tuple[bytes, int]:
+    def make_arguments(self) -> tuple[int, bytes, int]:
         """Return the arguments of its command "make"."""
-        return self.functions, self.rows.start
+        return PROTOCOL, self.functions, self.rows.start
 
 
 Arguments = Callable[[_Worker], tuple[Any, ...]]
 
 
-def launch(module: str, function: str, *files: int) -> tuple[Connection, subprocess.Popen]:
+@dataclass(frozen=True)
+class Interpreter:
+    """Another Python interpreter for worker processes: that of a suite, with packages of other versions.
+
+    A worker imports Deft's own modules from where this process has them, and everything else from its interpreter.
+    """
+
+    python: str
+    """Path of the executable."""
+    remedy: str
+    """What to do if its workers cannot start, for the error message."""
+
+    def command(self, code: str) -> list[str]:
+        """Return the command that runs `code` in it."""
+        setup = (
+            "import importlib.util, sys; "
+            f"spec = importlib.util.spec_from_file_location('deft', {str(_PACKAGE / '__init__.py')!r}, "
+            f"submodule_search_locations=[{str(_PACKAGE)!r}]); "
+            "sys.modules['deft'] = package = importlib.util.module_from_spec(spec); spec.loader.exec_module(package); "
+        )
+        return [self.python, "-I", "-c", setup + code]  # -I: without PYTHONPATH and the user's packages
+
+
+def launch(
+    module: str, function: str, *files: int, interpreter: Interpreter | None = None
+) -> tuple[Connection, subprocess.Popen]:
     """Start a worker that calls `function(connection file, parent's process id)` and inherits open files.
 
     Return the connection to it, and the process.
@@ -87,7 +119,9 @@ def launch(module: str, function: str, *files: int) -> tuple[Connection, subproc
     # Of all sockets only its own is inherited, so that a worker without a parent reads the end of the stream. A
     # separate process group: signals from the terminal go to the parent only.
     process = subprocess.Popen(
-        trust.child_command(f"{_IGNORE_SIGNALS}from {module} import {function}; {function}{arguments}"),
+        (interpreter.command if interpreter else trust.child_command)(
+            f"{_IGNORE_SIGNALS}from {module} import {function}; {function}{arguments}"
+        ),
         stdin=subprocess.DEVNULL,
         env={_SOFTWARE_RENDERER_THREADS: "0", **os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1")},
         pass_fds=(theirs.fileno(), *files),
@@ -116,7 +150,8 @@ class ProcessVectorEnv(ArrayVectorEnv):
     """N environments distributed over worker processes; the results equal those of `SerialVectorEnv` bit for bit.
 
     A worker that dies, or takes longer than `timeout` seconds, is replaced, up to `restart_workers` times in a row
-    without a completed step; 0: never. An exception raised by an environment ends all workers.
+    without a completed step; 0: never. An exception raised by an environment ends all workers. The workers run in this
+    interpreter, or in another one.
     """
 
     notices_hangs = True
@@ -128,6 +163,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
         num_workers: int | None = None,
         timeout: float = 60.0,
         restart_workers: int = DEFAULT_RESTARTS,
+        interpreter: Interpreter | None = None,
     ) -> None:
         if os.name != "posix":
             raise InputError("env.vector: process needs Linux or macOS; use sync")
@@ -151,7 +187,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
         try:
             bounds = [num_envs * worker // self.num_workers for worker in range(self.num_workers + 1)]
             for number, (first, last) in enumerate(pairwise(bounds)):
-                worker = _Worker(number, slice(first, last))
+                worker = _Worker(number, slice(first, last), interpreter)
                 worker.launch(self._memory_file)
                 self._workers.append(worker)
             self._start(env_functions)
@@ -309,8 +345,9 @@ class ProcessVectorEnv(ArrayVectorEnv):
     def _ask_once(self, command: str, arguments: Arguments) -> list[Any]:
         """As `_ask`, while the environments are made: a failed worker is not replaced, since it would fail again."""
         answers, failures = self._exchange(command, self._workers, arguments, self._start_timeout)
-        for message in failures.values():
-            self._fail(RunError(message))
+        for worker, message in failures.items():
+            remedy = f"; {worker.interpreter.remedy}" if worker.interpreter else ""
+            self._fail(RunError(message + remedy))
         return [answers[worker] for worker in self._workers]
 
     def _exchange(

@@ -13,12 +13,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from deft.config.validation import shown
 from deft.envs.layout import Observation, ObservationLayout, StepArrays
 from deft.envs.state import StateObstacle, restore_state, save_state, state_obstacle
 from deft.envs.vector import LABELS, ArrayVectorEnv, Episode, VectorStep
 from deft.envs.wrappers import close_env, describe_env, env_reward_terms, wrapper_attribute
-from deft.errors import InputError, RunError, one_line, user_code
+from deft.errors import InputError, RunError, one_line, shown, user_code
 
 
 def check_same_spaces(envs: Sequence[gymnasium.Env], first_index: int = 0) -> None:

@@ -1,7 +1,8 @@
 """The worker process of `ProcessVectorEnv`, and the memory that it shares with its parent.
 
 A worker makes some of the environments, as a `SerialVectorEnv` whose arrays are its rows of the shared memory, and
-answers commands until it is closed. It does not import torch, and ends when its parent process has ended.
+answers commands until it is closed. It does not import torch, and ends when its parent process has ended. A worker of
+a suite runs in the suite's interpreter: this module needs no other packages than Gymnasium and NumPy.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from deft.envs.vector import Episode
 from deft.errors import DeftError, InputError, RunError, one_line
 
 PARENT_CHECK_INTERVAL = 1.0  # seconds
+PROTOCOL = 1
+"""Version of the commands, their answers and the layout of the shared memory; both processes must have the same."""
 Failure = tuple[str, type[DeftError], str]  # message, kind of error, traceback
 
 
@@ -111,6 +114,7 @@ def run_worker(connection_file: int, parent: int) -> None:
     threading.Thread(target=watch_parent, args=(parent,), daemon=True).start()
     connection = Connection(connection_file)
     env: WorkerEnv | None = None
+    first_index = 0
     while True:
         try:
             request, command, args = connection.recv()
@@ -124,7 +128,8 @@ def run_worker(connection_file: int, parent: int) -> None:
         reply: tuple[int, Failure | None, Any]
         try:
             if env is None:  # the first command is "make"
-                functions, first_index = args
+                protocol, functions, first_index = args
+                check_protocol(protocol)
                 env = WorkerEnv(pickle.loads(functions), first_index)
                 reply = (request, None, env.description)
             else:
@@ -135,6 +140,15 @@ def run_worker(connection_file: int, parent: int) -> None:
             connection.send(reply)
         except BrokenPipeError:
             os._exit(1)
+
+
+def check_protocol(protocol: int) -> None:
+    """Raise an error if the parent process speaks another version of the protocol."""
+    if protocol != PROTOCOL:
+        raise InputError(
+            f"the worker process speaks version {PROTOCOL} of the worker protocol, its parent version {protocol}: Deft "
+            "was replaced by another version while it ran; start the command again"
+        )
 
 
 def watch_parent(parent: int) -> None:

@@ -7,9 +7,7 @@ Every policy plays the same seeds; environments whose episodes then differ (anot
 from __future__ import annotations
 
 import dataclasses
-import glob
 import logging
-import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -23,25 +21,19 @@ from deft.envs.make import full_id, make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
 from deft.errors import InputError
+from deft.evaluation.comparison_table import is_judged
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, merge_env_kwargs
 from deft.evaluation.plots import draw_bars, drawing
 from deft.evaluation.rollouts import (
     EVALUATION_ENVS,
     EXPERT,
-    RANDOM,
     action_selection,
     expert_actions,
     play_episodes,
     summarize,
 )
-from deft.evaluation.success import (
-    EPISODES,
-    ONE_SIDE,
-    SEEDS,
-    difference,
-    reward_interval,
-    success_tables,
-)
+from deft.evaluation.run_groups import SCRIPTED, named_groups
+from deft.evaluation.success import ONE_SIDE, difference, reward_interval, success_tables
 from deft.models.policy import Policy, members_of
 from deft.runs.json_files import write_json
 from deft.runs.logging import show_evaluation
@@ -49,7 +41,6 @@ from deft.runs.random_state import seed_everything
 
 log = logging.getLogger(__name__)
 COMPARISON = "comparison.json"
-SCRIPTED = (RANDOM, EXPERT)  # policies that are no run
 TOGETHER = "together"
 SHUFFLED = "shuffled words"
 SCENES = "domain_randomization"  # of an environment: what differs from scene to scene
@@ -61,7 +52,7 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     From the second policy on, `difference` is that of its success rate to the first one's, on the same episodes, and
     `reward_difference` that of its mean return. `runs` names the checkpoints of each row.
     """
-    groups = _groups(config.runs)
+    groups = named_groups(config.runs)
     contenders = _contenders(config, groups)
     _check_same_scenes(contenders)
     results: dict[str, Any] = {"episodes": config.episodes, "seed": config.seed, "columns": {}}
@@ -78,7 +69,7 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     results["action_selection"] = {label: members[0].action_selection for label, members in contenders.items()}
     last = next((name for names in reversed(groups.values()) for name in names[::-1] if name not in SCRIPTED), None)
     folder = Path(config.out or (Path(last) / "comparison" if last and Path(last).is_dir() else "comparison"))
-    results["plots"] = [str(plot_successes(results, folder / "success.png"))] if _judged(results) else []
+    results["plots"] = [str(plot_successes(results, folder / "success.png"))] if is_judged(results) else []
     results["comparison"] = str(folder / COMPARISON)
     write_json(results, folder / COMPARISON)
     return results
@@ -124,46 +115,12 @@ class _Contender:
             if self._policies[0] is not None:
                 self.action_selection = action_selection(self._policies[0], config.deterministic)
             act = expert_actions(env, env.action_space) if self._name == EXPERT else None
-            played, seed = [], first_seed(env, config.seed)
+            played, seed = [], first_seed(env, config.seed, env_config.id)
             for policy in self._policies:
                 seed_everything(config.seed)
                 episodes = play_episodes(policy, env, config.episodes, seed, config.deterministic, act=act, watch=watch)
                 played.append(episodes)
             return played
-
-
-def _groups(words: Sequence[str]) -> dict[str, list[str]]:
-    """What each row of the table is made of, by its label: a run, or the seeds of a method.
-
-    `ppo=RUN,RUN,RUN`, `ppo=RUN ppo=RUN` and `ppo=runs/ppo_*` are all one row.
-    """
-    single = [word for word in words if "=" not in word or Path(word).exists()]
-    labels = _labels([word for word in single if word not in SCRIPTED])
-    groups: dict[str, list[str]] = {}
-    for word in words:
-        label, _, runs = word.partition("=")
-        if word in single:
-            label, runs = labels.get(word, word), word
-        names = [word] if word in single else [run for name in runs.split(",") if name for run in _matches(name)]
-        if not label or not names or (word in single and label in groups):
-            raise InputError(f"{word}: give a label of its own and its runs, as in ppo=RUN,RUN,RUN")
-        groups.setdefault(label, []).extend(names)
-    for label, names in groups.items():
-        paths = [Path(name).resolve() for name in names]
-        twice = [name for name, path in zip(names, paths, strict=True) if paths.count(path) > 1]
-        if twice:
-            raise InputError(f"{label}: {twice[0]} is named twice; give each run once")
-    return groups
-
-
-def _matches(name: str) -> list[str]:
-    """The run folders that a pattern such as `runs/ppo_*` means, by number; the name itself where it is no pattern."""
-    if name in SCRIPTED or Path(name).exists() or not glob.has_magic(name):
-        return [name]
-    found = [path for path in glob.glob(name) if Path(path).is_dir()]
-    if not found:
-        raise InputError(f"{name}: matches no run folder")
-    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
 def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict[str, list[_Contender]]:
@@ -206,16 +163,6 @@ def _warn_of_equal_seeds(contenders: dict[str, list[_Contender]]) -> None:
                     "%s were both trained with seed %d: an interval over seeds takes independent runs", pair, seed
                 )
             seeds[seed] = run
-
-
-def _labels(names: list[str]) -> dict[str, str]:
-    """The last parts of the paths, as many as distinguish them."""
-    parts = {name: Path(name).resolve().parts for name in names}
-    for count in range(1, max((len(part) for part in parts.values()), default=0) + 1):
-        labels = {name: "/".join(part[-count:]) for name, part in parts.items()}
-        if len(set(labels.values())) == len(names):
-            return labels
-    return {name: name for name in names}
 
 
 def _columns(config: CompareRunsConfig, contenders: dict[str, list[_Contender]]) -> dict[str, dict[str, Any]]:
@@ -309,72 +256,6 @@ def _returns(runs: list[list[Episode]]) -> list[list[float]]:
 
 def _successes(runs: list[list[Episode]]) -> list[list[bool]]:
     return [[bool(episode.success) for episode in run] for run in runs]
-
-
-def _judged(results: dict[str, Any]) -> bool:
-    """Whether the environment reports success."""
-    return all("success_rate" in measures for column in results["columns"].values() for measures in column.values())
-
-
-def comparison_lines(results: dict[str, Any]) -> str:
-    """The table for a person: a block for each column, a line for each policy."""
-    blocks, judged = [], _judged(results)
-    for column, policies in results["columns"].items():
-        tasks = list(next(iter(policies.values())).get("tasks", {})) if judged else []
-        title = [column, "success"] if judged else ["", "mean reward"]
-        rows = [[*title, "95 % interval", "over", "difference to the first", "over", "by seed", *tasks]]
-        for label, values in policies.items():
-            by_task = [f"{values['tasks'][task]['success_rate']:.1%}" for task in tasks]
-            rows.append([label, *_cells(values, judged), *by_task])
-        kept = [cells for cells in zip(*rows, strict=True) if any(cells[1:])]
-        padded = []
-        for index, cells in enumerate(kept):
-            width = max(map(len, cells))
-            padded.append([cell.rjust(width) if index else cell.ljust(width) for cell in cells])
-        blocks.append("\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True)))
-    chosen = ", ".join(f"{label}: {how}" for label, how in results["action_selection"].items())
-    return "\n\n".join([*blocks, f"actions: {chosen}"])
-
-
-def _cells(values: dict[str, Any], is_rate: bool) -> list[str]:
-    """Return success rate or mean return, its interval and what that is over, the same of the difference, by seed."""
-    mean, interval, prefix, by_seed = "mean_reward", "mean_reward_interval", "reward_", "mean_rewards"
-    scale, digits = 1, 2
-    if is_rate:
-        mean, interval, prefix, by_seed = "success_rate", "success_interval", "", "success_rates"
-        scale, digits = 100, 1
-
-    def text(value: float, sign: str = "") -> str:
-        return f"{scale * value:{sign}.{digits}f}"
-
-    def bounds(name: str, sign: str = "") -> str:
-        return " to ".join(text(bound, sign) for bound in values[name])
-
-    gap = ""
-    if f"{prefix}difference" in values:
-        gap = f"{text(values[f'{prefix}difference'], '+')} ({bounds(f'{prefix}difference_interval', '+')})"
-    return [
-        text(values[mean]) + "%" * is_rate,
-        bounds(interval) + " %" * is_rate if interval in values else "",
-        _over(values),
-        gap,
-        _gap_over(values, prefix),
-        " ".join(map(text, values.get(by_seed, ()))),
-    ]
-
-
-def _over(values: dict[str, Any]) -> str:
-    """What the interval is over: `3 seeds` or `100 episodes`."""
-    if "interval_over" not in values:
-        return ""
-    return f"{values['seeds' if values['interval_over'] == SEEDS else 'episodes']} {values['interval_over']}"
-
-
-def _gap_over(values: dict[str, Any], prefix: str) -> str:
-    """What the interval of the difference is over: `3 seeds`, `100 episodes` or `3 seeds of the other side only`."""
-    over = values.get(f"{prefix}difference_over", "")
-    count = values["episodes"] if over == EPISODES else len(values.get(f"{prefix}differences", ()))
-    return f"{count} {over}" if count and over else over  # Welch's has no pairs to count
 
 
 def plot_successes(results: dict[str, Any], path: Path) -> Path:

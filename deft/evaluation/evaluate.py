@@ -17,6 +17,7 @@ from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
 from deft.envs.make import full_id, make_env, make_vector_env, wrap
 from deft.envs.serial import SerialVectorEnv
+from deft.envs.suites import suite_of
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import FrameRecorder
 from deft.errors import InputError
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 VIDEO_EPISODES = 5  # at most, of those that are evaluated
 VIDEO_OUTCOMES = 3  # successes, and as many failures
-FIRST_HELD_OUT_SEED = 2**30  # of evaluations in environments with splits
+FIRST_HELD_OUT_SEED = 2**30  # of evaluations in environments with splits, and in suites
 
 
 @trust.takes_remote_code
@@ -91,7 +92,7 @@ def evaluate_run(
     try:
         if not random_policy:
             policies = [*members_of(load_policy(folder, config, vector_env, device))]
-        given, seed = seed, first_seed(vector_env, seed)
+        given, seed = seed, first_seed(vector_env, seed, env_config.id)
         all_results = []
         with show_evaluation(sum(num_played(policy, episodes) for policy in policies)) as watch:
             for policy in policies:
@@ -138,14 +139,14 @@ def merge_env_kwargs(
     return kwargs
 
 
-def first_seed(env: VectorEnv, seed: int) -> int:
-    """Return the first episode's seed; with splits it is one that no recording and no training starts from.
+def first_seed(env: VectorEnv, seed: int, env_id: str | None = None) -> int:
+    """Return the first episode's seed; with splits and in suites it is one that no training starts from.
 
     `deft collect` starts environment i from its seed + i. In an environment without splits these seeds are shared: give
     another seed than that of the recording.
     """
     has_splits = isinstance(env, SerialVectorEnv) and env.envs[0].has_wrapper_attr("split")
-    return seed + FIRST_HELD_OUT_SEED if has_splits else seed
+    return seed + FIRST_HELD_OUT_SEED if has_splits or suite_of(env_id) is not None else seed
 
 
 def record_outcomes(
@@ -235,13 +236,19 @@ def env_of_run(
     if env_id is None:
         raise InputError("--env: missing; the policy's run names no environment, give one with --env")
     names = dict(rename_streams or {})
-    if own is not None and (own.id is None or full_id(env_id) == full_id(own.id)):
+    if own is not None and (own.id is None or _kind(env_id) == _kind(own.id)):
         kwargs, names = {**own.kwargs, **kwargs}, {**own.rename_streams, **names}
         max_episode_steps = own.max_episode_steps if max_episode_steps is None else max_episode_steps
         settings.setdefault("reward_weights", getattr(own, "reward_weights", {}))
     return EnvConfig(
         id=env_id, kwargs=dict(kwargs), rename_streams=names, max_episode_steps=max_episode_steps, **settings
     )
+
+
+def _kind(env_id: str) -> str:
+    """Return what is equal for environments with the same arguments: the suite, or the id."""
+    suite = suite_of(env_id)
+    return full_id(env_id) if suite is None else suite.name
 
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:

@@ -2,18 +2,15 @@
 
 `deft train` draws a run's plots at its end; the benchmarks compare runs with `plot_comparison`.
 
-`line_chart` and `bar_chart` draw the charts of `report.html` as SVG that is part of the page and follows its colours.
+`deft.evaluation.report` and the live view read curves with the same functions.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +39,20 @@ UPDATE_PANELS = {
     "explained_variance": "Explained variance",
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
+}
+
+# Charts of the phases of F1 by the names of their metrics, in this order; other metrics follow.
+PHASE_PANELS: dict[str, tuple[str, ...]] = {
+    "World model: cross-entropy, nats a code": ("train/wm_loss", "train/held_out_loss"),
+    "Codes predicted": ("train/wm_acc_mean", "train/copy_acc"),
+    "Motion prior: mean pixel error": ("train/motion_loss", "train/copy_loss"),
+    "Reward, mean of a step": ("train/reward",),
+    "World-model error on the explorer's frames": ("train/wm_error", "train/older_wm_error"),
+    "Memory divergence ‖h student − h teacher‖": ("train/memory_divergence",),
+    "PPO: entropy": ("ppo/entropy", "train/entropy"),
+    "PPO: value loss": ("ppo/value_loss", "train/value_loss"),
+    "PPO: approximate KL": ("ppo/approx_kl", "train/approx_kl"),
+    "PPO: explained variance": ("ppo/explained_variance", "train/explained_variance"),
 }
 
 BLUE, ORANGE, GRAY = "#2a6fbb", "#e07b39", "#9aa5b1"
@@ -85,11 +96,11 @@ def plot_comparison(
 
     The curves of a group are brought to common steps, over the range that all of them cover.
     """
-    groups = {label: _mean_and_deviation(label, seeds) for label, seeds in curves.items()}
+    groups = {label: on_common_steps(label, seeds) for label, seeds in curves.items()}
     with drawing(path, 7.2, 4.4) as figure:
         axes = figure.subplots()
-        for index, (label, (steps, mean, deviation)) in enumerate(groups.items()):
-            count = len(curves[label])
+        for index, (label, (steps, values)) in enumerate(groups.items()):
+            count, mean, deviation = len(values), values.mean(0), values.std(0)
             color = PALETTE[index % len(PALETTE)]
             axes.plot(steps, mean, color=color, linewidth=2, label=f"{label} ({count} seeds)" if count > 1 else label)
             if count > 1:
@@ -189,27 +200,27 @@ def _plot_learning_curve(name: str, lines: Mapping[str, list[dict[str, Any]]], p
         if len(steps):
             chosen = np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int)
             rows[0].plot(steps[chosen], returns[chosen], ".", color=GRAY, markersize=4, alpha=0.5, markeredgewidth=0)
-            label = f"mean of the last {_window(len(steps))} episodes"
-            rows[0].plot(*_smoothed(steps, returns), color=BLUE, linewidth=2, label=label)
+            label = f"mean of the last {mean_window(len(steps))} episodes"
+            rows[0].plot(*smoothed(steps, returns), color=BLUE, linewidth=2, label=label)
         _draw_evaluations(rows[0], lines["evaluation"])
         finish_axes(rows[0], name, "Episode return", "" if with_success else "Environment steps")
         rows[0].legend(loc="best")
         if with_success:
-            rows[1].plot(*_smoothed(success_steps, success), color=BLUE, linewidth=2)
+            rows[1].plot(*smoothed(success_steps, success), color=BLUE, linewidth=2)
             rows[1].plot(*evaluated_success, "o", color=ORANGE, markersize=5)
             rows[1].set_ylim(-0.03, 1.03)
             finish_axes(rows[1], "", "Success rate", "Environment steps")
     return path
 
 
-def _window(count: int) -> int:
+def mean_window(count: int) -> int:
     """Episodes in the mean that is drawn: few in a short run, where a mean of 100 would lag far behind."""
     return min(max(count // 20, 10), WINDOW)
 
 
-def _smoothed(steps: np.ndarray, values: np.ndarray) -> Curve:
+def smoothed(steps: np.ndarray, values: np.ndarray) -> Curve:
     """The running mean to draw, without its start, where the mean of a few episodes jumps."""
-    window = _window(len(steps))
+    window = mean_window(len(steps))
     start = max(0, min(window // 4, len(steps) - 1))
     return _last_of_each_step(steps[start:], running_mean(values, window)[start:])
 
@@ -251,16 +262,18 @@ def _plot_updates(name: str, panels: Mapping[str, Curve], path: Path, x_label: s
     return path
 
 
-def _mean_and_deviation(label: str, seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def on_common_steps(label: str, seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
+    """Return common steps of several curves, over the range that all of them cover, and the values [seeds, steps]."""
     if not seeds or any(len(steps) == 0 for steps, _ in seeds):
         raise InputError(f"comparison {label!r} has a run without points; each needs at least one")
     first = max(np.min(steps) for steps, _ in seeds)
     last = min(np.max(steps) for steps, _ in seeds)
     if first > last:
         raise InputError(f"the runs of comparison {label!r} have no steps in common")
+    if all(np.array_equal(steps, seeds[0][0]) for steps, _ in seeds):
+        return seeds[0][0], np.stack([values for _, values in seeds])
     grid = np.linspace(first, last, 400)
-    values = np.stack([np.interp(grid, steps, curve) for steps, curve in seeds])
-    return grid, values.mean(0), values.std(0)
+    return grid, np.stack([np.interp(grid, steps, curve) for steps, curve in seeds])
 
 
 @contextmanager
@@ -287,114 +300,13 @@ def finish_axes(axes: Axes, title: str, y_label: str, x_label: str) -> None:
     axes.set_title(title)
     axes.set_ylabel(y_label)
     axes.set_xlabel(x_label)
-    axes.xaxis.set_major_formatter(lambda value, _: _short_number(value))
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
     axes.margins(x=0.02)
 
 
-def _short_number(value: float) -> str:
+def short_number(value: float) -> str:
     """1500 as 1.5k, 2,000,000 as 2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
-
-
-# -- charts of report.html -------------------------------------------------------------------------------------------
-
-
-SVG_POINTS = 300
-COLORS = PALETTE[:6]
-SMOOTHED = 60  # points from which a curve is drawn as its running mean over a pale line of all points
-INK, SOFT, LINE, CARD = "#1c2530", "#5c6874", "#dfe4ea", "#fefefe"
-# Colours that are drawn, and the variables of the page's style sheet that replace them.
-VARIABLES = {INK: "--ink", SOFT: "--soft", LINE: "--line", CARD: "--card"} | {
-    color: f"--c{index}" for index, color in enumerate(COLORS)
-}
-SVG_STYLE = Path(__file__).with_name("svg_charts.mplstyle")
-
-
-def line_chart(title: str, curves: Mapping[str, Curve], x_label: str = "") -> str:
-    """Curves over common axes, as SVG; empty if no value is finite."""
-    finite = {}
-    for name, (steps, values) in curves.items():
-        is_finite = np.isfinite(np.asarray(values, float))
-        if is_finite.any():
-            finite[name] = np.asarray(steps, float)[is_finite], np.asarray(values, float)[is_finite]
-    if not finite:
-        return ""
-
-    def draw(axes: Axes) -> None:
-        for index, (name, (steps, values)) in enumerate(finite.items()):
-            color = COLORS[index % len(COLORS)]
-            chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), SVG_POINTS)).round().astype(int))
-            if len(values) > SMOOTHED:
-                axes.plot(steps[chosen], values[chosen], color=color, linewidth=0.6, alpha=0.35, gid=f"raw-{index}")
-                values = running_mean(values, len(values) // 30)
-            marker = "o" if len(steps) == 1 else None
-            axes.plot(steps[chosen], values[chosen], color=color, marker=marker, label=name, gid=f"line-{index}")
-        finish_axes(axes, title, "", x_label)
-        if len(finite) > 1:
-            axes.legend(loc="best")
-
-    last = ", ".join(f"{name} {values[-1]:.4g}" for name, (_, values) in finite.items())
-    return _svg(title, draw, last)
-
-
-def bar_chart(title: str, bars: Mapping[str, float | Sequence[float]]) -> str:
-    """Bars as SVG; of several values (seeds) the bar is their mean and each is a dot."""
-    finite = {name: np.atleast_1d(np.asarray(value, float)) for name, value in bars.items()}
-    finite = {name: values[np.isfinite(values)] for name, values in finite.items()}
-    finite = {name: values for name, values in finite.items() if len(values)}
-    if not finite:
-        return ""
-
-    def draw(axes: Axes) -> None:
-        for index, values in enumerate(finite.values()):
-            mean = values.mean()
-            (bar,) = axes.bar([index], [mean], 0.56, color=COLORS[index % len(COLORS)])
-            bar.set_gid(f"bar-{index}")
-            if len(values) > 1:
-                positions = index + np.linspace(-0.1, 0.1, len(values))
-                axes.plot(positions, values, "o", color=CARD, markeredgecolor=INK, markersize=4, gid=f"seeds-{index}")
-            top = max(mean, values.max())
-            axes.annotate(f"{mean:.3g}", (index, top), (0, 4), textcoords="offset points", ha="center", fontsize=8)
-        axes.set_title(title)
-        axes.set_xticks(range(len(finite)), [_two_lines(name, 48 // len(finite)) for name in finite])
-        axes.margins(y=0.15)
-
-    return _svg(title, draw, ", ".join(f"{name} {values.mean():.4g}" for name, values in finite.items()))
-
-
-def _two_lines(text: str, width: int) -> str:
-    """Words under a bar, in at most two lines."""
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + len(word) >= width and len(lines) < 2:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines)
-
-
-def _svg(title: str, draw: Callable[[Axes], None], description: str) -> str:
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
-    file = io.StringIO()
-    with style.context([STYLE, SVG_STYLE]):
-        figure = Figure(figsize=(3.6, 2.2), layout="constrained")
-        draw(figure.subplots())
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    text = text.replace("xlink:href", "href")  # which inline SVG knows without a namespace
-    view, content = re.findall(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', text, re.DOTALL)[0]
-    content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
-    content = re.sub(r' id="((?:line|raw|bar|seeds)-\d+)"', r' class="\1"', content)  # ids are unique in a page
-    content = re.sub(r' id="[\w.]+_\d+"', "", content)
-    for color, variable in VARIABLES.items():
-        content = content.replace(color, f"var({variable})")
-    content = re.sub(r">\s+<", "><", content).strip()
-    label = escape(title)
-    return (
-        f'<svg class="chart" viewBox="{view}" role="img" aria-label="{label}">'
-        f"<title>{escape(f'{title}: {description}')}</title>{content}</svg>"
-    )

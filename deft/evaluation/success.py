@@ -15,6 +15,7 @@ from deft.envs.vector import Episode
 
 SEEDS, EPISODES = "seeds", "episodes"  # what an interval is over
 ONE_SIDE = "seeds of the other side only"  # of a difference to a single trained run
+FEWEST_SEEDS = 3  # of an interval in reports; that of two by Student's t is 9 times as wide as they are apart
 NORMAL_95 = 1.959964  # 97.5 % of a standard normal lie below it
 
 

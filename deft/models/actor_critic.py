@@ -406,6 +406,10 @@ class ActorCritic(Policy):
         """The encoder, where it learns."""
         yield from self.encoder.parameters()
 
+    def noise_parameters(self) -> Iterator[Tensor]:
+        """The deviation of a Gaussian head."""
+        yield from self.head.noise_parameters()
+
     def value_parameters(self) -> Iterator[nn.Parameter]:
         """The value network; none of a `TwinMLP`."""
         if self.critic is not None:

@@ -9,6 +9,7 @@ without torch.distributions, whose checks and broadcasting cost more than the ar
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -48,6 +49,10 @@ class ActionHead(nn.Module):
     def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor | None:
         """The parts [..., tokens] that the log-prob of `action` is the sum of; None for a head without parts."""
         return None
+
+    def noise_parameters(self) -> Iterator[Tensor]:
+        """Yield the logarithms of standard deviations that do not depend on the observation."""
+        yield from ()
 
 
 class BoxHead(ActionHead, ActionScale):
@@ -108,6 +113,10 @@ class GaussianHead(BoxHead):
             width = np.where(bounded, (high - low) / 2, 1.0)
         self.set_scale(*(torch.as_tensor(part, dtype=torch.float32) for part in (center, width)))
         self.log_std = nn.Parameter(torch.full((self.num_outputs,), float(log_std_init)))
+
+    def noise_parameters(self) -> Iterator[Tensor]:
+        """One for each dim."""
+        yield self.log_std
 
     def _dims(self, mask: Tensor | None) -> Tensor | None:
         """The mask over all dims of a chunk, as numbers."""
@@ -196,6 +205,10 @@ class BoundedGaussianHead(MemberHead):
     def __init__(self, space: gymnasium.Space, log_std_init: float, num_members: int = 1) -> None:
         super().__init__(space)
         self.log_std = nn.Parameter(torch.full((num_members, 1, self.action_dim), float(log_std_init)))
+
+    def noise_parameters(self) -> Iterator[Tensor]:
+        """One for each dim."""
+        yield self.log_std
 
     def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """The mean in [-1, 1] and the log-deviation, limited."""

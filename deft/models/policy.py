@@ -217,6 +217,10 @@ class Policy(nn.Module):
     def observe(self, td: TensorDictBase) -> None:
         """Update the running statistics. Called after the update, never during it."""
 
+    def set_precision(self, dtype: torch.dtype) -> None:
+        """Compute most of the forward pass in `dtype`, and log-probs, entropy and value in float32."""
+        raise InputError(f"precision: bf16 is for vla-tiny; {type(self).__name__} learns in fp32 or tf32 here")
+
     def freeze_statistics(self) -> None:
         """Keep the statistics observed so far; called after a dataset was observed and after weights were loaded.
 
@@ -303,6 +307,10 @@ class Policy(nn.Module):
     def encoder_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the encoder that critics share; their loss trains it."""
         raise self._not_continuous()
+
+    def noise_parameters(self) -> Iterator[Tensor]:
+        """Yield the logarithms of standard deviations that do not depend on the observation; none by default."""
+        yield from ()
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of V that are not among `actor_parameters`."""

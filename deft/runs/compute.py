@@ -149,7 +149,8 @@ def choose_device(name: str) -> torch.device:
         raise InputError(f"device: {name!r} cannot be used; one of auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise InputError(
-            f"device: {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices here"
+            f"device: {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices here; "
+            "use --device cpu"
         )
     return device
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from deft.config.loading import AnyRunConfig, Config, replace, write_config
 from deft.config.output_base import output_base
-from deft.config.validation import shown
-from deft.errors import InputError
+from deft.errors import InputError, shown
 from deft.ownership import INDEX, delete_files, indexed_files, relative_files, start_index
 from deft.runs import checkpoint
 from deft.runs.logging import logged_evaluations

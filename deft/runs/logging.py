@@ -34,11 +34,15 @@ from deft.errors import RunError, Stopped
 from deft.ownership import INDEX, keep_foreign, record, start_index
 from deft.runs.checkpoint import folder_lock
 from deft.runs.json_files import plain
+from deft.runs.live import LiveFiles
 from deft.runs.processes import Processes
 from deft.runs.progress import ProgressDisplay
+from deft.runs.record import METRICS_FILE
 from deft.runs.sinks import Sink, TensorBoardSink, open_sinks, write_again
 
-METRICS_FILE = "episode_metrics.jsonl"
+SHOWN = ("approx_kl", "entropy", "value_loss", "q_loss", "policy_loss", "val_loss", "loss")
+"""Metrics of updates in the progress display, by importance."""
+MOST_SHOWN = 3
 WINDOW = 100  # minimum number of episodes for mean_reward, mean_length and success_rate
 
 logger = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ class EpisodeRecord(Protocol):
     length: int
     success: bool | None
     terms: dict[str, float]
+    labels: dict[str, str]
 
 
 class RunLogger:
@@ -79,7 +84,11 @@ class RunLogger:
         self._write_start = write_start
         self._window: deque[tuple[float, int, bool | None]] = deque(maxlen=window)
         self._terms: deque[dict[str, float]] = deque(maxlen=window)
+        self._metrics: dict[str, float] = {}  # the latest, of those that the progress display shows
+        self._evaluation: dict[str, float] = {}
         self._closed = False
+        self.live: LiveFiles | None = None
+        """The files of the live view, which are written with the progress."""
         with self._writing(), ExitStack() as resources:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             start_index(self.run_dir)
@@ -130,6 +139,13 @@ class RunLogger:
         names = sorted({name for terms in self._terms for name in terms})
         return {name: sum(terms.get(name, 0.0) for terms in self._terms) / len(self._terms) for name in names}
 
+    @property
+    def shown(self) -> dict[str, float]:
+        """The values of the progress display: means of the window, metrics of the latest update and evaluation."""
+        rollout = {"mean_reward": self.mean_reward, "success_rate": self.success_rate}
+        known = {name: value for name, value in rollout.items() if value is not None}
+        return known | self._metrics | self._evaluation
+
     def log_metrics(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Write the metrics of an update, and the means of the window as `rollout/…`."""
         rollout = {
@@ -138,7 +154,9 @@ class RunLogger:
             "rollout/success_rate": self.success_rate,
             **{f"rollout/term_{name}": mean for name, mean in self.mean_terms.items()},
         }
-        values = {name: value for name, value in rollout.items() if value is not None} | _to_floats(metrics)
+        floats = _to_floats(metrics)
+        values = {name: value for name, value in rollout.items() if value is not None} | floats
+        self._metrics = {name: floats[name] for name in [name for name in SHOWN if name in floats][:MOST_SHOWN]}
         with self._writing():
             self._write_line("update", step, values)
             for sink in self._sinks:
@@ -154,6 +172,8 @@ class RunLogger:
             "length": episode.length,
             "success": success,
         }
+        if "task" in episode.labels:
+            values["task"] = episode.labels["task"]
         if episode.terms:
             values["terms"] = episode.terms
             self._terms.append(dict(episode.terms))
@@ -162,6 +182,8 @@ class RunLogger:
 
     def log_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
         """Write the results of an evaluation; trackers receive the numbers as `evaluation/…`."""
+        names = ("mean_reward", "success_rate")
+        self._evaluation = {f"evaluation/{name}": results[name] for name in names if results.get(name) is not None}
         with self._writing():
             self._write_line("evaluation", step, results)
             scalars = dict(_scalars(results, "evaluation"))
@@ -173,7 +195,9 @@ class RunLogger:
         """Show the progress of the run with the values in `shown`; calls between redraws are cheap."""
         self._progress.latest = (step, shown)
         if time.monotonic() >= self._progress.next_draw:
-            self._progress.draw(self.mean_reward)
+            self._progress.draw(self.shown)
+        if self.live is not None:
+            self.live.update(step, self._progress.total)
 
     @contextmanager
     def evaluation(self, total: int, stop: Callable[[], bool]) -> Iterator[Callable[[int], None]]:
@@ -182,14 +206,24 @@ class RunLogger:
         Yields a function that the evaluation calls at every step with the number of episodes that have just ended.
         It raises `Stopped`.
         """
+        live, done = self.live, 0
         with self._progress.evaluation(total) as count:
 
             def watch(ended: int) -> None:
+                nonlocal done
                 if stop():
                     raise Stopped
                 count(ended)
+                done += ended
+                if live is not None:
+                    live.evaluating = done, total
+                    live.update(self._progress.latest[0], self._progress.total)
 
-            yield watch
+            try:
+                yield watch
+            finally:
+                if live is not None:
+                    live.evaluating = None
 
     def expect(self, total_timesteps: int) -> None:
         """Set the total number of steps, if it becomes known during training."""
@@ -228,7 +262,7 @@ class RunLogger:
         if self._closed:
             return
         self._closed = True
-        self._progress.finish(self.mean_reward)
+        self._progress.finish(self.shown)
         with self._writing():
             self._resources.close()
 
@@ -476,13 +510,13 @@ def show_progress(total: int, unit: str = "steps", always_ends: bool = True) -> 
         def update(done: int) -> None:
             display.latest = (done, {})
             if time.monotonic() >= display.next_draw:
-                display.draw(None)
+                display.draw({})
 
         try:
             yield update
         finally:
             if always_ends or terminal is not None:
-                display.finish(None)
+                display.finish({})
             display.close()
 
 

@@ -1,4 +1,7 @@
-"""Progress of a run or an evaluation: a bar on a terminal, otherwise log lines. `deft.runs.logging` uses it."""
+"""Progress of a run or an evaluation: a bar with a table of values on a terminal, otherwise log lines.
+
+`deft.runs.logging` uses it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 BAR_INTERVAL = 0.25  # seconds between redraws of the progress bar
 LINE_INTERVAL = 10.0  # seconds between progress lines without a bar
@@ -21,53 +26,76 @@ RATE_PERIOD = 30.0  # seconds over which the displayed rate is measured
 logger = logging.getLogger(__name__)
 
 
+class _Bars(Progress):
+    """Bars, and below them a table with one column for each value."""
+
+    values: Mapping[str, str] = MappingProxyType({})
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the bars and the table. Columns that the terminal has no room for are left out."""
+        yield self.make_tasks_table(self.tasks)
+        if not self.values:  # also while the bars are constructed, before they have a console
+            return
+        header, row, free = "", "", self.console.width
+        for name, value in self.values.items():
+            width = max(len(name), len(value)) + 2
+            free -= width
+            if free >= 0:
+                header, row = f"{header}{name:{width}}", f"{row}{value:{width}}"
+        yield Text(header, "dim", no_wrap=True)  # lines take a third of the time of a table
+        yield Text(row, no_wrap=True)
+
+
 class ProgressDisplay:
-    """Display of steps, rate, remaining and elapsed time, mean_reward and further values."""
+    """Display of steps, rate, remaining and elapsed time, and of values such as mean_reward."""
 
     bar_in_use = False  # a terminal shows one bar at a time
 
     def __init__(self, total_timesteps: int, start_step: int, terminal: Console | None, unit: str = "steps") -> None:
         self._unit = unit
         self.latest: tuple[int, dict[str, float]] = (start_step, {})
-        self._total = total_timesteps
+        self.total = total_timesteps
         self._started = time.monotonic()
         self._samples = deque([(self._started, start_step)])
         self._drawn_step = start_step
-        self._bar: Progress | None = None
+        self._bar: _Bars | None = None
         if terminal is not None and not ProgressDisplay.bar_in_use:
             ProgressDisplay.bar_in_use = True
             remaining = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             text = TextColumn("{task.description}", markup=False, table_column=remaining)
             columns = (TaskProgressColumn(), BarColumn(10), text)
-            self._bar = Progress(*columns, console=terminal, auto_refresh=False, expand=True)
+            self._bar = _Bars(*columns, console=terminal, auto_refresh=False, expand=True)
             self._task = self._bar.add_task("", total=total_timesteps)
             self._bar.start()
         self._interval = LINE_INTERVAL if self._bar is None else BAR_INTERVAL
         self.next_draw = self._started + self._interval
         if self._bar is not None:
-            self.draw(None)
+            self.draw({})
 
     def set_total(self, total_timesteps: int) -> None:
         """Change the total number of steps."""
-        self._total = total_timesteps
+        self.total = total_timesteps
         if self._bar is not None:
             self._bar.update(self._task, total=total_timesteps)
 
-    def draw(self, mean_reward: float | None) -> None:
-        """Draw the latest step now."""
+    def draw(self, values: Mapping[str, float]) -> None:
+        """Draw the latest step now, with these values and those that it was reported with."""
         step, shown = self.latest
+        texts = {name: f"{value:.4g}" for name, value in {**values, **shown}.items()}
         now = time.monotonic()
         self.next_draw = now + self._interval
         self._samples.append((now, step))
         while self._samples[0][0] < now - RATE_PERIOD and len(self._samples) > 2:
             self._samples.popleft()
-        text = self._describe(step, now, mean_reward, shown)
+        parts, elapsed = self._describe(step), f"{_clock(now - self._started)} elapsed"
         self._drawn_step = step
         if self._bar is None:
-            done = 100 * min(1.0, step / self._total)  # the last rollout may exceed the total
-            logger.info("%.0f%% of %s · %s", done, f"{self._total:,}", text)
+            done = 100 * min(1.0, step / self.total)  # the last rollout may exceed the total
+            named = [f"{name} {text}" for name, text in texts.items()]
+            logger.info("%.0f%% of %s · %s", done, f"{self.total:,}", " · ".join([*parts, *named, elapsed]))
         else:
-            self._update_bar(self._task, step, text)
+            self._bar.values = texts
+            self._update_bar(self._task, step, " · ".join([*parts, elapsed]))
 
     @contextmanager
     def evaluation(self, total: int) -> Iterator[Callable[[int], None]]:
@@ -102,20 +130,16 @@ class ProgressDisplay:
             with suppress(OSError):
                 self._bar.update(task, completed=completed, description=text, refresh=True)
 
-    def _describe(self, step: int, now: float, mean_reward: float | None, shown: Mapping[str, float]) -> str:
+    def _describe(self, step: int) -> list[str]:
         (first_time, first_step), (last_time, last_step) = self._samples[0], self._samples[-1]
         rate = (last_step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
-        left = _clock((self._total - step) / rate) if rate > 0 else "-:--:--"
-        parts = [f"{step:,} {self._unit}", f"{_rate(rate)} {self._unit}/s", f"{left} left"]
-        if mean_reward is not None:
-            parts.append(f"mean_reward {mean_reward:.4g}")
-        parts += [f"{name} {value:.4g}" for name, value in shown.items()]
-        return " · ".join([*parts, f"{_clock(now - self._started)} elapsed"])
+        left = _clock((self.total - step) / rate) if rate > 0 else "-:--:--"
+        return [f"{step:,} {self._unit}", f"{_rate(rate)} {self._unit}/s", f"{left} left"]
 
-    def finish(self, mean_reward: float | None) -> None:
-        """Draw the last step if it has not been drawn."""
-        if self.latest[0] != self._drawn_step:
-            self.draw(mean_reward)
+    def finish(self, values: Mapping[str, float]) -> None:
+        """Draw the last step; as a line only if it has not been drawn."""
+        if self._bar is not None or self.latest[0] != self._drawn_step:
+            self.draw(values)
 
     def close(self) -> None:
         """Stop the bar and restore the terminal."""

@@ -7,7 +7,7 @@ another `--seed` than that of `deft collect`.
 0 to 2^24 − 1        recordings and tests: `deft collect`, `deft evaluate` and `deft compare` play seed, seed + 1, …
 2^24 to 2^29 − 1     environments that train: a block of consecutive seeds for each run seed (`training_seed`)
 2^29 to 2^30 − 1     evaluations during training, which choose the best checkpoint (`EVALUATION_SEED`)
-from 2^30            tests in environments that have splits (`deft.evaluation.evaluate.first_seed`)
+from 2^30            tests in environments that have splits and in suites (`deft.evaluation.evaluate.first_seed`)
 """
 
 from __future__ import annotations

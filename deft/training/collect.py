@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from deft.envs.make import TASK_KWARGS, full_id, make_env, make_vector_env
 from deft.envs.vector import Episode as PlayedEpisode
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.envs.wrappers import close_env
-from deft.errors import DeftError, InputError
+from deft.errors import DeftError, InputError, RunError
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs
 from deft.evaluation.rollouts import (
     EXPERT,
@@ -43,6 +44,8 @@ from deft.runs.logging import show_progress
 from deft.runs.random_state import seed_everything
 from deft.runs.rollout import rollout
 from deft.runs.signals import StopSignal
+
+MAX_DROPPED = 100  # episodes without success for each one with success, until a recording gives up
 
 
 def collect(config: CollectConfig) -> dict[str, Any]:
@@ -88,6 +91,7 @@ def collect(config: CollectConfig) -> dict[str, Any]:
         "total_episodes": recording.num_episodes,
         "total_steps": recording.num_steps,
         "action_selection": actor.action_selection,
+        **({"dropped_episodes": played.num_dropped} if config.only_success else {}),
         **_summary(played.finished),
     }
 
@@ -115,7 +119,8 @@ def _summary(finished: list[PlayedEpisode]) -> dict[str, Any]:
     if not finished:
         return {"ended_episodes": 0}
     results = summarize(finished)
-    return {"ended_episodes": results.pop("episodes"), **results}
+    tasks = Counter(episode.labels["task"] for episode in finished if "task" in episode.labels)
+    return {"ended_episodes": results.pop("episodes"), **results, **({"tasks": dict(tasks)} if tasks else {})}
 
 
 def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
@@ -235,6 +240,8 @@ class _Played:
     def __init__(self) -> None:
         self.num_episodes = 0
         self.num_steps = 0
+        self.num_dropped = 0
+        """Episodes without success, with `only_success`."""
         self.finished: list[PlayedEpisode] = []
 
 
@@ -258,6 +265,16 @@ def _play(
         if result is not None:
             played.finished.append(result)
 
+    def drop(result: PlayedEpisode) -> None:
+        if result.success is None:
+            raise InputError(f"--only-success: {config.env or config.policy} does not report success; leave it out")
+        played.num_dropped += 1
+        if played.num_dropped >= MAX_DROPPED * (1 + played.num_episodes):
+            raise RunError(
+                f"--only-success: {played.num_episodes} of {played.num_episodes + played.num_dropped} episodes "
+                "succeeded; use a better policy or less noise"
+            )
+
     def take(actions: np.ndarray, step: VectorStep, indices: Iterable[int]) -> None:
         """Add a step of these environments to their episodes, and write those that ended."""
         nonlocal num_taken
@@ -279,8 +296,12 @@ def _play(
                 continue
             assert step.final_observation is not None
             episode.add(actions[index], step, index, step.final_observation, finals[index])
-            write(index, ended[index])
-            share[index] -= 1
+            if config.only_success and not ended[index].success:
+                drop(ended[index])
+                num_taken -= len(episode)
+            else:
+                write(index, ended[index])
+                share[index] -= 1
             open_episodes[index] = _OpenEpisode(step.observation, index)
 
     def is_enough() -> bool:

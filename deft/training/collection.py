@@ -149,6 +149,11 @@ class Collector:
         self.step_counts.append(int(step.num_steps.sum()) if self.env.chunk_length > 1 else self.env.num_envs)
         buffer.write(row)
 
+    @property
+    def observation(self) -> Observation | None:
+        """The latest observation; None before the first episode starts."""
+        return self._observation
+
     def take_episodes(self) -> list[Episode]:
         """Return the episodes that finished since the last call."""
         return [self.episodes.popleft() for _ in range(len(self.episodes))]
@@ -314,6 +319,8 @@ class Collection:
     This one is the standard mode: it collects between updates, with the learner's own weights.
     """
 
+    memory_advice: str = "smaller rollout_steps"
+    """What to use where the steps do not fit into memory, beside fewer environments."""
     max_rounds: int = 1
     """Largest number of rollouts that are gathered before an update."""
 

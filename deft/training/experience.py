@@ -13,6 +13,7 @@ from deft.envs.host import on_host
 from deft.envs.vector import VectorEnv
 from deft.errors import InputError
 from deft.models.policy import Policy
+from deft.runs.compute import set_precision
 from deft.training.cluster.building import open_workers
 from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
@@ -49,10 +50,13 @@ def make_collection(
         raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
     if in_background and isinstance(env, ClusterEnv):
         raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
-    # A background collector's ring is in main memory.
-    takes_tensors = experience.takes_tensors and not in_background
-    if not takes_tensors or env.device != next(policy.parameters()).device:
+    # Steps stay on the environments' device where the policy is there too; a background collector's ring is in main
+    # memory.
+    if in_background or env.device != next(policy.parameters()).device:
         env = on_host(env)
+    precision = getattr(getattr(algorithm, "settings", None), "precision", "fp32")
+    if experience.on_policy and precision != "fp32":  # a collection of replay sets its own
+        set_precision(next(policy.parameters()).device, precision)
     kept = experience.next_observation, experience.reward_terms
     if isinstance(env, ClusterEnv):
         open_workers(env, policy, kept)

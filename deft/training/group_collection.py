@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from deft import schema
 from deft.algorithms.experience import Groups
 from deft.data.rollout import Columns
-from deft.data.tensors import Row
+from deft.data.tensors import Row, to_numpy
 from deft.envs.layout import Observation
 from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class GroupBuffer:
     """The rounds of one iteration, each [T, N] with its own T; each is read once. Empty between two iterations."""
 
-    def __init__(self, max_steps: int) -> None:
-        self.columns = Columns(max_steps)
+    def __init__(self, max_steps: int, device: torch.device | None = None) -> None:
+        self.columns = Columns(max_steps, device)
         self.rounds: list[TensorDict] = []
         self.size = 0
 
@@ -50,7 +50,8 @@ class GroupBuffer:
     def end_round(self, lost_groups: np.ndarray) -> TensorDict:
         """Keep the round that was written; groups that lost a member are masked out. Returns it."""
         rollout = self.columns.read(0, self.size).clone()
-        rollout[schema.STEP_MASK] &= ~torch.from_numpy(lost_groups)
+        if lost_groups.any():
+            rollout[schema.STEP_MASK] &= ~torch.as_tensor(lost_groups, device=self.columns.device)
         self.size = 0
         self.rounds.append(rollout)
         return rollout
@@ -87,30 +88,35 @@ class GroupCollector(Collector):
         """
         self._begin(seeds)
         num_envs, self.played = self.env.num_envs, 0
-        alive, lost = np.ones(num_envs, bool), np.zeros(num_envs, bool)
-        lengths, returns = np.zeros(num_envs, np.int64), np.zeros(num_envs)
+        # On the host; `mask` and `returns` are where the environments' steps are.
+        alive, lost, lengths = np.ones(num_envs, bool), np.zeros(num_envs, bool), np.zeros(num_envs, np.int64)
+        mask, returns = self._to_env(alive), self._to_env(np.zeros(num_envs))
 
         def sink(_: Any, __: Any, step: VectorStep) -> bool:
-            self._row[schema.STEP_MASK] = alive
+            nonlocal mask, returns
+            self._row[schema.STEP_MASK] = mask
             self._complete(step)
             buffer.write(self._row)
-            lengths[alive] += step.num_steps[alive]
-            returns[alive] += step.reward[alive]
+            lengths[alive] += _to_host(step.num_steps)[alive] if self.env.chunk_length > 1 else 1
+            returns = returns + step.reward * mask
             self.played = int(lengths.sum())
             ended = [episode for episode in step.episodes if alive[episode.env_index]]
             self._reports_success |= any(episode.success is not None for episode in ended)
             self.episodes.extend(ended)
-            lost[step.lost_index] |= alive[step.lost_index]
-            alive[step.done_index] = False
+            if len(step.done_index):
+                gone = _to_host(step.lost_index)
+                lost[gone] |= alive[gone]
+                alive[_to_host(step.done_index)] = False
+                mask = self._to_env(alive)
             return not alive.any()
 
         rollout(self.env, self._choose, sink, None, max_steps, stop)
         if alive.any() and buffer.size < max_steps:  # stopped before its end
             return False
         success = False if self._reports_success else None  # of an episode that is cut: it was not reached
+        sums = _to_host(returns)
         self.episodes.extend(
-            Episode(int(index), float(returns[index]), int(lengths[index]), success, {})
-            for index in np.flatnonzero(alive)
+            Episode(int(index), float(sums[index]), int(lengths[index]), success, {}) for index in np.flatnonzero(alive)
         )
         self.num_lost_episodes += int(lost.sum())
         self.step_counts.append(int(lengths.sum()))
@@ -133,6 +139,10 @@ class GroupCollector(Collector):
         self.step_counts.extend(state["step_counts"])
         self._observation = None
         return True
+
+    def _to_env(self, values: np.ndarray) -> Any:
+        """Return an array as the environments return theirs: as it is, or a tensor on their device."""
+        return values if self.env.device is None else torch.tensor(values, device=self.env.device)
 
     def _begin(self, seeds: list[int]) -> None:
         """Start an episode in every environment, the same in all members of a group."""
@@ -188,7 +198,7 @@ class GroupCollection(Collection):
                 f"groups_per_iteration: {wanted} is no multiple of the {self.groups_at_once} groups that num_envs "
                 f"{env.num_envs} holds at once"
             )
-        super().__init__(collector_class(env, policy, seed, experience.group_size), GroupBuffer(max_steps))
+        super().__init__(collector_class(env, policy, seed, experience.group_size), GroupBuffer(max_steps, env.device))
         self.count_useful = experience.count_useful
         self.groups_per_iteration = wanted
         self.max_rounds = wanted // self.groups_at_once + experience.max_resamples
@@ -263,6 +273,10 @@ def _groups_agree(observation: Observation, group_size: int) -> bool:
     """Whether the members of each group see the same."""
     for stream in observation.values() if isinstance(observation, dict) else (observation,):
         groups = stream.reshape(-1, group_size, *stream.shape[1:])
-        if not np.array_equal(groups, np.broadcast_to(groups[:, :1], groups.shape)):
+        if not bool((groups == groups[:, :1]).all()):
             return False
     return True
+
+
+def _to_host(values: Any) -> np.ndarray:
+    return values if isinstance(values, np.ndarray) else to_numpy(values)

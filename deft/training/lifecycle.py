@@ -11,21 +11,25 @@ import dataclasses
 import json
 import logging
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from deft.config.settings import LoggingConfig
-from deft.errors import InputError, RunError, Stopped
+from deft.errors import InputError, RunError, Stopped, fits_memory, one_line
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import Threads
+from deft.runs.live import LiveFiles
 from deft.runs.logging import RunLogger, best_logged, logged_evaluations
 from deft.runs.policy_spaces import PolicySpaces
 from deft.runs.processes import Processes, SilentLogger
 from deft.runs.random_state import get_random_state, process_seed, seed_everything, set_random_state
+from deft.runs.record import COMPLETE, FAILED, STOPPED, RunRecord
 from deft.runs.signals import StopSignal, never
 from deft.training.loop import Intervals, Loop, Metrics, crossed, floats
+from deft.view.process import check_view, serving
 
 log = logging.getLogger(__name__)
 LINE_FIELDS = ("type", "step", "time")  # of a logged evaluation, beside its results
@@ -62,6 +66,8 @@ class Run:
     def __init__(self, loop: Loop, spec: RunSpec, directory: Path, threads: Threads) -> None:
         self.loop, self.directory, self.threads = loop, directory, threads
         self.processes, self.seed, self.spec = spec.processes, spec.seed, spec
+        if self.processes.is_first:
+            check_view(spec.logging_config)
         self.total = 0  # steps that the run has in all
         self.every = Intervals(0, 0, 0, 1)
         self.best_reward = -math.inf
@@ -77,6 +83,7 @@ class Run:
         self._log_state: dict[str, Any] | None = None
         self._random_state: dict[str, Any] | None = None
         self._started = 0.0
+        self._record_file: RunRecord | None = None
 
     @property
     def seconds(self) -> float:
@@ -96,8 +103,9 @@ class Run:
             loop.stop_requested = stop
         lock = checkpoint.folder_lock(self.directory) if self.processes.is_first else contextlib.nullcontext()
         threads = self.threads.applied(loop.uses_small_matrices)
-        with stop, threads, lock, self._open_log() as self.log:
+        with stop, threads, lock, self._open_log() as self.log, self._serving():
             try:
+                self._open_record()
                 self._start()
                 if loop.is_evaluated and (loop.evaluates_first or self.processes.broadcast(self.owes_evaluation)):
                     self.save_and_evaluate()
@@ -110,17 +118,31 @@ class Run:
                     self.save_and_prune()
                 self._record_finished(wait=True)
                 self._log_state, summary = self.log.state_dict(), loop.summary()
+                if self._record_file is not None:
+                    reason = None if stop.received is None else stop.received.name
+                    self._record_file.end(loop.global_step, COMPLETE if reason is None else STOPPED, reason)
             except BaseException as error:
                 loop.halt()
                 self._save_after_failure(error)
+                if self._record_file is not None:
+                    with contextlib.suppress(RunError):  # the disk may be what failed
+                        self._record_file.end(loop.global_step, FAILED, one_line(error))
                 raise
             finally:
                 loop.halt()
                 self.log, self.stop, loop.stop_requested = None, never, never
             if stop.received is not None:
-                log.warning("stopped by %s at %d %s", stop.received.name, loop.global_step, loop.unit)
+                log.warning(
+                    "stopped by %s at %d %s%s", stop.received.name, loop.global_step, loop.unit, self._how_to_resume()
+                )
         stop.reraise()
         return summary
+
+    def _how_to_resume(self) -> str:
+        """Return the command that resumes a run with a settings file, for the message of a run that stopped."""
+        if not any((self.directory / name).is_file() for name in ("config.yaml", "config.json")):
+            return ""
+        return f"; to resume: deft train --resume {shlex.quote(str(self.directory))}"
 
     def _start(self) -> None:
         loop = self.loop
@@ -163,14 +185,29 @@ class Run:
         run_log.log_early(self.early_records)
         if self._log_state is not None:
             run_log.load_state_dict(self._log_state)
+        run_log.live = LiveFiles(self.directory, loop.latest_observation, loop.unit)
+        run_log.live.start(loop.global_step, self.total)
         return run_log
+
+    def _serving(self) -> contextlib.AbstractContextManager[None]:
+        """Serve the live view; in the first process only."""
+        is_first = self.processes.is_first
+        return serving(self.spec.logging_config, self.directory) if is_first else contextlib.nullcontext()
+
+    def _open_record(self) -> None:
+        """Write the start of this session to `run.json`; in the first process only."""
+        if self.processes.is_first:
+            loop = self.loop
+            self._record_file = RunRecord(self.directory, resumes=loop.logged_step > 0)
+            self._record_file.start(loop.global_step, self.total, loop.unit, loop.device)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         loop, previous = self.loop, self.loop.global_step
         self.threads.begin()
-        metrics = loop.step()
+        with fits_memory(loop.memory_advice):
+            metrics = loop.step()
         if metrics is None:
             return
         self.is_saved = False

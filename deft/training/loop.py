@@ -77,6 +77,11 @@ class Loop(ABC):
         """What is done how often, in `unit`."""
         return Intervals(0, 0, 0, 1)
 
+    @property
+    def memory_advice(self) -> str:
+        """What to change where an iteration does not fit into memory."""
+        return "use a smaller batch_size, or a smaller model"
+
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:  # noqa: B027 (a loop may have nothing to prepare)
@@ -111,6 +116,10 @@ class Loop(ABC):
     def end(self) -> None:
         """Called after the last iteration, before the last evaluation and checkpoint."""
         self.halt()
+
+    def latest_observation(self) -> Any:
+        """Return the latest observation of the environments, arrays or tensors [N, …], for the live view; or None."""
+        return None
 
     def halt(self) -> None:  # noqa: B027
         """Stop what runs in the background; also called after a failure."""

@@ -41,6 +41,15 @@ class PolicyLoop(Loop):
         self.run = Run(self, spec, directory, threads)
 
     @property
+    def memory_advice(self) -> str:
+        """Name the settings that an update's memory depends on, with their values."""
+        settings: Any = self.algorithm.settings
+        advice = f"use a smaller batch_size than {settings.batch_size}"
+        if hasattr(settings, "gradient_accumulation"):
+            advice += f", a larger gradient_accumulation than {settings.gradient_accumulation}"
+        return f"{advice}, or a smaller model"
+
+    @property
     def uses_small_matrices(self) -> bool:
         """Whether oneDNN is left out; without it bf16 products are emulated."""
         return is_small(self.policy) and getattr(self.algorithm.settings, "precision", None) != "bf16"

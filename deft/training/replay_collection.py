@@ -39,6 +39,7 @@ class ReplayCollection(Collection):
     """
 
     buffer: TransitionRing
+    memory_advice = "a smaller buffer_size"
 
     def __init__(
         self,

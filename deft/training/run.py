@@ -16,12 +16,12 @@ import torch
 
 from deft.algorithms.registry import ONLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
-from deft.config.settings import RunConfig
+from deft.config.settings import GPU_VECTORS, RunConfig
 from deft.data.augmentation import has_images
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.envs.wrappers import rename, weigh
-from deft.errors import InputError
+from deft.errors import InputError, fits_memory
 from deft.evaluation.plots import plot_run
 from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.policy import Policy
@@ -39,8 +39,6 @@ from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
 from deft.training.handover import load_critics, use_policy_section
 from deft.training.trainer import OnlineSpec, Trainer
-
-GPU_VECTORS = ("gpu", "warp")  # environments that are simulated on a GPU
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -127,7 +125,8 @@ class OpenRun:
 
     def place(self, policy: Policy) -> None:
         """Move a policy to its device, and load the weights that the run starts from."""
-        policy.to("cpu" if self.shards else self.device)  # a device may not hold all of a policy that is sharded
+        with fits_memory("use a smaller model, or --device cpu"):
+            policy.to("cpu" if self.shards else self.device)  # a device may not hold all of a policy that is sharded
         if self.starts_from is not None:
             load_policy_weights(policy, self.starts_from)
 

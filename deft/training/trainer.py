@@ -24,7 +24,7 @@ from deft.envs.host import on_host
 from deft.envs.make import make_another, wrap
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
-from deft.errors import InputError
+from deft.errors import InputError, fits_memory
 from deft.models.policy import Policy
 from deft.models.targets import frozen_copy
 from deft.runs import checkpoint
@@ -203,6 +203,11 @@ class Trainer(PolicyLoop):
     def _collects_during_updates(self) -> bool:
         return self.settings.buffer_type == "vla" and self.settings.max_staleness > 0
 
+    @property
+    def memory_advice(self) -> str:
+        """Name the settings that an update's memory depends on, with their values."""
+        return f"{super().memory_advice}, or fewer environments than num_envs {self._num_envs}"
+
     def begin(self) -> None:
         """Start to collect."""
         self.gather_weights()
@@ -226,8 +231,11 @@ class Trainer(PolicyLoop):
         """Collect, update, and count the steps."""
         collection = self.collection
         steps = collection.in_update or self._rollout_steps()
-        if not collection.in_update and not collection.gather(steps, self._show_progress):
-            return None
+        if not collection.in_update:
+            advice = f"use fewer environments than num_envs {self._num_envs}, or {collection.memory_advice}"
+            with fits_memory(advice):
+                if not collection.gather(steps, self._show_progress):
+                    return None
         self.algorithm.progress = self.progress
         if self.settings.buffer_type != "vla" and not isinstance(self.env, ClusterEnv):  # which act meanwhile
             self.free_weights()
@@ -245,6 +253,10 @@ class Trainer(PolicyLoop):
         """Log, evaluate and save what is due, then let the collector act with the new weights."""
         self.run.finish_step(previous, metrics)
         self.collection.publish(self.algorithm.version)
+
+    def latest_observation(self) -> Any:
+        """The observation that the policy acts on next; None before the first, or if other machines have it."""
+        return self.collection.collector.observation
 
     def _rollout_steps(self) -> int:
         """Vector steps of the next rollout: a whole one, or what is left to the total (chunks may make it several)."""

@@ -3,7 +3,7 @@
 - `settings CLASS`: a table of the settings of a class of `deft.config`: name, allowed values, default, meaning.
 - `command ARGUMENTS`: the help text of a `deft` command.
 - `aliases`: the other names of settings, from `deft.config.aliases`.
-- `presets`: the presets that ship with Deft, with the first comment line of each.
+- `recipes`: the recipes that ship with Deft: what each trains, needs and reaches, and the page of its figures.
 - `autoapi NAME …`: names of the package `deft`, by autodoc.
 """
 
@@ -30,7 +30,7 @@ from deft.cli import main
 from deft.config import aliases
 from deft.config.aliases import aliases_of
 from deft.config.fields import description_of, nested_class, setting_names
-from deft.config.loading import PRESETS
+from deft.config.recipes import describe_recipes
 
 LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false", "object": "mapping"}
@@ -147,17 +147,18 @@ def help_text(words: list[str]) -> str:
     return output.getvalue()
 
 
-class Presets(Markdown):
-    """The presets that ship with Deft."""
+class Recipes(Markdown):
+    """The recipes that ship with Deft."""
 
     required_arguments = 0
 
     def lines(self) -> list[str]:
-        """A table of names and first comments."""
-        table = ["| preset | what it trains |", "| --- | --- |"]
-        for path in sorted(PRESETS.glob("*.yaml")):
-            first = path.read_text().splitlines()[0]
-            table.append(f"| `{path.stem}` | {first.lstrip('# ') if first.startswith('#') else ''} |")
+        """A table as `deft recipes` prints it, with links to the results."""
+        table = ["| recipe | trains | needs | time | reaches |", "| --- | --- | --- | --- | --- |"]
+        for name, about in describe_recipes().items():
+            page = f" ([results](../{about['results'].removeprefix('docs/')}))" if about["results"] else ""
+            cells = (f"`{name}`", about["trains"], about["needs"], about["time"], f"{about['reaches']}{page}")
+            table.append(f"| {' | '.join(cells)} |")
         return table
 
 
@@ -232,7 +233,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("settings", Settings)
     app.add_directive("command", Command)
     app.add_directive("aliases", Aliases)
-    app.add_directive("presets", Presets)
+    app.add_directive("recipes", Recipes)
     app.add_directive("autoapi", Api)
     app.connect("autodoc-process-docstring", convert_docstring)
     return {"version": "1", "parallel_read_safe": True}

@@ -219,11 +219,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_presets_are_found_by_their_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "PRESETS", tmp_path)
-    written(tmp_path, "ppo-cartpole.yaml", "env: CartPole-v1\n")
-    assert load_config("ppo-cartpole").env.id == "CartPole-v1"
+    written(tmp_path, "cartpole-ppo.yaml", "env: CartPole-v1\n")
+    assert load_config("cartpole-ppo").env.id == "CartPole-v1"
     with pytest.raises(InputError) as error:
-        load_config("ppo-cartpol")
-    assert line_of(error) == "ppo-cartpol: no such config file or preset; did you mean 'ppo-cartpole'?"
+        load_config("cartpole-pp")
+    assert line_of(error) == "cartpole-pp: no such config file or recipe; did you mean 'cartpole-ppo'?"
 
 
 def test_written_settings_read_back_equal(tmp_path: Path) -> None:

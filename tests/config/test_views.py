@@ -65,6 +65,7 @@ OTHER_VALUES = {
         "sync": "process",
         "tanh": "relu",
         "here": "ray",
+        "fp32": "tf32",
     }.get(value, "elsewhere"),
     tuple: lambda value: (32,),
     dict: lambda value: {"size": 5},

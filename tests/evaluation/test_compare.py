@@ -12,7 +12,8 @@ from deft.envs.make import SHORT_NAMES
 from deft.envs.vector import Episode
 from deft.errors import InputError
 from deft.evaluation import compare
-from deft.evaluation.compare import compare_runs, comparison_lines
+from deft.evaluation.compare import compare_runs
+from deft.evaluation.comparison_table import comparison_lines
 
 STATE = {"control_mode": "delta_ee_pos", "max_episode_steps": 60}
 
@@ -106,26 +107,6 @@ def test_several_runs_make_one_row() -> None:
     assert measures["ppo"]["success_rate"] == 0.75
     assert measures["ppo"]["success_rates"] == [1.0, 0.5]
     assert measures["ppo"]["difference"] == 0.25  # each run against the one of the first row: won 1 of 4
-    assert compare._groups(["a/sft", "ppo=x,y", "random"]) == {
-        "sft": ["a/sft"],
-        "ppo": ["x", "y"],
-        "random": ["random"],
-    }
-    with pytest.raises(InputError, match="ppo=: give a label of its own and its runs"):
-        compare._groups(["ppo="])
-
-
-def test_seeds_of_a_method_are_named_by_a_pattern_or_one_by_one(tmp_path: Path) -> None:
-    runs = [tmp_path / f"ppo_{seed}" for seed in (0, 1, 2, 10)]
-    for run in runs:
-        run.mkdir()
-    wanted = {"ppo": [str(run) for run in runs]}
-    assert compare._groups([f"ppo={tmp_path}/ppo_*"]) == wanted
-    assert compare._groups([f"ppo={run}" for run in runs]) == wanted
-    with pytest.raises(InputError, match="matches no run folder"):
-        compare._groups([f"ppo={tmp_path}/sac_*"])
-    with pytest.raises(InputError, match=r"ppo: .*ppo_0 is named twice; give each run once"):
-        compare._groups([f"ppo={tmp_path}/ppo_*", f"ppo={runs[0]}"])
 
 
 def test_three_seeds_give_intervals_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,11 +152,6 @@ def test_runs_of_one_seed_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.records
     compare._warn_of_equal_seeds({"sft": [run("a", 0), run("b", 0)]})
     assert "sft: a and b were both trained with seed 0" in caplog.text
-
-
-def test_labels_tell_the_runs_apart() -> None:
-    assert compare._labels(["/x/sft", "/x/ppo"]) == {"/x/sft": "sft", "/x/ppo": "ppo"}
-    assert compare._labels(["/x/a/best", "/x/b/best"]) == {"/x/a/best": "a/best", "/x/b/best": "b/best"}
 
 
 @pytest.mark.parametrize(

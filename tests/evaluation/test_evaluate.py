@@ -12,7 +12,8 @@ from deft.cli import main
 from deft.config.settings import CompareRunsConfig, EnvConfig, PlayConfig, RunConfig
 from deft.envs.make import make_vector_env
 from deft.errors import InputError
-from deft.evaluation.compare import compare_runs, comparison_lines
+from deft.evaluation.compare import compare_runs
+from deft.evaluation.comparison_table import comparison_lines
 from deft.evaluation.evaluate import FIRST_HELD_OUT_SEED, env_of_run, evaluate_run, first_seed, merge_env_kwargs
 from deft.evaluation.play import play
 from deft.runs.logging import logged_evaluations

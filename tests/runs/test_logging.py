@@ -28,6 +28,7 @@ class FinishedEpisode:
     length: int = 10
     success: bool | None = None
     terms: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 def reject_constant(name: str) -> None:
@@ -47,14 +48,14 @@ def test_lines_of_updates_episodes_and_evaluations(tmp_path: Path) -> None:
     with RunLogger(tmp_path, QUIET, total_timesteps=100) as run:
         assert run.mean_reward is None
         run.log_episode(10, FinishedEpisode(1.0, 10, True, {"reach": 0.5}))
-        run.log_episode(20, FinishedEpisode(2.0, 30, False))
+        run.log_episode(20, FinishedEpisode(2.0, 30, False, labels={"task": "lift", "instruction": "lift the cube"}))
         run.log_metrics(20, {"train/policy_loss": torch.tensor(0.25), "train/version": 3})
         run.log_evaluation(
             20, {"episodes": 2, "mean_reward": np.float32(1.5), "tasks": {"lift": {"success_rate": 1.0}}}
         )
     assert read_lines(tmp_path) == [
         {"type": "episode", "step": 10, "episode_return": 1.0, "length": 10, "success": True, "terms": {"reach": 0.5}},
-        {"type": "episode", "step": 20, "episode_return": 2.0, "length": 30, "success": False},
+        {"type": "episode", "step": 20, "episode_return": 2.0, "length": 30, "success": False, "task": "lift"},
         {
             "type": "update",
             "step": 20,

@@ -1,12 +1,9 @@
 """Streams are known by their names, from the environment or the dataset to the policy, wherever it is loaded."""
 
-import json
-
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from deft import cli
 from deft.data.datasets import load_dataset
 from deft.errors import InputError
 from deft.models.actor_critic import ActorCritic
@@ -14,38 +11,21 @@ from deft.models.vla.policy import VLAPolicy
 from deft.models.vla.tiny import TinyVLAModel
 from deft.ownership import write_manifest
 from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
-from deft.training import run
 
 ENV = ["--env", "vla_worlds:TwoCameras-v0"]
 OTHER = [*ENV, "--env-kwargs", 'names=["z_top","a_wrist","z_arm","a_hand"]']  # sorted, they come the other way round
 RENAME = ["top=z_top", "wrist=a_wrist", "arm=z_arm", "hand=a_hand"]
+EVALUATE = ["--episodes", 2, "--device", "cpu", "--json"]
 SHORT = ["--eval-freq", 0, "--threads", 1, "--device", "cpu", "--json"]
 PPO = [*SHORT, "--rollout-steps", 8, "--batch-size", 8, "--n-epochs", 1, "--total-timesteps", 8]
 MODEL = ["--model", "vla-tiny", "--chunk-length", 1, "--vla-model-config", "width=16", "proprio_key=arm", "cell=4"]
 SAC = [*SHORT, "--total-timesteps", 8, "--learning-starts", 4, "--batch-size", 4, "--buffer-size", 8]
 
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr(run, "plot_run", lambda folder: [])
-
-
-@pytest.fixture
-def deft(capsys, tmp_path, monkeypatch):
-    """Runs a command: what it prints as JSON, or the line of its error."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(*arguments):
-        status = cli.main([str(argument) for argument in arguments])
-        output = capsys.readouterr()
-        return output.err.splitlines()[-1] if status else json.loads(output.out.splitlines()[-1])
-
-    return command
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def played(deft, *arguments, run="run"):
-    results = deft("evaluate", run, "--episodes", 2, "--device", "cpu", "--json", *arguments)
-    return results if isinstance(results, str) else results["mean_reward"]
+    return deft("evaluate", run, *EVALUATE, *arguments)["mean_reward"]
 
 
 # SAC's actor on vectors has no parameter that bears a stream's name: without names it acts on the wrong one in silence.
@@ -54,18 +34,18 @@ def played(deft, *arguments, run="run"):
     [["ppo", *PPO, *MODEL], ["sac", *SAC, "--random-shift", 0, "--encoder-dim", 8, "--hidden-dim", 8]],
     ids=["vla-tiny", "actor"],
 )
-def test_evaluation_matches_streams_by_name(deft, train):
+def test_evaluation_matches_streams_by_name(deft, deft_or_error, train):
     deft("train", *train, *ENV, "--output-dir", "run")
     own = played(deft, *ENV)
-    error = played(deft, *OTHER)
+    error = deft_or_error("evaluate", "run", *EVALUATE, *OTHER)
     assert "the environment has the streams a_hand, a_wrist, z_arm, z_top; the policy reads arm, " in error
     assert "--rename_streams arm=STREAM" in error
     assert played(deft, *OTHER, "--rename_streams", *RENAME) == own  # the same episodes under other names
-    flags = ["--rename_streams", *RENAME, "--episodes", 2, "--device", "cpu", "--json"]
-    assert deft("compare", "run", *OTHER, *flags)["columns"]["success"]["run"]["mean_reward"] == own
+    compared = deft("compare", "run", *OTHER, "--rename_streams", *RENAME, *EVALUATE)
+    assert compared["columns"]["success"]["run"]["mean_reward"] == own
 
 
-def test_a_run_keeps_its_names(deft, tmp_path):
+def test_a_run_keeps_its_names(deft, deft_or_error, tmp_path):
     deft("train", "ppo", *PPO, *MODEL, *OTHER, "--rename_streams", *RENAME, "--output-dir", "run")
     recorded = PolicySpaces.read(tmp_path / "run" / "checkpoint-8")
     assert list(recorded.observation) == ["arm", "hand", "top", "wrist"]
@@ -75,7 +55,7 @@ def test_a_run_keeps_its_names(deft, tmp_path):
     # Another run from it, in the same environment
     deft("train", "ppo", *PPO, *MODEL, *OTHER, "--model-path", "run", "--output-dir", "next")
     assert list(PolicySpaces.read(tmp_path / "next" / "checkpoint-8").observation) == ["arm", "hand", "top", "wrist"]
-    error = deft(
+    error = deft_or_error(
         "train", "ppo", *PPO, *OTHER, *MODEL, "--resume", "run", "--rename_streams", "upper=z_top", *RENAME[1:]
     )
     assert "has the streams arm, hand, upper, wrist; the policy reads arm, top, wrist" in error
@@ -102,7 +82,7 @@ def test_streams_that_are_swapped_in_a_dataset_alone_are_warned_about(deft, capl
     assert "--env_rename_streams" in warning
 
 
-def test_datasets_match_by_name(deft, tmp_path):
+def test_datasets_match_by_name(deft, deft_or_error, tmp_path):
     record = ["--policy", "random", "--episodes", 2, "--json"]
     deft("collect", *ENV, *record, "--out", "data/own-v0")
     deft("collect", *OTHER, *record, "--out", "data/other-v0")
@@ -111,7 +91,7 @@ def test_datasets_match_by_name(deft, tmp_path):
     learn = [*SHORT, "--num-epochs", 1, "--batch-size", 4, "--val-fraction", 0]
     deft("train", "sft", "--dataset", "data/own-v0", *MODEL, *learn, "--output-dir", "run")
     more = ["train", "sft", "--dataset", "data/other-v0", "--model-path", "run", *learn]
-    error = deft(*more, *OTHER, "--output-dir", "next")
+    error = deft_or_error(*more, *OTHER, "--output-dir", "next")
     assert error.startswith("deft: dataset ")
     assert "has the streams a_hand, a_wrist, z_arm, z_top; the policy reads arm, top, wrist: name them" in error
     # The environment to evaluate in lacks the same names and is renamed like the dataset.
@@ -119,13 +99,13 @@ def test_datasets_match_by_name(deft, tmp_path):
     assert isinstance(played(deft, run="next"), float)
     # One with yet other names is renamed by a flag of its own.
     third = [*ENV, "--env-kwargs", 'names=["up","hold","joints","fingers"]']
-    error = deft(*more, *third, "--rename_streams", *RENAME, "--output-dir", "third")
+    error = deft_or_error(*more, *third, "--rename_streams", *RENAME, "--output-dir", "third")
     assert error.startswith("deft: env ")
     assert "--env_rename_streams arm=STREAM top=STREAM wrist=STREAM" in error
     names = ["top=up", "wrist=hold", "arm=joints"]
     deft(*more, *third, "--rename_streams", *RENAME, "--env-rename-streams", *names, "--output-dir", "third")
     assert played(deft, *ENV) == played(deft, *OTHER, "--rename_streams", *RENAME)
-    error = deft("collect", *OTHER, "--policy", "run", "--episodes", 1, "--out", "data/no-v0", "--json")
+    error = deft_or_error("collect", *OTHER, "--policy", "run", "--episodes", 1, "--out", "data/no-v0", "--json")
     assert "the policy reads arm, top, wrist" in error
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from deft.config.settings import LoggingConfig
 from deft.envs.vector import Episode
@@ -70,13 +72,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 120) -> Terminal:
+    """A terminal as stderr; pytest replaces stderr after the fixtures of a test, so that this is none."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", str(columns))
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
+    return terminal
+
+
+def drawn_lines(terminal: Terminal) -> list[str]:
+    """What was drawn, line by line, without colours and movements of the cursor."""
+    return [line.strip() for line in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()).split("\n")]
+
+
+def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
     settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
     with RunLogger(tmp_path, settings, total_timesteps=1000) as run, RunLogger(tmp_path / "2", settings, 10) as other:
         run.log_episode(400, Episode(0, 12.5, 10, None, {}))
@@ -88,8 +101,32 @@ def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "  0%" in drawn
     assert "100%" in drawn
     assert "1,000 steps" in drawn
-    assert "mean_reward 12.5 · entropy 0.5" in drawn
+    assert "mean_reward  entropy" in drawn_lines(terminal)
+    assert "12.5         0.5" in drawn_lines(terminal)
     assert "WARNING above [the] bar" in drawn
     assert "INFO 100% of 10" in drawn
     assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1  # the cursor comes back
     assert not progress.ProgressDisplay.bar_in_use
+
+
+METRICS = {"approx_kl": 0.01, "clip_fraction": 0.1, "entropy": torch.tensor(0.5), "value_loss": 3.0, "policy_loss": 4.0}
+
+
+def test_the_table_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    assert drawn_table(tmp_path / "wide", terminal) == [
+        "mean_reward  success_rate  approx_kl  entropy  value_loss  evaluation/mean_reward  evaluation/success_rate",
+        "12.5         1             0.01       0.5      3           20.5                    0.75",
+    ]
+    terminal = use_terminal(monkeypatch, columns=30)  # 13 + 14 columns fit; the next 11 do not
+    assert drawn_table(tmp_path / "narrow", terminal) == ["mean_reward  success_rate", "12.5         1"]
+
+
+def drawn_table(folder: Path, terminal: Terminal) -> list[str]:
+    settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
+    with RunLogger(folder, settings, total_timesteps=1000) as run:
+        run.log_episode(400, Episode(0, 12.5, 10, True, {}))
+        run.log_metrics(400, METRICS)
+        run.log_evaluation(400, {"mean_reward": 20.5, "std_reward": 1.0, "success_rate": 0.75})
+        run.progress(400)
+    return [line for line in drawn_lines(terminal) if line][-2:]

@@ -20,7 +20,7 @@ from deft.config.settings import CollectConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.minari import MinariFiles
 from deft.data.recording import Recording
-from deft.errors import InputError
+from deft.errors import InputError, RunError
 from deft.evaluation.evaluate import evaluate_run
 from deft.schema import decode_text
 from deft.training.collect import _env_config, collect
@@ -405,3 +405,25 @@ def test_a_decision_transformer_is_rejected_before_anything_is_made(tmp_path, mo
     assert main(["collect", "--policy", str(tmp_path), "--episodes", "1", "--out", str(out)]) == 2
     assert "a run of a Decision Transformer, which needs its rewards to act" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_only_successes_are_recorded(installed, tmp_path):
+    """One environment plays near, far, never and near again: the third has no success and is dropped."""
+    results, _ = record(tmp_path, env="fake/all", policy="expert", only_success=True, episodes=3)
+    assert (results["recorded_episodes"], results["dropped_episodes"]) == (3, 1)
+    assert results["tasks"] == {"near": 2, "far": 1}
+    assert results["success_rate"] == 1.0
+
+
+def test_a_recording_without_successes_ends(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr("deft.training.collect.MAX_DROPPED", 2)
+    with pytest.raises(RunError, match="--only-success: 0 of 2 episodes succeeded; use a better policy or less noise"):
+        record(tmp_path, env="fake/never", policy="expert", only_success=True, episodes=1)
+    kwargs = {"reports": False}
+    with pytest.raises(InputError, match="--only-success: fake/never does not report success"):
+        record(tmp_path, "x-v0", env="fake/never", policy="expert", only_success=True, episodes=1, env_kwargs=kwargs)
+
+
+def test_only_successes_are_whole_episodes(tmp_path):
+    with pytest.raises(InputError, match="--only-success records whole episodes; give --episodes"):
+        record(tmp_path, env="reach", policy="expert", only_success=True, steps=5)

@@ -1,18 +1,14 @@
 """`critic_observation` in runs: training, resuming, handing over, and playing where the stream does not exist."""
 
-import json
-
 import pytest
 import torch
 from tensordict import TensorDict
 from worlds import SecretSign
 
-import deft
-from deft import cli, schema
+from deft import cli, load_dataset, load_policy, schema
 from deft.config.loading import resolve
 from deft.evaluation.evaluate import evaluate_run, find_run, rebuild_policy
 from deft.runs.policy_spaces import PolicySpaces
-from deft.training import run
 from deft.training.run import build_trainer
 
 ENV = "worlds:deft-tests/SecretSign-v0"
@@ -23,24 +19,7 @@ COMMON = ["--threads", 1, "--device", "cpu", "--eval-freq", 0, "--json"]
 PPO = ["--env", ENV, "--rollout-steps", 8, "--batch-size", 8, "--n-epochs", 1, *COMMON]
 SHORT = ["--hidden-sizes", 8, "--hidden-dim", 8, "--encoder-dim", 8, "--total-timesteps", 16]
 
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr(run, "plot_run", lambda folder: [])
-
-
-@pytest.fixture
-def command(capsys, tmp_path, monkeypatch):
-    """Run a command, which must succeed; return its JSON."""
-    monkeypatch.chdir(tmp_path)
-
-    def execute(*arguments):
-        status = cli.main([str(argument) for argument in arguments])
-        output = capsys.readouterr()
-        assert status == 0, output.err
-        return json.loads(output.out.splitlines()[-1])
-
-    return execute
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def trainer(folder, names=("secret",), **changes):
@@ -91,19 +70,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, memory):
         made.close()
 
 
-def test_a_run_is_played_recorded_and_loaded_without_the_stream(command, tmp_path):
-    command("train", "ppo", *PPO, *SHORT, "--critic_observation", "secret", "--output-dir", "run")
+def test_a_run_is_played_recorded_and_loaded_without_the_stream(deft, tmp_path):
+    deft("train", "ppo", *PPO, *SHORT, "--critic_observation", "secret", "--output-dir", "run")
     folder = next((tmp_path / "run").glob("checkpoint-*"))
     assert list(PolicySpaces.read(folder).observation) == ["image", "state"]
-    seeing = command("evaluate", "run", "--episodes", 2, "--device", "cpu", "--json")
-    blind = command(
-        "evaluate", "run", "--episodes", 2, "--env-kwargs", "offers_secret=false", "--device", "cpu", "--json"
-    )
+    seeing = deft("evaluate", "run", "--episodes", 2, "--device", "cpu", "--json")
+    blind = deft("evaluate", "run", "--episodes", 2, "--env-kwargs", "offers_secret=false", "--device", "cpu", "--json")
     assert seeing["episodes"] == blind["episodes"] == 2
     record = ["--policy", "run", "--env-kwargs", "offers_secret=false", "--episodes", 2, "--out", "data/secret/own-v0"]
-    command("collect", *record, "--device", "cpu", "--json")
-    assert list(deft.load_dataset("data/secret/own-v0").observation_space) == ["image", "state"]
-    policy = deft.load_policy("run", device="cpu", trust_remote_code=True)
+    deft("collect", *record, "--device", "cpu", "--json")
+    assert list(load_dataset("data/secret/own-v0").observation_space) == ["image", "state"]
+    policy = load_policy("run", device="cpu", trust_remote_code=True)
     env = SecretSign(offers_secret=False)
     observation, _ = env.reset(seed=0)
     assert policy.streams == ["image", "state"]
@@ -114,23 +91,23 @@ def test_a_run_is_played_recorded_and_loaded_without_the_stream(command, tmp_pat
 @pytest.mark.parametrize(
     "model", [[], ["--model", "vla-tiny", "--vla-model-config", "image_size=32", "width=32", "cell=4"]]
 )
-def test_supervised_then_ppo_then_grpo(command, tmp_path, model):
+def test_supervised_then_ppo_then_grpo(deft, tmp_path, model):
     """A policy cloned where the stream does not exist keeps its actions, and gets a value that reads the stream."""
     blind = ["--env", ENV, "--env-kwargs", "offers_secret=false"]
-    command("collect", *blind, "--policy", "random", "--episodes", 2, "--out", "data/secret/random-v0", "--json")
+    deft("collect", *blind, "--policy", "random", "--episodes", 2, "--out", "data/secret/random-v0", "--json")
     sft = ["--num-epochs", 1, "--updates-per-epoch", 1, "--batch-size", 4, "--val-fraction", 0, *COMMON]
     size = model or ["--hidden-dim", 8, "--encoder-dim", 8]
-    command("train", "sft", "--dataset", "data/secret/random-v0", *size, *sft, "--output-dir", "sft")
+    deft("train", "sft", "--dataset", "data/secret/random-v0", *size, *sft, "--output-dir", "sft")
     more = ["--critic_observation", "secret", "--env-kwargs", "offers_secret=true"]
     still = ["--learning-rate", 1e-30, "--total-timesteps", 16, "--trust-remote-code"]
-    command("train", "ppo", *PPO, *still, "--model-path", "sft", *more, "--output-dir", "ppo")
-    before, after = (deft.load_policy(name, device="cpu", trust_remote_code=True) for name in ("sft", "ppo"))
+    deft("train", "ppo", *PPO, *still, "--model-path", "sft", *more, "--output-dir", "ppo")
+    before, after = (load_policy(name, device="cpu", trust_remote_code=True) for name in ("sft", "ppo"))
     observation, _ = SecretSign(offers_secret=False).reset(seed=0)
     assert before.get_action(observation) == pytest.approx(after.get_action(observation))
     weights = torch.load(next((tmp_path / "ppo").glob("checkpoint-*")) / "model.pt", weights_only=True)
     assert any(name.startswith("critic.") for name in weights)
     grpo = ["--env", ENV, "--group-size", 2, "--batch-size", 8, "--n-epochs", 1, "--num-iterations", 1, *COMMON]
-    command("train", "grpo", *grpo, "--model-path", "ppo", "--trust-remote-code", "--output-dir", "grpo")
+    deft("train", "grpo", *grpo, "--model-path", "ppo", "--trust-remote-code", "--output-dir", "grpo")
 
 
 OFFLINE = ["--num-epochs", 1, "--updates-per-epoch", 2, "--batch-size", 8, "--hidden-dim", 8, "--encoder-dim", 8]
@@ -139,31 +116,31 @@ OFF_POLICY += ["--learning-starts", 8, "--random-steps", 4, *COMMON]
 
 
 @pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc"])
-def test_offline_critics_read_the_stream_of_a_dataset(command, tmp_path, algorithm):
+def test_offline_critics_read_the_stream_of_a_dataset(deft, tmp_path, algorithm):
     data, train = "data/secret/random-v0", ["train", algorithm, "--dataset", "data/secret/random-v0", *OFFLINE, *COMMON]
-    command("collect", "--env", ENV, "--policy", "random", "--episodes", 4, "--out", data, "--json")
+    deft("collect", "--env", ENV, "--policy", "random", "--episodes", 4, "--out", data, "--json")
     blind = ["--env", ENV, "--env-kwargs", "offers_secret=false"]
-    command(*train, *blind, "--critic_observation", "secret", "--num-seeds", 1, "--output-dir", "run")
+    deft(*train, *blind, "--critic_observation", "secret", "--num-seeds", 1, "--output-dir", "run")
     folder = next((tmp_path / "run").glob("checkpoint-*"))
     assert list(PolicySpaces.read(folder).observation) == ["image", "state"]
     weights = torch.load(folder / "model.pt", weights_only=True)
     assert weights["critic.encoder.streams.secret.normalizer.count"] == 16  # 4 episodes of 4 steps
-    assert command("evaluate", "run", "--episodes", 2, "--device", "cpu", "--json")["episodes"] == 2
+    assert deft("evaluate", "run", "--episodes", 2, "--device", "cpu", "--json")["episodes"] == 2
     assert cli.main(["train", "sft", "--dataset", data, "--critic_observation", "secret", "--device", "cpu"]) == 2
     # the policy starts from one that was cloned without the stream; SAC continues with its critics
-    command("train", "sft", "--dataset", data, *OFFLINE, *COMMON, "--val-fraction", 0, "--output-dir", "sft")
-    command(*train, "--model-path", "run", "--trust-remote-code", "--output-dir", "more")
+    deft("train", "sft", "--dataset", data, *OFFLINE, *COMMON, "--val-fraction", 0, "--output-dir", "sft")
+    deft(*train, "--model-path", "run", "--trust-remote-code", "--output-dir", "more")
     sac = ["train", "sac", *OFF_POLICY, "--env-kwargs", "offers_secret=true", "--trust-remote-code"]
-    command(*sac, "--model-path", "run", "--output-dir", "sac")
+    deft(*sac, "--model-path", "run", "--output-dir", "sac")
 
 
-def test_a_vla_model_from_iql_to_ppo(command, tmp_path):
+def test_a_vla_model_from_iql_to_ppo(deft, tmp_path):
     data, common = "data/secret/random-v0", [*COMMON, "--trust-remote-code"]
-    command("collect", "--env", ENV, "--policy", "random", "--episodes", 4, "--out", data, "--json")
+    deft("collect", "--env", ENV, "--policy", "random", "--episodes", 4, "--out", data, "--json")
     model = ["--model", "vla-tiny", "--vla-model-config", "image_size=32", "width=32", "cell=4"]
     train = ["train", "iql", "--dataset", data, *model, *OFFLINE[:6], *common]
-    command(*train, "--critic_observation", "secret", "--output-dir", "iql")
-    command(
+    deft(*train, "--critic_observation", "secret", "--output-dir", "iql")
+    deft(
         "train",
         "ppo",
         *PPO,
@@ -213,9 +190,9 @@ def test_sac_resumes_exactly_and_its_actor_never_reads_the_stream(tmp_path):
         made.close()
 
 
-def test_iql_learns_a_value_of_the_stream(command, tmp_path):
+def test_iql_learns_a_value_of_the_stream(deft, tmp_path):
     data = "data/secret/random-v0"
-    command("collect", "--env", ENV, "--policy", "random", "--episodes", 64, "--out", data, "--json")
+    deft("collect", "--env", ENV, "--policy", "random", "--episodes", 64, "--out", data, "--json")
     train = ["train", "iql", "--dataset", data, "--hidden-dim", 32, "--encoder-dim", 8, "--batch-size", 64, *COMMON]
     train += [
         "--num-epochs",
@@ -229,7 +206,7 @@ def test_iql_learns_a_value_of_the_stream(command, tmp_path):
         "--tau",
         0.2,
     ]
-    command(*train, "--critic_observation", "secret", "--output-dir", "run")
+    deft(*train, "--critic_observation", "secret", "--output-dir", "run")
     folder, config = find_run(tmp_path / "run")
     env = SecretSign()
     policy = rebuild_policy(folder, config, env.observation_space, env.action_space, "cpu")

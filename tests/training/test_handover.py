@@ -1,7 +1,5 @@
 """A policy from one run to the next: cloned from a robot's recordings, trained on in an environment of that robot."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -9,10 +7,9 @@ from lerobot_worlds import CAMERA_SIDE, ENV_ID, JOINTS, LIMIT, PickAndPlace
 from shared_data import shared_data
 from tensordict import TensorDict
 
-from deft import DatasetWriter, cli, schema
+from deft import DatasetWriter, schema
 from deft.envs.make import wrap
 from deft.evaluation.evaluate import find_run, load_policy
-from deft.training import run
 
 DATASET = "lerobot_v2/robot_sim_picknplace"
 ENV = f"lerobot_worlds:{ENV_ID}"
@@ -23,24 +20,7 @@ PPO = ["--rollout-steps", 4, "--batch-size", 8, "--n-epochs", 1]
 GRPO = ["--group-size", 2, "--batch-size", 8, "--n-epochs", 1, "--num-iterations", 1]
 STILL = ["--learning-rate", 1e-30]
 
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr(run, "plot_run", lambda folder: [])
-
-
-@pytest.fixture
-def deft(capsys, tmp_path, monkeypatch):
-    """Runs a command that must succeed; what it prints as JSON."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(*arguments):
-        status = cli.main([str(argument) for argument in arguments])
-        output = capsys.readouterr()
-        assert status == 0, output.err
-        return json.loads(output.out.splitlines()[-1])
-
-    return command
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def clone(deft, dataset, folder, *more):

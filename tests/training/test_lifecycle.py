@@ -1,8 +1,11 @@
 """The life of a run, driven with a loop that only counts and draws random numbers."""
 
+import dataclasses
 import json
+import math
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -207,3 +210,60 @@ def test_runs_are_placed_by_one_function(tmp_path, resume, auto_resume, overwrit
     with pytest.raises(InputError, match="--auto-resume continues it"):
         place_directory(tmp_path / "run", None, False, False)
     assert place_directory(tmp_path / "new", None, True, False) == (None, False)
+
+
+def sessions(folder: Path) -> list[tuple]:
+    found = json.loads((folder / "run.json").read_text())["sessions"]
+    return [(one["first_step"], one["last_step"], one["status"], one.get("reason")) for one in found]
+
+
+def test_a_run_with_settings_can_be_resumed_by_a_command(tmp_path):
+    run = Counting(tmp_path / "a run").run
+    run.directory.mkdir()
+    assert run._how_to_resume() == ""  # of Python: there is no file to resume from
+    (run.directory / "config.yaml").touch()
+    assert run._how_to_resume() == f"; to resume: deft train --resume '{run.directory}'"
+
+
+def test_run_json_has_how_each_start_of_a_run_ended(tmp_path):
+    loop = Counting(tmp_path)
+    loop.at_step[3] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        loop.run.execute(6)
+    assert sessions(tmp_path) == [(0, 3, "stopped", "SIGTERM")]
+    loop = Counting(tmp_path)
+    loop.run.load(tmp_path)
+
+    def fail():
+        raise RunError("no disk")
+
+    loop.at_step[5] = fail
+    with pytest.raises(RunError):
+        loop.run.execute(6)
+    loop = Counting(tmp_path)
+    loop.run.load(tmp_path)
+    loop.run.execute(6)
+    assert sessions(tmp_path)[1:] == [(3, 4, "failed", "RunError: no disk"), (4, 6, "complete", None)]
+
+
+def test_a_viewed_run_writes_live_files_and_a_port_in_use_is_found_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("deft.runs.live.INTERVAL", 0.0)
+    monkeypatch.setattr("deft.runs.live.MOST_TIME", math.inf)
+    loop = Counting(tmp_path / "run")
+    shown = []
+
+    def open_page() -> None:
+        (tmp_path / "run" / "live" / "viewer").touch()
+
+    loop.at_step[2] = open_page
+    loop.at_step[4] = lambda: shown.append(json.loads((tmp_path / "run" / "live" / "progress.json").read_text()))
+    loop.run.execute(5)
+    # Steps 2 and 3 are shown when step 4 is made: the files are those of step 3.
+    assert [(one["step"], one["total"], one["process"]) for one in shown] == [(3, 5, os.getpid())]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        viewed = dataclasses.replace(QUIET, view=True, view_port=taken.getsockname()[1])
+        with pytest.raises(InputError, match="give another --view-port"):
+            Run(loop, RunSpec(logging_config=viewed), tmp_path / "other", Threads((1,)))
+    assert not (tmp_path / "other").exists()

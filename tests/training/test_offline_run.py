@@ -11,7 +11,7 @@ import torch
 from shared_data import shared_data
 from vla_worlds import PointToColour
 
-from deft import PPO, Trainer, cli, schema
+from deft import PPO, Trainer, schema
 from deft.config.algorithm_settings import PPOSettings
 from deft.config.loading import resolve, to_dict, write_config
 from deft.config.settings import CollectConfig, LoggingConfig
@@ -23,7 +23,6 @@ from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.vla import gpt
 from deft.models.vla.loading import save_vla_model
 from deft.models.vla.policy import VLAPolicy
-from deft.training import run
 from deft.training.collect import collect
 from deft.training.handover import use_policy_section
 from deft.training.offline import OfflineTrainer
@@ -43,10 +42,9 @@ NUM_UPDATES = 3
 
 
 @pytest.fixture(autouse=True)
-def _small_models_and_no_plots(monkeypatch):
+def _small_models(monkeypatch, no_plots):
     monkeypatch.setitem(gpt.LANGUAGE_MODELS, "gpt-tiny", gpt.LanguageSpec(1, 64, 2))
     monkeypatch.setitem(gpt.VISION_ENCODERS, "resnet-tiny", gpt.VisionSpec(4, 4, False, 16, (32,), (1,), (2,), False))
-    monkeypatch.setattr(run, "plot_run", lambda folder: [])
     gymnasium.register(POINT, entry_point="vla_worlds:PointToColour")
     yield
     del gymnasium.registry[POINT]
@@ -215,14 +213,6 @@ def test_a_resumed_run_is_the_same_while_episodes_pass_through_memory(tmp_path, 
     assert whole.sampler.state_dict()["order"] != fresh["order"]  # episodes did come and go
 
 
-def deft(capsys, *arguments: object) -> dict:
-    """What a command prints as JSON; it must succeed."""
-    status = cli.main([str(argument) for argument in arguments])
-    output = capsys.readouterr()
-    assert status == 0, output.err
-    return json.loads(output.out.splitlines()[-1])
-
-
 COMMAND = [
     "--policy",
     "vla",
@@ -239,35 +229,33 @@ COMMAND += ["--updates-per-epoch", 2, "--num-epochs", 1, "--eval-freq", 1, "--ev
 COMMAND += ["--device", "cpu", "--console-level", "ERROR", "--json"]
 
 
-def test_the_command_from_pretrained_weights_which_a_checkpoint_then_stands_for(tmp_path, reach, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_from_pretrained_weights_which_a_checkpoint_then_stands_for(tmp_path, reach, deft):
     model = gpt.GPTVLAModel(action_dim=2, proprio_dim=8, image_size=16)
     save_vla_model(model, "weights.safetensors")
     flags = [*COMMAND, "--vla-model-path", "weights.safetensors", "--lr", 1e-6, "--output-dir", "run"]
-    summary = deft(capsys, "train", "iql", "--dataset", reach, *flags)
+    summary = deft("train", "iql", "--dataset", reach, *flags)
     assert summary["final_episodes"] == 2
     saved = torch.load(tmp_path / "run" / "checkpoint-2" / "model.pt", weights_only=True)
     # Adam moves a weight by at most the learning rate an update: the file's weights, trained on.
     distance = max(float((saved[f"model.{name}"] - value).abs().max()) for name, value in model.state_dict().items())
     assert 0 < distance < 3e-6
     (tmp_path / "weights.safetensors").unlink()
-    assert deft(capsys, "train", "--resume", "run", "--num-epochs", 2, "--json")["updates"] == 4
-    assert deft(capsys, "evaluate", "run", "--episodes", 2, "--json")["episodes"] == 2
+    assert deft("train", "--resume", "run", "--num-epochs", 2, "--json")["updates"] == 4
+    assert deft("evaluate", "run", "--episodes", 2, "--json")["episodes"] == 2
 
 
-def test_from_a_run_with_ppo_and_back_to_it(tmp_path, reach, capsys, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
+def test_from_a_run_with_ppo_and_back_to_it(tmp_path, reach, deft, caplog):
     world = ["--env", "deft/Reach-v0", "--env-kwargs", "observation=vla", "image_size=16", "--policy", "vla"]
     world += ["--vla-model-class", "gpt-vla", "--rollout-steps", 8, "--total-timesteps", 8, "--n-epochs", 1]
     world += ["--batch-size", 8, "--eval-freq", 0, "--threads", 1, "--device", "cpu", "--json"]
-    deft(capsys, "train", "ppo", *world, "--output-dir", "online")
-    deft(capsys, "train", "iql", "--dataset", reach, *COMMAND, "--model-path", "online", "--output-dir", "offline")
+    deft("train", "ppo", *world, "--output-dir", "online")
+    deft("train", "iql", "--dataset", reach, *COMMAND, "--model-path", "online", "--output-dir", "offline")
     assert any("V and the encoder of the critics start" in message for message in caplog.messages)
     saved = torch.load(tmp_path / "offline" / "checkpoint-2" / "model.pt", weights_only=True)
     assert float(saved["encoder.streams.proprio.normalizer.count"]) == 90  # new, so it was fitted to the dataset
-    deft(capsys, "train", "ppo", *world, "--model-path", "offline", "--output-dir", "again")
+    deft("train", "ppo", *world, "--model-path", "offline", "--output-dir", "again")
     # An offline run's policy as a whole, with its V and its normalisation
-    deft(capsys, "train", "td3-bc", "--dataset", reach, *COMMAND, "--model-path", "offline", "--output-dir", "second")
+    deft("train", "td3-bc", "--dataset", reach, *COMMAND, "--model-path", "offline", "--output-dir", "second")
     assert sum("the model is loaded" in message for message in caplog.messages) == 1
     again = torch.load(tmp_path / "again" / "checkpoint-8" / "model.pt", weights_only=True)
     assert again.keys() == saved.keys()  # PPO continues with V, whose weights have the same names

@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 from worlds import Counting, Failing
 
 from deft import schema
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.ppo import PPO
-from deft.config.algorithm_settings import PPOSettings
+from deft.algorithms.sac import SAC
+from deft.config.algorithm_settings import GRPOSettings, PPOSettings, SACSettings
 from deft.config.settings import PolicyConfig, TrainerConfig, VLAConfig
+from deft.data import transition_ring
 from deft.envs.host import HostVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.envs.wrappers import ActionChunk
-from deft.errors import RunError
+from deft.errors import InputError, RunError
 from deft.models.actor_critic import ActorCritic
 from deft.models.building import make_policy
 from deft.training.collection import Collection, Collector
@@ -170,6 +173,120 @@ def test_rollouts_and_updates_are_those_of_numpy_arrays(case: str) -> None:
     assert truncated.any()  # values of final observations were computed
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_groups_and_updates_are_those_of_numpy_arrays(case: str) -> None:
+    config, results = CASES[case], []
+    for env in (robots(config, 4), Tensors(robots(config, 4))):
+        torch.manual_seed(0)
+        policy = make_policy(config, env.observation_space, env.action_space)
+        algorithm = GRPO(policy, GRPOSettings(group_size=2, batch_size=7, n_epochs=2, sequence_length=4, kl_coef=0.1))
+        collection = make_collection(env, policy, algorithm, TrainerConfig(rollout_steps=STEPS), 3, True, 100, 5.0)
+        assert collection.collector.env is env
+        assert collection.buffer.columns.device == env.device
+        rounds, metrics = [], []
+        for _ in range(2):
+            torch.manual_seed(algorithm.version)
+            assert collection.gather(STEPS, lambda: False)
+            rounds += list(collection.batches(STEPS))
+            metrics.append({name: float(value) for name, value in algorithm.update(iter(rounds[-1:])).items()})
+            collection.publish(algorithm.version)
+        counts = collection.collector.take_step_count(0)
+        results.append((rounds, metrics, policy.state_dict(), collection.collector.take_episodes(), counts))
+    plain, tensor = results
+    assert_same(tensor[0], plain[0])
+    assert all(not rollout[schema.STEP_MASK].all() for rollout in plain[0])  # some episodes end before others
+    assert tensor[1] == plain[1]
+    assert all(torch.equal(tensor[2][name], weight) for name, weight in plain[2].items())
+    assert tensor[3:] == plain[3:]
+
+
+@pytest.mark.parametrize("n_step", [1, 2])
+def test_the_replay_buffer_and_updates_are_those_of_numpy_arrays(n_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    monkeypatch.setattr(transition_ring, "to_numpy", lambda tensor: copied.append(tensor.ndim) or tensor.numpy())
+    config, results = PolicyConfig(encoder_dim=16, hidden_sizes=(16,)), []
+    settings = SACSettings(batch_size=8, buffer_size=40, learning_starts=20, n_step=n_step)
+    for env in (robots(config), Tensors(robots(config))):
+        torch.manual_seed(0)
+        policy = SAC.make_policy(env.observation_space, env.action_space, config, settings)
+        algorithm = SAC(policy, settings)
+        collection = make_collection(env, policy, algorithm, TrainerConfig(rollout_steps=STEPS), 3, True, 1000, 5.0)
+        assert collection.collector.env is env
+        metrics: Any = {}
+        for number in range(30):  # 90 steps: random actions, then the policy's; the buffer is overwritten
+            torch.manual_seed(number)
+            assert collection.gather(1, lambda: False)
+            metrics = collection.update(algorithm, 1, lambda: False) or metrics
+            collection.collector.take_step_count(1)
+            collection.publish(algorithm.version)
+        batch = TensorDict(collection.buffer.sample(16), batch_size=[16])
+        results.append((batch, {name: float(value) for name, value in metrics.items()}, policy.state_dict()))
+    plain, tensor = results
+    assert algorithm.version > 60
+    assert max(copied) == n_step  # flags of ended episodes; for n steps also vectors; never images
+    assert_same(tensor[:1], plain[:1])
+    assert tensor[1] == plain[1]
+    assert all(torch.equal(tensor[2][name], weight) for name, weight in plain[2].items())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_in_bf16_every_ratio_is_one_before_the_first_step(name: str) -> None:
+    env = Tensors(robots(VLA, 4))
+    torch.manual_seed(0)
+    policy = make_policy(VLA, env.observation_space, env.action_space)
+    algorithm: Any = (
+        PPO(policy, PPOSettings(precision="bf16", batch_size=7))
+        if name == "ppo"
+        else GRPO(policy, GRPOSettings(precision="bf16", batch_size=7, group_size=2, kl_coef=0.1))
+    )
+    collection = make_collection(env, policy, algorithm, TrainerConfig(rollout_steps=STEPS), 3, True, 100, 5.0)
+    assert policy.model.cameras[0].dtype == torch.bfloat16
+    assert collection.gather(STEPS, lambda: False)
+    rounds = list(collection.batches(STEPS))
+    epochs = algorithm._begin(rounds if name == "grpo" else rounds[0])
+    order = torch.randperm(epochs.data.numel(), generator=algorithm.generator)
+    items = epochs.data if name == "grpo" else epochs.data.flatten(0, 1)
+    for minibatch in algorithm._minibatches(items, order, 7):
+        scored = algorithm._scored(minibatch)
+        _, metrics = algorithm._loss(scored, minibatch)
+        assert scored["log_prob"].dtype == torch.float32
+        torch.testing.assert_close(metrics["log_ratio"].exp(), torch.ones(len(minibatch)), atol=1e-3, rtol=0)
+        if name == "grpo":  # the reference computes as the policy does
+            assert float(metrics["kl"]) < 1e-6
+    metrics = algorithm.update(iter(rounds))
+    assert torch.isfinite(metrics["loss"])
+
+
+def test_bf16_is_for_policies_that_have_it() -> None:
+    env = Tensors(SerialVectorEnv([Counting()]))
+    policy = ActorCritic(env.observation_space, env.action_space)
+    with pytest.raises(InputError, match="precision: bf16 is for vla-tiny; ActorCritic"):
+        PPO(policy, PPOSettings(precision="bf16"))
+
+
+def test_a_group_of_tensors_that_lost_a_member_is_dropped() -> None:
+    """A lost episode is masked with its group; the others are cut at the end of the round."""
+
+    class Losing(Tensors):
+        def step(self, actions: Any) -> VectorStep:
+            step = super().step(actions)
+            lost = torch.tensor([1])
+            return dataclasses.replace(step, lost_index=lost, done_index=lost, final_observation=step.observation[lost])
+
+    env = Losing(SerialVectorEnv([Counting(length=9) for _ in range(4)]))
+    policy = ActorCritic(env.observation_space, env.action_space)
+    algorithm = GRPO(policy, GRPOSettings(group_size=2, max_resamples=0))
+    collection = make_collection(env, policy, algorithm, TrainerConfig(rollout_steps=3), 0, True, 64, 5.0)
+    assert collection.gather(3, lambda: False)
+    (rollout,) = collection.batches(3)
+    assert rollout[schema.STEP_MASK].tolist() == [[False, False, True, True]] * 3
+    assert collection.collector.num_lost_episodes == 1
+    # Three episodes are cut after 3 steps of reward 1, that of environment 1 was lost.
+    cut = [(episode.env_index, episode.episode_return, episode.length) for episode in collection.collector.episodes]
+    assert cut == [(0, 3.0, 3), (2, 3.0, 3), (3, 3.0, 3)]
+
+
 def test_truncation_bootstraps_from_the_true_final_observation() -> None:
     class Reader(ActorCritic):
         """V(o) = 100·episode + step."""
@@ -223,7 +340,7 @@ def test_a_run_resumes_in_the_middle_of_a_rollout() -> None:
 
 
 def test_collections_that_need_arrays_receive_them() -> None:
-    """GRPO, background collection, and a policy on another device than the environments."""
+    """Background collection, and a policy on another device than the environments."""
     env = Tensors(SerialVectorEnv([Counting() for _ in range(4)]))
     policy = ActorCritic(env.observation_space, env.action_space)
 
@@ -233,7 +350,7 @@ def test_collections_that_need_arrays_receive_them() -> None:
 
     assert kind(PPO(policy)) is Tensors
     assert kind(PPO(policy), buffer_type="vla") is HostVectorEnv
-    assert kind(GRPO(policy)) is HostVectorEnv
+    assert kind(GRPO(policy, GRPOSettings(group_size=2))) is Tensors
     env.device = torch.device("meta")
     assert kind(PPO(policy)) is HostVectorEnv
 

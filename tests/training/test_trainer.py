@@ -147,10 +147,10 @@ def test_a_collector_that_dies_ends_the_run(tmp_path):
     trainer = make_trainer(tmp_path, env=[Counting()], buffer_type="vla", buffer_size=100_000)
 
     def die(buffer, ends_segment):
-        raise MemoryError("out of memory")
+        raise ConnectionError("the robot is not there")
 
     trainer.collection.collector.step = die  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
+    with pytest.raises(ConnectionError):
         trainer.train(1000)
 
 
@@ -665,3 +665,12 @@ def test_evaluations_during_training_may_sample(tmp_path):
         trainer.close()
     assert [result["action_selection"] for result in results] == ["mode", "sample"]
     assert results[0]["mean_reward"] != results[1]["mean_reward"]
+
+
+@pytest.mark.parametrize("mode", [{"buffer_type": "standard"}, {"buffer_type": "vla"}])
+def test_the_latest_observation_is_that_of_the_environments(tmp_path, mode):
+    trainer = make_trainer(tmp_path, [Counting(), Counting()], **mode)
+    assert trainer.latest_observation() is None
+    trainer.train(64)
+    assert np.array_equal(trainer.latest_observation(), trainer.env.observation)
+    trainer.close()

@@ -18,7 +18,7 @@ from deft.evaluation.rollouts import play_episodes, summarize
 from deft.models.vla import gpt
 from deft.models.vla.gpt import GPTVLAModel
 from deft.models.vla.loading import save_vla_model
-from deft.training import run
+from deft.training.run import build_trainer
 
 WEIGHTS = "checkpoints/pretrained_vla_model.pth"
 SIZE = 16
@@ -28,24 +28,12 @@ WORLD = ["--env", "reach", "--env-kwargs", "observation=vla", f"image_size={SIZE
 SHORT = ["--rollout-steps", STEPS, "--n-epochs", 1, "--batch-size", 8, "--eval-freq", 0, "--log-freq", 1]
 SHORT += ["--threads", 1, "--device", "cpu", "--output-dir", "run", "--json"]
 
-
-def deft(capsys, *arguments: object) -> dict:
-    """What a command prints as JSON; it must succeed."""
-    status = cli.main([str(argument) for argument in arguments])
-    output = capsys.readouterr()
-    assert status == 0, output.err
-    return json.loads(output.out.splitlines()[-1])
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def updates(folder) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["type"] == "update"]
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    """Drawing takes ten times as long as these runs."""
-    monkeypatch.setattr(run, "plot_run", lambda folder: [])
 
 
 @pytest.fixture
@@ -69,14 +57,12 @@ def pretrained(chunk_length: int = 1) -> GPTVLAModel:
 
 @pytest.mark.parametrize("chunk_length", [1, 4])
 @pytest.mark.parametrize("mode", ["standard", "vla"])
-def test_the_example_trains_resumes_and_is_evaluated(project, capsys, mode, chunk_length):
+def test_the_example_trains_resumes_and_is_evaluated(project, deft, mode, chunk_length):
     before = pretrained(chunk_length).state_dict()
     rollout = STEPS * NUM_ENVS * chunk_length
     flags = ["--action-dim", 2, "--chunk-length", chunk_length, "--buffer-type", mode]
     # More than one rollout and no more than two, also where chunks end early
-    summary = deft(
-        capsys, "train", "--config", "config.json", *WORLD, *SHORT, *flags, "--total-timesteps", rollout * 3 // 2
-    )
+    summary = deft("train", "--config", "config.json", *WORLD, *SHORT, *flags, "--total-timesteps", rollout * 3 // 2)
     assert summary["timesteps"] > rollout
     assert len(updates(project / "run")) == 2
     saved = project / "run" / f"checkpoint-{summary['timesteps']}" / "model.pt"
@@ -86,10 +72,10 @@ def test_the_example_trains_resumes_and_is_evaluated(project, capsys, mode, chun
     assert 0 < distance < 10 * 1e-5
 
     (project / WEIGHTS).unlink()  # a checkpoint stands for itself
-    resumed = deft(capsys, "train", "--resume", "run", "--total-timesteps", rollout * 5 // 2, "--json")
+    resumed = deft("train", "--resume", "run", "--total-timesteps", rollout * 5 // 2, "--json")
     assert resumed["timesteps"] > summary["timesteps"]
     assert len(updates(project / "run")) >= 3
-    result = deft(capsys, "evaluate", "run", "--episodes", 2, "--json")
+    result = deft("evaluate", "run", "--episodes", 2, "--json")
     assert result["episodes"] == 2
     assert 0 <= result["success_rate"] <= 1
     assert 1 <= result["mean_length"] <= 50  # env steps, not chunks
@@ -111,7 +97,7 @@ def test_the_first_rollout_is_of_the_weights_in_the_file(project, mode, chunk_le
             "device": "cpu",
         },
     )
-    trainer = run.build_trainer(config)
+    trainer = build_trainer(config)
     trainer.collection.start(STEPS, STEPS)
     assert trainer.collection.gather(STEPS, lambda: False)
     rollout = next(trainer.collection.batches(STEPS)).flatten(0, 1)
@@ -128,21 +114,21 @@ def test_the_first_rollout_is_of_the_weights_in_the_file(project, mode, chunk_le
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-4)
 
 
-def test_the_example_as_it_stands_for_a_robot_of_seven_joints(project, capsys):
+def test_the_example_as_it_stands_for_a_robot_of_seven_joints(project, deft):
     torch.manual_seed(0)
     sizes = {"action_dim": 7, "proprio_dim": 7, "image_keys": ["rgb", "wrist_rgb"], "image_size": SIZE}
     save_vla_model(GPTVLAModel(vision_encoder="resnet50", language_model="gpt2-medium", **sizes), WEIGHTS)
     flags = ["--env", "vla_worlds:SevenJoints-v0", *SHORT, "--total-timesteps", STEPS * 2]
-    assert deft(capsys, "train", "--config", "config.json", *flags)["timesteps"] == STEPS * 2
+    assert deft("train", "--config", "config.json", *flags)["timesteps"] == STEPS * 2
 
 
-def test_a_class_with_the_three_methods_alone(project, capsys):
+def test_a_class_with_the_three_methods_alone(project, deft):
     """Named by its path, with the whole config on the command line; the bytes of the instruction arrive."""
     ListeningModel.heard.clear()
     model = ["--policy", "vla", "--vla-model-class", "vla_worlds.ListeningModel"]
     flags = [*WORLD, *SHORT, "--buffer-type", "vla", "--total-timesteps", STEPS * NUM_ENVS * 2]
-    assert deft(capsys, "train", "ppo", *model, *flags)["timesteps"] == STEPS * NUM_ENVS * 2
-    assert deft(capsys, "evaluate", "run", "--episodes", 1, "--json")["episodes"] == 1
+    assert deft("train", "ppo", *model, *flags)["timesteps"] == STEPS * NUM_ENVS * 2
+    assert deft("evaluate", "run", "--episodes", 1, "--json")["episodes"] == 1
     texts = {row.rstrip(b"\0").decode() for row in ListeningModel.heard}
     assert texts
     assert texts <= {f"reach the {colour} target" for colour in ("red", "green", "blue", "yellow")}
@@ -165,10 +151,9 @@ def test_by_hand_in_python(tmp_path, chunk_length):
     trainer.close()
 
 
-def test_the_preset_trains(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_preset_trains(deft):
     flags = [*SHORT, "--num-envs", 2, "--total-timesteps", STEPS * 2]
-    assert deft(capsys, "train", "--config", "vla-reach", *flags)["timesteps"] == STEPS * 2
+    assert deft("train", "--config", "vla-reach", *flags)["timesteps"] == STEPS * 2
 
 
 @pytest.mark.parametrize(
@@ -218,23 +203,20 @@ def test_picture_and_words_together_are_learned(tmp_path):
 
 
 @pytest.mark.parametrize("head", ["token", "flow"])
-def test_from_demonstrations_to_reinforcement(tmp_path, monkeypatch, capsys, head):
+def test_from_demonstrations_to_reinforcement(deft, capsys, head):
     """collect → sft → ppo, grpo and iql: the later runs need no flags for the model, its chunks or its environment."""
-    monkeypatch.chdir(tmp_path)
     quiet = ["--threads", 1, "--device", "cpu", "--console-level", "ERROR", "--json"]
     world = ["--env", "reach", "--env-kwargs", "observation=vla", f"image_size={SIZE}"]
-    deft(capsys, "collect", *world, "--policy", "expert", "--noise", 0.1, "--episodes", 3, "--out", "demos", "--json")
+    deft("collect", *world, "--policy", "expert", "--noise", 0.1, "--episodes", 3, "--out", "demos", "--json")
     model = ["--model", "vla-tiny", "--vla-model-config", f"head={head}", "width=16"]
     offline = ["--dataset", "demos", "--num-epochs", 1, "--updates-per-epoch", 2, "--batch-size", 8, *quiet]
-    trained = deft(
-        capsys, "train", "sft", *offline, *model, "--eval-freq", 1, "--eval-episodes", 2, "--output-dir", "sft"
-    )
+    trained = deft("train", "sft", *offline, *model, "--eval-freq", 1, "--eval-episodes", 2, "--output-dir", "sft")
     assert trained["final_episodes"] == 2
     assert load_config("sft/config.yaml").policy.chunk_length == 4  # what vla-tiny is made for
     weights = torch.load(next(Path("sft").glob("checkpoint-*")) / "model.pt", weights_only=True)
 
     iql = [*offline, "--eval-freq", 0, "--reward-scaling", "none", "--model-path", "sft", "--output-dir", "iql"]
-    assert deft(capsys, "train", "iql", *iql)["updates"] == 2
+    assert deft("train", "iql", *iql)["updates"] == 2
     again = torch.load(next(Path("iql").glob("checkpoint-*")) / "model.pt", weights_only=True)
     assert again.keys() == weights.keys()  # critics and V stand on the model's trunk: there is no other encoder
     assert not torch.equal(again["model.value_head.4.weight"], weights["model.value_head.4.weight"])
@@ -242,7 +224,7 @@ def test_from_demonstrations_to_reinforcement(tmp_path, monkeypatch, capsys, hea
     online = ["--env", "reach", "--num-envs", 2, "--n-epochs", 1, "--batch-size", 8, "--eval-freq", 0, *quiet]
     for source in ("sft", "iql"):
         flags = ["--model-path", source, "--rollout-steps", 4, "--total-timesteps", 8, "--output-dir", f"{source}_ppo"]
-        assert deft(capsys, "train", "ppo", *online, *flags)["timesteps"] >= 8
+        assert deft("train", "ppo", *online, *flags)["timesteps"] >= 8
     config = load_config("iql_ppo/config.yaml")
     assert config.policy.chunk_length == 4
     assert config.env.kwargs == {"observation": "vla", "image_size": SIZE}
@@ -251,20 +233,19 @@ def test_from_demonstrations_to_reinforcement(tmp_path, monkeypatch, capsys, hea
     assert "model_path: the policy of sft decides 4 steps at a time, and sac learns from single steps" in error
     assert "with --chunk_length 1 and start from it, or train it with ppo or grpo" in error
     flags = ["--model-path", "sft", "--group-size", 2, "--iterations", 1, "--output-dir", "grpo"]
-    assert deft(capsys, "train", "grpo", *online, *flags)["timesteps"] > 0
-    assert deft(capsys, "evaluate", "iql_ppo", "--episodes", 2, "--json")["episodes"] == 2
+    assert deft("train", "grpo", *online, *flags)["timesteps"] > 0
+    assert deft("evaluate", "iql_ppo", "--episodes", 2, "--json")["episodes"] == 2
 
 
-def test_a_users_model_has_images_in_one_layout_from_environments_and_datasets(tmp_path, monkeypatch, capsys):
+def test_a_users_model_has_images_in_one_layout_from_environments_and_datasets(deft, monkeypatch):
     """PointToColour gives images of 16×16×3, and so it is recorded: the model has uint8 [B, 3, 16, 16] from both."""
-    monkeypatch.chdir(tmp_path)
     env = "vla_worlds:PointToColour-v0"
-    deft(capsys, "collect", "--env", env, "--policy", "random", "--episodes", 8, "--out", "data/seen-v0", "--json")
+    deft("collect", "--env", env, "--policy", "random", "--episodes", 8, "--out", "data/seen-v0", "--json")
     model = ["--policy", "vla", "--vla-model-class", "vla_worlds.SeeingModel"]
     monkeypatch.setattr(SeeingModel, "seen", set())
-    deft(capsys, "train", "ppo", "--env", env, *model, "--total-timesteps", 16, *SHORT)
+    deft("train", "ppo", "--env", env, *model, "--total-timesteps", 16, *SHORT)
     assert SeeingModel.seen == {(torch.uint8, (3, 16, 16))}
     SeeingModel.seen.clear()
     offline = ["--dataset", "data/seen-v0", "--num-epochs", 1, "--batch-size", 4, "--eval-freq", 0, "--device", "cpu"]
-    deft(capsys, "train", "iql", *offline, *model, "--output-dir", "offline", "--json")
+    deft("train", "iql", *offline, *model, "--output-dir", "offline", "--json")
     assert SeeingModel.seen == {(torch.uint8, (3, 16, 16))}

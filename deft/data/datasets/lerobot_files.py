@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deft.config.validation import shown
 from deft.data.datasets.dataset import check_finite, check_rows, damaged, import_optional, json_object, read_json
 from deft.data.spaces import MAX_SIZE
-from deft.errors import InputError
+from deft.errors import InputError, shown
 from deft.plain_data import read_bounded, whole_number
 
 if TYPE_CHECKING:

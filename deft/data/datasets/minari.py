@@ -20,7 +20,6 @@ import numpy as np
 from gymnasium import spaces
 
 from deft import trust
-from deft.config.validation import shown
 from deft.data.datasets.dataset import (
     Dataset,
     Episode,
@@ -46,7 +45,7 @@ from deft.data.spaces import (
     stream_space,
     streams,
 )
-from deft.errors import DeftError, InputError
+from deft.errors import DeftError, InputError, shown
 from deft.plain_data import whole_number
 
 if TYPE_CHECKING:
@@ -177,6 +176,12 @@ def _data_folder(path: Path) -> Path | None:
         elif is_hdf5(folder / EPISODES_FILE):  # before Minari 0.5 the metadata was in this file
             return folder
     return None
+
+
+def recorded_episodes(path: str | Path) -> int:
+    """Return the number of episodes in a recording; 0 if there is none yet."""
+    folder = dataset_path(path) / DATA_FOLDER
+    return int(_read_metadata(folder)["total_episodes"]) if (folder / METADATA_FILE).is_file() else 0
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:

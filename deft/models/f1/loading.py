@@ -28,6 +28,7 @@ from deft.models.vla.loading import check_fit, read_weights
 logger = logging.getLogger(__name__)
 
 WEIGHTS = Path(__file__).parent / "weights"  # weights that ship with the package
+SHIPPED = "shipped"  # as `checkpoint_path`: the teacher in WEIGHTS
 WEIGHT_FILES = ("model.safetensors", "model.pt")
 
 # Our prefixes → published prefixes; the first match is used.
@@ -85,11 +86,14 @@ def load_f1_policy(
     """Build the policy of a preset or a config file, with the weights of `checkpoint_path`, on `device`.
 
     `checkpoint_path` is a weights file, or a folder with `model.safetensors` or `model.pt` (and `peft_adapter/`), in
-    the published layout or ours. Without it the weights are new, and a warning is logged; the image tokenizer
-    always needs weights, unless `debug` is set. `lora_config` adds new adapters if the checkpoint has none.
+    the published layout or ours, or `shipped`: the teacher that ships with Deft. Without it the weights are new, and a
+    warning is logged; the image tokenizer always needs weights, unless `debug` is set. `lora_config` adds new adapters
+    if the checkpoint has none.
     """
     _check_device(device)
     config = read_f1_config(config_file)
+    if checkpoint_path == SHIPPED:
+        checkpoint_path = default_teacher()
     if checkpoint_path is not None:
         weights_file = _find_weights(Path(checkpoint_path))
         policy = _filled(config, read_weights(weights_file), weights_file).to(device)

@@ -137,6 +137,10 @@ class GetActionModel(BaseVLAModel):
         """Log-prob and entropy of given actions."""
         return self.head.score(self._mean(observations), actions, action_mask)
 
+    def noise_parameters(self) -> Iterator[Tensor]:
+        """Yield the deviation of the head."""
+        yield from self.head.noise_parameters()
+
     def gaussian(self, observations: Any) -> tuple[Tensor, Tensor]:
         """The mean in the units of the head, and the log of the deviation."""
         return self._mean(observations), self.head.log_std

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -39,6 +39,10 @@ class Chunks(nn.Module):
         """Log-probs [B, K] of each step, and the entropy [B]; over the dims where `mask` [B, K, A] is True."""
         raise TypeError(type(self).__name__)
 
+    def noise_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the logarithms of standard deviations that do not depend on the observation."""
+        yield from ()
+
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
         """−log π of the real steps, as a mean over all numbers of the chunk: [B]."""
         mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
@@ -68,6 +72,10 @@ class GaussianChunks(Chunks):
         self.out = _small_output(width, chunk_length * action_dim)
         self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
         self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
+
+    def noise_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield both deviations."""
+        yield from (self.log_std_free, self.log_common_free)
 
     @property
     def deviations(self) -> tuple[Tensor, Tensor]:
@@ -187,6 +195,10 @@ class FlowChunks(Chunks):
         self.out = nn.Linear(width, size)
         self.log_noise = nn.Parameter(torch.full((num_steps, *self.shape), math.log(noise)))
 
+    def noise_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the deviation of each step of the chain."""
+        yield self.log_noise
+
     @property
     def deviation(self) -> Tensor:
         """σ of each step, [S, K, A]."""
@@ -245,6 +257,10 @@ class SwitchedChunks(Chunks):
         opened = [[1.0] * steps + [-1.0] * (chunk_length - steps) for steps in range(chunk_length + 1)]
         closed = [[-1.0] * steps + [1.0] * (chunk_length - steps) for steps in range(1, chunk_length)]
         self.register_buffer("ways", torch.tensor(opened + closed), persistent=False)  # [2K, K]
+
+    def noise_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield those of the other dims."""
+        yield from self.others.noise_parameters()
 
     def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
         """The sample of the other dims, and a sequence for each switch; deterministic: the most likely one."""

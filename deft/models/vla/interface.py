@@ -135,6 +135,12 @@ class BaseVLAModel(nn.Module, ABC):
         """Return what `evaluate` returns, with the log-probs of the parts of a decision (tokens, steps): [B, n]."""
         raise TypeError(f"{type(self).__name__} does not define evaluate_tokens")
 
+    def set_precision(self, dtype: torch.dtype) -> None:
+        """Compute most of the forward pass in `dtype`, and log-probs, entropy and value in float32."""
+        raise InputError(
+            f"precision: bf16 is for vla-tiny; {type(self).__name__} computes in the type of its weights: use fp32"
+        )
+
     # -- learning from a dataset or a replay buffer --------------------------------------------------------------------
 
     @property
@@ -218,6 +224,10 @@ class BaseVLAModel(nn.Module, ABC):
         """Return the parameters that `auxiliary_loss` trains."""
         missing = "auxiliary_parameters" if overrides(self, "auxiliary_loss") else "auxiliary_loss"
         raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no `{missing}`; set it to 0")
+
+    def noise_parameters(self) -> Iterable[Tensor]:
+        """Return the logarithms of standard deviations that do not depend on the observation; none by default."""
+        return ()
 
     def observe(self, observations: TensorDictBase) -> None:
         """Update the model's running statistics between updates.

@@ -46,6 +46,13 @@ TORCH_SUFFIXES = (".pth", ".pt")
 WEIGHT_SUFFIXES = (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)
 WRAPPER_KEYS = ("state_dict", "model")
 NAMES_SHOWN = 3
+SHIPPED = Path(__file__).parent / "weights"
+PROVENANCE = "provenance.json"  # in the run directory of a policy that ships with Deft: how it was trained
+
+
+def shipped_policy(name: str = "tabletop-pick") -> Path:
+    """Return the run directory of a policy that ships with Deft; its `provenance.json` records how it was trained."""
+    return SHIPPED / name
 
 
 @trust.takes_remote_code

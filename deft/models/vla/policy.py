@@ -204,6 +204,10 @@ class VLAPolicy(ActionScale, Policy):
         if self.encoder is not None:
             self.encoder.observe(td[schema.OBSERVATION])
 
+    def set_precision(self, dtype: torch.dtype) -> None:
+        """Compute most of the model's forward pass in `dtype`."""
+        self.model.set_precision(dtype)
+
     def freeze_statistics(self) -> None:
         """Freeze the running statistics of the model."""
         self.model.freeze_statistics()
@@ -344,6 +348,10 @@ class VLAPolicy(ActionScale, Policy):
         """The model without the parameters of its V, if it shares features; the optimizer skips frozen ones."""
         values = {id(parameter) for parameter in self._own_value_parameters()} if self.model.shares_features else set()
         yield from (parameter for parameter in self.model.parameters() if id(parameter) not in values)
+
+    def noise_parameters(self) -> Iterator[Tensor]:
+        """Those of the model."""
+        yield from self.model.noise_parameters()
 
     def encoder_parameters(self) -> Iterator[nn.Parameter]:
         """The critics' encoder; none where they read the model's features."""

@@ -195,6 +195,10 @@ class GaussianVLA(StreamVLA):
     log_std: nn.Parameter
     action_statistics: Statistics
 
+    def noise_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the deviation."""
+        yield self.log_std
+
     def mean_and_value(self, observations: TensorDictBase, sample: Sample = None) -> tuple[Tensor, Tensor]:
         """Normalised mean actions [B, K, A] and the value [B, 1], in one pass."""
         raise TypeError(f"{type(self).__name__} does not define mean_and_value")

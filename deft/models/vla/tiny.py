@@ -6,6 +6,7 @@ these weights. One forward pass gives the features [B, F] that the action head a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -82,7 +83,7 @@ def word_ids(text: Tensor) -> Tensor:
     columns = torch.arange(text.shape[1], device=text.device).expand_as(word)
     # The column at which the current word begins
     start = torch.where(begins, columns, 0).cummax(1).values
-    powers = torch.tensor([pow(31, i, 65_521) for i in range(text.shape[1])], device=text.device)
+    powers = _powers(text.shape[1], text.device)
     parts = torch.where(is_letter, text.long() * powers[columns - start], 0)
     hashes = parts.new_zeros(len(text), MAX_WORDS + 1)
     counted = parts.new_zeros(len(text), MAX_WORDS + 1)
@@ -93,6 +94,13 @@ def word_ids(text: Tensor) -> Tensor:
     return torch.where(counted > 0, numbers, 0)[:, :MAX_WORDS]
 
 
+@functools.cache
+def _powers(count: int, device: torch.device) -> Tensor:
+    """31^i modulo a prime for i below `count`; copied to the device once."""
+    with torch.inference_mode(False):
+        return torch.tensor([pow(31, i, 65_521) for i in range(count)], device=device)
+
+
 class CameraEncoder(nn.Module):
     """Encode an image as positions and appearances of what learned queries and queries of the text attend to.
 
@@ -101,10 +109,15 @@ class CameraEncoder(nn.Module):
     Σ p y, max f q, Σ p L f): position, confidence and appearance. Neighbouring patches overlap, so that an object
     between two cells gets a position between them. All layers are matrix products: on a CPU the gradient of a
     convolution costs several times as much.
+
+    The layers of the cells may compute in bfloat16 (`dtype`): they take most of the time and memory. What is pooled
+    over cells is in float32, since a position in bfloat16 has steps of 0.4 % of the image.
     """
 
     grid: Tensor
     out_dim = (3 + APPEARANCE_DIM) * QUERIES
+    dtype: torch.dtype | None = None
+    """The type in which cells are computed; None: that of the weights."""
 
     def __init__(self, image_size: int, cell: int) -> None:
         super().__init__()
@@ -120,8 +133,12 @@ class CameraEncoder(nn.Module):
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         """uint8 images [B, 3, h, w] and text features [B, TEXT_DIM] → [B, out_dim]."""
-        pixels = functional.linear(self.cut(image), self._by_quarter(self.pixels.weight), self.pixels.bias)
-        cells = functional.relu(self.cells(functional.relu(pixels)))  # [B, cells, C]
+        dtype = self.pixels.weight.dtype if self.dtype is None else self.dtype
+        weights = (self._by_quarter(self.pixels.weight), self.pixels.bias, self.cells.weight, self.cells.bias)
+        first, first_bias, second, second_bias = (weight.to(dtype) for weight in weights)
+        pixels = functional.linear(self.cut(image, dtype), first, first_bias)
+        cells = functional.relu(functional.linear(functional.relu(pixels), second, second_bias))  # [B, cells, C]
+        cells = cells.to(self.queries.dtype)
         text_queries = self.words(text).view(len(text), WORD_QUERIES, CHANNELS)
         queries = torch.cat([self.queries.expand(len(text), -1, -1), text_queries], 1)
         # In this order, and with contiguous queries, many times as fast as queries @ cellsᵀ
@@ -132,7 +149,7 @@ class CameraEncoder(nn.Module):
         confidence = matches.max(-1).values if matches.requires_grad else matches.amax(-1)
         return torch.cat([positions.flatten(1), confidence, appearances.flatten(1)], 1)
 
-    def cut(self, image: Tensor) -> Tensor:
+    def cut(self, image: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The pixels of the patch of each cell, scaled to [-1, 1]: [B, cells, 3 (2 cell)²]; black beyond the border.
 
         A patch consists of four squares of cell² pixels, which it shares with its neighbours: the image is divided into
@@ -141,7 +158,7 @@ class CameraEncoder(nn.Module):
         cell, side = self.cell, image.shape[-1] // self.cell + 1
         left = cell // 2
         padded = functional.pad(image, (left, cell - left, left, cell - left)).view(-1, 3, side, cell, side, cell)
-        squares = self.pixels.weight.new_empty(len(image), side, side, 3, cell, cell)
+        squares = self.pixels.weight.new_empty((len(image), side, side, 3, cell, cell), dtype=dtype)
         for channel, row in itertools.product(range(3), range(cell)):  # three times as fast as one permuted copy
             squares[..., channel, row, :] = padded[:, channel, :, row]
         squares = squares.flatten(3).sub_(127.5).mul_(1 / 127.5)
@@ -337,13 +354,23 @@ class TinyVLAModel(StreamVLA):
             if texts is None:
                 text = names = self.trunk[0].weight.new_zeros(len(images[0]), TEXT_DIM)
             else:
-                different, which = torch.unique(texts, dim=0, return_inverse=True)  # each text is encoded once
-                words = word_ids(different)
-                text, names = self.text(words)[which], self.names(words)[which]
+                text, names = self._encode_texts(texts)
             parts = [camera(image, names) for camera, image in zip(self.cameras, images, strict=True)]
             if self.proprio_key is not None:
                 parts.append(self.proprio(self.proprio_vectors(observations, len(images[0]), images[0].device)))
             return torch.cat([*parts, self.task(text)], 1)
+
+    def _encode_texts(self, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Text features [B, TEXT_DIM] of `text` and of `names`.
+
+        On the CPU each different text is encoded once. On a GPU to encode all is faster than to wait for their number.
+        """
+        if not texts.is_cpu:
+            words = word_ids(texts)
+            return self.text(words), self.names(words)
+        different, which = torch.unique(texts, dim=0, return_inverse=True)
+        words = word_ids(different)
+        return self.text(words)[which], self.names(words)[which]
 
     def trunk_features(self, encoded: Tensor, positions: Tensor | None = None) -> Tensor:
         """Concatenate inputs and outputs of the trunk for encoded observations: [B, F].
@@ -433,6 +460,15 @@ class TinyVLAModel(StreamVLA):
             )
         for module in (self.names, self.cameras, self.found):  # not `text`, by which the trunk identifies the task
             yield from module.parameters()
+
+    def set_precision(self, dtype: torch.dtype) -> None:
+        """Compute the cells of the camera encoders in `dtype`."""
+        for camera in self.cameras:
+            camera.dtype = dtype
+
+    def noise_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield those of a Gaussian head."""
+        yield from self.head.noise_parameters()
 
     def observe(self, observations: Observations) -> None:
         """Update the statistics of proprioception and object positions, with at most `MAX_OBSERVED` observations."""

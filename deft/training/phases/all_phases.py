@@ -7,6 +7,7 @@ evaluated at its end, and `report.html` is written again.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from pathlib import Path
@@ -32,6 +33,7 @@ from deft.training.phases.exploration import held_out_episodes
 from deft.training.phases.rewards import Collapse
 from deft.training.phases.student import StudentTrainer
 from deft.training.phases.teacher import TeacherTrainer
+from deft.view.process import check_view, serving
 
 log = logging.getLogger(__name__)
 PROGRESS_FILE = "phases.json"
@@ -46,12 +48,14 @@ TRAINERS: dict[str, type[BaseRLTrainer]] = {
 def train_all(config: PhaseConfig) -> dict[str, Any]:
     """Train the phases that are not complete, evaluate them, and write the report."""
     check_fsdp(config, ALL_PHASES, can_shard=False)  # not only when phase 2 begins
+    check_view(config.logging)
     root, replaces = _place(config)
     processes = Processes()
     device = processes.device(choose_device(config.training.device))
     processes.open(device)  # before the phases do: they find it open, and leave it so
     done: dict[str, Any] = {} if replaces else dict(processes.broadcast(read_json(root / PROGRESS_FILE) or {}))
     opened, collapse = False, None
+    view = contextlib.ExitStack()  # one server for all phases
     try:
         for phase in PHASES:
             settings = phase_settings(config, phase, root)
@@ -64,6 +68,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
             trainer = TRAINERS[phase](settings)
             if not opened and processes.is_first:  # the settings are checked by now
                 _open(config, root, replaces)
+                view.enter_context(serving(config.logging, root))
             opened = True
             try:
                 summary = trainer.train()
@@ -94,6 +99,7 @@ def train_all(config: PhaseConfig) -> dict[str, Any]:
             raise collapse
         return results
     finally:
+        view.close()
         processes.close()
 
 
@@ -103,6 +109,7 @@ def phase_settings(config: PhaseConfig, phase: str, root: Path) -> PhaseConfig:
     own.phase = phase  # type: ignore[assignment]
     getattr(own, phase).output_dir = str(root / phase)
     own.run.resume, own.run.overwrite, own.run.auto_resume = None, False, True
+    own.logging.view = False  # `train_all` serves the page of all phases
     own.training.max_minutes = getattr(whole, f"{phase}_minutes")
     if phase != "adversarial":
         own.training.num_episodes = getattr(whole, f"{phase}_episodes")

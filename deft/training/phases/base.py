@@ -177,6 +177,13 @@ class BaseRLTrainer(Loop):
         if self.shown_episodes is not None:
             write_prediction_video(predict_episode(self.world_model, self.shown_episodes, row), path)
 
+    def latest_observation(self) -> Any:
+        """The cameras at the end of the episodes of the last round."""
+        if self.shown_episodes is None:
+            return None
+        streams, last = self.shown_episodes.streams, int(self.shown_episodes.lengths.min())
+        return {name: streams[name][:, last] for name in ("head", "wrist") if name in streams}
+
     def phase_state(self) -> dict[str, Any]:
         """Return what the phase resumes from beside policy and optimizer."""
         return {name: part.state_dict() for name, part in self.stateful.items()}

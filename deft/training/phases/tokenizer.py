@@ -79,7 +79,8 @@ def train_tokenizer(config: TokenizerTrainingConfig, logging_config: LoggingConf
     source = TabletopFrames(config, size) if config.dataset is None else DatasetFrames(config, size)
     write_settings = functools.partial(write_json, to_dict(config), folder / CONFIG)
     on_start = directory_opener(folder, resume_from is None, write_settings)
-    spec = RunSpec.take(None, {"logging_config": logging_config, "on_start": on_start})
+    logging_config = logging_config or LoggingConfig.with_view(config)
+    spec = RunSpec(logging_config=logging_config, on_start=on_start)
     trainer = TokenizerTrainer(config, source, spec, resumes=resume_from is not None)
     if resume_from is not None:
         trainer.load(resume_from)

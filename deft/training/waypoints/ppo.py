@@ -51,7 +51,18 @@ from deft.training.trainer import Trainer
 log = logging.getLogger(__name__)
 # Settings that a resumed run may change; of the supervised policy the weights are compared
 LENGTHS = ("iterations", "eval_freq", "save_freq")
-MAY_CHANGE = {"output_dir", "sft_checkpoint", "resume", "auto_resume", "overwrite", "device", "threads", *LENGTHS}
+VIEW = ("view", "view_port")
+MAY_CHANGE = {
+    "output_dir",
+    "sft_checkpoint",
+    "resume",
+    "auto_resume",
+    "overwrite",
+    "device",
+    "threads",
+    *VIEW,
+    *LENGTHS,
+}
 SAFETY_SEED = EVALUATION_SEED + 2**20  # the safety set's episodes start from the run's seed plus this
 
 
@@ -114,7 +125,7 @@ class WaypointTrainer(Trainer):
             rollout_steps=config.rollout_steps,
             eval_env=next(iter(held_out.envs.values())),
             output_dir=config.output_dir,
-            logging_config=logging_config,
+            logging_config=logging_config or LoggingConfig.with_view(config),
             seed=config.seed,
             threads=config.threads,
             config={"env": {"id": "+".join(config.env), "kwargs": config.env_kwargs}},

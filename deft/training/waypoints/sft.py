@@ -35,7 +35,16 @@ from deft.training.lifecycle import Run, RunSpec
 from deft.training.loop import Intervals, Loop, Metrics
 
 CHUNK = 512  # decisions that are validated together
-FREE = ("output_dir", "device", "threads", "resume", "auto_resume", "overwrite")  # a resumed run may change them
+FREE = (
+    "output_dir",
+    "device",
+    "threads",
+    "resume",
+    "auto_resume",
+    "overwrite",
+    "view",
+    "view_port",
+)  # a resumed run may change them
 
 
 def train_sft(config: WaypointSFTConfig, logging_config: LoggingConfig | None = None) -> dict[str, Any]:
@@ -98,7 +107,7 @@ class WaypointSFTTrainer(Loop):
         write_settings = functools.partial(write_json, to_dict(config), folder / CONFIG)
         spec = RunSpec(
             seed=config.seed,
-            logging_config=logging_config or LoggingConfig(),
+            logging_config=logging_config or LoggingConfig.with_view(config),
             config=to_dict(config),
             on_start=directory_opener(folder, replaces, write_settings),
         )

@@ -259,6 +259,34 @@ def test_a_camera_sees_the_same_with_and_without_a_gradient():
     assert torch.equal(camera(image, names), without)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions
+def test_in_bf16_the_image_layers_round_and_the_rest_does_not():
+    policy, precise = VLAPolicy(tiny()), VLAPolicy(tiny())
+    policy.set_precision(torch.bfloat16)
+    with torch.no_grad():
+        td = policy.act(TensorDict({schema.OBSERVATION: scenes()}, [5]))
+        scored = policy.evaluate_actions(td[:3])  # another batch size than that of acting
+        rounded, exact = policy.model.features(scenes()), precise.model.features(scenes())
+    assert scored["log_prob"].dtype == scored["value"].dtype == td[schema.ACTION].dtype == torch.float32
+    torch.testing.assert_close(scored["log_prob"].exp(), td[schema.LOG_PROB][:3].exp(), rtol=1e-3, atol=0)
+    # bfloat16 has steps of 2⁻⁸; features are means over cells, in which the errors average out.
+    assert 0 < float((rounded - exact).abs().max()) < 2**-6 * float(exact.abs().max())
+    for one in (policy, precise):
+        one.evaluate_actions(td)["log_prob"].sum().backward()
+    gradient, expected = (one.model.cameras[0].pixels.weight.grad for one in (policy, precise))
+    assert gradient.dtype == torch.float32
+    assert float(functional.cosine_similarity(gradient.flatten(), expected.flatten(), 0)) > 0.99
+
+
+def test_texts_have_the_same_features_encoded_together_or_once_each():
+    model = tiny()
+    texts = scenes()["instruction"]
+    words = word_ids(texts)
+    text_features, names = model._encode_texts(texts)
+    torch.testing.assert_close(text_features, model.text(words))
+    torch.testing.assert_close(names, model.names(words))
+
+
 def test_it_learns_to_look_for_what_is_named():
     """Two squares, red and blue; the action is the place of the one that the word names.
 

@@ -1,5 +1,6 @@
 """The three phases in one folder: each from the best of the previous one, resuming after a stop, one report."""
 
+import contextlib
 import copy
 import json
 import shutil
@@ -136,16 +137,37 @@ def test_a_typo_does_not_take_the_folder(model_file, tmp_path):
             train_all(config)
 
 
+def test_the_page_of_a_viewed_run_is_that_of_all_phases(model_file, tmp_path, monkeypatch):
+    served = []
+
+    @contextlib.contextmanager
+    def serving(settings, folder):
+        served.append((settings.view, folder))
+        yield
+
+    def end(settings):
+        assert not settings.logging.view  # no server of a phase
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(all_phases, "serving", serving)
+    monkeypatch.setattr(TeacherTrainer, "train", lambda trainer: end(trainer.config))
+    config = whole_config(tmp_path / "run", model_file)
+    config.logging.view, config.logging.view_port = True, 0
+    with pytest.raises(KeyboardInterrupt):
+        train_all(config)
+    assert served == [(True, tmp_path / "run")]
+
+
 def test_the_report_holds_everything_itself(whole):
     folder, results, _ = whole
     text = (folder / "report.html").read_text()
     assert results["report"] == str(folder / "report.html")
-    for phase in ("teacher", "student", "adversarial", "comparison"):
-        assert f'<section id="{phase}"' in text
+    for section in ("phase-1---teacher", "phase-2---student", "phase-3---adversarial", "before-and-after"):
+        assert f'<section id="{section}"' in text
     assert text.count('src="data:video/mp4;base64,') >= 3  # the held-out video of each phase
     assert text.count('src="data:image/png;base64,') >= 3
     for outside in ("http://", "https://", 'src="/', 'src="file'):
-        assert outside not in text
+        assert outside not in text.replace("http://www.w3.org/2000/svg", "")
     assert "Cross-entropy, nats a code" in text
     found = json.loads((folder / "comparison.json").read_text())
     assert [row["name"] for row in found["rows"]] == ["Phase 1", "Phase 3"]
@@ -156,10 +178,10 @@ def test_the_report_holds_everything_itself(whole):
 def test_a_report_of_one_phase(whole, tmp_path):
     folder, _, _ = whole
     text = write_report(folder / "student").read_text()
-    assert '<section id="student"' in text
-    assert '<section id="teacher"' not in text
+    assert "Phase 2 · Student" in text
+    assert "Phase 1 · Teacher" not in text
     assert "Memory divergence" in text
-    with pytest.raises(InputError, match=r"no run in it to report on; .* runs of teacher, student, adversarial"):
+    with pytest.raises(InputError, match="no run in it"):
         write_report(tmp_path)
 
 
@@ -193,8 +215,8 @@ def test_settings_of_a_phase(tmp_path, model_file):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("report", "report: give one run folder; got none"),
-        ("report {tmp}", "no run in it to report on"),
+        ("report", "report: give the directories of runs; got none"),
+        ("report {tmp}", "no run in it"),
         ("train all --resume {tmp}", "not a folder of `deft train all`"),
         ("train all --num-episodes 3", "--num-episodes"),
         ("train all --output-dir {file}", "is a file; name a folder"),

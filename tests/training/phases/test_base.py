@@ -13,6 +13,7 @@ from panning_camera import game_config, panning_config
 
 from deft.envs.f1 import F1RLEnv
 from deft.runs import checkpoint
+from deft.runs.live import camera_images
 from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.base import BaseRLTrainer
 from deft.training.phases.student import StudentTrainer
@@ -170,6 +171,9 @@ def test_a_round_is_saved_before_its_samples_are_drawn(tmp_path, monkeypatch, ph
     made.train()
     first, second = f"checkpoint-{every}", f"checkpoint-{2 * every}"
     assert saved == [[first], [first], [first, second], [first, second]]  # a sample and a video each
+    cameras = camera_images(made.latest_observation())  # of the live view
+    assert "wrist" in cameras
+    assert all(images.shape[-1] == 3 and images.any() for images in cameras.values())
 
 
 def test_a_failed_evaluation_leaves_a_checkpoint_of_its_round(tmp_path, monkeypatch):

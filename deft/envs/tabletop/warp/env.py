@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from deft.envs.tabletop.warp.model import batch_model
 from deft.envs.tabletop.warp.rendering import Cameras
 from deft.envs.tabletop.warp.simulation import WarpSimulation
 from deft.envs.vector import Episode, VectorEnv, VectorStep
-from deft.errors import NOT_FINITE, InputError, RunError, one_line
+from deft.errors import NOT_FINITE, InputError, RunError, fits_memory
 from deft.schema import decode_text
 
 NUM_SCENES = 32_768
@@ -71,8 +70,11 @@ class WarpTabletopEnv(VectorEnv):
         self._arguments = arguments
         self._gamma = gamma
         self._max_episode_steps = max_episode_steps
-        with fits_memory(num_envs):
+        with self._fits_memory():
             self._allocate(num_scenes)
+
+    def _fits_memory(self) -> contextlib.AbstractContextManager[None]:
+        return fits_memory(f"use fewer environments than num_envs {self.num_envs}")
 
     def _allocate(self, num_scenes: int) -> None:
         num_envs, template = self.num_envs, self._template
@@ -100,6 +102,7 @@ class WarpTabletopEnv(VectorEnv):
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._generator = torch.Generator(self.device)
         self._seeds: list[int] = []
+        self._groups = self._zeros(dtype=torch.int64)  # `EpisodeSource.groups`
         self._has_started = False
         self._closed = False
 
@@ -121,8 +124,7 @@ class WarpTabletopEnv(VectorEnv):
         """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
         if seed is not None or not self._has_started:
             drawn = np.random.SeedSequence().generate_state(self.num_envs).tolist()
-            self._seeds = drawn if seed is None else [int(one or 0) for one in self._env_seeds(seed)]
-            self._source.start(self._seeds)
+            self._start_seeds(drawn if seed is None else [int(one or 0) for one in self._env_seeds(seed)])
             self._generator.manual_seed(self._seeds[0])
             self._episode_numbers.zero_()
             self._latest_episode = 0
@@ -134,10 +136,15 @@ class WarpTabletopEnv(VectorEnv):
         self._observe(self._rows, self._observations[self._current])
         return self.observation
 
+    def _start_seeds(self, seeds: list[int]) -> None:
+        self._seeds = seeds
+        self._source.start(seeds)
+        self._groups.copy_(torch.from_numpy(self._source.groups))
+
     def _begin_all(self) -> None:
         """Start the present episode of every environment; the first time, compile the simulation."""
         rows = self._rows.long()
-        with fits_memory(self.num_envs):
+        with self._fits_memory():
             self._begin(rows)
             if not self._has_started:
                 self.simulation.prepare()
@@ -213,8 +220,7 @@ class WarpTabletopEnv(VectorEnv):
         """Continue from saved states; the random colours of flickering lights and of the noise patch are new ones."""
         self._check_states(states)
         states = [decode(state) for state in states]
-        self._seeds = [int(state["seed"]) for state in states]
-        self._source.start(self._seeds)
+        self._start_seeds([int(state["seed"]) for state in states])
         self._latest_episode = max(int(state["episode"]) for state in states)
         self._episode_numbers.copy_(torch.tensor([int(state["episode"]) for state in states]))
         self._begin_all()
@@ -362,17 +368,19 @@ class WarpTabletopEnv(VectorEnv):
         looks = self._looks
         randomization = self._template.randomization
         if randomization.random_light and randomization.crazy_random_light_rate:
-            colours = self._random(len(rows), *looks["lights"].shape[1:2], 3) * 0.8 + 0.1
+            colours = self._random(rows, looks["lights"].shape[1]) * 0.8 + 0.1
             flickers = looks["flickers"][rows, None, None] > 0
             looks["lights"][rows, :, 6:] = torch.where(flickers, colours, looks["lights"][rows, :, 6:])
         if self._batch.tiles:
             tiles = slice(self._batch.tiles[0], self._batch.tiles[-1] + 1)
-            looks["rgba"][rows, tiles, :3] = self._random(len(rows), len(self._batch.tiles), 3)
+            looks["rgba"][rows, tiles, :3] = self._random(rows, len(self._batch.tiles))
         with self.simulation.stream():
             cameras.render(wp.from_torch(rows), self.simulation.model.geom_rbound, self.simulation.data, images)
 
-    def _random(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self._generator, device=self.device)
+    def _random(self, rows: Tensor, count: int) -> Tensor:
+        """Return random colours [rows, count, 3]; environments with the same seed have the same."""
+        colours = torch.rand(self.num_envs, count, 3, generator=self._generator, device=self.device)
+        return colours[self._groups[rows]]
 
     def _allocate_looks(self) -> dict[str, Tensor]:
         geoms = self._batch.model.ngeom
@@ -426,19 +434,6 @@ def _chunk_space(space: Any, chunk_length: int) -> Any:
         return space
     low, high = (np.tile(bound, (chunk_length, 1)) for bound in (space.low, space.high))
     return type(space)(low, high, dtype=space.dtype.type)
-
-
-@contextlib.contextmanager
-def fits_memory(num_envs: int) -> Iterator[None]:
-    """Raise InputError if the device has too little memory."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not re.search("alloc|out of memory", str(error), re.IGNORECASE):
-            raise
-        raise InputError(
-            f"num_envs: {num_envs} tabletops do not fit into the device's memory ({one_line(error)}); use fewer"
-        ) from error
 
 
 def choose_device(device: str | torch.device) -> torch.device:

@@ -32,6 +32,8 @@ class EpisodeSource:
         self._block = int(arguments.get("scene_reset_interval", 1))
         self._num_blocks = max(1, -(-num_episodes // self._block))
         self._device = device
+        self.groups = np.zeros(num_envs, np.int64)
+        """For each environment, the number of its seed among the different ones."""
         self._tensors: dict[str, torch.Tensor] = {}
         self._starts: Sequence[Any] = []
         self._ready = 0  # blocks on the device
@@ -48,10 +50,11 @@ class EpisodeSource:
         return self._num_blocks * self._block
 
     def start(self, seeds: Sequence[int]) -> None:
-        """Draw the first episodes of all environments, from new seeds."""
+        """Draw the first episodes of all environments, from new seeds; those of equal seeds are drawn once."""
         if self._next is not None:
             self._next.result()
-        self._starts, self._ready = list(seeds), 0
+        different, self.groups = np.unique(np.asarray(seeds, object), return_inverse=True)
+        self._starts, self._ready = different.tolist(), 0
         self._request()
         self._receive()
 
@@ -89,7 +92,7 @@ class EpisodeSource:
         self._ready += 1
         self._request()
         for name in parts[0]:
-            values = np.concatenate([part[name] for part in parts])  # [N, block, …]
+            values = np.concatenate([part[name] for part in parts])[self.groups]  # [N, block, …]
             if name not in self._tensors:
                 shape = (self.num_episodes, len(values), *values.shape[2:])
                 dtype = torch.from_numpy(values[:0]).dtype

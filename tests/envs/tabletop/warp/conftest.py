@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HAS_WARP = importlib.util.find_spec("mujoco_warp") is not None
-NEED_WARP = ["test_env.py", "test_f1.py", "test_kernels.py", "test_rendering.py"]
+NEED_WARP = ["test_env.py", "test_f1.py", "test_kernels.py", "test_rendering.py", "test_training.py"]
 collect_ignore = [] if HAS_WARP else NEED_WARP
 
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from deft import schema
+from deft.algorithms.grpo import GRPO
 from deft.algorithms.ppo import PPO
-from deft.config.algorithm_settings import PPOSettings
+from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.config.settings import EnvConfig, PolicyConfig, TrainerConfig, VLAConfig
 from deft.envs.make import make_tensor_env, make_vector_env
 from deft.envs.tabletop.warp.env import WarpTabletopEnv
+from deft.envs.tabletop.warp.simulation import WarpSimulation
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError, RunError
 from deft.models.building import make_policy
@@ -180,6 +182,32 @@ def test_rollouts_and_losses_from_tensors_are_those_from_arrays(chunk_length):
             assert torch.equal(found[key], expected[key]), key
 
 
+def test_members_of_a_group_start_from_one_scene_with_the_same_random_colours():
+    looks = {"random_light": True, "crazy_random_light_rate": 1.0, "noise_patch_rate": 1.0}
+    kwargs = {"task": "all", "observation": "images", "image_size": 16, "domain_randomization": looks}
+    config = EnvConfig(id="tabletop", vector="warp", num_envs=4, kwargs=kwargs, max_episode_steps=2)
+    policy_config = PolicyConfig(name="vla", vla_config=VLAConfig(model_class="vla-tiny"), unit_actions=True)
+    env = make_tensor_env(config, device="cpu")
+    policy = make_policy(policy_config, env.observation_space, env.action_space)
+    algorithm = GRPO(policy, GRPOSettings(group_size=2, batch_size=8, max_resamples=0))
+    collection = make_collection(env, policy, algorithm, TrainerConfig(rollout_steps=2), 1, True, 48, 5.0)
+    assert collection.collector.env is env
+    first_frames = []
+    for _ in range(2):
+        assert collection.gather(2, lambda: False)
+        (rollout,) = collection.batches(2)
+        first = rollout[schema.OBSERVATION][0]
+        for name, stream in first.items():
+            assert torch.equal(stream[0::2], stream[1::2]), name  # members of one group
+        assert not torch.equal(first["head_rgb"][0], first["head_rgb"][2])  # of two groups
+        first_frames.append(first["head_rgb"][0])
+        metrics = algorithm.update(iter([rollout]))
+        assert torch.isfinite(metrics["loss"])
+        collection.publish(algorithm.version)
+    assert not torch.equal(*first_frames)  # each iteration has new scenes
+    env.close()
+
+
 def test_bad_actions_and_calls_have_clear_errors():
     env = WarpTabletopEnv(2, device="cpu", task="reach")
     with pytest.raises(InputError, match="before reset"):
@@ -191,6 +219,20 @@ def test_bad_actions_and_calls_have_clear_errors():
     actions[1, 3] = torch.nan
     with pytest.raises(RunError, match="environment 1 is infinite"):
         env.step(actions)
+    env.close()
+
+
+def test_too_many_environments_for_the_memory_are_one_line(monkeypatch):
+    with pytest.raises(InputError, match=r"out of memory \(.*\): use fewer environments than num_envs 100000000$"):
+        WarpTabletopEnv(100_000_000, device="cpu", task="reach")  # more rows than Warp can count
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to allocate 70000000000 bytes on device 'cuda:0'")
+
+    monkeypatch.setattr(WarpSimulation, "prepare", fail)  # the first reset allocates too
+    env = WarpTabletopEnv(2, device="cpu", task="reach")
+    with pytest.raises(InputError, match=r"out of memory .*: use fewer environments than num_envs 2$"):
+        env.reset(seed=0)
     env.close()
 
 

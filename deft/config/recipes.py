@@ -1,0 +1,125 @@
+"""Recipes: the config files that ship with Deft, each with a header that describes what it trains, needs and reaches.
+
+A recipe is a preset whose file has the section `recipe`. `deft recipes` lists them, `deft train --recipe NAME` trains
+one, and `deft.training.preparation` makes what it starts from.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+from deft.config.loading import HEADER, PRESETS, find_preset, preset_names, read_file, read_mapping, value_at
+from deft.config.settings import GPU_VECTORS
+from deft.config.validation import checked, settings
+from deft.errors import InputError
+
+UNKNOWN = "not measured"
+COLUMNS = {"trains": 4, "needs": 2, "time": 3, "reaches": 4}  # with their shares of the width
+WIDTH, NARROWEST = 110, 80  # characters of the table: without a terminal, and where a terminal has fewer
+
+
+@settings
+class Recipe:
+    """The header of a recipe."""
+
+    trains: str
+    """What it trains, in a few words."""
+    extras: tuple[str, ...] = ()
+    """Extras of Deft that it needs."""
+    needs: str = ""
+    """What else it needs, for the table."""
+    time: str = UNKNOWN
+    """How long it takes, and on which machine."""
+    reaches: str = UNKNOWN
+    """What it reaches."""
+    results: str | None = None
+    """The page of the documentation with these figures."""
+    prepare: tuple[str, ...] = ()
+    """Commands that make the dataset and the policy that it starts from, in order; each runs if its result is missing
+    or incomplete."""
+
+
+@settings
+class RecipesConfig:
+    """List the recipes: what each trains, what it needs, how long it takes and what it reaches."""
+
+
+@settings
+class ShowRecipeConfig:
+    """Print the file of a recipe."""
+
+    recipe: str
+    """Name of the recipe."""
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes."""
+    found = [name for name in preset_names() if HEADER in read_file(PRESETS / f"{name}.yaml")]
+    return sorted(found, key=lambda name: name.split("-"))  # ppo before ppo-labels
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe."""
+    if Path(name).name != name or Path(name).suffix:
+        raise InputError(f"{name}: not the name of a recipe; --config reads a file, `deft recipes` lists the names")
+    file = find_preset(name, "recipe", recipe_names)
+    if HEADER not in read_file(file):
+        raise InputError(f"{name}: settings without the header of a recipe; use --config {name}")
+    return file
+
+
+def read_recipe(file: Path) -> Recipe | None:
+    """Return the header of a config file; None if it has none."""
+    header = read_file(file).get(HEADER)
+    if header is None:
+        return None
+    if not isinstance(header, dict):
+        raise InputError(f"{file}: {HEADER}: is not a mapping; copy the header of `deft recipes show NAME`")
+    return checked(Recipe, header, written={name: f"{HEADER}.{name}" for name in header})
+
+
+def describe_recipes() -> dict[str, dict[str, Any]]:
+    """Return what `deft recipes` shows of each recipe, by name."""
+    return {name: _described(PRESETS / f"{name}.yaml") for name in recipe_names()}
+
+
+def _described(file: Path) -> dict[str, Any]:
+    recipe, mapping = read_recipe(file), read_mapping(file)
+    assert recipe is not None
+    needs = ["CUDA GPU"] if value_at(mapping, "env.vector") in GPU_VECTORS else []
+    if recipe.extras:
+        needs.append(f"extra{'s' * (len(recipe.extras) > 1)} {', '.join(recipe.extras)}")
+    needs += [recipe.needs] if recipe.needs else []
+    return {
+        "trains": recipe.trains,
+        "needs": "; ".join(needs) or "CPU",
+        "time": recipe.time,
+        "reaches": recipe.reaches,
+        "results": recipe.results,
+        "first": list(recipe.prepare),
+    }
+
+
+def recipe_table(recipes: dict[str, dict[str, Any]]) -> str:
+    """Return the recipes as a table in text, as wide as the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_lines=True, expand=True, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("recipe", no_wrap=True)
+    for column, share in COLUMNS.items():
+        table.add_column(column, ratio=share)
+    for name, about in recipes.items():
+        table.add_row(name, *(about[column] for column in COLUMNS))
+    text = io.StringIO()
+    width = max(NARROWEST, shutil.get_terminal_size((WIDTH, 0)).columns)
+    Console(file=text, width=width, markup=False).print(table)
+    advice = [
+        "deft train --recipe NAME trains one; flags override its settings",
+        "deft recipes show NAME prints its file",
+    ]
+    return "\n".join([*(line.rstrip() for line in text.getvalue().splitlines()), *advice])

@@ -1,0 +1,32 @@
+"""Settings of the commands `deft suite …`."""
+
+from __future__ import annotations
+
+from deft.config.validation import Count, Switch, settings
+
+
+@settings
+class SuiteInstallConfig:
+    """Install a suite in a virtual environment of its own, or repair its installation."""
+
+    suite: str
+    """Name of the suite, as in `deft suite list`."""
+    reinstall: Switch = False
+    """Install again, even if the installation is complete."""
+
+
+@settings
+class SuiteListConfig:
+    """List the suites, whether they are installed, and where."""
+
+
+@settings
+class SuiteCheckConfig:
+    """Compare an installed suite with its fingerprint: initial states, first images and returns of fixed episodes."""
+
+    suite: str
+    """Name of the suite, as in `deft suite list`."""
+    repeats: Count = 1
+    """Play the episodes this many times."""
+    update: Switch = False
+    """Write the fingerprint into the package, after a deliberate change of the lock file."""

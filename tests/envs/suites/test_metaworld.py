@@ -1,0 +1,101 @@
+"""MetaWorld itself, in its interpreter; the tests are skipped where the suite is not installed."""
+
+import os
+
+import numpy as np
+import pytest
+
+from deft.config.settings import EnvConfig
+from deft.envs import make_env, make_vector_env
+from deft.envs.suites import find_suite
+from deft.envs.suites.install import INSTALLED, state_of
+from deft.envs.suites.metaworld import TASKS
+
+SUITE = find_suite("metaworld")
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    if state_of(SUITE) != INSTALLED:
+        pytest.skip(f"the suite metaworld is {state_of(SUITE)}: deft suite install metaworld")
+
+
+def blind(task, **kwargs):
+    return make_env(EnvConfig(id=f"metaworld/{task}", kwargs={"observation": "state", **kwargs}))
+
+
+def test_an_episode_depends_on_its_seed_alone():
+    """A simulator that has played other episodes gives the same one again."""
+    env = blind("MT10")
+    try:
+
+        def play(seed):
+            states = [env.reset(seed=seed)[0]["state"]]
+            for _ in range(15):
+                states.append(env.step(env.get_wrapper_attr("expert_action")())[0]["state"])
+            return np.stack(states)
+
+        first = play(3)  # door-open
+        play(13)
+        play(4)
+        assert np.array_equal(play(3), first)
+    finally:
+        env.close()
+
+
+def test_the_expert_solves_reach_and_the_labels_name_it():
+    env = blind("reach-v3")
+    try:
+        env.reset(seed=0)
+        terminated = False
+        while not terminated:
+            _, reward, terminated, truncated, info = env.step(env.get_wrapper_attr("expert_action")())
+            assert not truncated
+        assert (reward, info["success"]) == (1.0, True)
+        assert (info["task"], info["instruction"]) == ("reach-v3", TASKS["reach-v3"])
+    finally:
+        env.close()
+
+
+def test_dense_rewards_last_to_the_time_limit():
+    env = make_env(
+        EnvConfig(id="metaworld/reach-v3", kwargs={"observation": "state", "reward": "dense"}, max_episode_steps=60)
+    )
+    try:
+        env.reset(seed=0)
+        ends = [env.step(env.get_wrapper_attr("expert_action")())[2:4] for _ in range(60)]
+        assert ends[-1] == (False, True)
+        assert not any(any(end) for end in ends[:-1])
+    finally:
+        env.close()
+
+
+def test_a_saved_state_continues_exactly():
+    env = make_vector_env(EnvConfig(id="metaworld/MT10", kwargs={"observation": "state"}, num_envs=2, num_workers=1))
+    try:
+        actions = np.random.default_rng(0).uniform(-1, 1, (12, 2, 4)).astype(np.float32)
+        env.reset(0)
+        for action in actions[:6]:
+            env.step(action)
+        state = env.get_state()
+        expected = [env.step(action).observation["state"].copy() for action in actions[6:]]
+        env.set_state(state)
+        for action, observation in zip(actions[6:], expected, strict=True):
+            assert np.array_equal(env.step(action).observation["state"], observation)
+    finally:
+        env.close()
+
+
+@pytest.mark.skipif(os.environ.get("MUJOCO_GL") == "disable", reason="nothing can be rendered")
+def test_images_are_upright():
+    """The floor and the sky behind the table are at the top of an upright image: grey, with little colour."""
+    env = make_env(EnvConfig(id="metaworld/reach-v3", kwargs={"rendering": "light", "image_size": 32}))
+    try:
+        observation, _ = env.reset(seed=0)
+        image = observation["head_rgb"].astype(int)
+        assert image.shape == (32, 32, 3)
+        colour = np.ptp(image, axis=2).mean(axis=1)
+        assert colour[:2].mean() < 10 < colour[-8:].mean()
+        assert observation["instruction"] == TASKS["reach-v3"]
+    finally:
+        env.close()

@@ -1,0 +1,102 @@
+"""`deft evaluate --suite`, and the fingerprint of a suite."""
+
+import json
+
+import fake_suite
+import pytest
+
+from deft.cli import main
+from deft.envs.suites import install
+from deft.evaluation import fingerprint
+
+
+def results(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_suite_is_evaluated_task_by_task(installed, capsys):
+    """At most 8 steps of 1: the tasks near (2) and far (5) succeed, never (1000) does not."""
+    assert main(["evaluate", "--suite", "fake/all", "--policy", "expert", "--episodes", "2", "--json"]) == 0
+    found = results(capsys)
+    assert found["episodes"] == 6
+    rates = {task: (row["episodes"], row["success_rate"]) for task, row in found["tasks"].items()}
+    assert rates == {"near": (2, 1.0), "far": (2, 1.0), "never": (2, 0.0)}
+    assert found["success_rate"] == pytest.approx(2 / 3)
+    assert found["protocol"] == "2 episodes per task of at most 8 steps; as tests do"
+    assert found["version"] == "fake-suite 1.0"
+    assert found["first_seed"] == 2**30  # not those of recordings
+
+
+def test_another_time_limit_is_part_of_the_protocol(installed, capsys):
+    limit = ["--env-kwargs", "max_episode_steps=3"]  # far needs five steps
+    assert main(["evaluate", "--suite", "fake/far", "--policy", "expert", "--episodes", "1", "--json", *limit]) == 0
+    found = results(capsys)
+    assert found["protocol"] == "1 episodes per task of at most 3 steps; as tests do"
+    assert found["success_rate"] == 0.0
+
+
+def test_the_table_for_a_person(installed, capsys):
+    assert main(["evaluate", "--suite", "fake/both", "--policy", "random", "--episodes", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["together", "far", "near"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--suite", "CartPole-v1"], "--suite CartPole-v1: no suite; use one of metaworld"),
+        (["--suite", "fake/near", "--env", "reach"], "--env reach: the environment is that of --suite fake/near"),
+        (["--policy", "expert"], "--env: missing; --policy expert needs --env or --suite"),
+        (["run", "--policy", "expert", "--suite", "fake/near"], "the policy is the run run; give one of them"),
+        (["--policy", "expert", "--suite", "fake/near", "--video", "x.mp4"], "`deft play --policy expert"),
+        ([], "evaluate: give one run folder or checkpoint; got none"),
+    ],
+)
+def test_wrong_settings_are_one_line(arguments, complaint, fake, capsys):
+    assert main(["evaluate", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_scripted_policy_outside_of_suites(capsys):
+    assert main(["evaluate", "--env", "reach", "--policy", "expert", "--episodes", "2", "--json"]) == 0
+    assert results(capsys)["success_rate"] == 1.0
+
+
+def test_an_unchanged_suite_has_its_fingerprint(installed, capsys):
+    assert main(["suite", "check", "fake"]) == 1
+    assert "has no fingerprint" in capsys.readouterr().err
+    assert main(["suite", "check", "fake", "--update"]) == 0
+    written = json.loads(installed.fingerprint.read_text())
+    # Seed 0: the position starts at 0, and the expert needs two steps of 1.
+    assert written["tasks"]["near"] == {"state": [0.0], "image": [], "return": 1.0, "length": 2, "success": True}
+    capsys.readouterr()
+    assert main(["suite", "check", "fake", "--repeats", "2"]) == 0
+    assert "fingerprint: unchanged" in capsys.readouterr().out
+
+
+def test_drift_is_named_with_the_version_that_differs(installed, capsys, tmp_path):
+    assert main(["suite", "check", "fake", "--update"]) == 0
+    (tmp_path / fake_suite.DRIFT).write_text("0.001")
+    assert main(["suite", "check", "fake"]) == 1
+    error = capsys.readouterr().err
+    assert "near: the initial state differs by 0.001" in error
+    assert "all versions are those of the lock file" in error
+    packages = next(install.folder_of(installed).glob("lib/python*/site-packages"))
+    fake_suite.distribution(packages, version="1.1")
+    assert main(["suite", "check", "fake"]) == 1
+    error = capsys.readouterr().err
+    assert "versions that differ: fake-suite is 1.1, the lock file has 1.0" in error
+    assert error.splitlines()[-1].startswith("deft: ")
+
+
+def test_what_counts_as_a_difference():
+    expected = {"state": [1.0, 2.0], "image": [10.0, 20.0], "return": 100.0, "length": 5, "success": True}
+    assert fingerprint.compare("t", expected, expected) == []
+    near = {**expected, "state": [1.00001, 2.0], "image": [13.0, 24.0], "return": 101.9}  # within the tolerances
+    assert fingerprint.compare("t", expected, near) == []
+    assert fingerprint.compare("t", expected, {**expected, "image": [20.0, 30.0]}) == [
+        "t: the first image differs by 10 of 255"
+    ]
+    assert len(fingerprint.compare("t", expected, {**expected, "return": 97.0})) == 1
+    assert len(fingerprint.compare("t", expected, {**expected, "success": False})) == 1
+    assert "2 numbers" not in fingerprint.compare("t", expected, {**expected, "state": [1.0]})[0]
