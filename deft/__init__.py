@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deft.algorithms.grpo import GRPO
     from deft.algorithms.iql import IQL
     from deft.algorithms.ppo import PPO
+    from deft.algorithms.rebrac import ReBRAC
     from deft.algorithms.sac import SAC
     from deft.algorithms.sft import SFT
     from deft.algorithms.td3_bc import TD3BC
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         GRPOTrainer,
         IQLTrainer,
         PPOTrainer,
+        ReBRACTrainer,
         SACTrainer,
         SFTTrainer,
         TD3BCTrainer,
@@ -65,12 +67,12 @@ __all__ = [
     "BaseVLAModel", "BatchBuilder", "CQLTrainer", "CurriculumConfig", "DatasetWriter", "DecisionTransformer",
     "DecisionTransformerTrainer", "DeltaHead", "F1RLEnv", "GRPOTrainer", "IQLTrainer", "MemoryStateManager",
     "OfflineRLConfig", "OfflineReplayBuffer", "OfflineTrainer", "PPOConfig", "PPOPolicy", "PPOTrainer",
-    "RLConfig", "ReplayBuffer", "RolloutBuffer", "SACTrainer", "SFTTrainer", "StudentEnv", "StudentTrainer",
-    "TD3BCTrainer", "TeacherEnv", "TeacherPolicy", "TeacherTrainer", "ToyWaypointEnv", "Trainer",
-    "TrainingConfig", "VLABuffer", "VLAModel", "VLAModelInterface", "VLAPolicy", "ValueHead", "__version__",
-    "get_environment_config", "get_physical_gpu_id", "get_training_config", "load_dataset", "load_f1_policy",
-    "load_policy", "load_rl_config", "load_vla_model", "make_env", "make_vector_env", "set_policy_requires_grad",
-    "setup_optimizer", "setup_sapien_gpu", "setup_scheduler",
+    "RLConfig", "ReBRAC", "ReBRACTrainer", "ReplayBuffer", "RolloutBuffer", "SACTrainer", "SFTTrainer",
+    "StudentEnv", "StudentTrainer", "TD3BCTrainer", "TeacherEnv", "TeacherPolicy", "TeacherTrainer",
+    "ToyWaypointEnv", "Trainer", "TrainingConfig", "VLABuffer", "VLAModel", "VLAModelInterface", "VLAPolicy",
+    "ValueHead", "__version__", "get_environment_config", "get_physical_gpu_id", "get_training_config",
+    "load_dataset", "load_f1_policy", "load_policy", "load_rl_config", "load_vla_model", "make_env",
+    "make_vector_env", "set_policy_requires_grad", "setup_optimizer", "setup_sapien_gpu", "setup_scheduler",
 ]  # fmt: skip
 
 

@@ -72,6 +72,8 @@ NEXT_REWARD = (NEXT, REWARD)
 NEXT_TERMINATED = (NEXT, TERMINATED)
 NEXT_TRUNCATED = (NEXT, TRUNCATED)
 NEXT_NUM_STEPS = (NEXT, NUM_STEPS)
+NEXT_ACTION = (NEXT, ACTION)  # like `action`: the one recorded at the next observation; see the mask
+NEXT_STEP_MASK = (NEXT, STEP_MASK)  # bool [B, K]: which of its K steps were recorded; K is 1 without chunks
 NEXT_REWARD_TERMS = (NEXT, REWARD_TERMS)
 # V(next observation) where a segment of a rollout ends without the next row following it: at a truncation and at the
 # rollout's last step. Elsewhere 0. So rollouts of images do not store every observation twice.

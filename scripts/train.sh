@@ -16,7 +16,7 @@ phase="${1:-}"
 has_envs=1
 case "$phase" in
     teacher | student | adversarial | all | ppo | sac | grpo) shift ;;
-    iql | cql | td3-bc | dt | sft) has_envs=0; shift ;;
+    iql | cql | td3-bc | rebrac | dt | sft) has_envs=0; shift ;;
     *) echo "$usage" >&2; exit 2 ;;
 esac
 num_gpus=1

@@ -107,6 +107,8 @@ def random_batch(
         schema.NEXT_REWARD: torch.randn(shape),
         schema.NEXT_OBSERVATION: torch.randn(*shape, observation_dim),
         schema.NEXT_TERMINATED: (torch.rand(shape) < 1 / 3).float(),
+        schema.NEXT_ACTION: torch.rand(*shape, action_dim) * 2 - 1,
+        schema.NEXT_STEP_MASK: torch.rand(*shape, 1) < 0.8,
     }
 
 

@@ -1,4 +1,4 @@
-"""The base of SFT, IQL, CQL, TD3+BC and SAC: a policy, critics beside it, one update per batch."""
+"""The base of SFT, IQL, CQL, TD3+BC, ReBRAC and SAC: a policy, critics beside it, one update per batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deft import schema
 from deft.algorithms import optimization
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
-from deft.config.algorithm_settings import OfflineSettings, OffPolicySettings
+from deft.config.algorithm_settings import DelayedSettings, OfflineSettings, OffPolicySettings
 from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import Dataset
 from deft.data.replay import ReplayBuffer
@@ -26,6 +26,7 @@ from deft.errors import InputError
 from deft.models.building import make_policy
 from deft.models.critics import Critics
 from deft.models.policy import Encoded, Policy
+from deft.models.targets import frozen_copy, soft_update
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +228,49 @@ class OffPolicy(ActorAlgorithm):
             if action.ndim == 2:  # one member
                 action, reward, discount = action.unsqueeze(0), reward.unsqueeze(0), discount.unsqueeze(0)
             return state, action, next_state, reward, discount
+
+
+class TwinDelayed(OffPolicy):
+    """TD3's step (Fujimoto et al., 2018), the base of TD3+BC and ReBRAC; a subclass defines the policy loss.
+
+    With ã = clip(π̄(s') + clip(ε, ±c), ±1), the target critics and policy Q̄, π̄, and a penalty P that is 0 here:
+    L_Q = E (r + γ (min Q̄(s', ã) − P(s', ã)) − Q(s, a))². The policy and all targets move every `policy_delay` updates.
+    """
+
+    settings: DelayedSettings
+
+    def __init__(self, policy: Policy, settings: DelayedSettings, seed: int = 0) -> None:
+        super().__init__(policy, settings, seed)
+        self.target_policy = frozen_copy(policy)
+        self.period = self.settings.policy_delay
+
+    def _step(self, batch: Mapping[Any, Any]) -> Metrics:
+        settings, policy, critics = self.settings, self.policy, self.critics
+        state, action, next_state, reward, discount = self._read(batch)
+        with torch.no_grad():
+            noise = (torch.randn_like(action) * settings.policy_noise).clamp(-settings.noise_clip, settings.noise_clip)
+            next_action = (self.target_policy.mean(next_state) + noise).clamp(-1.0, 1.0)
+            next_q = critics.target_values(next_state.for_critics, next_action).amin(1)
+            backup = torch.addcmul(reward, discount, self._next_value(next_q, next_action, batch))
+        q = critics(state.for_critics, action)
+        q_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
+        self.descend(q_loss.sum(), self.critic_optimizer)
+        if (self.version + 1) % settings.policy_delay == 0:
+            self._policy_metrics = self._improve(state._replace(features=state.features.detach()), action)
+            critics.move_target(settings.tau)
+            soft_update(self.target_policy, policy, settings.tau)
+        return {"q_loss": q_loss.detach().mean(), "mean_q": q.detach().mean(), **self._policy_metrics}
+
+    def _next_value(self, next_q: Tensor, next_action: Tensor, batch: Mapping[Any, Any]) -> Tensor:
+        """The value of the next state, [members, B], for the target."""
+        return next_q
+
+    def _improve(self, state: Encoded, action: Tensor) -> Metrics:
+        """One policy step."""
+        raise TypeError(f"{type(self).__name__} does not define _improve")
+
+    def _parts(self) -> dict[str, Any]:
+        return {**super()._parts(), "target_policy": self.target_policy}
 
 
 class SoftPolicy(OffPolicy):

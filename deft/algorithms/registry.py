@@ -12,6 +12,7 @@ from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.algorithms.ppo import PPO
+from deft.algorithms.rebrac import ReBRAC
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
@@ -21,6 +22,7 @@ OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
     "cql": CQL,
     "td3-bc": TD3BC,
+    "rebrac": ReBRAC,
     "dt": DecisionTransformer,
     "sft": SFT,
 }

@@ -221,17 +221,39 @@ class CQLSettings(TemperatureSettings):
 
 
 @settings
-class TD3BCSettings(OffPolicySettings):
-    """TD3 with behaviour cloning."""
+class DelayedSettings(OffPolicySettings):
+    """Settings of TD3 and the algorithms that are based on it."""
 
-    alpha: NonNegative = 2.5
-    """Weight of the Q value, λ = α / mean |Q|; 0 is behaviour cloning."""
     policy_noise: NonNegative = 0.2
     """Standard deviation of the noise on the target policy's actions."""
     noise_clip: NonNegative = 0.5
     """Clip the noise to ± this."""
     policy_delay: Count = 2
     """Critic updates per policy update."""
+
+
+@settings
+class TD3BCSettings(DelayedSettings):
+    """TD3 with behaviour cloning."""
+
+    alpha: NonNegative = 2.5
+    """Weight of the Q value, λ = α / mean |Q|; 0 is behaviour cloning."""
+
+
+@settings
+class ReBRACSettings(DelayedSettings, StochasticPolicySettings):
+    """TD3 with separate behaviour cloning penalties for the policy and the critics."""
+
+    learning_rate = Field(1e-3, description="Learning rate of AdamW.")
+    batch_size = Field(1024, description="Transitions per batch.")
+    weight_decay = 0.0
+    critic_layer_norm = True
+    policy_bc_coef: NonNegative = 0.01
+    """β_π: weight of the squared distance between the policy's action and the data's in the policy loss."""
+    critic_bc_coef: NonNegative = 0.01
+    """β_Q: weight of the squared distance between the next action and the data's in the target of the critics."""
+    normalize_q: Switch = True
+    """Divide the Q value of the policy loss by its mean magnitude in the batch."""
 
 
 @settings
@@ -373,6 +395,7 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "iql": IQLSettings,
     "cql": CQLSettings,
     "td3-bc": TD3BCSettings,
+    "rebrac": ReBRACSettings,
     "dt": DTSettings,
     "sft": SFTSettings,
 }

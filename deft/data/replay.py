@@ -132,6 +132,7 @@ class ReplayBuffer(Sampler):
         self._first = table.transition_rows().to(self.device, torch.int32)
         self._reward_scale = 1.0
         self._returns: Tensor | None = None
+        self._has_next: Tensor | None = None  # for each row, whether the row below it has an action
         self._ahead: list[Batch] = []  # batches gathered and not yet returned, in reverse order
         self._ahead_size = 0
         self._state_before = self.generator.get_state()
@@ -153,6 +154,13 @@ class ReplayBuffer(Sampler):
     def add_returns(self, gamma: float) -> None:
         """Add `schema.VALUE_TARGET` to batches: the discounted return to the end of the recorded episode."""
         self._returns = discounted_returns(self.table, gamma).to(self.device)
+        self._ahead, self._ahead_size = [], 0
+
+    def add_next_actions(self) -> None:
+        """Add `schema.NEXT_ACTION` and `schema.NEXT_STEP_MASK` to batches."""
+        self._has_next = torch.ones(len(self._rows), dtype=torch.bool, device=self.device)
+        last = torch.from_numpy(self.table.starts + self.table.lengths - 1).to(self.device)
+        self._has_next[last] = False
         self._ahead, self._ahead_size = [], 0
 
     def sample(self, batch_size: int) -> Batch:
@@ -183,6 +191,8 @@ class ReplayBuffer(Sampler):
         if self._returns is not None:
             torch.index_select(self._returns, 0, self._chosen, out=self._chosen_returns)
             self._chosen_returns.mul_(self._reward_scale)
+        if self._has_next is not None:
+            torch.index_select(self._has_next, 0, self._chosen, out=self._chosen_has_next)
         self._ahead = self._views.copy()
 
     def _allocate(self, batch_size: int) -> None:
@@ -195,6 +205,7 @@ class ReplayBuffer(Sampler):
         self._chosen = torch.empty(count, dtype=torch.int32, device=self.device)
         self._gathered = torch.empty(count, 2 * width, device=self.device)
         self._chosen_returns = torch.empty(count, device=self.device)
+        self._chosen_has_next = torch.empty(count, dtype=torch.bool, device=self.device)
         self._reward = self._gathered[:, width - 2]
         both = self._gathered.view(*shape, 2 * width)
         columns: dict[Key, Tensor] = {
@@ -206,6 +217,9 @@ class ReplayBuffer(Sampler):
         }
         if self._returns is not None:
             columns[schema.VALUE_TARGET] = self._chosen_returns.view(shape)
+        if self._has_next is not None:
+            columns[schema.NEXT_ACTION] = both[..., width + dim : 2 * width - 2]
+            columns[schema.NEXT_STEP_MASK] = self._chosen_has_next.view(*shape, 1)
         batches = zip(*(column.unbind(0) for column in columns.values()), strict=True)
         self._views = [dict(zip(columns, parts, strict=True)) for parts in batches][::-1]
 

@@ -256,10 +256,15 @@ class StreamingBuffer(EpisodePool):
         self.chunk_gamma = chunk_gamma
         self.next_observation = next_observation
         self._reward_scale = 1.0
+        self._next_actions = False
 
     def scale_rewards(self, scale: float) -> None:
         """Multiply the rewards of every batch by `scale`."""
         self._reward_scale = scale
+
+    def add_next_actions(self) -> None:
+        """Add `schema.NEXT_ACTION` and `schema.NEXT_STEP_MASK` to batches."""
+        self._next_actions = True
 
     def sample(self, batch_size: int) -> Batch:
         """Return a batch in the schema's keys: named streams as a dict, images as uint8, `terminated` 0.0 or 1.0."""
@@ -288,6 +293,8 @@ class StreamingBuffer(EpisodePool):
             after = [(episode, min(step + self.chunk_length, len(episode))) for episode, step in chosen]
             following = {name: self._rows(name, after) for name in streams}
             batch[schema.NEXT_OBSERVATION] = following.get("", following)
+        if self._next_actions:
+            batch |= self._following_actions(chosen)
         return batch | (self._single_steps(chosen) if self.chunk_length == 1 else self._chunks(chosen))
 
     def _rows(self, name: str, chosen: list[tuple[Episode, int]]) -> Tensor:
@@ -305,6 +312,17 @@ class StreamingBuffer(EpisodePool):
             schema.ACTION: self._stack([episode.action[step] for episode, step in chosen]),
             schema.NEXT_REWARD: reward * self._reward_scale,
             schema.NEXT_TERMINATED: self._stack([episode.terminated[step] for episode, step in chosen], np.float32),
+        }
+
+    def _following_actions(self, chosen: list[tuple[Episode, int]]) -> Batch:
+        """Return the actions, or chunks, that follow those at these steps, and which of their steps were recorded."""
+        steps = [np.arange(step + self.chunk_length, step + 2 * self.chunk_length) for _, step in chosen]
+        pairs = [(episode, rows) for (episode, _), rows in zip(chosen, steps, strict=True)]
+        actions = [episode.action[np.minimum(rows, len(episode) - 1)] for episode, rows in pairs]
+        stacked = self._stack(actions)
+        return {
+            schema.NEXT_ACTION: stacked if self.chunk_length > 1 else stacked.squeeze(1),
+            schema.NEXT_STEP_MASK: self._stack([rows < len(episode) for episode, rows in pairs]),
         }
 
     def _chunks(self, chosen: list[tuple[Episode, int]]) -> Batch:

@@ -312,6 +312,13 @@ class TD3BCTrainer(OfflineRLTrainer):
     main_settings = ("alpha", "noise_clip", "policy_delay")
 
 
+class ReBRACTrainer(OfflineRLTrainer):
+    """TD3 with separate behaviour cloning penalties; main settings `policy_bc_coef`, `critic_bc_coef`."""
+
+    algorithm_name = "rebrac"
+    main_settings = ("policy_bc_coef", "critic_bc_coef")
+
+
 class SFTTrainer(OfflineRLTrainer):
     """Supervised fine-tuning (behaviour cloning)."""
 

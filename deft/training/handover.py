@@ -80,7 +80,7 @@ def _check_source(config: RunConfig | OfflineRunConfig, source: RunConfig | Offl
     if not ALGORITHMS[source.algorithm.name].exchanges_policies:
         raise InputError(
             f"model_path: a {source.algorithm.name} policy needs a target return and cannot be trained with "
-            f"{config.algorithm.name}; start from a run of iql, cql, td3-bc or sft"
+            f"{config.algorithm.name}; start from a run of iql, cql, td3-bc, rebrac or sft"
         )
     if isinstance(config, RunConfig) and isinstance(source, OfflineRunConfig) and source.trainer.num_seeds > 1:
         raise InputError(

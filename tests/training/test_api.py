@@ -25,6 +25,7 @@ from deft import (
     OfflineReplayBuffer,
     OfflineRLConfig,
     PPOTrainer,
+    ReBRACTrainer,
     RLConfig,
     TD3BCTrainer,
 )
@@ -37,7 +38,7 @@ from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.evaluation.rollouts import evaluate_policy
 
-TRAINERS: list[Any] = [IQLTrainer, CQLTrainer, TD3BCTrainer, DecisionTransformerTrainer]
+TRAINERS: list[Any] = [IQLTrainer, CQLTrainer, TD3BCTrainer, ReBRACTrainer, DecisionTransformerTrainer]
 ENV = "deft-test/TwoStep-v0"
 
 # The document's example; its two import lines from `train.offline_rl` are what changes.
@@ -79,6 +80,7 @@ OWN = {
     "IQLTrainer": "expectile=0.7,      # Expectile for value regression\n    temperature=3.0,",
     "CQLTrainer": "cql_alpha=5.0, cql_samples=10, min_q_weight=1.0,",
     "TD3BCTrainer": "alpha=2.5, noise_clip=0.5, policy_delay=2,",
+    "ReBRACTrainer": "policy_bc_coef=0.01, critic_bc_coef=0.001,",
     "DecisionTransformerTrainer": "context_length=20, n_layer=3, n_head=1, embed_dim=128,",
 }
 

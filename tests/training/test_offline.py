@@ -22,11 +22,12 @@ from deft.training.offline import OfflineTrainer
 from deft.training.offline_run import build_offline_trainer
 
 ENV = "deft-test/TwoStep-v0"
-ALGORITHMS = ["iql", "cql", "td3-bc"]
+ALGORITHMS = ["iql", "cql", "td3-bc", "rebrac"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "iql": {"reward_scaling": "none"},
     "cql": {"cql_samples": 2},
     "td3-bc": {},
+    "rebrac": {},
     "dt": {"embed_dim": 8, "n_layer": 1, "context_length": 2},
 }
 QUIET = {"console_level": "CRITICAL", "tensorboard": False, "progress_bar": False}

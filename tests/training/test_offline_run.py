@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "iql": {},
     "cql": {"cql_samples": 2},
     "td3-bc": {},
+    "rebrac": {},
     "sft": {},
     "dt": {"embed_dim": 16, "n_layer": 1, "n_head": 1, "context_length": 4, "warmup_steps": 0},
 }
@@ -138,7 +139,7 @@ def test_a_real_robots_videos_and_tasks(tmp_path, algorithm):
 # -- frozen, resumed, started from elsewhere ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc", "sft"])
+@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc", "rebrac", "sft"])
 def test_what_is_frozen_stays_as_it_is_also_with_weight_decay(tmp_path, reach, algorithm):
     cfg = {"weight_decay": 0.1}
     trainer = make_trainer(tmp_path, algorithm, reach, vla(freeze_vision_encoder=True), cfg=cfg)

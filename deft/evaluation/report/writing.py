@@ -26,7 +26,13 @@ from deft.runs.overview import REPORT_FILE
 log = logging.getLogger(__name__)
 COMPARISON_FILE = "comparison.json"
 MARK = "<title>Deft · "  # in every report; another file is not replaced
-NAMES = {"grpo": "GRPO", "dt": "Decision Transformer", "td3-bc": "TD3+BC", "waypoint-sft": "waypoint SFT"}
+NAMES = {
+    "grpo": "GRPO",
+    "dt": "Decision Transformer",
+    "td3-bc": "TD3+BC",
+    "rebrac": "ReBRAC",
+    "waypoint-sft": "waypoint SFT",
+}
 
 
 def write_report(words: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
