@@ -51,6 +51,10 @@ _NAMES = {
     "policy.vla_config.model_class": "vla_model_class",
     "policy.vla_config.model_path": "vla_model_path",
     "policy.vla_config.model_config": "vla_model_config",
+    "policy.residual.scale": "residual_scale",
+    "policy.residual.horizon": "residual_horizon",
+    "policy.residual.hidden_sizes": "residual_hidden_sizes",
+    "policy.residual.log_std_init": "residual_log_std_init",
 }
 MODEL_CLASS = "policy.vla_config.model_class"
 OPPOSITES = {"deterministic": "stochastic", "eval_deterministic": "eval_stochastic"}
@@ -58,7 +62,7 @@ OPPOSITES = {"deterministic": "stochastic", "eval_deterministic": "eval_stochast
 CODE_NAMES = ("env.id", "env.kwargs", MODEL_CLASS, "cluster.ray_address", "ray_address", "environment")
 """Flags that may name code; a name on the command line is the user's own (`deft.trust`)."""
 _SECTION_ORDER = (
-    *("dataset", "env", "env.curriculum", "algorithm.cfg", "policy", "policy.vla_config"),
+    *("dataset", "env", "env.curriculum", "algorithm.cfg", "policy", "policy.vla_config", "policy.residual"),
     *("trainer", "cluster", "logging", ""),
 )
 

@@ -123,6 +123,20 @@ class VLAConfig:
     """Keyword arguments of the model's constructor."""
 
 
+@settings
+class ResidualConfig:
+    """A trained correction of a frozen policy: action = clip(base + scale · residual), in unit actions."""
+
+    scale: Positive
+    """Largest correction of an action of the frozen policy of `model_path`, in half ranges of the action space."""
+    horizon: NonNegativeInt = 0
+    """Env steps over which the probability of using the residual in training grows from 0 to 1; 0: always used."""
+    hidden_sizes: tuple[Count, ...] = (256, 256)
+    """Widths of the hidden layers of the residual network, its value function and critics."""
+    log_std_init: Number = -1.0
+    """Initial log standard deviation of the residual, before tanh."""
+
+
 UNUSED = {
     "hidden_sizes": "has num_layers layers of width hidden_dim; use --hidden-dim and --num-layers",
     "activation": "has fixed activation functions; leave --activation out",
@@ -179,6 +193,8 @@ class PolicyConfig:
     """Observation streams that only the value function and critics read; the policy acts without them."""
     vla_config: VLAConfig | None = None
     """The VLA model, for `name: vla`."""
+    residual: ResidualConfig | None = None
+    """Freeze the policy of `model_path` and train a bounded correction of its actions; None: train the policy."""
 
     @model_validator(mode="before")
     @classmethod

@@ -185,6 +185,8 @@ class ActorCritic(Policy):
     [B, layers, hidden], its state after the step `schema.NEXT_MEMORY`.
     """
 
+    acts_on_features = True
+
     def __init__(
         self,
         observation_space: gymnasium.Space,

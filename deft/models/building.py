@@ -6,6 +6,7 @@ evaluations, all of which build the same policy from the same section.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import gymnasium
@@ -18,6 +19,7 @@ from deft.models.action_scale import with_bounds
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
 from deft.models.privileged import public_space
+from deft.models.residual import ResidualPolicy
 from deft.models.vla.loading import load_vla_model_for
 from deft.models.vla.policy import VLAPolicy
 
@@ -38,6 +40,8 @@ def make_policy(
     `action_space` is that of single steps, or of the config's chunks. `weights_follow`: weights of a checkpoint are
     loaded next, so a pretrained file that the config names is not read, and they bring an action scale.
     """
+    if config.residual is not None:
+        return _residual(config, observation_space, action_space, where, num_members, weights_follow)
     if weights_follow and config.name != "actor_critic":
         action_space = with_bounds(action_space)
     if config.vla_config is None:
@@ -52,3 +56,24 @@ def make_policy(
     public = public_space(observation_space, config.critic_observation)
     model = load_vla_model_for(config.vla_config, public, space, where, length, weights_follow)
     return VLAPolicy(model, observation_space=observation_space, action_space=space, config=config, dtype=dtype)
+
+
+def _residual(
+    config: PolicyConfig,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    where: str,
+    num_members: int,
+    weights_follow: bool,
+) -> Policy:
+    """Build the policy of a config as the frozen policy of a residual; V and critics are the residual's."""
+    if num_members > 1:
+        raise InputError("residual_scale: a residual is trained one seed at a time; use num_seeds 1")
+    if not weights_follow and (config.vla_config is None or config.vla_config.model_path is None):
+        raise InputError("residual_scale: corrects a trained policy; give one with --model_path")
+    frozen = dataclasses.replace(
+        config, residual=None, separate_value=False, normalize_reward=False, critic_observation=()
+    )
+    public = public_space(observation_space, config.critic_observation)
+    base = make_policy(frozen, public, action_space, where, weights_follow=weights_follow)
+    return ResidualPolicy(base, observation_space, action_space, config)

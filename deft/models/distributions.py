@@ -19,6 +19,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft import schema
 from deft.errors import InputError
 from deft.models.action_scale import ActionScale, into_box
 
@@ -257,12 +258,12 @@ class TanhGaussianHead(MemberHead):
         """An action, its log-density, and the sample before tanh: near ±1 it cannot be recovered exactly."""
         before, log_prob = self._draw(output, deterministic)
         log_prob = log_prob - log_tanh_slope(before) - self.width.log().sum()
-        return self.from_unit(before.tanh()), log_prob, {"before_tanh": before}
+        return self.from_unit(before.tanh()), log_prob, {schema.BEFORE_TANH: before}
 
     def _log_prob_of_sample(self, output: Tensor, action: Tensor, sample: Any) -> Tensor:
         if sample is None:
             return self.log_prob(output, self.to_unit(action))
-        before = sample["before_tanh"]
+        before = sample[schema.BEFORE_TANH]
         return super().log_prob(output, before) - log_tanh_slope(before)
 
 
@@ -301,9 +302,14 @@ class _SquashedSample(torch.autograd.Function):
         return (both.squeeze(0) if len(both) == 1 else both.sum(0)), None
 
 
+def log_tanh_slopes(x: Tensor) -> Tensor:
+    """log(1 − tanh² x) = 2 (log 2 − x − softplus(−2x)) of each number, which does not overflow."""
+    return 2.0 * (math.log(2.0) - x - functional.softplus(-2.0 * x))
+
+
 def log_tanh_slope(x: Tensor) -> Tensor:
-    """Σ log(1 − tanh² x) = Σ 2 (log 2 − x − softplus(−2x)), which does not overflow."""
-    return (2.0 * (math.log(2.0) - x - functional.softplus(-2.0 * x))).sum(-1)
+    """Σ log(1 − tanh² x)."""
+    return log_tanh_slopes(x).sum(-1)
 
 
 class CategoricalHead(ActionHead):

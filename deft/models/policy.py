@@ -39,6 +39,7 @@ class Encoded(NamedTuple):
     step_mask: Tensor | None = None  # bool [B, K]: which steps of the chunks are real
     output: Tensor | None = None  # of the actor network, where it is known already
     privileged: Tensor | None = None  # [members, B, P]: what critics read beside the features (`critic_observation`)
+    base_action: Tensor | None = None  # [members, B, A]: unit action of the frozen policy in a residual policy
 
     @property
     def for_critics(self) -> Tensor:
@@ -80,6 +81,8 @@ class Policy(nn.Module):
     """Whether the off-policy methods below are defined: its actions lie in a Box."""
     has_mean: bool = False
     """Whether `mean` is defined."""
+    acts_on_features: bool = False
+    """Whether its actions depend on the observation through the features of `encode` alone."""
     num_members: int = 1
     action_dim: Any = None
     center: Any
@@ -208,6 +211,9 @@ class Policy(nn.Module):
     def auxiliary_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that `auxiliary_loss` trains; nothing else trains them then."""
         raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no auxiliary loss; set it to 0")
+
+    def set_env_steps(self, num_env_steps: int) -> None:
+        """Take the number of env steps of training so far, which exploration may depend on; called between updates."""
 
     def observe_value(self, td: TensorDictBase) -> None:
         """Update the running statistics that only the value depends on."""

@@ -210,6 +210,7 @@ class Trainer(PolicyLoop):
 
     def begin(self) -> None:
         """Start to collect."""
+        self.policy.set_env_steps(self.num_timesteps)
         self.gather_weights()
         self.collection.collector.set_version(self.algorithm.version)
         # With chunks the number of environment steps in a rollout is known only afterwards.
@@ -245,6 +246,7 @@ class Trainer(PolicyLoop):
             return None
         count = collection.collector.take_step_count(steps)
         self.num_timesteps += count if self.processes.count == 1 else round(self.processes.total(count, self.device))
+        self.policy.set_env_steps(self.num_timesteps)
         if self._most_updates is not None and self.run.log is not None:  # the total was an upper bound
             self.run.log.expect(round(self.num_timesteps / self.algorithm.version * self._most_updates))
         return metrics

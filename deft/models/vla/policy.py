@@ -98,6 +98,7 @@ class VLAPolicy(ActionScale, Policy):
         if self.critic_streams and self.streams is None and isinstance(observation_space, gymnasium.spaces.Dict):
             self.streams = frozenset(observation_space)
         self.has_mean = self.model.has_mean
+        self.acts_on_features = self.encoder is None and self.model.shares_features
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
         self._sample_method = "act" if overrides(model, "act") else "forward"
         self._score_method = "evaluate" if overrides(model, "evaluate") else "evaluate_actions"
