@@ -227,8 +227,13 @@ def train(arguments: list[str]) -> int:
     from deft.config.training import parse_training
 
     name, config, as_json, _ = training = parse_training(arguments)
+    is_shown = not as_json and os.environ.get("RANK", "0") == "0"
+    if is_shown:
+        from deft.runs.overview import start_line
+
+        print(start_line(training), flush=True)  # at once: the imports and the environments take seconds
     results = _train(training)
-    if not as_json and os.environ.get("RANK", "0") == "0":
+    if is_shown:
         from deft.runs.overview import read_overview, summary
 
         place = _run_directory(results, config)

@@ -284,9 +284,10 @@ def test_a_file_and_a_command_that_disagree(tmp_path: Path, monkeypatch: pytest.
 def test_train_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "ppo", "--seed", "3", "--json"]) == 0
     assert calls == [replace(RunConfig(), seed=3)]
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"run_dir": "a/b", "mean_reward": 1.5}
+    assert json.loads(capsys.readouterr().out) == {"run_dir": "a/b", "mean_reward": 1.5}
     assert cli.main(["train", "ppo"]) == 0
-    assert capsys.readouterr().out == "run_dir: a/b\nmean_reward: 1.5\n"
+    started = "starting ppo on deft/Reach-v0 in a new directory in outputs"
+    assert capsys.readouterr().out == f"{started}\nrun_dir: a/b\nmean_reward: 1.5\n"
 
 
 def test_train_calls_the_offline_run(calls: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

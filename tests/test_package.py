@@ -23,6 +23,35 @@ def test_import_loads_nothing_heavy() -> None:
     assert {name.partition(".")[0] for name in loaded} - {"deft"} <= set(sys.stdlib_module_names)
 
 
+HEAVY = ("torch", "tensordict", "gymnasium", "numpy", "matplotlib", "mujoco", "tensorboard", "h5py")
+FIRST_LINE = """
+import sys
+from deft import cli
+
+cli._train = lambda training: sys.exit(f"{heavy()}")  # called after the first line is printed
+heavy = lambda: sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1].split()))
+cli.dispatch(sys.argv[2:])
+sys.exit(f"{heavy()}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("train ppo --env CartPole-v1", "starting ppo on CartPole-v1 in a new directory in outputs\n"),
+        ("train --recipe tabletop-ppo", "starting ppo on tabletop in outputs/tabletop-ppo\n"),
+        ("recipes", ""),
+        ("--help", "usage: deft COMMAND ...\n"),
+    ],
+)
+def test_the_first_line_of_a_command_waits_for_nothing_heavy(command: str, line: str) -> None:
+    """Torch and tensordict alone take seconds to import; `deft train` prints a line before."""
+    words = [sys.executable, "-c", FIRST_LINE, " ".join(HEAVY), *command.split()]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stderr == "[]\n"
+    assert done.stdout.startswith(line)
+
+
 @pytest.mark.parametrize("name", deft.__all__)
 def test_every_name_loads(name: str) -> None:
     assert name in dir(deft)

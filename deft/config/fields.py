@@ -5,6 +5,7 @@ The parser, the aliases, the messages and the reference pages read the classes t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterator
@@ -13,9 +14,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 def setting_names(cls: type) -> list[str]:
     """Return the names of a class's settings: its own first, then those of its base classes."""
+    return list(_setting_names(cls))
+
+
+@functools.cache
+def _setting_names(cls: type) -> tuple[str, ...]:
     declared = (name for base in cls.__mro__ for name in inspect.get_annotations(base))
     fields = cls.__pydantic_fields__  # type: ignore[attr-defined]
-    return list(dict.fromkeys(name for name in declared if name in fields))
+    return tuple(dict.fromkeys(name for name in declared if name in fields))
 
 
 def annotation_of(cls: type, name: str) -> Any:

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from deft.config.loading import HEADER, PRESETS, find_preset, preset_names, read_file, read_mapping, value_at
+from deft.config.loading import HEADER, PRESETS, find_preset, preset_names, read_file, value_at
 from deft.config.settings import GPU_VECTORS
 from deft.config.validation import checked, settings
 from deft.errors import InputError
@@ -57,8 +57,14 @@ class ShowRecipeConfig:
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes."""
-    found = [name for name in preset_names() if HEADER in read_file(PRESETS / f"{name}.yaml")]
-    return sorted(found, key=lambda name: name.split("-"))  # ppo before ppo-labels
+    return list(_recipe_files())
+
+
+def _recipe_files() -> dict[str, dict[str, Any]]:
+    """Return the content of every recipe, by name."""
+    found = {name: read_file(PRESETS / f"{name}.yaml") for name in preset_names()}
+    in_order = sorted(found, key=lambda name: name.split("-"))  # ppo before ppo-labels
+    return {name: found[name] for name in in_order if HEADER in found[name]}
 
 
 def find_recipe(name: str) -> Path:
@@ -74,8 +80,10 @@ def find_recipe(name: str) -> Path:
 def read_recipe(file: Path) -> Recipe | None:
     """Return the header of a config file; None if it has none."""
     header = read_file(file).get(HEADER)
-    if header is None:
-        return None
+    return None if header is None else _checked_header(file, header)
+
+
+def _checked_header(file: Path, header: Any) -> Recipe:
     if not isinstance(header, dict):
         raise InputError(f"{file}: {HEADER}: is not a mapping; copy the header of `deft recipes show NAME`")
     return checked(Recipe, header, written={name: f"{HEADER}.{name}" for name in header})
@@ -83,12 +91,11 @@ def read_recipe(file: Path) -> Recipe | None:
 
 def describe_recipes() -> dict[str, dict[str, Any]]:
     """Return what `deft recipes` shows of each recipe, by name."""
-    return {name: _described(PRESETS / f"{name}.yaml") for name in recipe_names()}
+    return {name: _described(PRESETS / f"{name}.yaml", content) for name, content in _recipe_files().items()}
 
 
-def _described(file: Path) -> dict[str, Any]:
-    recipe, mapping = read_recipe(file), read_mapping(file)
-    assert recipe is not None
+def _described(file: Path, mapping: dict[str, Any]) -> dict[str, Any]:
+    recipe = _checked_header(file, mapping[HEADER])
     needs = ["CUDA GPU"] if value_at(mapping, "env.vector") in GPU_VECTORS else []
     if recipe.extras:
         needs.append(f"extra{'s' * (len(recipe.extras) > 1)} {', '.join(recipe.extras)}")

@@ -65,7 +65,8 @@ def parse_training(arguments: Sequence[str]) -> Training:
         if source is not None and name in PHASES and peek(flags, "resume") and not peek(flags, "output_dir"):
             getattr(config, name).output_dir = str(source.parent)
         return Training(name, config, as_json, source)
-    return Training(name, *_parse_run(name, flags, source), source)
+    config, as_json = _parse_run(name, flags, source)
+    return Training(config.algorithm.name, config, as_json, source)
 
 
 def config_of_run(path: Path) -> Path | None:

@@ -36,7 +36,9 @@ def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
     if config.output_dir is None:
         subject = re.sub(r"[^A-Za-z0-9.]+", "-", subject).strip("-")
         name = f"{config.algorithm.name}-{subject}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        return replace(config, output_dir=str(output_base() / name)), None, False
+        config = replace(config, output_dir=str(output_base() / name))
+        log.info("run directory: %s", config.output_dir)
+        return config, None, False
     if not config.output_dir.strip():
         raise InputError("output_dir: is empty; name a directory, or leave it out")
     return config, *place_directory(Path(config.output_dir), config.resume, config.auto_resume, config.overwrite)

@@ -1,6 +1,6 @@
-"""What a run has done, read from its directory: the rows of `deft runs` and the text at the end of `deft train`.
+"""What a run has done, read from its directory: the rows of `deft runs`, and the texts around `deft train`.
 
-Nothing here imports torch, so that `deft runs` is quick. Of a long metrics file only the ends are read.
+Nothing here imports torch, so that `deft runs` and the first line of `deft train` are quick. Of a long metrics file only the ends are read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deft.config.loading import read_mapping
-from deft.config.training import kind_of_file
+from deft.config.loading import read_mapping, to_dict
+from deft.config.output_base import output_base
+from deft.config.training import Training, kind_of_file
 from deft.errors import InputError, one_line
 from deft.runs.json_files import read_json
 from deft.runs.record import COMPLETE, METRICS_FILE, RECORD_FILE
@@ -239,15 +240,27 @@ def _columns(rows: list[tuple[str, ...]]) -> str:
     )
 
 
+def start_line(training: Training) -> str:
+    """Return what starts and where, from the settings alone: the first line of `deft train`."""
+    settings = to_dict(training.config)
+    own = settings.get(training.name, settings)  # of a phase, whose directory is in its section
+    resume = settings.get("resume") or (settings.get("run") or {}).get("resume")
+    place = own.get("output_dir") or resume or f"a new directory in {output_base()}"
+    return f"{'resuming' if resume else 'starting'} {_what(training.name, _subject(settings))} in {place}"
+
+
+def _what(training: str, subject: str) -> str:
+    return training if subject == "-" else f"{training} on {subject}"
+
+
 def summary(run: Overview) -> str:
     """Return what a person wants to know at the end of a run: first and last values, and what to do next."""
     part = f", the last {run.step - run.first_step:,}" if run.first_step else ""  # of a run that was resumed
     took = "" if run.seconds is None else f"{part} in {timedelta(seconds=round(run.seconds))}"
     rate = "" if run.steps_per_second is None else f" ({run.steps_per_second:,.4g} {run.unit}/s)"
-    what = run.training if run.subject == "-" else f"{run.training} on {run.subject}"
     best = run.directory / BEST
     chosen = f" (best: {best.readlink()})" if best.is_symlink() else ""
-    lines = [f"{what} {run.state}: {run.step:,} {run.unit}{took}{rate}", f"run: {run.directory}{chosen}"]
+    lines = [f"{_what(run.training, run.subject)} {run.state}: {run.step:,} {run.unit}{took}{rate}", f"run: {run.directory}{chosen}"]
     if (run.directory / REPORT_FILE).is_file():
         lines.append(f"report: {run.directory / REPORT_FILE}")
     rows: list[tuple[str, ...]] = []

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from deft import cli
+from deft.config.training import parse_training
 from deft.runs import overview
 from deft.runs.checkpoint import folder_lock
-from deft.runs.overview import find_runs, next_commands, read_overview, runs_table, summary
+from deft.runs.overview import find_runs, next_commands, read_overview, runs_table, start_line, summary
 
 STARTED, ENDED = 1_800_000_000.0, 1_800_000_050.0
 CONFIG = "algorithm: {name: ppo}\nenv: {id: CartPole-v1}\ntrainer: {total_timesteps: 1000}\n"
@@ -189,7 +190,8 @@ def test_the_commands_at_the_end_of_training_work(tmp_path, monkeypatch, capsys,
     flags = "--env CartPole-v1 --total-timesteps 64 --rollout-steps 32 --log-freq 1 --eval-episodes 2 --output-dir run"
     assert cli.main(["train", "ppo", *flags.split(), "--threads", "1", "--device", "cpu"]) == 0
     output = capsys.readouterr().out.splitlines()
-    assert output[1].startswith("ppo on CartPole-v1 finished: 64 steps in 0:00:0")
+    assert output[0] == "starting ppo on CartPole-v1 in run"
+    assert output[2].startswith("ppo on CartPole-v1 finished: 64 steps in 0:00:0")
     assert "report: run/report.html" in output
     commands = [shlex.split(line) for line in output[output.index("next:") + 1 :]]
     assert [command[1] for command in commands] == ["evaluate", "play", "train"]
@@ -197,6 +199,24 @@ def test_the_commands_at_the_end_of_training_work(tmp_path, monkeypatch, capsys,
         assert cli.main([word.replace("100", "2") for word in words]) == 0
     assert (tmp_path / "run" / "play.mp4").stat().st_size > 0
     assert "ppo on CartPole-v1 finished: 128 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("iql --dataset d-v0 --output-dir run", "starting iql on d-v0 in run"),
+        ("--resume RUN", "resuming ppo on CartPole-v1 in RUN"),
+        ("--resume RUN --output-dir other", "resuming ppo on CartPole-v1 in other"),
+        ("teacher", "starting teacher on random_exploration in ./outputs/teacher_rl"),
+        ("teacher --output-dir mine --resume mine", "resuming teacher on random_exploration in mine"),
+        ("waypoint-sft --dataset d.npz", "starting waypoint-sft on d.npz in out/sft_waypoint_bc_torch_v0"),
+    ],
+)
+def test_the_first_line_of_training(tmp_path, words, line):
+    """`RUN` is the directory of a run of PPO; a phase has a directory of its own."""
+    run = str(make_run(tmp_path / "run"))
+    training = parse_training(words.replace("RUN", run).split())
+    assert start_line(training) == line.replace("RUN", run)
 
 
 def test_listing_is_quick_to_import():
