@@ -29,6 +29,7 @@ PROBE_TIMEOUT = 120.0  # seconds: imports, and software rendering on a busy mach
 MEASURE_TIME = 1.0  # seconds for each speed
 GIB = 2**30
 LONGEST_REASON = 160  # characters
+LIBRARIES = {"egl": "EGL", "osmesa": "OSMesa"}  # that a backend loads; GLX needs a display before its own
 REMEDIES = {
     "egl": "apt install libegl1 libgl1",
     "osmesa": "apt install libosmesa6",
@@ -220,9 +221,18 @@ def run_probe(what: str) -> None:
         probes = {"renderer": _try_rendering, "rendering": _measure_rendering, "tabletop": _measure_tabletop}
         found = {"works": True, **probes[what]()}
     except Exception as error:
-        found = {"works": False, "reason": one_line(error)[:LONGEST_REASON]}
+        found = {"works": False, "reason": _reason(os.environ.get("MUJOCO_GL", ""), error)}
     print("\n" + json.dumps(found), flush=True)
     os._exit(0)  # ignore a driver that crashes while it is unloaded
+
+
+def _reason(backend: str, error: Exception) -> str:
+    """Return why a backend does not work; PyOpenGL and GLFW have no words for what is simply not there."""
+    if backend in LIBRARIES and ctypes.util.find_library(LIBRARIES[backend]) is None:
+        return "not installed"
+    if backend == "glfw" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        return "no display"
+    return one_line(error)[:LONGEST_REASON]
 
 
 def _try_rendering() -> dict[str, Any]:

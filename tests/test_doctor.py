@@ -55,6 +55,33 @@ def test_advice_fits_the_finding():
     assert found(rendering={**working, "egl": software}, gpus=[])["advice"] == []  # no GPU: software is what there is
 
 
+@pytest.mark.parametrize(
+    ("backend", "variables", "library", "reason"),
+    [
+        ("osmesa", {}, None, "not installed"),
+        ("osmesa", {}, "libOSMesa.so.8", "AttributeError: 'NoneType' object has no attribute 'glGetError'"),
+        ("egl", {}, None, "not installed"),
+        ("glfw", {}, None, "no display"),
+        ("glfw", {"DISPLAY": ":0"}, None, "AttributeError: 'NoneType' object has no attribute 'glGetError'"),
+    ],
+)
+def test_what_is_not_there_is_named_in_plain_words(monkeypatch, capsys, backend, variables, library, reason):
+    """PyOpenGL without libOSMesa fails with an AttributeError."""
+
+    def fail():
+        raise AttributeError("'NoneType' object has no attribute 'glGetError'")
+
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"MUJOCO_GL": backend, **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: library)
+    monkeypatch.setattr(doctor, "_try_rendering", fail)
+    monkeypatch.setattr(doctor.os, "_exit", lambda status: None)
+    doctor.run_probe("renderer")
+    assert json.loads(capsys.readouterr().out) == {"works": False, "reason": reason}
+
+
 def test_extras_name_what_is_missing(monkeypatch):
     requirements = [
         'numpy>=2; extra == "data"',

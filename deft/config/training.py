@@ -96,6 +96,11 @@ def _choose(arguments: list[str]) -> tuple[str, Path | None, list[str]]:
     config_file, recipe, resume = (peek(flags, name) for name in ("config", "recipe", "resume"))
     if config_file and recipe:
         raise InputError(f"--recipe {recipe}: a recipe is a config file; give --recipe or --config, one of them")
+    if recipe and resume:
+        raise InputError(
+            f"--recipe {recipe}: a resumed run has its own settings; leave --recipe out (--auto-resume continues the "
+            "run of a recipe)"
+        )
     if recipe:
         return _choose_recipe(recipe, named, flags)
     source = find_config(config_file) if config_file else config_of_run(Path(resume)) if resume else None

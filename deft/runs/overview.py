@@ -1,6 +1,7 @@
 """What a run has done, read from its directory: the rows of `deft runs`, and the texts around `deft train`.
 
-Nothing here imports torch, so that `deft runs` and the first line of `deft train` are quick. Of a long metrics file only the ends are read.
+Nothing here imports torch, so that `deft runs` and the first line of `deft train` are quick. Of a long metrics file
+only the ends are read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from deft.config.loading import read_mapping, to_dict
 from deft.config.output_base import output_base
-from deft.config.training import Training, kind_of_file
+from deft.config.training import Training, config_of_run, kind_of_file
 from deft.errors import InputError, one_line
 from deft.runs.json_files import read_json
 from deft.runs.record import COMPLETE, METRICS_FILE, RECORD_FILE
@@ -246,7 +247,14 @@ def start_line(training: Training) -> str:
     own = settings.get(training.name, settings)  # of a phase, whose directory is in its section
     resume = settings.get("resume") or (settings.get("run") or {}).get("resume")
     place = own.get("output_dir") or resume or f"a new directory in {output_base()}"
-    return f"{'resuming' if resume else 'starting'} {_what(training.name, _subject(settings))} in {place}"
+    verb, others = ("starting", "") if resume is None else ("resuming", _other_settings(training.source, resume))
+    return f"{verb} {_what(training.name, _subject(settings))} in {place}{others}"
+
+
+def _other_settings(source: Path | None, resume: str) -> str:
+    """Return the file that replaces the settings of a resumed run, if there is one."""
+    is_own = source is None or source == config_of_run(Path(resume))
+    return "" if is_own else f" with the settings of {source}, not those of {resume}"
 
 
 def _what(training: str, subject: str) -> str:
@@ -260,7 +268,10 @@ def summary(run: Overview) -> str:
     rate = "" if run.steps_per_second is None else f" ({run.steps_per_second:,.4g} {run.unit}/s)"
     best = run.directory / BEST
     chosen = f" (best: {best.readlink()})" if best.is_symlink() else ""
-    lines = [f"{_what(run.training, run.subject)} {run.state}: {run.step:,} {run.unit}{took}{rate}", f"run: {run.directory}{chosen}"]
+    lines = [
+        f"{_what(run.training, run.subject)} {run.state}: {run.step:,} {run.unit}{took}{rate}",
+        f"run: {run.directory}{chosen}",
+    ]
     if (run.directory / REPORT_FILE).is_file():
         lines.append(f"report: {run.directory / REPORT_FILE}")
     rows: list[tuple[str, ...]] = []

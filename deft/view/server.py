@@ -47,9 +47,11 @@ SHORT_OF = (
 def view(config: ViewConfig) -> Mapping[str, Any]:
     """Serve the page of a run, or of the runs in a folder, until Ctrl-C."""
     folder = Path(config.run)
-    check_installed("")
+    if not folder.exists():
+        raise InputError(f"{folder}: no such directory; give a run directory, or a folder with runs")
     if not find_runs(folder):
         raise InputError(f"{folder}: no run to view; give a run directory, or a folder with runs")
+    check_installed("")
     listener = listen(config.view_port)
     token = token_of(folder)
     print(address_lines(folder, listener, token, "Ctrl-C ends the view, not the training."), flush=True)

@@ -105,6 +105,10 @@ def test_the_flags_of_the_tutorial_are_the_recipe(algorithm):
             "train ppo: recipe phases trains all; use `deft train --recipe phases`",
         ),
         (["train", "--recipe", "demo", "--config", "demo"], "--recipe demo: a recipe is a config file; give --recipe "),
+        (
+            ["train", "--recipe", "cartpole-ppo", "--resume", "runs/a"],
+            "--recipe cartpole-ppo: a resumed run has its own settings; leave --recipe out (--auto-resume",
+        ),
         (["recipes", "show"], "recipes: give one recipe's name (`deft recipes` lists them); got none"),
         (["recipes", "show", "hopper-iq"], "hopper-iq: no such recipe; did you mean 'hopper-iql'?"),
         (["recipes", "hopper-iql"], "recipes hopper-iql: no such command; use `deft recipes show hopper-iql`"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deft import cli
+from deft.config.loading import PRESETS
 from deft.config.training import parse_training
 from deft.runs import overview
 from deft.runs.checkpoint import folder_lock
@@ -207,6 +208,10 @@ def test_the_commands_at_the_end_of_training_work(tmp_path, monkeypatch, capsys,
         ("iql --dataset d-v0 --output-dir run", "starting iql on d-v0 in run"),
         ("--resume RUN", "resuming ppo on CartPole-v1 in RUN"),
         ("--resume RUN --output-dir other", "resuming ppo on CartPole-v1 in other"),
+        (
+            "--config cartpole-ppo --resume RUN --output-dir RUN",
+            f"resuming ppo on CartPole-v1 in RUN with the settings of {PRESETS}/cartpole-ppo.yaml, not those of RUN",
+        ),
         ("teacher", "starting teacher on random_exploration in ./outputs/teacher_rl"),
         ("teacher --output-dir mine --resume mine", "resuming teacher on random_exploration in mine"),
         ("waypoint-sft --dataset d.npz", "starting waypoint-sft on d.npz in out/sft_waypoint_bc_torch_v0"),

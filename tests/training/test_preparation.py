@@ -22,10 +22,10 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def commands(name, *flags, **missing):
+def commands(name, *flags, by="--recipe", **missing):
     """The commands that a recipe with these flags runs first; here they make nothing. `missing` are those of extras."""
     extras = {extra: {"missing": packages, "install": f"install {extra}"} for extra, packages in missing.items()}
-    training, ran = parse_training(["--recipe", name, *flags]), []
+    training, ran = parse_training([by, name, *flags]), []
     prepare(read_recipe(training.source), training, ran.append, extras)
     return ran
 
@@ -44,7 +44,7 @@ def test_what_is_missing_is_made_in_order(capsys):
 
 def test_another_policy_or_dataset_needs_less():
     assert commands("tabletop-ppo-labels", "--model-path", "mine") == []
-    assert commands("tabletop-ppo-labels", "--resume", "mine") == []
+    assert commands("tabletop-ppo-labels", "--resume", "mine", by="--config") == []
     assert commands("tabletop-iql-labels", "--dataset", "mine") == [["train", "--recipe", "tabletop-sft-labels"]]
     # The recorded episodes are those of the policy of the recipe, whatever policy IQL starts from.
     assert len(commands("tabletop-iql-labels", "--model-path", "mine")) == 3

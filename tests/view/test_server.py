@@ -168,7 +168,9 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
         return line
 
     run = make_run(tmp_path / "run")
-    assert "no run to view; give a run directory" in error(tmp_path / "missing")
+    assert "missing: no such directory; give a run directory" in error(tmp_path / "missing")
+    (empty := tmp_path / "empty").mkdir()
+    assert "empty: no run to view; give a run directory" in error(empty)
     assert "--view-port: 70000 is out of range" in error(run, "--view-port", 70_000)
     with listen(0) as taken:
         number = taken.getsockname()[1]
@@ -178,5 +180,6 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
         check_view(LoggingConfig(view=False, view_port=number))
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
     assert 'starlette, which is not installed: in Deft\'s folder run `pip install -e ".[view]"`' in error(run)
+    assert "missing: no such directory" in error(tmp_path / "missing")  # what is wrong whatever is installed
     with pytest.raises(InputError, match="or leave --view out"):
         process.check_view(LoggingConfig(view=True))
