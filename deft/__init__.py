@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deft.algorithms.rebrac import ReBRAC
     from deft.algorithms.sac import SAC
     from deft.algorithms.sft import SFT
+    from deft.algorithms.td3 import TD3
     from deft.algorithms.td3_bc import TD3BC
     from deft.config.f1_settings import TrainingConfig
     from deft.config.rl_yaml import get_environment_config, get_training_config, load_rl_config
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         SACTrainer,
         SFTTrainer,
         TD3BCTrainer,
+        TD3Trainer,
     )
     from deft.training.offline import OfflineTrainer
     from deft.training.phases.adversarial import AdversarialTrainer
@@ -63,12 +65,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CQL", "GRPO", "IQL", "PPO", "SAC", "SFT", "TD3BC", "ActorCritic", "AdversarialTrainer", "BaseRLTrainer",
+    "CQL", "GRPO", "IQL", "PPO", "SAC", "SFT", "TD3", "TD3BC", "ActorCritic", "AdversarialTrainer", "BaseRLTrainer",
     "BaseVLAModel", "BatchBuilder", "CQLTrainer", "CurriculumConfig", "DatasetWriter", "DecisionTransformer",
     "DecisionTransformerTrainer", "DeltaHead", "F1RLEnv", "GRPOTrainer", "IQLTrainer", "MemoryStateManager",
     "OfflineRLConfig", "OfflineReplayBuffer", "OfflineTrainer", "PPOConfig", "PPOPolicy", "PPOTrainer",
     "RLConfig", "ReBRAC", "ReBRACTrainer", "ReplayBuffer", "RolloutBuffer", "SACTrainer", "SFTTrainer",
-    "StudentEnv", "StudentTrainer", "TD3BCTrainer", "TeacherEnv", "TeacherPolicy", "TeacherTrainer",
+    "StudentEnv", "StudentTrainer", "TD3BCTrainer", "TD3Trainer", "TeacherEnv", "TeacherPolicy", "TeacherTrainer",
     "ToyWaypointEnv", "Trainer", "TrainingConfig", "VLABuffer", "VLAModel", "VLAModelInterface", "VLAPolicy",
     "ValueHead", "__version__", "get_environment_config", "get_physical_gpu_id", "get_training_config",
     "load_dataset", "load_f1_policy", "load_policy", "load_rl_config", "load_vla_model", "make_env",

@@ -212,6 +212,10 @@ class OffPolicy(ActorAlgorithm):
 
     # -- pieces of a step ----------------------------------------------------------------------------------------------
 
+    def _descend_critics(self, loss: Tensor) -> None:
+        """One step of the critics, and of the encoder that they share with the policy."""
+        self.descend(loss, self.critic_optimizer)
+
     def _encode(self, observation: Any) -> Encoded:
         return self.policy.encode(observation)
 
@@ -254,7 +258,7 @@ class TwinDelayed(OffPolicy):
             backup = torch.addcmul(reward, discount, self._next_value(next_q, next_action, batch))
         q = critics(state.for_critics, action)
         q_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
-        self.descend(q_loss.sum(), self.critic_optimizer)
+        self._descend_critics(q_loss.sum())
         if (self.version + 1) % settings.policy_delay == 0:
             self._policy_metrics = self._improve(state._replace(features=state.features.detach()), action)
             critics.move_target(settings.tau)

@@ -15,9 +15,10 @@ from deft.algorithms.ppo import PPO
 from deft.algorithms.rebrac import ReBRAC
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
+from deft.algorithms.td3 import TD3
 from deft.algorithms.td3_bc import TD3BC
 
-ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO, "grpo": GRPO, "sac": SAC}
+ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO, "grpo": GRPO, "sac": SAC, "td3": TD3}
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
     "cql": CQL,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,22 +16,18 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Replay
 from deft.algorithms.off_policy import SoftPolicy
 from deft.algorithms.offline import to_cpu
+from deft.algorithms.replay import ReplayLearner
 from deft.config.algorithm_settings import SACSettings
-from deft.data.augmentation import shift_images
 from deft.errors import InputError
 from deft.models.policy import Encoded, Policy
 from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
 SMALLEST_VALUE = 1e-3  # lower bound of mean |Q|, by which losses are divided
-REPLAY_SETTINGS = (
-    "batch_size", "buffer_size", "train_freq", "updates_per_step", "learning_starts", "random_steps", "n_step", "gamma",
-    "prior_data", "prior_fraction", "precision",
-)  # fmt: skip
 LEARNED_ALPHA = 0.05  # initial temperature for a policy of an algorithm without one
 
 
-class SAC(SoftPolicy):
+class SAC(ReplayLearner, SoftPolicy):
     """With a' ~ π(s') and the target critics Q̄:
 
     L_Q = E (r + γ (min Q̄(s', a') − α log π(a' | s')) − Q(s, a))²,   L_π = E [α log π(a | s) − min Q(s, a)],
@@ -48,9 +45,7 @@ class SAC(SoftPolicy):
         super().__init__(policy, settings or SACSettings(), seed)
         self._start_alpha(1.0)
         self.period = self.settings.policy_delay
-        self._former_scale = float(policy.reward_scale)  # of the rewards that its critics were trained on
         self.anchor = frozen_copy(policy) if self.settings.anchor_coef else None
-        self._held = self._held_in_warmup() if self.settings.critic_warmup else []
         self.anchor_weight = torch.full((), self.settings.anchor_coef, device=policy.center.device)
         if self.settings.compile:  # samples as in eager mode, so that both give the same results
             options: dict[str, Any] = {"fallback_random": True}
@@ -60,10 +55,9 @@ class SAC(SoftPolicy):
     @property
     def experience(self) -> Replay:
         """Batches of a replay buffer, as the settings define them."""
-        own = self.settings
+        own, shared = self.settings, super().experience
         capture = "off" if own.compile and own.capture == "auto" else own.capture
-        shared = {name: vars(own)[name] for name in REPLAY_SETTINGS}
-        return Replay(**shared, capture=capture, captured_warmup=own.critic_warmup)
+        return replace(shared, capture=capture)
 
     def check_policy(self, fresh: bool) -> None:
         """Raise an error if there is an anchor but no trained policy to anchor to."""
@@ -77,27 +71,18 @@ class SAC(SoftPolicy):
 
         New critics learn from unscaled rewards; loaded ones from rewards of their former scale.
         """
+        super().start_from_a_policy()
         self._start_alpha(LEARNED_ALPHA)
-        self.policy.reward_scale.fill_(1.0)
 
     def load_critics(self, state: dict[str, Any]) -> None:
         """Load the critics, and a temperature where there is one, from the state of another off-policy algorithm."""
         super().load_critics(state)
-        self.policy.reward_scale.fill_(self._former_scale)
         self._start_alpha(float(state["scalars"]["0"].exp()) if "scalars" in state else LEARNED_ALPHA)
 
     def _start_alpha(self, default: float) -> None:
         if self.settings.alpha == "auto":
             start = self.settings.alpha_start
             self.log_alpha.data.fill_(math.log(default if start is None else start))
-
-    def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
-        """One step on each batch of the replay buffer; none before `learning_starts`."""
-        metrics: Metrics = {}
-        for batch in batches:
-            self.schedule()
-            metrics = self.step(batch)
-        return metrics
 
     def schedule(self) -> None:
         """Update the learning rate and the anchor's weight, in tensors that a captured update reads."""
@@ -111,15 +96,11 @@ class SAC(SoftPolicy):
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         batch = self._shifted(batch)
         state, action, next_state, reward, discount = self._read(batch)
-        reward = reward * self.policy.reward_scale
         still = state._replace(features=state.features.detach())
-        warms_up = self.version < self.settings.critic_warmup
-        features = (still if warms_up and self._held else state).for_critics
+        features = (still if self._warms_up and self._held else state).for_critics
         q_loss, mean_q = self._critic_loss(features, action, next_state, reward, discount)
-        if warms_up:
-            self._descend_critics_alone(q_loss.sum())
-        elif self.version % self.settings.policy_delay:
-            self.descend(q_loss.sum(), self.critic_optimizer)
+        if self._warms_up or self.version % self.settings.policy_delay:
+            self._descend_critics(q_loss.sum())
         else:
             policy_loss, alpha_loss, log_prob, divergence = self._policy_losses(still, self._anchored(batch))
             # One backward pass for all: the critics get no gradient from the policy loss.
@@ -133,19 +114,6 @@ class SAC(SoftPolicy):
                 self._policy_metrics["anchor_kl"] = divergence.detach().mean()
         self.critics.move_target(self.settings.tau)
         return {"q_loss": q_loss.detach().mean(), "mean_q": mean_q, **self._policy_metrics}
-
-    def _held_in_warmup(self) -> list[nn.Parameter]:
-        """Parameters that critics share with the policy: the encoder, unless it is the critics' own."""
-        free = {id(parameter) for parameter in self.policy.value_only_parameters()}
-        return [parameter for parameter in self.policy.encoder_parameters() if id(parameter) not in free]
-
-    def _descend_critics_alone(self, loss: Tensor) -> None:
-        """One step of the critics that leaves policy and encoder unchanged, bit for bit."""
-        before = [parameter.detach().clone() for parameter in self._held]
-        self.descend(loss, self.critic_optimizer)
-        with torch.no_grad():
-            for parameter, value in zip(self._held, before, strict=True):
-                parameter.copy_(value)  # weight decay also changes parameters without a gradient
 
     def _critic_loss(
         self, features: Tensor, action: Tensor, next_state: Encoded, reward: Tensor, discount: Tensor
@@ -183,15 +151,6 @@ class SAC(SoftPolicy):
             size = value.detach().abs().mean(-1, keepdim=True).clamp(min=SMALLEST_VALUE)
             loss = loss / size + self.anchor_weight * divergence
         return loss.mean(-1), self._alpha_loss(log_probs[0]), log_probs[0], divergence
-
-    def _shifted(self, batch: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """The batch with every image shifted at random."""
-        if not self.settings.random_shift:
-            return batch
-        shifted = dict(batch)
-        for key in (schema.OBSERVATION, schema.NEXT_OBSERVATION):
-            shifted[key] = shift_images(batch[key], self.settings.random_shift)
-        return shifted
 
     def _parts(self) -> dict[str, Any]:
         return {**super()._parts(), "scalars": nn.ParameterList([self.log_alpha])}

@@ -287,8 +287,8 @@ class SFTSettings(OfflineSettings, groups.MicroBatchSettings):
 
 
 @settings
-class SACSettings(TemperatureSettings, groups.CompileSettings):
-    """Soft actor-critic."""
+class ReplaySettings(OffPolicySettings):
+    """Settings of the algorithms with critics that learn in an environment, from a replay buffer."""
 
     LEARNS_FROM = "replay"
 
@@ -299,26 +299,14 @@ class SACSettings(TemperatureSettings, groups.CompileSettings):
     """Env steps before the first update."""
     random_steps: NonNegativeInt | None = None
     """Env steps with uniformly random actions at the start; None: `learning_starts`, or 0 with `model_path`."""
-    alpha_start: Positive | None = None
-    """Initial value of a learned temperature; None: 1, or with `model_path` that of its run, else 0.05."""
     train_freq: Count = 1
     """Steps per environment between two rounds of updates."""
     updates_per_step: Positive = 1.0
     """Updates per env step (update-to-data ratio)."""
     n_step: Count = 1
     """Number of rewards in an n-step target."""
-    policy_delay: Count = 1
-    """Critic updates per policy update."""
     critic_warmup: NonNegativeInt = 0
     """Updates at the start that train only the critics."""
-    anchor_coef: NonNegative = 0.0
-    """Weight of the KL divergence from the policy of `model_path`, with Q scaled to mean size 1; 0: none."""
-    anchor_half_life: Positive | None = None
-    """Half-life of `anchor_coef` in updates, after `critic_warmup`; None: constant."""
-    anchor_floor: NonNegative = 0.0
-    """Lower bound of the decaying `anchor_coef`."""
-    target_critics: Count | None = None
-    """Size of the random subset of critics whose minimum is the target; None: all."""
     keep_critics: Switch = True
     """With `model_path`: also load the critics of that run, if it has any."""
     prior_data: str | None = None
@@ -329,6 +317,32 @@ class SACSettings(TemperatureSettings, groups.CompileSettings):
     """Largest random shift of images in pixels; 0: none."""
     capture: Literal["auto", "on", "off"] = "auto"
     """Capture the update as a CUDA graph and replay it; `auto`: on a GPU."""
+
+
+@settings
+class TD3Settings(ReplaySettings, DelayedSettings):
+    """Twin delayed deep deterministic policy gradient."""
+
+    exploration_noise: NonNegative = 0.1
+    """Standard deviation of the noise on the actions of training, in half ranges of the action space."""
+
+
+@settings
+class SACSettings(TemperatureSettings, ReplaySettings, groups.CompileSettings):
+    """Soft actor-critic."""
+
+    alpha_start: Positive | None = None
+    """Initial value of a learned temperature; None: 1, or with `model_path` that of its run, else 0.05."""
+    policy_delay: Count = 1
+    """Critic updates per policy update."""
+    anchor_coef: NonNegative = 0.0
+    """Weight of the KL divergence from the policy of `model_path`, with Q scaled to mean size 1; 0: none."""
+    anchor_half_life: Positive | None = None
+    """Half-life of `anchor_coef` in updates, after `critic_warmup`; None: constant."""
+    anchor_floor: NonNegative = 0.0
+    """Lower bound of the decaying `anchor_coef`."""
+    target_critics: Count | None = None
+    """Size of the random subset of critics whose minimum is the target; None: all."""
 
     @model_validator(mode="after")
     def _subset_fits(self) -> SACSettings:
@@ -392,6 +406,7 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "ppo": PPOSettings,
     "grpo": GRPOSettings,
     "sac": SACSettings,
+    "td3": TD3Settings,
     "iql": IQLSettings,
     "cql": CQLSettings,
     "td3-bc": TD3BCSettings,

@@ -258,7 +258,6 @@ class DatasetPolicyConfig(PolicyConfig):
 class ReplayPolicyConfig(DatasetPolicyConfig):
     """The policy of an algorithm with a replay buffer, and its critics."""
 
-    distribution = "tanh_gaussian"
     normalize_observation = False
 
 

@@ -165,6 +165,12 @@ class SACTrainer(OnlineTrainer):
     algorithm_name = "sac"
 
 
+class TD3Trainer(OnlineTrainer):
+    """Twin delayed deep deterministic policy gradient."""
+
+    algorithm_name = "td3"
+
+
 class OfflineRLTrainer(_PolicyTrainer):
     """Trains a policy on a dataset.
 

@@ -69,6 +69,7 @@ RUNS = {
     "ppo-images": ["ppo", *ONLINE, *SEEN],
     "ppo-vla-chunks": ["ppo", *ONLINE, *SEEN, *TINY, "--chunk-length", 3],
     "sac": ["sac", *SAC],
+    "td3": ["td3", *SAC],
     "iql": ["iql", *OFFLINE, "--dataset", "vector-v0"],
     "cql": ["cql", *OFFLINE, "--dataset", "vector-v0", "--num-seeds", 2],
     "td3-bc": ["td3-bc", *OFFLINE, "--dataset", "vector-v0"],

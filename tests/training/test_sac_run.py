@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from offline_worlds import TwoStep, schema_row, small_actor, two_step_dataset
 from policies import vla_policy
+from worlds import Target
 
 from deft import CQLTrainer, IQLTrainer, OfflineRLConfig, PPOTrainer, RLConfig, SACTrainer, SFTTrainer, cli
 from deft.config.loading import load_config, resolve
@@ -26,33 +27,6 @@ QUIET = {"console_level": "CRITICAL", "tensorboard": False, "progress_bar": Fals
 SMALL = {"hidden_dim": 16, "num_layers": 2}
 TARGET = "deft-test/Target-v0"
 TWO_STEP = "deft-test/TwoStep-v0"
-
-
-class Target(gymnasium.Env):
-    """Reward −|action − target|, with the target in the observation and actions in [−2, 4]; ten steps, then a cut."""
-
-    def __init__(self, image: bool = False) -> None:
-        self.image = image
-        self.observation_space = (
-            spaces.Box(0, 255, (1, 8, 8), np.uint8) if image else spaces.Box(-2.0, 4.0, (1,), np.float32)
-        )
-        self.action_space = spaces.Box(-2.0, 4.0, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return self._draw(), {}
-
-    def step(self, action):
-        reward = -abs(float(action[0]) - self.target)
-        self.steps += 1
-        return self._draw(), reward, False, self.steps == 10, {}
-
-    def _draw(self):
-        self.target = float(self.np_random.uniform(-1.5, 3.5))
-        if self.image:
-            return np.full((1, 8, 8), int((self.target + 2) / 6 * 255), np.uint8)
-        return np.array([self.target], np.float32)
 
 
 @pytest.fixture(autouse=True)
