@@ -23,12 +23,13 @@ from torch.nn import functional
 from deft import schema, trust
 from deft.errors import InputError
 from deft.models.vla.interface import Sample, takes_keyword
+from deft.models.vla.lerobot_folder import match_cameras
 from deft.models.vla.pretrained import OWN_CODE, PretrainedVLA, ValueHead
 from deft.models.vla.spec import ProprioSpec
 from deft.models.vla.streams import GaussianVLA, Statistics, check_images, read_stream
 
 POOLED = 8  # side of the pooled images that the value reads
-STATE, ACTION, TASK = "observation.state", "action", "task"
+STATE, TASK = "observation.state", "task"
 
 
 @dataclass(kw_only=True)
@@ -81,7 +82,7 @@ class LeRobotVLA(PretrainedVLA, GaussianVLA):
         wanted, taken = int(config.action_feature.shape[0]), spec.action_dim
         if wanted != taken:
             raise InputError(f"{spec.folder}: the policy has actions of {wanted} dims, the environment {taken}")
-        self.cameras = self._match(spec.cameras)
+        self.cameras = match_cameras(spec.image_keys, list(config.image_features), spec.cameras)
         self.image_keys = tuple(self.cameras)
         # LeRobot's processors have the statistics of actions.
         self.action_statistics = Statistics(spec.action_dim, None, "action", persistent=False)
@@ -149,23 +150,6 @@ class LeRobotVLA(PretrainedVLA, GaussianVLA):
         return {schema.NOISE: torch.randn(size, device=self.log_std.device)}
 
     # Computation -----------------------------------------------------------------------------------------------------
-
-    def _match(self, cameras: Mapping[str, str] | None) -> dict[str, str]:
-        """Map streams to cameras of the policy by their full name or its last part; a single one needs no name."""
-        wanted, image_keys = list(self.config.image_features), self.image_keys
-        if cameras is not None:
-            found = dict(cameras)
-        elif len(wanted) == len(image_keys) == 1:
-            found = {image_keys[0]: wanted[0]}
-        else:
-            found = {key: name for key in image_keys for name in wanted if key in (name, name.rpartition(".")[2])}
-        missing = [name for name in wanted if name not in found.values()]
-        if missing:
-            raise InputError(
-                f"the policy reads {', '.join(wanted)}; the streams {', '.join(image_keys)} do not include "
-                f"{', '.join(missing)}: use --rename_streams, or set cameras in model_config to {{stream: name}}"
-            )
-        return found
 
     def _batch(self, observations: TensorDictBase) -> dict[str, Any]:
         """Convert the observation to LeRobot's names and types."""

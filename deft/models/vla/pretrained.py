@@ -122,13 +122,16 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def add_lora(model: nn.Module, lora: Mapping[str, Any] | None) -> None:
-    """Add low-rank adapters to the layers that `lora` names, and freeze all other weights."""
+def add_lora(model: nn.Module, lora: Mapping[str, Any] | None, targets: Sequence[str] | None = None) -> None:
+    """Add low-rank adapters to the layers that `lora` names, and freeze all other weights.
+
+    `targets` replace the default `target_modules`, for models whose layers have other names.
+    """
     if lora is None:
         if next(model.parameters()).dtype == torch.bfloat16:
             logger.warning("weights trained in bfloat16 lose small updates: use lora, or dtype float32")
         return
-    settings = checked(LoraSettings, dict(lora))
+    settings = checked(LoraSettings, ({} if targets is None else {"target_modules": targets}) | dict(lora))
     if settings.lora_dropout:
         raise InputError("lora_dropout must be 0: the network that scores an action must be the one that sampled it")
     try:

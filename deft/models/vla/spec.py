@@ -64,20 +64,26 @@ class ProprioSpec(StreamSpec):
 
 
 @dataclass(kw_only=True)
-class PretrainedSpec(StreamSpec):
-    """A pretrained vision-language model: its folder or architecture, and how it is trained."""
+class FolderSpec(StreamSpec):
+    """A pretrained model: its folder or architecture, and how it is trained."""
 
     folder: str | None = None
     architecture: Mapping[str, Any] | None = None
     load_weights: bool = True
-    prompt_length: int = 32
-    tokenizer: str | None = None
     statistics: Mapping[str, Any] | str | None = None
-    dtype: str = "float32"
     lora: Mapping[str, Any] | None = None
     freeze_vision: bool = False
-    gradient_checkpointing: bool = False
     value_gradient: bool = False
+
+
+@dataclass(kw_only=True)
+class PretrainedSpec(FolderSpec):
+    """A pretrained vision-language model."""
+
+    prompt_length: int = 32
+    tokenizer: str | None = None
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,111 @@
+"""Tiny policies in the layouts that LeRobot publishes, written to folders, and what they look at."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tensordict import TensorDict
+from torch import Tensor
+
+from deft import VLAPolicy, load_vla_model, schema
+from deft.models.vla import act
+from deft.schema import encode_text
+
+SIZE, STATE, ACTIONS = 32, 5, 3
+STREAMS: dict[str, Any] = {
+    "action_dim": ACTIONS, "chunk_length": 2, "image_keys": ["head_rgb", "wrist_rgb"], "proprio_dim": STATE,
+}  # fmt: skip
+REACH: dict[str, Any] = {
+    "action_dim": 2,
+    "chunk_length": 2,
+    "image_keys": ["rgb"],
+    "proprio_dim": 8,
+    "proprio_key": "proprio",
+}
+"""The streams of `deft/Reach-v0`."""
+ACT: dict[str, Any] = {
+    "chunk_size": 4, "dim_model": 32, "n_heads": 4, "dim_feedforward": 48, "n_encoder_layers": 1,
+    "n_vae_encoder_layers": 1, "latent_dim": 4, "kl_weight": 1.0,
+}  # fmt: skip
+TEXTS = ("pick up the red cube", "push the blue cylinder", "go")
+
+
+def observations(batch: int = 3, seed: int = 0) -> TensorDict:
+    """What a tabletop shows, small."""
+    random = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (2, batch, 3, SIZE, SIZE), dtype=torch.uint8, generator=random)
+    words = [torch.as_tensor(encode_text(TEXTS[index % 3], 40)) for index in range(batch)]
+    streams = {"head_rgb": images[0], "wrist_rgb": images[1], "instruction": torch.stack(words)}
+    return TensorDict({**streams, "state": torch.randn(batch, STATE, generator=random)}, [batch])
+
+
+def acted(model: Any, batch: int = 3) -> tuple[VLAPolicy, TensorDict]:
+    """A policy around the model, and what it saw and did."""
+    policy = VLAPolicy(model)
+    td = TensorDict({schema.OBSERVATION: observations(batch)}, [batch])
+    with torch.no_grad():
+        policy.act(td)
+    return policy, td
+
+
+def features(streams: dict[str, Any]) -> dict[str, Any]:
+    """The `input_features` of a policy with these streams."""
+    cameras = {
+        f"observation.images.{key}": {"type": "VISUAL", "shape": [3, SIZE, SIZE]} for key in streams["image_keys"]
+    }
+    return {**cameras, "observation.state": {"type": "STATE", "shape": [streams["proprio_dim"]]}}
+
+
+def statistics(streams: dict[str, Any] = STREAMS, seed: int = 3) -> dict[str, dict[str, Tensor]]:
+    """Statistics of a dataset, by feature."""
+    random = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (3, 1, 1) if one["type"] == "VISUAL" else tuple(one["shape"]) for name, one in features(streams).items()
+    }
+    return {
+        name: {"mean": torch.randn(shape, generator=random) * 0.1, "std": torch.rand(shape, generator=random) + 0.5}
+        for name, shape in (shapes | {"action": (streams["action_dim"],)}).items()
+    }
+
+
+def write_folder(
+    path: Path, kind: str, settings: dict[str, Any], weights: dict[str, Tensor], streams: dict[str, Any]
+) -> Path:
+    """Write config, weights and processors as LeRobot 0.6 does."""
+    path.mkdir(parents=True, exist_ok=True)
+    modes = MODES[kind]
+    output = {"action": {"type": "ACTION", "shape": [streams["action_dim"]]}}
+    config = {"type": kind, "input_features": features(streams), "output_features": output}
+    (path / "config.json").write_text(json.dumps(config | {"normalization_mapping": modes} | settings))
+    save_file({name: value.contiguous() for name, value in weights.items()}, path / "model.safetensors")
+    flat = {f"{name}.{key}": value for name, one in statistics(streams).items() for key, value in one.items()}
+    for name, step, number in (("preprocessor", "normalizer", 3), ("postprocessor", "unnormalizer", 0)):
+        state = f"policy_{name}_step_{number}_{step}_processor.safetensors"
+        save_file(flat, path / state)
+        steps = [
+            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+            {"registry_name": f"{step}_processor", "config": {"norm_map": modes}, "state_file": state},
+        ]
+        (path / f"policy_{name}.json").write_text(json.dumps({"name": f"policy_{name}", "steps": steps}))
+    return path
+
+
+def act_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
+    """A tiny ACT with new weights."""
+    torch.manual_seed(0)
+    model: Any = load_vla_model(None, "act", streams | {"architecture": ACT})
+    return write_folder(path, "act", ACT, act.to_published(model.backbone.state_dict()), streams)
+
+
+MODES = {"act": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")}
+FOLDERS = {"act": act_folder}
+SETTINGS: dict[str, dict[str, Any]] = {"act": {}}
+"""Further `model_config` of each model."""
+
+
+def load(name: str, folder: Path, **changed: Any) -> Any:
+    """A model from its folder; every call has the same new heads."""
+    torch.manual_seed(1)
+    return load_vla_model(folder, name, STREAMS | SETTINGS[name] | changed)
