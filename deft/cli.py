@@ -59,6 +59,7 @@ COMMANDS = {
     "report": Command("settings:ReportConfig", "cli:report", "directories"),
     "runs": Command("settings:RunsConfig", "cli:runs", "directory"),
     "view": Command("settings:ViewConfig", "view.server:view", "run"),
+    "serve": Command("deployment_settings:ServeConfig", "deployment.server:serve", "path"),
     "doctor": Command("settings:DoctorConfig", "cli:doctor"),
     "info": Command("settings:InfoConfig", "cli:info"),
     "completion": Command("settings:CompletionConfig", "cli:completion", "shell"),
@@ -90,6 +91,7 @@ Train vision-language-action robot policies with reinforcement learning.
   suite     benchmark suites:    deft suite install|list|check [NAME]
   datasets  download a dataset:  deft datasets fetch NAME [--sha256 HEX] [--out FOLDER]
   view      view a run live:     deft view RUN [--view-port N]
+  serve     policy for a robot:  deft serve RUN|CHECKPOINT [--mode MODE] [--port N] [flags]
   report    report on runs:      deft report RUN … [--out FILE]
   runs      list runs:           deft runs [DIR] [--json]
   doctor    examine the machine: deft doctor [--cluster] [--json]

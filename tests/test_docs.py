@@ -4,6 +4,7 @@ The fenced blocks of a page are executed in order, in one new folder per page, w
 
 - `bash`: lines that start with `deft` (after NAME=VALUE) are run and must end with status 0. Each starts without the
   modules of the folder, as a new process does. `eval "$(deft …)"` and `deft … | …` run `deft` alone.
+- `deft serve` is started on a free port until the page ends; the port 6080 in later blocks of Python stands for it.
 - `console`: `$ deft …` is run as it stands, and must print the lines below it.
 - `python`: run; the blocks of a page share their names.
 - `<!-- file: NAME -->` before a block of any language: written to NAME, and not run.
@@ -37,12 +38,15 @@ from typing import Any
 import gymnasium
 import pytest
 from d4rl_files import write_hopper
+from served_policies import served
 
 import deft
 import deft.config
-from deft import PPO, ActorCritic, Trainer, schema
+from deft import PPO, ActorCritic, Trainer, load_policy, schema
 from deft.cli import main
 from deft.config import algorithm_settings, aliases, settings
+from deft.config.deployment_settings import ServeConfig
+from deft.config.flags import parse
 from deft.config.recipes import find_recipe
 from deft.config.rl_yaml import PHASE_TRAINING
 from deft.config.training import FLAT_TRAINING, parse_training
@@ -230,7 +234,13 @@ def forget_modules(folder: Path, kept: Collection[str] = ()) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 def test_commands_and_python_run(page: Path, folder: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        run_blocks(page, stack)
+
+
+def run_blocks(page: Path, stack: contextlib.ExitStack) -> None:
     names: dict[str, Any] = {"__name__": "docs"}
+    ports: list[int] = []  # of the policy servers that the page started
     for block in blocks(page):
         if block.file is not None:
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
@@ -240,22 +250,31 @@ def test_commands_and_python_run(page: Path, folder: Path) -> None:
                 r"((?:total_timesteps|learning_starts)=)([\d_]+)", lambda m: m[1] + fewer_steps(m[2]), block.text
             )
             source = re.sub(r"(num_epochs=)(\d+)", lambda m: m[1] + fewer_epochs(m[2]), source)
+            source = source.replace("127.0.0.1:6080", f"127.0.0.1:{ports[-1]}") if ports else source
             exec(compile(source, str(page), "exec"), names)
         elif block.language == "bash":
-            run_bash(block.text)
+            run_bash(block.text, stack, ports)
         elif block.language == "console":
             run_console(block.text)
         else:
             assert block.language in ("", "text", "toml", "{toctree}"), f"```{block.language} would not be run"
 
 
-def run_bash(text: str) -> None:
+def serve_in_background(arguments: list[str], stack: contextlib.ExitStack) -> int:
+    """Start a policy server on a free port until the page ends, and return the port."""
+    config = parse("serve", ServeConfig, [*arguments[1:], "--port", "0", "--device", "cpu"], word="path").config
+    return stack.enter_context(served(load_policy(config.path, device="cpu"), mode=config.mode))[1]
+
+
+def run_bash(text: str, stack: contextlib.ExitStack, ports: list[int]) -> None:
     for program, *arguments in commands(text):
         if "envpool" in arguments and importlib.util.find_spec("envpool") is None:
             continue
         if any(name in word for word in arguments for name in missing_suites()):
             continue
-        if program == "deft":
+        if program == "deft" and arguments[0] == "serve":
+            ports.append(serve_in_background(arguments, stack))
+        elif program == "deft":
             forget_modules(Path.cwd())
             status, output = run_command(scaled_down(arguments))
             assert status == 0, f"deft {shlex.join(arguments)}: {output}"

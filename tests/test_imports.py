@@ -23,6 +23,8 @@ ALLOWED = {
     "algorithms": BASE | {"algorithms", "models", "data"},
     "runs": BASE | {"runs", "algorithms", "models", "data"},
     "view": BASE | {"view", "evaluation", "runs"},
+    "deployment": BASE | {"deployment", "evaluation", "runs", "models", "data", "envs"},
+    "client": set(),
     "training": BASE | {"training", "view", "runs", "evaluation", "algorithms", "models", "data", "envs"},
     "evaluation": BASE | {"runs", "evaluation", "algorithms", "models", "data", "envs"},
 }

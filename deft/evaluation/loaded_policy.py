@@ -101,15 +101,18 @@ class LoadedPolicy:
     """Of one step. Box actions are clipped to its bounds, as an environment of the policy clips them."""
     action_selection: str
     """`mode`, `sample` or `sampled noise`, as in the results of `deft evaluate`."""
+    scales_images: bool
+    """Whether images may have another size than in training: a VLA model resizes them."""
 
     def __init__(self, policy: Policy, own: PolicySpaces, deterministic: bool = True) -> None:
         self.policy = policy.eval()
         self.observation_space, self.action_space = own.observation, own.action
+        self._own, self._deterministic = own, deterministic
         self._actor = PolicyActor(policy, 1, own.action_mask, deterministic)
         self.action_selection = self._actor.action_selection
         self._actions = ActionLayout(own.action)
         has_encoder = isinstance(getattr(policy, "encoder", None), ObservationEncoder)  # for images of one size
-        self._scales_images = isinstance(policy, VLAPolicy) and not has_encoder
+        self.scales_images = isinstance(policy, VLAPolicy) and not has_encoder
         self._is_first = True
 
     @property
@@ -124,23 +127,46 @@ class LoadedPolicy:
         self._actor.ended(np.zeros(1, np.int64))
         self._is_first = True
 
+    def copy(self) -> LoadedPolicy:
+        """Return a policy with the same weights, not copied, and its own memory and chunk: for a further robot."""
+        return LoadedPolicy(self.policy, self._own, self._deterministic)
+
     def get_action(self, observation: Any, reward: float | None = None) -> np.ndarray:
         """The action for one observation: an array, or a dict of the policy's streams (more streams are ignored).
 
         Images are uint8 with the channels first or last, instructions are text. `reward` is what the last action
         earned; only a Decision Transformer reads it.
         """
-        rewards = None
-        if self.policy.needs_reward:
-            if reward is None and not self._is_first:
-                raise InputError("get_action: a Decision Transformer needs the reward of its last action; give reward=")
-            rewards = np.array([0.0 if reward is None else _number("get_action: reward", reward)], np.float32)
-        action = self._actor.act(self._rows(observation), rewards)
+        rewards = self._rewards(reward)
+        action: np.ndarray = self._finished(self._actor.act(self._rows(observation), rewards))[0]
+        return action
+
+    def get_chunk(self, observation: Any, reward: float | None = None) -> np.ndarray:
+        """The whole chunk of actions for one observation, [K, …], computed at every call; K is 1 without chunks.
+
+        The first one is the action of `get_action` at the start of a chunk. The memory advances once per call.
+        """
+        rewards = self._rewards(reward)
+        return self._finished(self._actor.act_chunk(self._rows(observation), rewards)[0])
+
+    def check(self, observation: Any) -> None:
+        """Raise an error for an observation that `get_action` rejects."""
+        self._rows(observation)
+
+    def _rewards(self, reward: float | None) -> np.ndarray | None:
+        """The reward of the last action as a batch of one; None where the policy reads none."""
+        if not self.policy.needs_reward:
+            return None
+        if reward is None and not self._is_first:
+            raise InputError("get_action: a Decision Transformer needs the reward of its last action; give reward=")
+        return np.array([0.0 if reward is None else _number("get_action: reward", reward)], np.float32)
+
+    def _finished(self, actions: np.ndarray) -> np.ndarray:
+        """Actions [n, …] of the policy as those of the robot."""
         self._is_first = False
-        if action.dtype.kind == "f" and not np.isfinite(action).all():
-            raise RunError(f"get_action: the policy's action {action[0]} is not finite; its weights are damaged")
-        prepared: np.ndarray = self._actions.prepare(action, 1)[0]
-        return prepared
+        if actions.dtype.kind == "f" and not np.isfinite(actions).all():
+            raise RunError(f"get_action: the policy's action {actions[0]} is not finite; its weights are damaged")
+        return self._actions.prepare(actions, len(actions))
 
     def _rows(self, observation: Any) -> np.ndarray | dict[str, np.ndarray]:
         """The observation as a batch of one, as the policy reads it."""
@@ -172,7 +198,7 @@ class LoadedPolicy:
         if is_image(space):
             if schema.has_channels_last(row.shape, row.dtype):
                 row = np.ascontiguousarray(schema.channels_first(row))
-            if self._scales_images and row.ndim == len(shape) and row.shape[:-2] == shape[:-2] and row.size:
+            if self.scales_images and row.ndim == len(shape) and row.shape[:-2] == shape[:-2] and row.size:
                 shape = row.shape
         if row.shape != shape or not np.can_cast(row.dtype, dtype, "same_kind"):
             raise InputError(f"get_action: {what} is {row.dtype} {row.shape}, the policy reads {dtype} {shape}")
@@ -180,6 +206,10 @@ class LoadedPolicy:
             row = row.astype(dtype, copy=False)
         if dtype.kind == "f" and not np.isfinite(row).all():
             raise InputError(f"get_action: {what} holds values that are infinite or not a number in {dtype}")
+        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+            if ((row < 0) | (row >= sizes)).any():
+                raise InputError(f"get_action: {what} {row.tolist()} is out of range; the policy reads {space} from 0")
         return row
 
 

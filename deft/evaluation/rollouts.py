@@ -96,6 +96,14 @@ class PolicyActor:
         self._played += 1
         return actions
 
+    @torch.inference_mode()
+    def act_chunk(self, observation: Observation, reward: np.ndarray | None = None) -> np.ndarray:
+        """Return new chunks [N, K, …] of actions, whatever was left to play of the last ones."""
+        self._decide(observation, np.ones(len(self._played), bool), reward)
+        assert self._chunks is not None
+        self._played[:] = self._chunk_length
+        return self._chunks.copy()
+
     def ended(self, done_index: np.ndarray) -> None:
         """Start a new episode in these environments."""
         self._played[done_index] = self._chunk_length

@@ -1,0 +1,55 @@
+"""Settings of `deft serve` and `deft export`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from deft.config.groups import SeedSettings
+from deft.config.validation import (
+    Count,
+    NonNegative,
+    NonNegativeInt,
+    Number,
+    Port,
+    Positive,
+    Switch,
+    settings,
+)
+
+
+@settings
+class ServeConfig(SeedSettings):
+    """Serve the policy of a run to robots, over WebSocket and HTTP, until Ctrl-C or SIGTERM."""
+
+    path: str
+    """Run directory (its best or latest checkpoint) or checkpoint."""
+    mode: Literal["action", "chunk", "ensemble", "async"] = "action"
+    """Answer with the next action of the chunk, the whole chunk, the weighted mean of the chunks that cover the step
+    (temporal ensembling), or the next action while the next chunk is computed (asynchronous inference)."""
+    ensemble_decay: NonNegative = 0.01
+    """Temporal ensembling: m in the weights exp(-m i) of the chunks, i = 0 for the oldest."""
+    execution_horizon: Count | None = None
+    """Asynchronous inference: start to compute the next chunk after this many steps of the last one; by default half of
+    the chunk."""
+    blend_steps: NonNegativeInt = 0
+    """Asynchronous inference: steps over which actions change from the last chunk to the next one."""
+    host: str = "127.0.0.1"
+    """Address to listen on. The server has no password and no encryption: other addresses than 127.0.0.1 are for a
+    network whose machines you all trust."""
+    port: Port = 6080
+    """Port; 0: any free port."""
+    deterministic: Switch = True
+    """Answer with the most likely actions; `--stochastic` samples actions as in training."""
+    target_return: Number | None = None
+    """Return that a Decision Transformer aims at; by default that of its run."""
+    threads: Count | None = None
+    """CPU threads of PyTorch; by default PyTorch's own choice."""
+    max_clients: Count = 8
+    """Connections at the same time; further ones are rejected."""
+    max_message_mib: Positive = 8.0
+    """Largest message in MiB; a larger one closes its connection."""
+    log_interval: NonNegative = 60.0
+    """Log latencies every this many seconds in which messages were answered; 0: only at the end."""
+    seed = Field(0, description="Seed of sampled actions.")
