@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deft.algorithms.cal_ql import CalQL
     from deft.algorithms.cql import CQL
     from deft.algorithms.decision_transformer import DecisionTransformer
     from deft.algorithms.grpo import GRPO
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from deft.models.vla.policy import VLAPolicy
     from deft.models.waypoint import DeltaHead, PPOPolicy, ValueHead
     from deft.training.api import (
+        CalQLTrainer,
         CQLTrainer,
         DecisionTransformerTrainer,
         GRPOTrainer,
@@ -66,13 +68,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CQL", "GRPO", "IQL", "PPO", "SAC", "SFT", "TD3", "TD3BC", "ActorCritic", "AdversarialTrainer", "BaseRLTrainer",
-    "BaseVLAModel", "BatchBuilder", "CQLTrainer", "CurriculumConfig", "DatasetWriter", "DecisionTransformer",
-    "DecisionTransformerTrainer", "DeltaHead", "F1RLEnv", "GRPOTrainer", "IQLTrainer", "MemoryStateManager",
-    "OfflineRLConfig", "OfflineReplayBuffer", "OfflineTrainer", "PPOConfig", "PPOPolicy", "PPOTrainer",
-    "RLConfig", "ReBRAC", "ReBRACTrainer", "ReplayBuffer", "RolloutBuffer", "SACTrainer", "SFTTrainer",
-    "StudentEnv", "StudentTrainer", "TD3BCTrainer", "TD3Trainer", "TeacherEnv", "TeacherPolicy", "TeacherTrainer",
-    "ToyWaypointEnv", "Trainer", "TrainingConfig", "VLABuffer", "VLAModel", "VLAModelInterface", "VLAPolicy",
-    "ValueHead", "__version__", "get_environment_config", "get_physical_gpu_id", "get_training_config",
+    "BaseVLAModel", "BatchBuilder", "CQLTrainer", "CalQL", "CalQLTrainer", "CurriculumConfig", "DatasetWriter",
+    "DecisionTransformer", "DecisionTransformerTrainer", "DeltaHead", "F1RLEnv", "GRPOTrainer", "IQLTrainer",
+    "MemoryStateManager", "OfflineRLConfig", "OfflineReplayBuffer", "OfflineTrainer", "PPOConfig", "PPOPolicy",
+    "PPOTrainer", "RLConfig", "ReBRAC", "ReBRACTrainer", "ReplayBuffer", "RolloutBuffer", "SACTrainer",
+    "SFTTrainer", "StudentEnv", "StudentTrainer", "TD3BCTrainer", "TD3Trainer", "TeacherEnv", "TeacherPolicy",
+    "TeacherTrainer", "ToyWaypointEnv", "Trainer", "TrainingConfig", "VLABuffer", "VLAModel", "VLAModelInterface",
+    "VLAPolicy", "ValueHead", "__version__", "get_environment_config", "get_physical_gpu_id", "get_training_config",
     "load_dataset", "load_f1_policy", "load_policy", "load_rl_config", "load_vla_model", "make_env",
     "make_vector_env", "set_policy_requires_grad", "setup_optimizer", "setup_sapien_gpu", "setup_scheduler",
 ]  # fmt: skip

@@ -68,7 +68,7 @@ class CQL(SoftPolicy):
         )
         q, others = self._values(state.for_critics, action, actions)
         if settings.cal_ql:  # values of the policy's actions are at least the return in the data: Q ← max(Q, G)
-            returns = batch[schema.VALUE_TARGET].reshape(reward.shape)[:, None, None]
+            returns = (batch[schema.VALUE_TARGET] * policy.reward_scale).reshape(reward.shape)[:, None, None]
             count = settings.cql_samples
             others = torch.cat([others[:, :, :count], torch.maximum(others[:, :, count:], returns)], 2)
         td_loss = (q - backup.unsqueeze(1)).square().mean(-1).sum(1)
@@ -83,8 +83,7 @@ class CQL(SoftPolicy):
         if settings.policy_warmup:  # log π(a | s) in place of min Q(s, a')
             worth = torch.where(self._is_cloning, -policy.imitation_loss(still, action), chosen_q)
         policy_loss = (alpha * log_prob - worth).mean(-1)
-        total = q_loss + factor_loss + policy_loss + self._alpha_loss(log_prob)
-        self.descend(total.sum(), self.critic_optimizer, self.actor_optimizer)
+        self._descend_both(q_loss + factor_loss, policy_loss + self._alpha_loss(log_prob))
         critics.move_target(settings.tau)
         return {
             "q_loss": td_loss.detach().mean(),

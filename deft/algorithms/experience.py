@@ -68,6 +68,8 @@ class Replay:
     n_step: int = 1
     """Rewards that a transition sums."""
     gamma: float = 0.99
+    returns: bool = False
+    """Add the discounted return of the episode as `schema.VALUE_TARGET`; transitions wait for its end."""
     prior_data: str | None = None
     """A dataset that every batch is mixed with."""
     prior_fraction: float = 0.5

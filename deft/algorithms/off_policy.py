@@ -29,6 +29,7 @@ from deft.models.policy import Encoded, Policy
 from deft.models.targets import frozen_copy, soft_update
 
 log = logging.getLogger(__name__)
+LEARNED_ALPHA = 0.05  # initial temperature for a policy of an algorithm without one
 
 
 class ActorAlgorithm(OfflineAlgorithm):
@@ -215,6 +216,10 @@ class OffPolicy(ActorAlgorithm):
     def _descend_critics(self, loss: Tensor) -> None:
         """One step of the critics, and of the encoder that they share with the policy."""
         self.descend(loss, self.critic_optimizer)
+
+    def _descend_both(self, critic_loss: Tensor, policy_loss: Tensor) -> None:
+        """One step of critics and policy from one backward pass; losses are values for each member."""
+        self.descend((critic_loss + policy_loss).sum(), self.critic_optimizer, self.actor_optimizer)
 
     def _encode(self, observation: Any) -> Encoded:
         return self.policy.encode(observation)

@@ -6,6 +6,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 
 from deft.algorithms.algorithm import Algorithm
+from deft.algorithms.cal_ql import CalQL
 from deft.algorithms.cql import CQL
 from deft.algorithms.decision_transformer import DecisionTransformer
 from deft.algorithms.grpo import GRPO
@@ -18,7 +19,7 @@ from deft.algorithms.sft import SFT
 from deft.algorithms.td3 import TD3
 from deft.algorithms.td3_bc import TD3BC
 
-ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO, "grpo": GRPO, "sac": SAC, "td3": TD3}
+ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO, "grpo": GRPO, "sac": SAC, "td3": TD3, "cal-ql": CalQL}
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
     "cql": CQL,

@@ -1,4 +1,4 @@
-"""The base of SAC and TD3: an off-policy algorithm that learns in an environment, from a replay buffer."""
+"""The base of SAC, TD3 and Cal-QL: an off-policy algorithm that learns in an environment, from a replay buffer."""
 
 from __future__ import annotations
 
@@ -76,6 +76,13 @@ class ReplayLearner(OffPolicy):
         with torch.no_grad():
             for parameter, value in zip(held, before, strict=True):
                 parameter.copy_(value)  # weight decay also changes parameters without a gradient
+
+    def _descend_both(self, critic_loss: Tensor, policy_loss: Tensor) -> None:
+        """One step of critics and policy; in a warm-up of the critics alone."""
+        if self._warms_up:
+            self._descend_critics(critic_loss.sum())
+        else:
+            super()._descend_both(critic_loss, policy_loss)
 
     def _read(self, batch: Mapping[Any, Any]) -> tuple[Encoded, Tensor, Encoded, Tensor, Tensor]:
         state, action, next_state, reward, discount = super()._read(batch)

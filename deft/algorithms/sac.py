@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Replay
-from deft.algorithms.off_policy import SoftPolicy
+from deft.algorithms.off_policy import LEARNED_ALPHA, SoftPolicy
 from deft.algorithms.offline import to_cpu
 from deft.algorithms.replay import ReplayLearner
 from deft.config.algorithm_settings import SACSettings
@@ -24,7 +24,6 @@ from deft.models.targets import frozen_copy
 
 log = logging.getLogger(__name__)
 SMALLEST_VALUE = 1e-3  # lower bound of mean |Q|, by which losses are divided
-LEARNED_ALPHA = 0.05  # initial temperature for a policy of an algorithm without one
 
 
 class SAC(ReplayLearner, SoftPolicy):
@@ -104,7 +103,7 @@ class SAC(ReplayLearner, SoftPolicy):
         else:
             policy_loss, alpha_loss, log_prob, divergence = self._policy_losses(still, self._anchored(batch))
             # One backward pass for all: the critics get no gradient from the policy loss.
-            self.descend((q_loss + policy_loss + alpha_loss).sum(), self.critic_optimizer, self.actor_optimizer)
+            self._descend_both(q_loss, policy_loss + alpha_loss)
             self._policy_metrics = {
                 "policy_loss": policy_loss.detach().mean(),
                 "entropy": -log_prob.detach().mean(),

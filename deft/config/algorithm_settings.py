@@ -328,6 +328,13 @@ class TD3Settings(ReplaySettings, DelayedSettings):
 
 
 @settings
+class CalQLSettings(CQLSettings, ReplaySettings):
+    """Cal-QL's online phase: calibrated CQL in an environment, on a mix of a dataset and new episodes."""
+
+    cal_ql = True
+
+
+@settings
 class SACSettings(TemperatureSettings, ReplaySettings, groups.CompileSettings):
     """Soft actor-critic."""
 
@@ -407,6 +414,7 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "grpo": GRPOSettings,
     "sac": SACSettings,
     "td3": TD3Settings,
+    "cal-ql": CalQLSettings,
     "iql": IQLSettings,
     "cql": CQLSettings,
     "td3-bc": TD3BCSettings,

@@ -7,7 +7,7 @@ it is the observation of one transition and the next observation of the transiti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,9 @@ class TransitionRing:
 
     With `n_step` n a transition is (s_t, a_t, Σ γ^k r_{t+k}, s_{t+n}), or shorter at the end of an episode, with
     `schema.DISCOUNT`: γ^n, or 0 after a terminal step. Samples come from its own random generator, or the given one.
+
+    With `returns` batches hold `schema.VALUE_TARGET`, the discounted return from the transition to the end of its
+    episode. Transitions then wait for the end of their episode before they can be sampled.
     """
 
     capturable = True  # `sample` may be captured in a CUDA graph
@@ -91,8 +94,9 @@ class TransitionRing:
         n_step: int = 1,
         gamma: float = 0.99,
         generator: torch.Generator | None = None,
+        returns: bool = False,
     ) -> None:
-        self.capacity, self.n_step, self.gamma = capacity, n_step, gamma
+        self.capacity, self.n_step, self.gamma, self.returns = capacity, n_step, gamma, returns
         self._room = capacity  # transitions for which memory is allocated
         self.device = torch.device(device)
         self.generator = generator or torch.Generator(self.device).manual_seed(seed)
@@ -104,6 +108,7 @@ class TransitionRing:
         self._num_envs = 0
         self._last_frame: dict[int, int] = {}  # of each environment whose episode continues
         self._waiting: dict[int, deque[dict[Key, Any]]] = {}  # steps of each environment with fewer than n rewards
+        self._unfinished: dict[int, deque[dict[Key, Any]]] = {}  # episodes whose return is not known yet
 
     def __len__(self) -> int:
         """Return the number of transitions that can be sampled."""
@@ -114,7 +119,7 @@ class TransitionRing:
 
         This saves memory in a run that will not write more. If it does, more memory is allocated.
         """
-        waiting = sum(map(len, self._waiting.values()))
+        waiting = sum(map(len, (*self._waiting.values(), *self._unfinished.values())))
         room = min(self.capacity, max(len(self) + waiting + count, 1))
         if not self._steps.tensors and not self._frames.tensors:
             self._room = room
@@ -165,19 +170,52 @@ class TransitionRing:
         for name, stream in episode.streams.items():
             key: Key = (schema.OBSERVATION, name) if name else schema.OBSERVATION
             steps[key], steps[_following(key)] = stream[:-1], stream[1:]
-        done = episode.terminated.copy()
+        self._add_episode(steps, episode.terminated, 0)  # a recording is of one environment
+
+    def _add_episode(self, steps: dict[Key, Any], terminated: np.ndarray, env: int) -> None:
+        """Append the steps of a whole episode, {key: [T, …]}, of one environment."""
+        count = len(terminated)
+        done = terminated.copy()
         done[-1] = True
-        alone = self.n_step > 1 or any(map(_is_image, episode.streams.values()))
+        if self.returns:
+            steps = {**steps, schema.VALUE_TARGET: self._returns(steps)}
+        alone = self.n_step > 1 or any(map(_is_image, steps.values()))
         size = 1 if alone else self.capacity  # n-step returns and shared images need single steps
-        for start in range(0, len(episode), size):
+        for start in range(0, count, size):
             part = slice(start, start + size)
-            envs = [0] * len(done[part])  # a recording is of one environment
-            self._add({key: value[part] for key, value in steps.items()}, episode.terminated[part], done[part], envs)
+            rows = {key: value[part] for key, value in steps.items()}
+            self._add(rows, terminated[part], done[part], [env] * len(done[part]))
+
+    def _returns(self, steps: dict[Key, Any]) -> np.ndarray:
+        """G_t = r_t + γ^k G_{t+1} to the end of an episode, where step t took k env steps."""
+        rewards = steps[schema.NEXT_REWARD]
+        discounts = self.gamma ** np.asarray(steps.get(schema.NEXT_NUM_STEPS, np.ones(len(rewards))), np.float64)
+        returns, following = np.zeros(len(rewards)), 0.0
+        for step in range(len(rewards) - 1, -1, -1):
+            returns[step] = following = float(rewards[step]) + discounts[step] * following
+        return returns.astype(np.float32)
+
+    def _hold(self, arrays: dict[Key, Any], done: Any, envs: list[int]) -> None:
+        """Keep rows until their episodes end, and append these."""
+        done, rows = _array(done), {key: _array(value) for key, value in arrays.items()}
+        for index, env in enumerate(envs):
+            # A copy: the environments write their next observation to the same memory.
+            steps = self._unfinished.setdefault(env, deque())
+            steps.append({key: np.array(value[index]) for key, value in rows.items()})
+            if done[index]:
+                del self._unfinished[env]
+                whole = {key: np.stack([step[key] for step in steps]) for key in rows}
+                self._add_episode(whole, whole[schema.NEXT_TERMINATED], env)
 
     def _add(self, arrays: dict[Key, Any], terminated: Any, done: Any, envs: list[int]) -> None:
         """Append rows, which are numpy arrays or tensors."""
         self._num_envs = max(self._num_envs, max(envs) + 1)
+        if self.returns and schema.VALUE_TARGET not in arrays:
+            self._hold(arrays, done, envs)
+            return
         steps: dict[Key, Any] = {schema.ACTION: arrays[schema.ACTION]}
+        if self.returns:
+            steps[schema.VALUE_TARGET] = arrays[schema.VALUE_TARGET]
         images: dict[Key, tuple[Any, Any]] = {}
         for key, value in arrays.items():
             if key != schema.OBSERVATION and key[0] != schema.OBSERVATION:
@@ -291,7 +329,7 @@ class TransitionRing:
 
     def cut(self, numbers: Sequence[int] | None = None) -> None:
         """Discard waiting steps of all environments, or of these: they begin new episodes."""
-        for waiting in (self._waiting, self._last_frame):
+        for waiting in (self._waiting, self._unfinished, self._last_frame):
             for number in list(waiting) if numbers is None else numbers:
                 waiting.pop(number, None)
 
@@ -333,10 +371,8 @@ class TransitionRing:
             "num_frames": self._num_frames,
             "num_envs": self._num_envs,
             "last_frame": dict(self._last_frame),
-            "waiting": {
-                env: [{_join(key): torch.as_tensor(np.asarray(value)) for key, value in step.items()} for step in steps]
-                for env, steps in self._waiting.items()
-            },
+            "waiting": _steps_state(self._waiting),
+            "unfinished": _steps_state(self._unfinished),
             "written": self._written,
             "oldest": self._oldest,
             "generator": self.generator.get_state(),
@@ -345,10 +381,8 @@ class TransitionRing:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; a smaller buffer stores the latest transitions."""
         restore_generator(self.generator, state["generator"])
-        self._waiting = {
-            env: deque({_split(key): value.numpy() for key, value in step.items()} for step in steps)
-            for env, steps in state["waiting"].items()
-        }
+        self._waiting = _steps_of(state["waiting"])
+        self._unfinished = _steps_of(state.get("unfinished", {}))
         self._num_envs, self._last_frame = state["num_envs"], dict(state["last_frame"])
         self._steps, self._frames = _Ring(self.device), _Ring(self.device)
         count = state["written"] - state["oldest"]
@@ -366,6 +400,22 @@ class TransitionRing:
         for start in range(0, count, size):
             rows = {_split(key): column[start : start + size].numpy() for key, column in state["columns"].items()}
             self._append(rows, min(size, count - start))
+
+
+def _steps_state(waiting: Mapping[int, Iterable[Mapping[Key, Any]]]) -> dict[int, list[dict[str, Tensor]]]:
+    """Return the steps of each environment as tensors with keys that are text."""
+    return {
+        env: [{_join(key): torch.as_tensor(np.asarray(value)) for key, value in step.items()} for step in steps]
+        for env, steps in waiting.items()
+    }
+
+
+def _steps_of(state: Mapping[int, Iterable[Mapping[str, Tensor]]]) -> dict[int, deque[dict[Key, Any]]]:
+    """The inverse of `_steps_state`."""
+    return {
+        env: deque({_split(key): value.numpy() for key, value in step.items()} for step in steps)
+        for env, steps in state.items()
+    }
 
 
 def _is_image(rows: Any) -> bool:

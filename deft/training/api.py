@@ -171,6 +171,12 @@ class TD3Trainer(OnlineTrainer):
     algorithm_name = "td3"
 
 
+class CalQLTrainer(OnlineTrainer):
+    """Cal-QL's online phase: calibrated CQL on a mix of a dataset and new episodes."""
+
+    algorithm_name = "cal-ql"
+
+
 class OfflineRLTrainer(_PolicyTrainer):
     """Trains a policy on a dataset.
 

@@ -52,7 +52,8 @@ class ReplayCollection(Collection):
     ) -> None:
         self._planned_steps = planned_steps
         self.algorithm, self.experience = algorithm, experience
-        ring = TransitionRing(experience.buffer_size, seed, collector.device, experience.n_step, experience.gamma)
+        how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
+        ring = TransitionRing(experience.buffer_size, seed, collector.device, **how)
         super().__init__(collector, ring)
         self._num_env_steps = 0
         self._due = 0.0
@@ -221,9 +222,8 @@ def _read_prior(experience: Replay, collector: Collector, generator: torch.Gener
     size = len(dataset)
     if not size:
         raise InputError(f"prior_data: {experience.prior_data} has no transitions")
-    ring = TransitionRing(
-        size, device=collector.device, n_step=experience.n_step, gamma=experience.gamma, generator=generator
-    )
+    how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
+    ring = TransitionRing(size, device=collector.device, generator=generator, **how)
     for index in range(dataset.num_episodes):
         ring.extend(dataset.episode(index))
     dataset.close()

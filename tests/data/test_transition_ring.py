@@ -253,3 +253,55 @@ def test_a_buffer_larger_than_memory_raises_an_error():
         TransitionRing(10**13).write(row((0, 0, False, False)))
     with pytest.raises(InputError, match="smaller than the 2 environments"):
         TransitionRing(1).write(row((0, 0, False, False), (1, 0, False, False)))
+
+
+def returns_of(ring: TransitionRing) -> list[float]:
+    """The returns of everything in it, oldest first."""
+    rows = ring._rows(torch.arange(ring._oldest, ring._written) % ring._room)
+    return [round(value, 5) for value in rows[schema.VALUE_TARGET].tolist()]
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_returns_of_two_episodes_by_hand(image):
+    ring = TransitionRing(20, gamma=0.5, returns=True)
+    ring.write(row((0, 1, False, False), (10, 8, False, False), image=image))
+    ring.write(row((1, 2, False, False), (11, 4, True, False), image=image))
+    # The second environment's episode is over: 8 + ½ · 4 = 10, and 4. The first one's is not, and waits.
+    assert content(ring) == [(10, 8, 0.5, 11), (11, 4, 0.0, 12)]
+    assert returns_of(ring) == [10, 4]
+    ring.write(row((2, 4, False, True), (20, 1, False, False), image=image))
+    # Cut by a time limit: 4, 2 + ½ · 4 = 4, 1 + ½ · 4 = 3. The value after the cut still counts in the target.
+    assert content(ring)[2:] == [(0, 1, 0.5, 1), (1, 2, 0.5, 2), (2, 4, 0.5, 3)]
+    assert returns_of(ring)[2:] == [3, 4, 4]
+
+
+def test_returns_beside_n_step_targets_and_chunks():
+    ring = TransitionRing(20, gamma=0.5, n_step=2, returns=True)
+    for t in range(3):
+        ring.write(row((t, 4, t == 2, False)))
+    # n-step rewards 4 + ½ · 4, 4 + ½ · 4, 4; returns 4 + 2 + 1 = 7, 6, 4.
+    assert content(ring) == [(0, 6, 0.25, 2), (1, 6, 0.0, 3), (2, 4, 0.0, 3)]
+    assert returns_of(ring) == [7, 6, 4]
+    ring = TransitionRing(20, gamma=0.5, returns=True)
+    for t, steps in ((0, 3), (1, 1)):
+        ring.write({**row((t, 4, t == 1, False)), schema.NEXT_NUM_STEPS: np.array([steps])})
+    assert returns_of(ring) == [4 + 0.5**3 * 4, 4]  # the first transition is a chunk of three env steps
+
+
+def test_unfinished_episodes_are_part_of_the_state_and_lost_ones_are_dropped():
+    rings = [TransitionRing(20, gamma=0.5, returns=True) for _ in range(2)]
+    rings[0].write(row((0, 1, False, False), (10, 8, False, False)))
+    rings[1].load_state_dict(rings[0].state_dict())
+    for ring in rings:
+        ring.write(row((1, 2, True, False), (11, 4, False, False)))
+        ring.cut([1])
+        ring.write(row((20, 1, True, False), (30, 2, True, False)))
+        assert content(ring) == [(0, 1, 0.5, 1), (1, 2, 0.0, 2), (20, 1, 0.0, 21), (30, 2, 0.0, 31)]
+        assert returns_of(ring) == [2, 2, 1, 2]
+
+
+def test_returns_of_a_recorded_episode():
+    ring = TransitionRing(20, gamma=0.5, returns=True)
+    numbers, ends = np.arange(4, dtype=np.float32)[:, None], np.array([False, False, True])
+    ring.extend(Episode(numbers, numbers[:3], np.array([1, 2, 4], np.float32), ends, ~ends & False))
+    assert returns_of(ring) == [3, 4, 4]

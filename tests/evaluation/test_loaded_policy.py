@@ -70,6 +70,7 @@ RUNS = {
     "ppo-vla-chunks": ["ppo", *ONLINE, *SEEN, *TINY, "--chunk-length", 3],
     "sac": ["sac", *SAC],
     "td3": ["td3", *SAC],
+    "cal-ql": ["cal-ql", *SAC, "--cql-samples", 2],
     "iql": ["iql", *OFFLINE, "--dataset", "vector-v0"],
     "cql": ["cql", *OFFLINE, "--dataset", "vector-v0", "--num-seeds", 2],
     "td3-bc": ["td3-bc", *OFFLINE, "--dataset", "vector-v0"],

@@ -31,6 +31,7 @@ NAMES = {
     "dt": "Decision Transformer",
     "td3-bc": "TD3+BC",
     "rebrac": "ReBRAC",
+    "cal-ql": "Cal-QL",
     "waypoint-sft": "waypoint SFT",
 }
 
