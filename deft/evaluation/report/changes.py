@@ -1,6 +1,7 @@
 """Whether runs got better: measures before and after training, with 95 % intervals.
 
-An interval is over training seeds where there are several runs, else over the episodes of the run.
+An interval is over training seeds where there are several runs, else over the episodes of the run. Runs of unequal
+length are measured at the last step that all of them have reached.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deft.evaluation.plots import mean_window, metric_curve
@@ -92,10 +93,23 @@ def changes(runs: Sequence[ReportedRun]) -> list[Change]:
 
     Evaluations come first if the untrained policy was evaluated, or no episodes were logged; else training episodes.
     """
+    end = common_end(runs)
+    if end is not None:
+        runs = [_until(run, end) for run in runs]
     evaluated, trained = list(_evaluated(runs)), list(_trained(runs))
     starts_at_zero = all(run.lines["evaluation"] and run.lines["evaluation"][0]["step"] == 0 for run in runs)
     found = [*evaluated, *trained] if starts_at_zero else [*trained, *evaluated]
     return found or list(_losses(runs))
+
+
+def common_end(runs: Sequence[ReportedRun]) -> int | None:
+    """Return the last step that all runs have reached; None where they end at the same step."""
+    ends = {run.step for run in runs}
+    return min(ends) if len(ends) > 1 else None
+
+
+def _until(run: ReportedRun, step: int) -> ReportedRun:
+    return replace(run, lines={kind: [line for line in own if line["step"] <= step] for kind, own in run.lines.items()})
 
 
 def interval_of_line(line: dict[str, Any], name: str) -> tuple[float, float] | None:
@@ -110,9 +124,8 @@ def _evaluated(runs: Sequence[ReportedRun]) -> Iterator[Change]:
         return
     first, last = [own[0] for own in lines], [own[-1] for own in lines]
     has_before = all(len(own) > 1 for own in lines)
-    where = f"evaluation at {_steps(last)}"
-    if has_before:
-        where = f"evaluation at {_steps(first)} → {_steps(last)} {runs[0].unit}"
+    where = f"evaluation at {_steps(first)} → {_steps(last)}" if has_before else f"evaluation at {_steps(last)}"
+    where = f"{where} {runs[0].unit}"
     counts = sorted({int(line["episodes"]) for line in (*first, *last) if line.get("episodes")})
     where += f", {counts[0]} episodes" if len(counts) == 1 else ""
     for name, title in (("success_rate", SUCCESS), ("mean_reward", RETURN)):
@@ -129,8 +142,8 @@ def _evaluated(runs: Sequence[ReportedRun]) -> Iterator[Change]:
 
 
 def _steps(lines: Sequence[dict[str, Any]]) -> str:
-    steps = {line["step"] for line in lines}
-    return f"{next(iter(steps)):,}" if len(steps) == 1 else "the end"
+    steps = [line["step"] for line in lines]
+    return f"{steps[0]:,}" if len(set(steps)) == 1 else f"{min(steps):,} to {max(steps):,}"
 
 
 def _samples_of_line(line: dict[str, Any], name: str) -> list[_Sample]:

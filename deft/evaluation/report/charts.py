@@ -28,7 +28,8 @@ BAR, ROW = 12, 20  # heights of a horizontal bar and of its row
 class Series:
     """A curve of a chart. `low` and `high`: its interval, drawn as a band, or as error bars with `marks`.
 
-    `members` are pale lines behind it, such as single seeds or the values that a running mean is of.
+    `members` are pale lines behind it, such as single seeds or the values that a running mean is of, with dots where
+    the curve has `marks`.
     """
 
     name: str
@@ -158,9 +159,11 @@ class _Axes:
         return f'<path class="band c{series.color % NUM_COLORS}" d="{outline} Z"/>'
 
     def marks(self, series: Series) -> str:
-        """Return dots, with error bars where there are intervals."""
+        """Return dots, with error bars where there are intervals, and smaller dots of the members."""
         steps, values = (np.asarray(part, float) for part in series.curve)
         parts, color = [], series.color % NUM_COLORS
+        for x, y in [point for curve in series.members for point in zip(*self.place(*_finite(curve)), strict=True)]:
+            parts.append(f'<circle class="point c{color}" cx="{x:.2f}" cy="{y:.2f}" r="2"/>')
         for index in range(len(steps)):
             if not math.isfinite(values[index]):
                 continue

@@ -30,6 +30,11 @@ class Group:
         """The run whose settings stand for all."""
         return self.runs[0]
 
+    @property
+    def end(self) -> int:
+        """The last step that all runs have reached, at which their results are compared."""
+        return min(run.step for run in self.runs)
+
     def series(self, read: Callable[[ReportedRun], Curve], name: str, color: int) -> Series | None:
         """Return a curve of the runs: of several the mean, its 95 % interval (of two their range), and pale lines."""
         curves = [curve for run in self.runs if len((curve := read(run))[0])]
@@ -46,7 +51,7 @@ class Group:
         if count >= FEWEST_SEEDS:
             half = t_quantile(count - 1) * values.std(0, ddof=1) / np.sqrt(count)
             low, high = mean - half, mean + half
-        return Series(name, (steps, mean), color, low, high, members=[(steps, one) for one in values])
+        return Series(name, (steps, mean), color, low, high, members=curves)
 
 
 def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from functools import partial
+from functools import partial, reduce
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deft.evaluation.plots import PHASE_PANELS, UPDATE_PANELS, Curve, metric_curve, smoothed
-from deft.evaluation.report.changes import Change, Measure, changes, interval_of_line
+from deft.evaluation.report.changes import Change, Measure, changes, common_end, interval_of_line
 from deft.evaluation.report.charts import Series, line_chart
 from deft.evaluation.report.groups import Group, differences
 from deft.evaluation.report.markup import cards, commands, details, media, table
@@ -39,8 +39,9 @@ def overview(group: Group, facts: dict[str, str] | None = None) -> str:
     rates = [run.rate for run in runs if run.rate]
     figures: dict[str, str] = {}
     if len(runs) > 1:
-        figures["runs, by seed"] = ", ".join(str(run.seed) for run in runs)
-    figures[runs[0].unit] = " ".join(dict.fromkeys(f"{run.step:,}" for run in runs))
+        seeds = list(dict.fromkeys(str(run.seed) for run in runs if run.seed is not None))
+        figures[f"runs, with seed{'s' * (len(seeds) > 1)} {_listed(seeds)}" if seeds else "runs"] = str(len(runs))
+    figures[runs[0].unit] = _listed(list(dict.fromkeys(f"{run.step:,}" for run in runs)))
     if seconds:
         figures["of training" if len(runs) == 1 else "of training, mean"] = duration(sum(seconds) / len(seconds))
     if rates:
@@ -48,7 +49,7 @@ def overview(group: Group, facts: dict[str, str] | None = None) -> str:
     if len(runs) == 1 and runs[0].best:
         figures["best checkpoint"] = runs[0].best
     shown = f'<div class="changes">{shown}</div>' if shown else ""
-    return warnings(runs) + shown + cards(figures | (facts or {}))
+    return warnings([group]) + shown + cards(figures | (facts or {}))
 
 
 def status_line(runs: Sequence[ReportedRun]) -> str:
@@ -57,9 +58,18 @@ def status_line(runs: Sequence[ReportedRun]) -> str:
     return " ".join(f'<span class="status {kind.split()[0]}">{escape(text)}</span>' for text, kind in marks.items())
 
 
-def warnings(runs: Sequence[ReportedRun]) -> str:
-    """Return what a reader must know: values that were not finite, and a run without metrics."""
+def warnings(groups: Sequence[Group]) -> str:
+    """Return what a reader must know: unequal lengths, values that were not finite, and a run without metrics."""
     lines = []
+    for group in groups:
+        end, unit = common_end(group.runs), group.first.unit
+        if end is not None:
+            ends = _listed([f"{step:,}" for step in sorted({run.step for run in group.runs})])
+            lines.append(
+                f"the runs of {group.label} end at {ends} {unit}: their results and means are those at {end:,} {unit}, "
+                "which all of them have reached"
+            )
+    runs = [run for group in groups for run in group.runs]
     for run in runs:
         name = f"{run.name}: " if len(runs) > 1 else ""
         total = len(run.lines["update"])
@@ -68,6 +78,11 @@ def warnings(runs: Sequence[ReportedRun]) -> str:
         if not any(run.lines.values()):
             lines.append(f"{name}no metrics yet: nothing has been logged")
     return "".join(f'<p class="warning">{escape(line)}</p>' for line in lines)
+
+
+def _listed(words: Sequence[str]) -> str:
+    """`0, 1 and 2`."""
+    return " and ".join([part for part in (", ".join(words[:-1]), *words[-1:]) if part])
 
 
 def _change_card(change: Change) -> str:
@@ -111,13 +126,13 @@ def group_table(groups: Sequence[Group]) -> str:
         seconds = [run.seconds for run in group.runs if run.seconds]
         rates = [run.rate for run in group.runs if run.rate]
         row: list[Any] = [group.label, ", ".join(str(run.seed) for run in group.runs)]
-        row += [", ".join(dict.fromkeys(run.status for run in group.runs))]
+        row += [", ".join(dict.fromkeys(run.status for run in group.runs)), f"{group.end:,}"]
         row += [_change_cell(own.get(name)) for name in names]
         row += [duration(sum(seconds) / len(seconds)) if seconds else None]
         rows.append([*row, f"{sum(rates) / len(rates):,.4g}" if rates else None])
     heads = [f"{name}, {source}" for name, source in names]
     unit = groups[0].first.unit if len({group.first.unit for group in groups}) == 1 else "steps"
-    return table(["", "seeds", "status", *heads, "time", f"{unit} a second"], rows)
+    return table(["", "seeds", "status", f"at {unit}", *heads, "time", f"{unit} a second"], rows)
 
 
 def _change_cell(change: Change | None) -> str | None:
@@ -180,10 +195,15 @@ def _all_series(groups: Sequence[Group], read: Callable[[ReportedRun], Curve]) -
 
 
 def _evaluation_series(groups: Sequence[Group], name: str) -> list[Series]:
-    """Return the evaluations of each group; of a single run with the interval of each."""
+    """Return the evaluations of each group, of several runs at the steps that all have; single ones with intervals."""
     found = []
     for index, group in enumerate(groups):
-        series = group.series(lambda run: metric_curve(run.lines["evaluation"], name), group.label, index)
+        curves = [metric_curve(run.lines["evaluation"], name) for run in group.runs]
+        curves = [curve for curve in curves if len(curve[0])]
+        shared = reduce(np.intersect1d, [steps for steps, _ in curves]) if curves else np.array([])
+        series = group.series(partial(_evaluation_curve, name=name, shared=shared), group.label, index)
+        if series is not None and len(group.runs) > 1:
+            series.members, series.marks = curves, len(shared) > 0 or series.low is None
         if series is not None and len(group.runs) == 1:
             lines = [line for line in group.first.lines["evaluation"] if line.get(name) is not None]
             bounds = [interval_of_line(line, name) or (np.nan, np.nan) for line in lines]
@@ -192,6 +212,13 @@ def _evaluation_series(groups: Sequence[Group], name: str) -> list[Series]:
         if series is not None:
             found.append(series)
     return found
+
+
+def _evaluation_curve(run: ReportedRun, name: str, shared: np.ndarray) -> Curve:
+    """Return the evaluations of a run at shared steps; all of them where there are none."""
+    steps, values = metric_curve(run.lines["evaluation"], name)
+    chosen = np.isin(steps, shared) if len(shared) else np.ones(len(steps), bool)
+    return steps[chosen], values[chosen]
 
 
 def metric_charts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
@@ -330,9 +357,11 @@ def reproduction(groups: Sequence[Group]) -> str:
     parts = []
     runs = [run for group in groups for run in group.runs]
     rows: dict[str, str] = {}
+    others: dict[str, str] = {}
     for group in groups:
-        prefix = f"{group.label}: " if len(groups) > 1 else ""
-        rows |= {f"{prefix}{name}": line for name, line in _commands(group.first).items()}
+        rows |= _labelled_commands(group.first, runs)
+        for run in group.runs[1:]:
+            others |= _labelled_commands(run, runs)
     if len(runs) > 1:
         words = [
             f"{shlex.quote(group.label)}={','.join(shlex.quote(str(run.folder)) for run in group.runs)}"
@@ -340,6 +369,7 @@ def reproduction(groups: Sequence[Group]) -> str:
         ]
         rows["compare the policies on the same episodes"] = f"deft compare {' '.join(words)}"
     parts.append(commands(rows))
+    parts.append(details(f"Commands of the other runs ({len(runs) - len(groups)})", commands(others)))
     sessions = [(run, session) for run in runs for session in run.sessions]
     if sessions:
         described = [_session(run, session) for run, session in sessions]
@@ -367,6 +397,13 @@ def _session(run: ReportedRun, one: dict[str, Any]) -> dict[str, Any]:
 
 def _clock(when: float) -> str:
     return f"{datetime.fromtimestamp(when):%Y-%m-%d %H:%M:%S}"
+
+
+def _labelled_commands(run: ReportedRun, runs: Sequence[ReportedRun]) -> dict[str, str]:
+    """Return the commands of one of several runs, labelled with its name, or its path where others have that name."""
+    names = [other.name for other in runs]
+    label = run.name if names.count(run.name) == 1 else str(run.folder)
+    return {f"{label}: {name}" if len(runs) > 1 else name: line for name, line in _commands(run).items()}
 
 
 def _commands(run: ReportedRun) -> dict[str, str]:

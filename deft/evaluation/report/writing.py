@@ -136,9 +136,8 @@ def _compared(groups: Sequence[Group], page_folder: Path, title: str = "Result")
     elif len(groups) == 1:
         result = sections.overview(groups[0]) + grid(sections.main_charts(groups), "large")
     else:
-        runs = [run for group in groups for run in group.runs]
-        result = sections.warnings(runs) + sections.group_table(groups) + grid(sections.main_charts(groups), "large")
-    note = "Bands are 95 % intervals over seeds by Student's t, of two seeds their range; pale lines are single runs."
+        result = sections.warnings(groups) + sections.group_table(groups) + grid(sections.main_charts(groups), "large")
+    note = "Bands are 95 % intervals over seeds by Student's t, of two seeds their range; pale lines and dots are single runs."
     lead = note if any(len(group.runs) > 1 for group in groups) else ""
     return {title: heading(title, lead) + result, **_sections(groups, page_folder)}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deft.evaluation.report.changes import Change, Measure, changes
+from deft.evaluation.report.changes import Change, Measure, changes, common_end
 from deft.evaluation.report.run_data import ReportedRun
 from deft.evaluation.success import wilson_interval
 
@@ -58,6 +58,18 @@ def test_two_runs_have_no_interval(tmp_path):
     runs = [run(tmp_path, evaluations=[evaluation(0, 0.0), evaluation(9, mean)]) for mean in (1.0, 3.0)]
     (returns,) = changes(runs)
     assert (returns.after.mean, returns.after.interval, returns.after.over) == (2.0, None, None)
+
+
+def test_runs_of_unequal_length_are_measured_at_the_last_common_step(tmp_path):
+    played = [episode(step, float(step)) for step in range(80)]
+    short = run(tmp_path, played[:40], [evaluation(0, 0.0), evaluation(39, 4.0)])
+    long = run(tmp_path, played, [evaluation(0, 0.0), evaluation(39, 6.0), evaluation(79, 100.0)])
+    assert common_end([short, long]) == 39
+    assert common_end([short, short]) is None
+    evaluated, trained = changes([short, long])
+    assert (evaluated.after.mean, evaluated.where) == (5.0, "evaluation at 0 → 39 steps, 10 episodes")
+    # 40 episodes: windows of 10, of both runs the returns 30 … 39.
+    assert (trained.before.mean, trained.after.mean) == (4.5, 34.5)
 
 
 def test_a_run_that_plays_nothing_is_judged_by_its_validation_loss(tmp_path):

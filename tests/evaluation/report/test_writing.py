@@ -122,7 +122,37 @@ def test_runs_that_differ_by_seed_form_a_group_and_others_stand_beside(tmp_path)
     assert f"deft compare fast={','.join(map(str, runs[:3]))} slow={runs[3]}" in page.text
     assert "95 % intervals over seeds" in page.text
     labelled = parsed(write_report([f"mine={runs[0]},{runs[3]}"], tmp_path / "labelled.html"))
-    assert "runs, by seed" in labelled.text
+    assert "2 runs, with seed 1 " in labelled.text  # those of `fast_1` and `slow`
+
+
+def test_runs_of_unequal_length_are_compared_at_the_last_step_that_all_have_reached(tmp_path):
+    """Evaluations of 11, 31 and, of a run that goes on, 51 at step 50; both have 12 and 32 at steps 10 and 30."""
+    lines = [
+        {"type": "evaluation", "step": step, "episodes": 10, "mean_reward": step + 1.0, "std_reward": 1.0}
+        for step in (10, 30, 50)
+    ]
+    runs = [write_run(tmp_path / "ppo_1", 1, lines=lines[:2]), write_run(tmp_path / "ppo_2", 2, lines=lines)]
+    page = parsed(path := write_report(runs, tmp_path / "all.html"))
+    assert (
+        "the runs of ppo end at 30 and 50 steps: their results and means are those at 30 steps, which all" in page.text
+    )
+    assert "Return 11 → 31 evaluation at 10 → 30 steps, 10 episodes" in page.text
+    assert "2 runs, with seeds 1 and 2 " in page.text
+    assert "30 and 50 steps" in page.text
+    # A point for each evaluation of each run, and one for each mean, at the two steps that both have.
+    assert path.read_text().count('class="point c1"') == 5
+    assert path.read_text().count('class="dot c1"') == 2
+
+
+def test_every_run_has_its_commands(tmp_path):
+    runs = [write_run(tmp_path / f"ppo_{seed}", seed) for seed in (1, 2)]
+    page = parsed(write_report(runs, tmp_path / "all.html"))
+    assert "ppo_1: started as deft train ppo --seed 1" in page.text
+    assert "Commands of the other runs (1) ppo_2: started as deft train ppo --seed 2" in page.text
+    assert f"ppo_2: repeat it deft train --config {runs[1]}/config.yaml" in page.text
+    same_name = [write_run(tmp_path / name / "run", seed) for seed, name in enumerate("ab")]
+    page = parsed(write_report(same_name, tmp_path / "same.html"))
+    assert all(f"{run}: started as deft train ppo --seed {seed}" in page.text for seed, run in enumerate(same_name))
 
 
 def test_a_run_with_nan_an_empty_one_and_one_that_was_killed_are_reported(tmp_path):
