@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -391,7 +392,8 @@ def runs(config: Any) -> Outcome:
 
     folder = output_base() if config.directory is None else Path(config.directory)
     found = find_runs(folder) if config.directory or folder.is_dir() else []
-    text = runs_table(found) if found else f"no runs in {folder}"
+    width = shutil.get_terminal_size((0, 0)).columns  # 0 without a terminal: the whole table
+    text = runs_table(found, width) if found else f"no runs in {folder}"
     return Outcome({"runs": [run.row() for run in found]}, text)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import shutil
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from deft.errors import InputError
 
 UNKNOWN = "not measured"
 COLUMNS = {"trains": 4, "needs": 2, "time": 3, "reaches": 4}  # with their shares of the width
-WIDTH, NARROWEST = 110, 80  # characters of the table: without a terminal, and where a terminal has fewer
+WIDTH, NARROWEST = 110, 100  # characters of the table: without a terminal, and the fewest; below it is a list
 
 
 @settings
@@ -111,7 +113,25 @@ def _described(file: Path, mapping: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_table(recipes: dict[str, dict[str, Any]]) -> str:
-    """Return the recipes as a table in text, as wide as the terminal."""
+    """Return the recipes as a table in text, as wide as the terminal; as a list in a narrow one."""
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    lines = _table_lines(recipes, width) if width >= NARROWEST else _list_lines(recipes, width)
+    advice = [
+        "deft train --recipe NAME trains one; flags override its settings",
+        "deft recipes show NAME prints its file",
+    ]
+    return "\n".join([*lines, *advice])
+
+
+def _list_lines(recipes: dict[str, dict[str, Any]], width: int) -> Iterator[str]:
+    for name, about in recipes.items():
+        yield name
+        for column in COLUMNS:
+            yield from textwrap.wrap(f"{column}: {about[column]}", width, initial_indent="  ", subsequent_indent="    ")
+        yield ""
+
+
+def _table_lines(recipes: dict[str, dict[str, Any]], width: int) -> list[str]:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -123,10 +143,5 @@ def recipe_table(recipes: dict[str, dict[str, Any]]) -> str:
     for name, about in recipes.items():
         table.add_row(name, *(about[column] for column in COLUMNS))
     text = io.StringIO()
-    width = max(NARROWEST, shutil.get_terminal_size((WIDTH, 0)).columns)
     Console(file=text, width=width, markup=False).print(table)
-    advice = [
-        "deft train --recipe NAME trains one; flags override its settings",
-        "deft recipes show NAME prints its file",
-    ]
-    return "\n".join([*(line.rstrip() for line in text.getvalue().splitlines()), *advice])
+    return [line.rstrip() for line in text.getvalue().splitlines()]

@@ -36,6 +36,7 @@ RETURNS = {
 }
 LOSSES = {"evaluation": (), "update": ("val_loss", "loss", "q_loss", "train/reward", "train/wm_acc_mean", "train/loss")}
 """What is read of each type of line: losses where there are no returns."""
+LESS_IMPORTANT = ("changed", "on", "training")  # columns of the table of runs, in the order in which they are left out
 PHASES = ("teacher", "student", "adversarial")
 
 
@@ -218,8 +219,8 @@ def _first_reading(lines: Iterable[dict[str, Any]], kind: str, name: str) -> Rea
 # ------------------------------------------------------------------------------------------------------------- as text
 
 
-def runs_table(runs: Iterable[Overview]) -> str:
-    """Return a table of runs."""
+def runs_table(runs: Iterable[Overview], width: int = 0) -> str:
+    """Return a table of runs; where it is wider than the terminal, without the columns in `LESS_IMPORTANT`."""
     rows: list[tuple[str, ...]] = [("run", "training", "on", "state", "progress", "return", "success", "changed")]
     for run in runs:
         share = f" ({min(1.0, run.step / run.total):.0%})" if run.total else ""
@@ -231,7 +232,13 @@ def runs_table(runs: Iterable[Overview]) -> str:
                 f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M}",
             )
         )
-    return _columns(rows)
+    table = _columns(rows)
+    for name in LESS_IMPORTANT:
+        if width and max(map(len, table.splitlines())) > width:
+            column = rows[0].index(name)
+            rows = [(*row[:column], *row[column + 1 :]) for row in rows]
+            table = _columns(rows)
+    return table
 
 
 def _columns(rows: list[tuple[str, ...]]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import MappingProxyType
@@ -21,7 +21,10 @@ from rich.text import Text
 
 BAR_INTERVAL = 0.25  # seconds between redraws of the progress bar
 LINE_INTERVAL = 10.0  # seconds between progress lines without a bar
+SEPARATOR = " · "
 RATE_PERIOD = 30.0  # seconds over which the displayed rate is measured
+BAR_WIDTH = 10
+BESIDE_TEXT = len("100% ") + BAR_WIDTH + len(" ")  # columns that a bar takes from its text
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +35,23 @@ class _Bars(Progress):
     values: Mapping[str, str] = MappingProxyType({})
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield the bars and the table. Columns that the terminal has no room for are left out."""
+        """Yield the bars and the table, which continues below itself where the terminal is too narrow for it."""
         yield self.make_tasks_table(self.tasks)
         if not self.values:  # also while the bars are constructed, before they have a console
             return
-        header, row, free = "", "", self.console.width
+        header, row = "", ""
         for name, value in self.values.items():
-            width = max(len(name), len(value)) + 2
-            free -= width
-            if free >= 0:
-                header, row = f"{header}{name:{width}}", f"{row}{value:{width}}"
-        yield Text(header, "dim", no_wrap=True)  # lines take a third of the time of a table
-        yield Text(row, no_wrap=True)
+            width = max(len(name), len(value))
+            if header and len(header) + width > self.console.width:
+                yield from _table_lines(header, row)
+                header, row = "", ""
+            header, row = f"{header}{name:{width}}  ", f"{row}{value:{width}}  "
+        yield from _table_lines(header, row)
+
+
+def _table_lines(header: str, row: str) -> Iterator[Text]:
+    yield Text(header.rstrip(), "dim", no_wrap=True)  # lines take a third of the time of a table
+    yield Text(row.rstrip(), no_wrap=True)
 
 
 class ProgressDisplay:
@@ -63,7 +71,7 @@ class ProgressDisplay:
             ProgressDisplay.bar_in_use = True
             remaining = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             text = TextColumn("{task.description}", markup=False, table_column=remaining)
-            columns = (TaskProgressColumn(), BarColumn(10), text)
+            columns = (TaskProgressColumn(), BarColumn(BAR_WIDTH), text)
             self._bar = _Bars(*columns, console=terminal, auto_refresh=False, expand=True)
             self._task = self._bar.add_task("", total=total_timesteps)
             self._bar.start()
@@ -92,10 +100,10 @@ class ProgressDisplay:
         if self._bar is None:
             done = 100 * min(1.0, step / self.total)  # the last rollout may exceed the total
             named = [f"{name} {text}" for name, text in texts.items()]
-            logger.info("%.0f%% of %s · %s", done, f"{self.total:,}", " · ".join([*parts, *named, elapsed]))
+            logger.info("%.0f%% of %s · %s", done, f"{self.total:,}", SEPARATOR.join([*parts, *named, elapsed]))
         else:
             self._bar.values = texts
-            self._update_bar(self._task, step, " · ".join([*parts, elapsed]))
+            self._update_bar(self._task, step, [*parts, elapsed])
 
     @contextmanager
     def evaluation(self, total: int) -> Iterator[Callable[[int], None]]:
@@ -112,11 +120,11 @@ class ProgressDisplay:
                 return
             next_draw = now + self._interval
             left = _clock((total - done) * (now - started) / done) if done else "-:--:--"
-            text = f"evaluating: {done} of {total} episodes · {left} left · {_clock(now - started)} elapsed"
+            parts = [f"evaluating: {done} of {total} episodes", f"{left} left", f"{_clock(now - started)} elapsed"]
             if task is None:
-                logger.info("%s", text)
+                logger.info("%s", SEPARATOR.join(parts))
             else:
-                self._update_bar(task, done, text)
+                self._update_bar(task, done, parts)
 
         try:
             yield count
@@ -124,10 +132,11 @@ class ProgressDisplay:
             if self._bar is not None and task is not None:
                 self._bar.remove_task(task)
 
-    def _update_bar(self, task: Any, completed: int, text: str) -> None:
+    def _update_bar(self, task: Any, completed: int, parts: Sequence[str]) -> None:
         """Redraw the bar. Errors of a closed terminal (SIGHUP) are ignored, so that the run can be saved."""
         if self._bar is not None:
             with suppress(OSError):
+                text = fitted(parts, self._bar.console.width - BESIDE_TEXT)
                 self._bar.update(task, completed=completed, description=text, refresh=True)
 
     def _describe(self, step: int) -> list[str]:
@@ -148,6 +157,17 @@ class ProgressDisplay:
                 self._bar.stop()
             self._bar = None
             ProgressDisplay.bar_in_use = False
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """Return parts in one line: the first, and of the others as many as fit. The time left, the last but one, counts
+    most, and the last part least."""
+    kept = list(parts[:-1])
+    if len(SEPARATOR.join(parts)) <= width:
+        return SEPARATOR.join(parts)
+    while len(SEPARATOR.join(kept)) > width and len(kept) > 1:
+        kept.pop(-2 if len(kept) > 2 else -1)
+    return SEPARATOR.join(kept)
 
 
 def _rate(value: float) -> str:

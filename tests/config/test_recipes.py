@@ -31,11 +31,18 @@ def test_a_header_names_what_exists(name):
 
 
 def test_the_list_has_every_recipe(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["recipes"]) == 0
     table = capsys.readouterr().out
     assert all(re.search(rf"^ {name} ", table, re.MULTILINE) for name in recipe_names())
-    assert max(map(len, table.splitlines())) <= 90
+    assert max(map(len, table.splitlines())) <= 100
+    assert "…" not in table
+    for columns in (60, 80):  # too narrow for a table
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["recipes"]) == 0
+        *listed, _, _ = text = capsys.readouterr().out.splitlines()
+        assert set(recipe_names()) <= set(text)
+        assert max(map(len, listed)) <= columns
     assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tabletop-ppo"]["needs"] == "CUDA GPU; extras data, warp"

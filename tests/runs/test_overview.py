@@ -147,6 +147,15 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         f"out/all/teacher  teacher   stack        stopped   5 steps (0%)        -       -        {day} 08:01",
         f"out/ppo          ppo       CartPole-v1  finished  1,000 steps (100%)  100     0.75     {day} 08:00",
     ]
+    for columns, line in (  # 97 columns, of which the last takes 18
+        ("96", "out/ppo          ppo       CartPole-v1  finished  1,000 steps (100%)  100     0.75"),
+        ("80", "out/ppo          ppo       finished  1,000 steps (100%)  100     0.75"),
+        ("60", "out/ppo          finished  1,000 steps (100%)  100     0.75"),
+    ):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert cli.main(["runs", "out"]) == 0
+        assert capsys.readouterr().out.splitlines()[2] == line
+    monkeypatch.delenv("COLUMNS")
     assert cli.main(["runs", "out", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["runs"]
     assert [row["run"] for row in rows] == ["out/all/teacher", "out/ppo"]

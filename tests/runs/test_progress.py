@@ -118,15 +118,55 @@ def test_the_table_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "mean_reward  success_rate  approx_kl  entropy  value_loss  evaluation/mean_reward  evaluation/success_rate",
         "12.5         1             0.01       0.5      3           20.5                    0.75",
     ]
-    terminal = use_terminal(monkeypatch, columns=30)  # 13 + 14 columns fit; the next 11 do not
-    assert drawn_table(tmp_path / "narrow", terminal) == ["mean_reward  success_rate", "12.5         1"]
+    terminal = use_terminal(monkeypatch, columns=60)  # 13 + 14 + 11 + 9 + 10 = 57 columns fit; the next 22 do not
+    assert drawn_table(tmp_path / "narrow", terminal, lines=4) == [
+        "mean_reward  success_rate  approx_kl  entropy  value_loss",
+        "12.5         1             0.01       0.5      3",
+        "evaluation/mean_reward  evaluation/success_rate",
+        "20.5                    0.75",
+    ]
 
 
-def drawn_table(folder: Path, terminal: Terminal) -> list[str]:
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (120, "1,234,567 steps · 12,345 steps/s · 0:12:34 left · 0:01:40 elapsed"),
+        (81, "1,234,567 steps · 12,345 steps/s · 0:12:34 left · 0:01:40 elapsed"),  # 65 + 16 columns
+        (80, "1,234,567 steps · 12,345 steps/s · 0:12:34 left"),
+        (63, "1,234,567 steps · 12,345 steps/s · 0:12:34 left"),  # 47 + 16 columns
+        (60, "1,234,567 steps · 0:12:34 left"),
+        (46, "1,234,567 steps · 0:12:34 left"),  # 30 + 16 columns
+        (45, "1,234,567 steps"),
+    ],
+)
+def test_a_narrow_terminal_has_fewer_parts(columns: int, text: str) -> None:
+    """The percentage and the bar take 16 columns."""
+    parts = ["1,234,567 steps", "12,345 steps/s", "0:12:34 left", "0:01:40 elapsed"]
+    assert progress.BESIDE_TEXT == 16
+    assert progress.fitted(parts, columns - progress.BESIDE_TEXT) == text
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_line_of_the_display_is_cut(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch, columns)
+    with RunLogger(tmp_path, LoggingConfig(tensorboard=False, enable_file_logging=False), 12_345_678) as run:
+        run.log_metrics(400, METRICS)
+        run.progress(1_234_567)
+        with run.evaluation(1000, lambda: False) as count:
+            time.sleep(progress.BAR_INTERVAL)
+            count(1000)
+    lines = drawn_lines(terminal)
+    assert any("1,234,567 steps · " in line and " left" in line for line in lines)
+    assert any("evaluating: 1000 of 1000 episodes" in line for line in lines)
+    assert "…" not in terminal.getvalue()
+    assert max(len(part) for line in lines for part in line.split("\r")) <= columns
+
+
+def drawn_table(folder: Path, terminal: Terminal, lines: int = 2) -> list[str]:
     settings = LoggingConfig(tensorboard=False, enable_file_logging=False)
     with RunLogger(folder, settings, total_timesteps=1000) as run:
         run.log_episode(400, Episode(0, 12.5, 10, True, {}))
         run.log_metrics(400, METRICS)
         run.log_evaluation(400, {"mean_reward": 20.5, "std_reward": 1.0, "success_rate": 0.75})
         run.progress(400)
-    return [line for line in drawn_lines(terminal) if line][-2:]
+    return [line for line in drawn_lines(terminal) if line][-lines:]
