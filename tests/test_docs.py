@@ -296,6 +296,20 @@ def run_console(text: str) -> None:
             assert line in output.splitlines(), command
 
 
+def test_git_ignores_what_the_commands_write() -> None:
+    """They are typed in a clone. `deft report A B` writes `report.html` beside it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git repository")
+    written = {"report.html"}
+    for block in [block for page in PAGES for block in blocks(page) if block.language == "bash"]:
+        for flag, value in [pair for words in commands(block.text) for pair in itertools.pairwise(words)]:
+            if flag.replace("_", "-") in ("--out", "--out-dir", "--output-dir", "--video"):
+                written.add(value.removeprefix("./"))
+    paths = sorted(path for path in written if not Path(path).is_absolute())
+    done = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True)
+    assert set(paths) - set(done.stdout.splitlines()) == set()
+
+
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = set(re.findall(r"\bmake ([a-z-]+)\b", "\n".join(b.text for p in PAGES for b in blocks(p))))
