@@ -34,6 +34,10 @@ class Algorithm:
     """Whether it trains sharded weights: every process then makes the same forward and backward passes."""
     exchanges_policies: ClassVar[bool] = True
     """Whether it can train a policy that another run built, and other algorithms can train its policies."""
+    cannot_be_trained: ClassVar[str] = ""
+    """Why other algorithms cannot train its policies, as the predicate of a message; empty: they can."""
+    takes_chunks: ClassVar[bool] = False
+    """Whether an algorithm with a replay buffer learns from action chunks as it does from single steps."""
     vla_settings: ClassVar[Mapping[str, Any]] = {}
     """Fields of `PolicyConfig` that it requires of a VLA policy from another run."""
     reads_critic_observation: ClassVar[bool] = False

@@ -40,6 +40,7 @@ class DecisionTransformer(OfflineAlgorithm):
 
     name = "dt"
     exchanges_policies = False
+    cannot_be_trained = "needs a target return"
     fixed_settings = ("n_head",)
     settings: DTSettings
     policy: DecisionTransformerPolicy

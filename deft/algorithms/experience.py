@@ -79,6 +79,8 @@ class Replay:
     capture: Literal["auto", "on", "off"] = "off"
     """Record updates as a CUDA graph. The algorithm must then define `step`, `schedule` and `period` as
     `OfflineAlgorithm` does."""
+    kept: tuple[str | tuple[str, ...], ...] = ()
+    """Further keys of a step that the buffer stores, where a step has them, such as (`sample`, `noise`)."""
     captured_warmup: int = 0
     """First updates that run other operations than later ones; they are recorded separately."""
     reward_terms: bool = False

@@ -178,13 +178,18 @@ class OffPolicy(ActorAlgorithm):
             policy.num_members,
             settings.num_critics,
             policy.critic_dim,
-            policy.action_dim,
+            self.critic_action_dim,
             policy.hidden_sizes,
             settings.critic_layer_norm,
             PRECISIONS[settings.precision],
         ).to(policy.center.device)
         self.critic_optimizer = self._optimizer(self._critic_trains(), settings.learning_rate)
         self._policy_metrics: Metrics = {}  # of the latest policy update, which following critic updates report too
+
+    @property
+    def critic_action_dim(self) -> int:
+        """Numbers of an action as the critics judge it."""
+        return int(self.policy.action_dim)
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from self.critics.online.parameters()

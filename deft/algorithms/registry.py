@@ -9,6 +9,7 @@ from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.cal_ql import CalQL
 from deft.algorithms.cql import CQL
 from deft.algorithms.decision_transformer import DecisionTransformer
+from deft.algorithms.dsrl import DSRL
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
 from deft.algorithms.offline import OfflineAlgorithm
@@ -19,7 +20,14 @@ from deft.algorithms.sft import SFT
 from deft.algorithms.td3 import TD3
 from deft.algorithms.td3_bc import TD3BC
 
-ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO, "grpo": GRPO, "sac": SAC, "td3": TD3, "cal-ql": CalQL}
+ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {
+    "ppo": PPO,
+    "grpo": GRPO,
+    "sac": SAC,
+    "td3": TD3,
+    "cal-ql": CalQL,
+    "dsrl": DSRL,
+}
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
     "cql": CQL,

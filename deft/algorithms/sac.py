@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class SAC(ReplayLearner, SoftPolicy):
     """
 
     name = "sac"
-    distribution = "tanh_gaussian"
+    distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = "tanh_gaussian"
     settings: SACSettings
 
     def __init__(self, policy: Policy, settings: SACSettings | None = None, seed: int = 0) -> None:
@@ -98,12 +98,14 @@ class SAC(ReplayLearner, SoftPolicy):
         still = state._replace(features=state.features.detach())
         features = (still if self._warms_up and self._held else state).for_critics
         q_loss, mean_q = self._critic_loss(features, action, next_state, reward, discount)
+        other = self._other_loss(still)
+        critic_loss = q_loss if other is None else q_loss + other
         if self._warms_up or self.version % self.settings.policy_delay:
-            self._descend_critics(q_loss.sum())
+            self._descend_critics(critic_loss.sum())
         else:
             policy_loss, alpha_loss, log_prob, divergence = self._policy_losses(still, self._anchored(batch))
             # One backward pass for all: the critics get no gradient from the policy loss.
-            self._descend_both(q_loss, policy_loss + alpha_loss)
+            self._descend_both(critic_loss, policy_loss + alpha_loss)
             self._policy_metrics = {
                 "policy_loss": policy_loss.detach().mean(),
                 "entropy": -log_prob.detach().mean(),
@@ -112,19 +114,20 @@ class SAC(ReplayLearner, SoftPolicy):
             if divergence is not None:
                 self._policy_metrics["anchor_kl"] = divergence.detach().mean()
         self.critics.move_target(self.settings.tau)
-        return {"q_loss": q_loss.detach().mean(), "mean_q": mean_q, **self._policy_metrics}
+        metrics = {"q_loss": q_loss.detach().mean(), "mean_q": mean_q, **self._policy_metrics}
+        return metrics if other is None else metrics | {"distillation_loss": other.detach().mean()}
 
     def _critic_loss(
         self, features: Tensor, action: Tensor, next_state: Encoded, reward: Tensor, discount: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Squared TD error of all critics per member, and the mean Q."""
         with torch.no_grad():
-            samples, log_probs = self.policy.sample(next_state)
-            values = self.critics.target_values(next_state.for_critics, samples[0])
+            action_after, log_prob = self._next_action(next_state)
+            values = self.critics.target_values(next_state.for_critics, action_after)
             subset = self.settings.target_critics
             if subset is not None:
                 values = values[:, torch.randperm(self.critics.num_critics, device=values.device)[:subset]]
-            value = values.amin(1) - self.log_alpha.exp().unsqueeze(-1) * log_probs[0]
+            value = values.amin(1) - self.log_alpha.exp().unsqueeze(-1) * log_prob
             backup = torch.addcmul(reward, discount, value)
         q = self.critics(features, action)
         return (q - backup.unsqueeze(1)).square().mean(-1).sum(1), q.detach().mean()
@@ -140,8 +143,8 @@ class SAC(ReplayLearner, SoftPolicy):
         """Losses of policy and temperature per member, log π of the sampled actions, and the KL to the anchor."""
         if self.anchor is not None:
             state = self.policy.with_output(state)
-        samples, log_probs = self.policy.sample(state)
-        q = self.critics(state.for_critics, samples[0], frozen=True)
+        samples, log_probs = self._sample(state)
+        q = self._judged(state, samples[0])
         value = q.mean(1) if self.settings.target_critics is not None else q.amin(1)
         loss = self.log_alpha.detach().exp().unsqueeze(-1) * log_probs[0] - value
         divergence = None
@@ -150,6 +153,23 @@ class SAC(ReplayLearner, SoftPolicy):
             size = value.detach().abs().mean(-1, keepdim=True).clamp(min=SMALLEST_VALUE)
             loss = loss / size + self.anchor_weight * divergence
         return loss.mean(-1), self._alpha_loss(log_probs[0]), log_probs[0], divergence
+
+    def _sample(self, state: Encoded) -> tuple[Tensor, Tensor]:
+        """One sample of the policy for each state, [1, members, B, A], and its log-density; differentiable."""
+        return self.policy.sample(state)
+
+    def _next_action(self, state: Encoded) -> tuple[Tensor, Tensor]:
+        """The next action of the target as the critics take it, [members, B, A], and its log-density."""
+        samples, log_probs = self._sample(state)
+        return samples[0], log_probs[0]
+
+    def _judged(self, state: Encoded, action: Tensor) -> Tensor:
+        """Values of sampled actions that the policy maximises, [members, critics, B]; no gradient of the critics."""
+        return self.critics(state.for_critics, action, frozen=True)
+
+    def _other_loss(self, state: Encoded) -> Tensor | None:
+        """A further loss of the critics for each member, if there is any."""
+        return None
 
     def _parts(self) -> dict[str, Any]:
         return {**super()._parts(), "scalars": nn.ParameterList([self.log_alpha])}

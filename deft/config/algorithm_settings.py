@@ -367,6 +367,31 @@ class SACSettings(TemperatureSettings, ReplaySettings, groups.CompileSettings):
 
 
 @settings
+class DSRLSettings(SACSettings):
+    """Reinforcement learning in the noise space of a frozen flow policy (DSRL)."""
+
+    learning_starts = 1_000
+    random_shift = 0
+    keep_critics = False
+    critic: Literal["noise", "action"] = "noise"
+    """What the critics judge: the noise (DSRL-SAC), or the action, with noise critics distilled from it (DSRL-NA)."""
+    noise_bound: Positive = 1.5
+    """Largest absolute value of each number of the noise; the frozen policy was trained on N(0, 1)."""
+    shared_noise: Switch = False
+    """Start all steps of an action chunk from the same noise."""
+
+    @model_validator(mode="after")
+    def _fits_a_frozen_policy(self) -> DSRLSettings:
+        if self.anchor_coef:
+            raise ValueError("anchor_coef: dsrl has no anchor, its policy is frozen; use a smaller noise_bound")
+        if self.random_steps:
+            raise ValueError("random_steps: dsrl explores by its noise, and random actions have none; leave it out")
+        if self.prior_data is not None and self.critic == "noise":
+            raise ValueError("prior_data: a dataset holds no noise; use critic action")
+        return self
+
+
+@settings
 class DTSettings(OfflineSettings, groups.ClippingSettings):
     """Decision Transformer."""
 
@@ -415,6 +440,7 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "sac": SACSettings,
     "td3": TD3Settings,
     "cal-ql": CalQLSettings,
+    "dsrl": DSRLSettings,
     "iql": IQLSettings,
     "cql": CQLSettings,
     "td3-bc": TD3BCSettings,

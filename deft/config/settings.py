@@ -143,6 +143,8 @@ UNUSED = {
     "hidden_dim": "has layers of the widths hidden_sizes; use --hidden-sizes",
     "num_layers": "has one layer for each width of hidden_sizes; use --hidden-sizes",
     "memory_num_layers": "has no recurrent memory; give --memory-hidden (ppo, grpo)",
+    "flow_steps": "does not denoise; use --distribution flow, or --vla-model-config flow_steps=N for a VLA model",
+    "flow_noise": "does not denoise; use --distribution flow, or --vla-model-config flow_noise=X for a VLA model",
 }
 """Settings of the networks that some policies do not use: what such a policy has instead."""
 
@@ -167,8 +169,13 @@ class PolicyConfig:
     """Width of the hidden layers of an `actor`, of critics, and of a separate value network."""
     num_layers: Count = 2
     """Number of hidden layers of an `actor`, of critics, and of a separate value network."""
-    distribution: Literal["tanh_gaussian", "gaussian"] | None = None
-    """Action distribution of an `actor`: state-dependent std and tanh squashing, or a Gaussian with bounded mean."""
+    distribution: Literal["tanh_gaussian", "gaussian", "flow"] | None = None
+    """Action distribution of an `actor`: state-dependent std and tanh squashing, a Gaussian with bounded mean, or a
+    flow, which sft and iql train from scratch, and ppo, grpo and dsrl from their policy."""
+    flow_steps: Count = 5
+    """Denoising steps of `distribution: flow`."""
+    flow_noise: Positive = 0.1
+    """Initial standard deviation of the noise in each denoising step of `distribution: flow`, for ppo and grpo."""
     encoder_dim: Count = 256
     """Size of the image encoder's features."""
     memory_hidden: NonNegativeInt = 0
@@ -235,6 +242,7 @@ class PolicyConfig:
             "hidden_dim": uses_hidden_dim,
             "num_layers": uses_hidden_dim,
             "memory_num_layers": self.memory_hidden > 0,
+            **dict.fromkeys(("flow_steps", "flow_noise"), self.name == "actor" and self.distribution == "flow"),
         }
         for name in UNUSED:
             if name in changed and not used[name]:

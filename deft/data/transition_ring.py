@@ -85,6 +85,8 @@ class TransitionRing:
     """
 
     capturable = True  # `sample` may be captured in a CUDA graph
+    kept: Sequence[Key] = ()
+    """Further keys of a step that are stored, where a step has them; set before the first step is written."""
 
     def __init__(
         self,
@@ -147,7 +149,11 @@ class TransitionRing:
         a copy on the host; only the flags of ended episodes are copied there, if there are images.
         """
         # The policy's log-probs and values are not stored, and copying each of them would wait for the device.
-        kept = {key: value for key, value in row.items() if key not in _POLICY_OUTPUTS and key[0] != schema.SAMPLE}
+        kept = {
+            key: value
+            for key, value in row.items()
+            if key in self.kept or (key not in _POLICY_OUTPUTS and key[0] != schema.SAMPLE)
+        }
         if isinstance(row[schema.NEXT_TERMINATED], Tensor):
             arrays: dict[Key, Any] = {key: to_device(_tensor(value), self.device) for key, value in kept.items()}
         else:
@@ -213,7 +219,7 @@ class TransitionRing:
         if self.returns and schema.VALUE_TARGET not in arrays:
             self._hold(arrays, done, envs)
             return
-        steps: dict[Key, Any] = {schema.ACTION: arrays[schema.ACTION]}
+        steps: dict[Key, Any] = {key: arrays[key] for key in (schema.ACTION, *self.kept) if key in arrays}
         if self.returns:
             steps[schema.VALUE_TARGET] = arrays[schema.VALUE_TARGET]
         images: dict[Key, tuple[Any, Any]] = {}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
+from deft.models.denoising import DenoisingHead, FlowChunks
 from deft.models.distributions import (
     HALF_LOG_2PI,
     ActionHead,
@@ -34,7 +35,7 @@ from deft.models.encoders import ObservationEncoder, VectorEncoder, make_encoder
 from deft.models.legacy_weights import keep_reward_normalizer, translate
 from deft.models.mlp import BatchedMLP
 from deft.models.normalization import RewardNormalizer
-from deft.models.policy import Encoded, Policy
+from deft.models.policy import SAMPLED_NOISE, Encoded, Policy
 
 MOST_ROWS = 16  # environments up to which `SmallActor` acts; with more torch is as fast
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -218,7 +219,9 @@ class ActorCritic(Policy):
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
         if isinstance(self.head, BoxHead):
             self.head.chunk_length = config.chunk_length
-        self.is_continuous = self.has_mean = isinstance(self.head, BoxHead) and self.memory is None
+        self.is_continuous = isinstance(self.head, BoxHead) and self.memory is None
+        self.noise_shape = self.head.noise_shape
+        self.has_mean = self.is_continuous and self.noise_shape is None
         self.action_dim = getattr(self.head, "action_dim", None)
         self._small_actor: tuple[int, SmallActor] | None = None
         self.register_load_state_dict_pre_hook(_translate_weights)
@@ -242,11 +245,23 @@ class ActorCritic(Policy):
         assert config is not None
         if config.distribution == "tanh_gaussian":
             self.head = TanhGaussianHead(action_space)
+        elif config.distribution == "flow":
+            self.head = self._denoising_head(num_members)
         else:
             self.head = BoundedGaussianHead(action_space, config.log_std_init, num_members)
         self.encoder = make_encoder(observation_space, config)
         self.actor = BatchedMLP(num_members, self.encoder.dim, self.hidden_sizes, self.head.num_outputs, dtype=dtype)
         self.value = BatchedMLP(num_members, self.encoder.dim, self.hidden_sizes, 1, dtype=dtype)
+
+    def _denoising_head(self, num_members: int) -> DenoisingHead:
+        """A flow on features of the actor network, which is as wide as its hidden layers."""
+        config, space = self.policy_config, self._spaces[1]
+        assert config is not None
+        if num_members > 1:
+            raise InputError(f"num_seeds: distribution '{config.distribution}' is trained one seed at a time; use 1")
+        size = int(np.prod(space.shape or ()))
+        chunks = FlowChunks(config.hidden_dim, 1, size, config.flow_steps, config.flow_noise)
+        return DenoisingHead(space, chunks, config.hidden_dim)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: the small actor reads this policy's parameters, not theirs."""
@@ -276,6 +291,12 @@ class ActorCritic(Policy):
             td.set(schema.SAMPLE, sample)
         return td
 
+    def action_selection(self, deterministic: bool) -> str:
+        """A flow samples the noise that it starts from."""
+        return (
+            SAMPLED_NOISE if deterministic and self.noise_shape is not None else super().action_selection(deterministic)
+        )
+
     def act_arrays(self, observation: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """Act in numpy, where the network is small, on the CPU and without memory, and the rows are few."""
         if isinstance(observation, dict) or len(observation) > MOST_ROWS:
@@ -303,10 +324,11 @@ class ActorCritic(Policy):
             outputs = self._outputs(features.flatten(0, 1))
             output, value = (part.unflatten(0, features.shape[:2]) for part in outputs)
         action, mask = td[schema.ACTION], td.get(schema.ACTION_MASK, None)
-        log_prob, entropy = self.head.score(output, action, mask, td.get(schema.SAMPLE, None))
+        sample = td.get(schema.SAMPLE, None)
+        log_prob, entropy = self.head.score(output, action, mask, sample)
         value = self._privileged_value(td) if self.critic_streams else value.squeeze(-1)
         scored = {"log_prob": log_prob, "entropy": entropy, "value": value}
-        if self.reports_tokens and (tokens := self.head.token_log_prob(output, action, mask)) is not None:
+        if self.reports_tokens and (tokens := self.head.token_log_prob(output, action, mask, sample)) is not None:
             scored["token_log_prob"] = tokens
         return scored
 
@@ -386,6 +408,17 @@ class ActorCritic(Policy):
     def sample(self, state: Encoded, count: int = 1) -> tuple[Tensor, Tensor]:
         """`count` unit actions per state from one pass through the network, and their log-densities."""
         return self._box_head.rsample(self._actor_output(state), count)
+
+    def denoise(self, state: Encoded, noise: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """Unit actions [B, A] that noise [B, 1, A] leads to; padded dims are 0."""
+        unit = self._box_head.denoise(self._actor_output(state)[0], noise)
+        return unit if action_mask is None else unit.masked_fill(~action_mask, 0.0)
+
+    def imitation_loss(self, state: Encoded, unit: Tensor) -> Tensor:
+        """That of the head: −log π, or the loss of a flow."""
+        if self.noise_shape is None:
+            return super().imitation_loss(state, unit)
+        return self._box_head.imitation_loss(self._actor_output(state), unit)
 
     def divergence(self, state: Encoded, other: Policy, other_state: Encoded) -> Tensor:
         """Exact between two heads of one kind, else estimated."""

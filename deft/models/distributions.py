@@ -47,13 +47,18 @@ class ActionHead(nn.Module):
         """Log-prob of `action`, and the entropy; `sample` is the third result of `act`."""
         raise TypeError(type(self).__name__)
 
-    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor | None:
+    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> Tensor | None:
         """The parts [..., tokens] that the log-prob of `action` is the sum of; None for a head without parts."""
         return None
 
     def noise_parameters(self) -> Iterator[Tensor]:
         """Yield the logarithms of standard deviations that do not depend on the observation."""
         yield from ()
+
+    @property
+    def noise_shape(self) -> tuple[int, int] | None:
+        """Shape [1, A] of the noise that `denoise` starts from; None for heads that do not start from noise."""
+        return None
 
 
 class BoxHead(ActionHead, ActionScale):
@@ -76,6 +81,14 @@ class BoxHead(ActionHead, ActionScale):
         """Log-density of unit actions."""
         mean, log_std = self.gaussian(output)
         return gaussian_log_prob((unit - mean) * torch.exp(-log_std), log_std)
+
+    def imitation_loss(self, output: Tensor, unit: Tensor) -> Tensor:
+        """The loss of behaviour cloning, [members, B]."""
+        return -self.log_prob(output, unit)
+
+    def denoise(self, output: Tensor, noise: Tensor) -> Tensor:
+        """Unit actions [B, A] that noise [B, 1, A] leads to."""
+        raise InputError(f"{type(self).__name__} does not start from noise")
 
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """`count` differentiable unit actions per row, [count, …, A], and their log-densities."""
@@ -152,7 +165,7 @@ class GaussianHead(BoxHead):
     def _flat_unit(self, action: Tensor) -> Tensor:
         return self.to_unit(action if len(self.action_shape) == 1 else action.flatten(-len(self.action_shape)))
 
-    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
+    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> Tensor:
         """One token for each step of a chunk, one in all without chunks."""
         noise, dims = (self._flat_unit(action) - output) * torch.exp(-self.log_std), self._dims(mask)
         log_scale = self.log_std if self.is_unit else self.log_std + self.width.log()
@@ -352,7 +365,7 @@ class CategoricalHead(ActionHead):
             entropies.append(-(log_p.exp() * log_p).sum(-1))
         return sum(log_probs[1:], log_probs[0]), sum(entropies[1:], entropies[0])
 
-    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None) -> Tensor:
+    def token_log_prob(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> Tensor:
         """One token for each categorical."""
         choices = action.long().reshape(*output.shape[:-1], len(self.sizes)).split(1, -1)
         parts = zip(self._log_probs(output), choices, strict=True)

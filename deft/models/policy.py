@@ -40,6 +40,7 @@ class Encoded(NamedTuple):
     output: Tensor | None = None  # of the actor network, where it is known already
     privileged: Tensor | None = None  # [members, B, P]: what critics read beside the features (`critic_observation`)
     base_action: Tensor | None = None  # [members, B, A]: unit action of the frozen policy in a residual policy
+    action_mask: Tensor | None = None  # bool [B, A]: which action dims are real, where some are padded
 
     @property
     def for_critics(self) -> Tensor:
@@ -83,6 +84,8 @@ class Policy(nn.Module):
     """Whether `mean` is defined."""
     acts_on_features: bool = False
     """Whether its actions depend on the observation through the features of `encode` alone."""
+    noise_shape: tuple[int, int] | None = None
+    """Shape [K, D] of the noise that `denoise` starts from, in a policy that denoises; None in any other."""
     num_members: int = 1
     action_dim: Any = None
     center: Any
@@ -248,6 +251,10 @@ class Policy(nn.Module):
         """Encode observations, differentiable; `object_positions` replace labels of them."""
         raise self._not_continuous()
 
+    def encode_to_act(self, observation: Any) -> Encoded:
+        """Encode observations as `act` does: without labels that only training has."""
+        return self.encode(observation)
+
     def object_positions(self, observation: Any) -> Tensor:
         """Predict object positions from images, as `encode` of a later policy takes them."""
         raise InputError(
@@ -275,6 +282,10 @@ class Policy(nn.Module):
         """KL(π ‖ π_other) at the same observations, [members, B], differentiable; estimated from one action each."""
         samples, log_probs = self.sample(state)
         return log_probs[0] - other.log_prob(other_state, samples[0])
+
+    def denoise(self, state: Encoded, noise: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """Unit actions [B, A] that noise [B, *noise_shape] leads to, before clipping; no further random values."""
+        raise InputError(f"{type(self).__name__} does not start from noise: it has no flow or diffusion head")
 
     def state_value(self, features: Tensor) -> Tensor:
         """V, [members, B]."""

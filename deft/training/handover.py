@@ -77,9 +77,10 @@ def _for_algorithm(config: RunConfig | OfflineRunConfig, section: dict[str, Any]
 
 
 def _check_source(config: RunConfig | OfflineRunConfig, source: RunConfig | OfflineRunConfig) -> None:
-    if not ALGORITHMS[source.algorithm.name].exchanges_policies:
+    reason = ALGORITHMS[source.algorithm.name].cannot_be_trained
+    if reason and source.algorithm.name != config.algorithm.name:
         raise InputError(
-            f"model_path: a {source.algorithm.name} policy needs a target return and cannot be trained with "
+            f"model_path: a {source.algorithm.name} policy {reason} and cannot be trained with "
             f"{config.algorithm.name}; start from a run of iql, cql, td3-bc, rebrac or sft"
         )
     if isinstance(config, RunConfig) and isinstance(source, OfflineRunConfig) and source.trainer.num_seeds > 1:

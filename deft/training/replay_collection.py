@@ -54,6 +54,7 @@ class ReplayCollection(Collection):
         self.algorithm, self.experience = algorithm, experience
         how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
         ring = TransitionRing(experience.buffer_size, seed, collector.device, **how)
+        ring.kept = experience.kept
         super().__init__(collector, ring)
         self._num_env_steps = 0
         self._due = 0.0

@@ -186,7 +186,7 @@ def build_trainer(
         raise InputError(f"max_staleness: {name} in several processes cannot collect during updates; use 0")
     fresh_policy = policy is None and config.model_path is None
     chunk_length: int = getattr(policy, "chunk_length", config.policy.chunk_length)
-    if uses_replay and chunk_length > 1:
+    if uses_replay and chunk_length > 1 and not run.algorithm_class.takes_chunks:
         raise InputError(_no_chunks(config, policy, chunk_length))
     gamma = config.algorithm.cfg.gamma
     video_env: Callable[[], gymnasium.Env]

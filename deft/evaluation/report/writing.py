@@ -28,6 +28,7 @@ COMPARISON_FILE = "comparison.json"
 MARK = "<title>Deft · "  # in every report; another file is not replaced
 NAMES = {
     "grpo": "GRPO",
+    "dsrl": "DSRL",
     "dt": "Decision Transformer",
     "td3-bc": "TD3+BC",
     "rebrac": "ReBRAC",

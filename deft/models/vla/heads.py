@@ -1,52 +1,23 @@
 """Action heads of `vla-tiny`: distributions over chunks of actions [B, K, A], given features [B, F].
 
-`gaussian`, `token` and `flow`; each can be combined with dims that only open or close (`SwitchedChunks`).
+`gaussian` and `token`; those that denoise are in `deft.models.denoising`. Each can be combined with dims that only
+open or close (`SwitchedChunks`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft import schema
+from deft.models.chunks import LOG_STD_RANGE, Chunks, Drawn
 from deft.models.distributions import HALF_LOG_2PI
-from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last
 
-TIME_FREQUENCIES = 8
-LOG_STD_RANGE = (-4.0, 1.0)
 ROUNDING = 0.1  # below this the absolute error becomes a squared one, e² / 0.2, whose gradient vanishes at 0
 SWITCH_WEIGHT = 0.1  # weight of −log p of the switches in the imitation loss, relative to the error of the other dims
-Drawn: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
-
-
-class Chunks(nn.Module):
-    """A distribution over chunks of actions [B, K, A], given features [B, F]."""
-
-    def __init__(self, chunk_length: int, action_dim: int) -> None:
-        super().__init__()
-        self.shape = (chunk_length, action_dim)
-
-    def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
-        """Actions [B, K, A], their log-prob [B], and further random values that `score` needs."""
-        raise TypeError(type(self).__name__)
-
-    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs [B, K] of each step, and the entropy [B]; over the dims where `mask` [B, K, A] is True."""
-        raise TypeError(type(self).__name__)
-
-    def noise_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the logarithms of standard deviations that do not depend on the observation."""
-        yield from ()
-
-    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """−log π of the real steps, as a mean over all numbers of the chunk: [B]."""
-        mask = None if step_mask is None else step_mask.unsqueeze(-1).expand_as(actions)
-        return -self.score(features, actions, mask, None)[0].sum(1) / math.prod(self.shape)
 
 
 class GaussianChunks(Chunks):
@@ -182,64 +153,6 @@ class TokenChunks(Chunks):
         return _real(chosen, mask).sum(2), entropy.sum((1, 2))
 
 
-class FlowChunks(Chunks):
-    """A velocity field on chunks, trained by flow matching; sampled and scored as a noised chain (`flow_chain`)."""
-
-    def __init__(self, width: int, chunk_length: int, action_dim: int, num_steps: int, noise: float) -> None:
-        super().__init__(chunk_length, action_dim)
-        self.num_steps = num_steps
-        size = chunk_length * action_dim
-        self.condition = nn.Linear(width, width)
-        self.noisy = nn.Linear(size + 2 * TIME_FREQUENCIES, width)
-        self.hidden = nn.Linear(width, width)
-        self.out = nn.Linear(width, size)
-        self.log_noise = nn.Parameter(torch.full((num_steps, *self.shape), math.log(noise)))
-
-    def noise_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the deviation of each step of the chain."""
-        yield self.log_noise
-
-    @property
-    def deviation(self) -> Tensor:
-        """σ of each step, [S, K, A]."""
-        return self.log_noise.clamp(*LOG_STD_RANGE).exp()
-
-    def _velocity(self, features: Tensor) -> Any:
-        condition = self.condition(features)
-
-        def velocity(x: Tensor, time: Tensor) -> Tensor:
-            angles = time[:, None] * (math.pi * 2.0 ** torch.arange(TIME_FREQUENCIES, device=x.device) / 4.0)
-            inputs = torch.cat([x.flatten(1), angles.sin(), angles.cos()], 1)
-            hidden = functional.relu(self.noisy(inputs) + condition)
-            return self.out(hidden + functional.relu(self.hidden(hidden))).view(x.shape)
-
-        return velocity
-
-    def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
-        """The end of a chain from sampled noise; deterministic: without further noise in its steps.
-
-        A chain from noise 0 ends between the modes of the demonstrated actions.
-        """
-        start = torch.randn(len(features), *self.shape, dtype=features.dtype, device=features.device)
-        velocity, deviation = self._velocity(features), self.deviation
-        chain, log_probs = draw_chain(velocity, start, deviation, deterministic, mask)
-        return chain[:, -1], log_probs.sum(1), {schema.CHAIN: chain}
-
-    def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs of each step of the denoising, [B, S]."""
-        deviation = self.deviation
-        tokens = chain_log_prob(self._velocity(features), sample[schema.CHAIN], deviation, mask)
-        return tokens, chain_entropy(deviation, actions.shape, mask)
-
-    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """‖v(x_t, t) − (ε − a)‖², with one t and one ε per row."""
-        mask = None
-        if step_mask is not None:
-            actions, mask = hold_last(actions, step_mask), step_mask.unsqueeze(-1)
-        time = torch.rand(len(actions), device=actions.device)
-        return flow_matching_error(self._velocity(features), actions, torch.randn_like(actions), time, mask)
-
-
 class SwitchedChunks(Chunks):
     """Some dims of an action are switches, such as a gripper that is open (1) or closed (−1); a head has the rest.
 
@@ -267,10 +180,7 @@ class SwitchedChunks(Chunks):
         drawn, log_prob, sample = self.others.draw(features, deterministic, self._mask_of_others(mask))
         logs = self._log_probs(features)
         way = logs.argmax(-1) if deterministic else _sample(logs)
-        action = drawn.new_empty(len(drawn), *self.shape)
-        action[..., self.rest] = drawn
-        action[..., self.dims] = self.ways[way].transpose(1, 2).to(drawn)
-        return action, log_prob + self._chosen(logs, way, mask).sum(1), sample
+        return self._joined(drawn, way), log_prob + self._chosen(logs, way, mask).sum(1), sample
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
         """Score with the head of the other dims; the log-prob of a switch is added to the first step."""
@@ -281,6 +191,15 @@ class SwitchedChunks(Chunks):
         if mask is not None:
             switch_entropy = switch_entropy.masked_fill(~mask[:, 0, self.dims], 0.0)
         return torch.cat([tokens[:, :1] + chosen.unsqueeze(1), tokens[:, 1:]], 1), entropy + switch_entropy.sum(1)
+
+    @property
+    def noise_shape(self) -> tuple[int, int] | None:
+        """That of the other dims."""
+        return self.others.noise_shape
+
+    def denoise(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Denoise the other dims; each switch takes its most likely sequence."""
+        return self._joined(self.others.denoise(features, noise), self._log_probs(features).argmax(-1))
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
         """The loss of the other dims, and −log p of the switches in chunks that end within the episode."""
@@ -303,6 +222,13 @@ class SwitchedChunks(Chunks):
         """log p of the sequences, [B, switches]; 0 for padded dims."""
         chosen = logs.gather(-1, way.unsqueeze(-1)).squeeze(-1)
         return chosen if mask is None else chosen.masked_fill(~mask[:, 0, self.dims], 0.0)
+
+    def _joined(self, others: Tensor, way: Tensor) -> Tensor:
+        """Whole actions of the other dims and the sequences of the switches."""
+        action = others.new_empty(len(others), *self.shape)
+        action[..., self.rest] = others
+        action[..., self.dims] = self.ways[way].transpose(1, 2).to(others)
+        return action
 
     def _mask_of_others(self, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else mask[..., self.rest]

@@ -75,6 +75,8 @@ class BaseVLAModel(nn.Module, ABC):
     starts_from_noise: bool = False
     """Whether deterministic actions are denoised from sampled noise, as those of a flow: the action that noise 0 leads
     to lies between the modes of the demonstrations."""
+    noise_shape: tuple[int, int] | None = None
+    """Shape [K, D] of the noise that `denoise` starts from; None for a model without that method."""
     reads_folder: bool = False
     """Whether `load_vla_model` passes a pretrained folder to the constructor, as the keyword `folder`."""
     image_multiple: int = 1
@@ -180,6 +182,19 @@ class BaseVLAModel(nn.Module, ABC):
         in the padded steps.
         """
         raise TypeError(f"{type(self).__name__} does not define imitation_loss")
+
+    def denoise(
+        self,
+        observations: TensorDictBase,
+        noise: Tensor,
+        action_mask: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """The actions that noise [B, *noise_shape] leads to, as `forward` shapes them, without further random values.
+
+        `features` of the observations, if given, are used as they are.
+        """
+        raise InputError(f"{type(self).__name__} does not start from noise: it has no flow or diffusion head")
 
     # -- features that critics share -----------------------------------------------------------------------------------
 

@@ -18,7 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from deft import schema
 from deft.errors import InputError
-from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last
+from deft.models.flow_chain import (
+    Velocity,
+    chain_entropy,
+    chain_log_prob,
+    draw_chain,
+    flow_matching_error,
+    hold_last,
+    integrate,
+)
 from deft.models.vla.interface import Sample
 from deft.models.vla.pretrained import (
     ImagePreprocessor,
@@ -101,6 +109,7 @@ class Pi0VLA(PretrainedVLA):
         self.log_noise = nn.Parameter(
             torch.full((self.num_steps,), math.log(spec.flow_noise)), requires_grad=spec.learn_noise
         )
+        self.noise_shape = (config.chunk_size, config.max_action_dim)
         self.value_head = ValueHead(vlm.text_config.hidden_size + spec.proprio_dim, spec.value_gradient)
 
     @property
@@ -125,11 +134,22 @@ class Pi0VLA(PretrainedVLA):
         """Actions, log-prob of the chain [B], value [B, 1], and the chain. Deterministic: only the first noise."""
         prefix, state = self._read(observations)
         velocity = self._velocity(prefix, state)
-        shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
-        noise, executed = torch.randn(shape, device=state.device), self._executed(action_mask, state.device)
+        noise = torch.randn((len(state), *(self.noise_shape or ())), device=state.device)
+        executed = self._executed(action_mask, state.device)
         chain, log_probs = draw_chain(velocity, noise, self.deviation, deterministic, executed)
         value = self.value_head(prefix[2])
         return self._actions(chain[:, -1], action_mask), log_probs.sum(1), value, {schema.CHAIN: chain}
+
+    def denoise(
+        self,
+        observations: TensorDictBase,
+        noise: Tensor,
+        action_mask: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """The actions that noise [B, chunk_size, max_action_dim] leads to."""
+        prefix, state = self._read(observations)
+        return self._actions(integrate(self._velocity(prefix, state), noise, self.num_steps), action_mask)
 
     def evaluate_actions(
         self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None

@@ -97,7 +97,7 @@ class VLAPolicy(ActionScale, Policy):
             self.streams = None  # the encoder reads all of them
         if self.critic_streams and self.streams is None and isinstance(observation_space, gymnasium.spaces.Dict):
             self.streams = frozenset(observation_space)
-        self.has_mean = self.model.has_mean
+        self.has_mean, self.noise_shape = self.model.has_mean, self.model.noise_shape
         self.acts_on_features = self.encoder is None and self.model.shares_features
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
         self._sample_method = "act" if overrides(model, "act") else "forward"
@@ -245,6 +245,14 @@ class VLAPolicy(ActionScale, Policy):
             auxiliary_loss = self._scalar("training_features", "loss", losses, len(streams)).mean().unsqueeze(0)
         return Encoded(streams, features.detach().unsqueeze(0), features, auxiliary_loss, privileged=privileged)
 
+    def encode_to_act(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Encoded:
+        """As `encode`, with the model's features of acting, which use no labels."""
+        if self.encoder is not None or not self.model.shares_features:
+            return self.encode(observation)
+        streams = _streams(observation, self.critic_streams)
+        features = self.model.features(streams)
+        return Encoded(streams, features.detach().unsqueeze(0), features)
+
     @torch.no_grad()
     def object_positions(self, observation: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
         """Object positions that the model predicts."""
@@ -327,6 +335,12 @@ class VLAPolicy(ActionScale, Policy):
         """
         samples, log_prob = self._sample(state, count)
         return self._clipped(samples).unsqueeze(1), log_prob.unsqueeze(1)
+
+    def denoise(self, state: Encoded, noise: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """Unit actions [B, K · A] that noise leads to."""
+        unit = self.model.denoise(state.observation, noise, action_mask, state.shared_features)
+        self._check_action(f"the action of {self.model_name}.denoise", unit, len(noise))
+        return unit.flatten(1)
 
     def divergence(self, state: Encoded, other: Policy, other_state: Encoded) -> Tensor:
         """log π − log π_other of one sample each, before clipping."""

@@ -20,8 +20,10 @@ from torch.nn import functional
 
 from deft import schema
 from deft.errors import InputError
+from deft.models.chunks import Chunks
+from deft.models.denoising import FlowChunks
 from deft.models.normalization import RunningNormalizer
-from deft.models.vla.heads import ROUNDING, Chunks, FlowChunks, GaussianChunks, SwitchedChunks, TokenChunks
+from deft.models.vla.heads import ROUNDING, GaussianChunks, SwitchedChunks, TokenChunks
 from deft.models.vla.interface import Sample
 from deft.models.vla.spec import ProprioSpec
 from deft.models.vla.streams import Observations, StreamVLA, read_stream, square_images
@@ -288,6 +290,7 @@ class TinyVLAModel(StreamVLA):
         if self.switch_dims:
             chunks = SwitchedChunks(chunks, width, spec.chunk_length, spec.action_dim, self.switch_dims)
         self.head: Any = chunks
+        self.noise_shape = chunks.noise_shape
         last = nn.Linear(width, 1)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -488,6 +491,19 @@ class TinyVLAModel(StreamVLA):
         features = self._for_head(self.features(observations)).repeat(count, 1)
         actions, log_prob, _ = self.head.draw(features, False, None)
         return self.shaped(actions).unflatten(0, (count, -1)), log_prob.unflatten(0, (count, -1))
+
+    def denoise(
+        self,
+        observations: TensorDictBase,
+        noise: Tensor,
+        action_mask: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """The actions that noise [B, *noise_shape] leads to: those of `act` when deterministic, from this noise."""
+        if self.noise_shape is None:
+            return super().denoise(observations, noise)
+        features = self.features(observations) if features is None else features
+        return self.shaped(self.head.denoise(self._for_head(features), noise), action_mask)
 
     # -- inputs and outputs --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from deft.errors import InputError
-from deft.models.vla.heads import FlowChunks, GaussianChunks, SwitchedChunks, TokenChunks
+from deft.models.denoising import FlowChunks
+from deft.models.vla.heads import GaussianChunks, SwitchedChunks, TokenChunks
 from deft.models.vla.tiny import TinyVLAModel
 
 WIDTH, STEPS = 6, 3
