@@ -19,6 +19,7 @@ from deft.envs.suites import Suite
 TASKS = {"near": "Go to 2", "far": "Go to 5", "never": "Go to 1000"}
 FOLDER = Path(os.environ.get("FAKE_SUITE_FOLDER", "."))
 DRIFT = "drift.txt"  # in FOLDER: a number that is added to the first position
+CHAOS = "chaos.txt"  # in FOLDER: how much the first position of the task far changes per relative change of gravity
 
 
 class CountingEnv(gymnasium.Env):
@@ -29,7 +30,7 @@ class CountingEnv(gymnasium.Env):
     def __init__(self, task: str = "both", stride: int = 1, reports: bool = True, render_mode: str | None = None):
         self.tasks = SUITE.tasks_of(f"fake/{task}")
         self.render_mode, self._stride, self._reports = render_mode, stride, reports
-        self._index, self._position = 0, 0.0
+        self._index, self._position, self._gravity = 0, 0.0, 1.0
         self.action_space = spaces.Box(-1, 1, (1,), np.float32)
         self.observation_space = spaces.Dict(
             {"state": spaces.Box(-np.inf, np.inf, (1,), np.float32), "instruction": spaces.Text(16)}
@@ -44,7 +45,13 @@ class CountingEnv(gymnasium.Env):
         self._index = (self._index + self._stride if seed is None else seed) % len(self.tasks)
         drift = FOLDER / DRIFT
         self._position = (0 if seed is None else seed % 10) / 10 + (float(drift.read_text()) if drift.exists() else 0)
+        chaos = FOLDER / CHAOS
+        if chaos.exists() and self.tasks[self._index] == "far":
+            self._position += float(chaos.read_text()) * (self._gravity - 1)
         return self._observe(), {}
+
+    def scale_gravity(self, scale: float) -> None:
+        self._gravity = scale
 
     def step(self, action: np.ndarray) -> Any:
         self._position += float(action[0])

@@ -131,6 +131,8 @@ def scaled_down(arguments: list[str]) -> list[str]:
         episodes = "2" if "--resume" in arguments else "1"
         few = {"num-episodes": episodes, "steps-per-episode": "3", "batch-size": "1", "threads": "1"}
         return functools.reduce(lambda found, flag: with_flag(found, *flag), few.items(), [*arguments, "--no-overlap"])
+    if arguments[0] == "collect" and "--only-success" in arguments:
+        return with_flag(arguments, "episodes", "2")
     if arguments[0] == "collect":
         return with_flag(arguments, "steps", "200", "episodes")
     if arguments[0] != "train":

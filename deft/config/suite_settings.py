@@ -30,3 +30,5 @@ class SuiteCheckConfig:
     """Play the episodes this many times."""
     update: Switch = False
     """Write the fingerprint into the package, after a deliberate change of the lock file."""
+    merge: Switch = False
+    """Write the fingerprint without the numbers that differ on this machine; for other processors."""

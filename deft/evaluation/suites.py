@@ -154,7 +154,9 @@ def check_suite(config: SuiteCheckConfig) -> dict[str, Any]:
     suite = find_suite(config.suite)
     suite.check_installed(f"suite check {suite.name}")
     with _shown_progress(suite.name) as progress:
-        return update(suite, progress) if config.update else check(suite, progress, config.repeats)
+        if config.update or config.merge:
+            return update(suite, progress, config.merge)
+        return check(suite, progress, config.repeats)
 
 
 @contextmanager

@@ -89,14 +89,58 @@ def test_drift_is_named_with_the_version_that_differs(installed, capsys, tmp_pat
     assert error.splitlines()[-1].startswith("deft: ")
 
 
+def test_numbers_that_rounding_changes_are_not_compared(installed, capsys, tmp_path):
+    """Gravity changes by 1e-8 at most: 1e4 times that is 0.0001 of the first position, five times the tolerance."""
+    chaos = tmp_path / fake_suite.CHAOS
+    chaos.write_text("1e4")
+    assert main(["suite", "check", "fake", "--update"]) == 0
+    written = json.loads(installed.fingerprint.read_text())["tasks"]
+    assert {task: values["state"] for task, values in written.items()} == {"near": [0.0], "far": [None], "never": [0.2]}
+    assert written["far"]["success"] is True
+    (tmp_path / fake_suite.DRIFT).write_text("0.001")
+    assert main(["suite", "check", "fake"]) == 1
+    error = capsys.readouterr().err
+    assert "near: the initial state differs by 0.001; never: the initial state differs by 0.001; all" in error
+
+
+def test_merging_drops_what_differs_on_this_machine(installed, capsys, tmp_path):
+    assert main(["suite", "check", "fake", "--update"]) == 0
+    text = installed.fingerprint.read_text()
+    assert '"never": {"state": [0.2]' in text
+    installed.fingerprint.write_text(text.replace('"never": {"state": [0.2]', '"never": {"state": [0.3]'))
+    assert main(["suite", "check", "fake"]) == 1
+    assert main(["suite", "check", "fake", "--merge"]) == 0
+    written = json.loads(installed.fingerprint.read_text())["tasks"]
+    assert [written[task]["state"] for task in written] == [[0.0], [0.1], [None]]
+    assert main(["suite", "check", "fake"]) == 0
+
+
 def test_what_counts_as_a_difference():
-    expected = {"state": [1.0, 2.0], "image": [10.0, 20.0], "return": 100.0, "length": 5, "success": True}
+    expected = {"state": [1.0, 2.0], "image": [10.0, 20.0, 90.0], "return": 100.0, "length": 5, "success": True}
     assert fingerprint.compare("t", expected, expected) == []
-    near = {**expected, "state": [1.00001, 2.0], "image": [13.0, 24.0], "return": 101.9}  # within the tolerances
+    brighter = [1.1 * value + 9 for value in expected["image"]]  # brightness and contrast are fitted
+    near = {**expected, "state": [1.00001, 2.0], "image": brighter, "return": 101.9}  # within the tolerances
     assert fingerprint.compare("t", expected, near) == []
-    assert fingerprint.compare("t", expected, {**expected, "image": [20.0, 30.0]}) == [
-        "t: the first image differs by 10 of 255"
+    # Other parts are bright. The line of least squares through (90, 10), (20, 20), (10, 90) has the slope
+    # (50·-30 + -20·-20 + -30·50) / (50² + 20² + 30²) = -0.684 and misses them by 4.2, 33.7 and 29.5: 22.5 in the mean.
+    assert fingerprint.compare("t", expected, {**expected, "image": [90.0, 20.0, 10.0]}) == [
+        "t: the first image differs by 22.5 of 255"
     ]
     assert len(fingerprint.compare("t", expected, {**expected, "return": 97.0})) == 1
     assert len(fingerprint.compare("t", expected, {**expected, "success": False})) == 1
-    assert "2 numbers" not in fingerprint.compare("t", expected, {**expected, "state": [1.0]})[0]
+    assert fingerprint.compare("t", expected, {**expected, "state": [1.0]}) == [
+        "t: the state has 1 numbers instead of 2"
+    ]
+
+
+def test_a_null_is_not_compared():
+    """The second play differs in one number of the state by 1e-5, and in the return by 1 %: half of the tolerances."""
+    one = {"state": [1.0, 2.0], "image": [10.0], "return": 100.0, "length": 5, "success": True}
+    kept = fingerprint.stable([one, {**one, "state": [1.0, 2.00001], "return": 101.0}])
+    assert kept == {**one, "state": [1.0, None], "return": None}
+    assert fingerprint.compare("t", kept, {**one, "state": [1.0, 9.0], "return": 0.0}) == []
+    assert fingerprint.compare("t", kept, {**one, "success": False}) == [
+        "t: return 100 instead of any, success False instead of True"
+    ]
+    assert fingerprint.stable([one, {**one, "success": False}])["success"] is None
+    assert fingerprint.stable([kept, one]) == kept

@@ -122,6 +122,7 @@ LETTERS = "".join(map(chr, range(32, 127)))
 PROPRIOCEPTION = 4  # position of the hand, and opening of the gripper
 STATE_SIZE = 39  # hand, gripper and two objects, now and one step before, and the goal
 VIDEO_SIZE = 480
+GRAVITY = -9.81  # of MuJoCo, and of every task
 MAX_SIMULATORS = 10  # of one environment, each of about 60 MB with a camera; others are made again
 
 
@@ -169,6 +170,7 @@ class MetaWorldEnv(gymnasium.Env):
         self._seed = 0
         self._actions: list[np.ndarray] = []
         self._succeeded = False
+        self._gravity = 1.0
         self._raw = np.zeros(STATE_SIZE)
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
         self.observation_space = self._make_space()
@@ -207,9 +209,20 @@ class MetaWorldEnv(gymnasium.Env):
 
     def _begin(self, seed: int) -> None:
         simulator = self._simulator()
+        simulator.model.opt.gravity[2] = GRAVITY * self._gravity
         simulator.seed(seed)
         self._raw, _ = simulator.reset()
+        self._show_goal(simulator)
         self._seed, self._actions, self._succeeded = seed, [], False
+
+    @staticmethod
+    def _show_goal(simulator: Any) -> None:
+        """Draw the goal where it is from the first image on; MetaWorld moves its marker in the first step."""
+        model, data = simulator.model, simulator.data
+        fixed = model.site_bodyid == 0
+        data.site_xpos[fixed] = model.site_pos[fixed]
+        for name, position in simulator._target_site_config:
+            simulator._set_pos_site(name, position)
 
     def _advance(self, action: np.ndarray) -> float:
         self._raw, reward, _, _, info = self._simulator().step(action)
@@ -262,6 +275,10 @@ class MetaWorldEnv(gymnasium.Env):
     def set_observes(self, observes: bool) -> None:
         """Set whether the next observations have images."""
         self.observes = observes
+
+    def scale_gravity(self, scale: float) -> None:
+        """Multiply gravity in the next episodes: for fingerprints, which measure what rounding changes."""
+        self._gravity = scale
 
     def render(self) -> np.ndarray | None:
         """Return an image of 480 pixels."""
