@@ -31,6 +31,8 @@ class Recipe:
     """What it trains, in a few words."""
     extras: tuple[str, ...] = ()
     """Extras of Deft that it needs."""
+    suites: tuple[str, ...] = ()
+    """Benchmark suites that it needs; `deft suite install` installs them."""
     needs: str = ""
     """What else it needs, for the table."""
     time: str = UNKNOWN
@@ -101,6 +103,7 @@ def _described(file: Path, mapping: dict[str, Any]) -> dict[str, Any]:
     needs = ["CUDA GPU"] if value_at(mapping, "env.vector") in GPU_VECTORS else []
     if recipe.extras:
         needs.append(f"extra{'s' * (len(recipe.extras) > 1)} {', '.join(recipe.extras)}")
+    needs += [f"suite {suite}" for suite in recipe.suites]
     needs += [recipe.needs] if recipe.needs else []
     return {
         "trains": recipe.trains,

@@ -22,6 +22,7 @@ from deft.config.recipes import Recipe
 from deft.config.settings import GPU_VECTORS, OfflineRunConfig, RunConfig
 from deft.config.training import Training, parse_training
 from deft.data.datasets.minari import recorded_episodes
+from deft.envs.suites import find_suite
 from deft.errors import InputError
 from deft.runs import checkpoint
 from deft.runs.json_files import read_json
@@ -59,7 +60,7 @@ def prepare(recipe: Recipe, training: Training, run: Run, extras: Extras) -> Non
 
 
 def check_machine(name: str, recipe: Recipe, config: Any, extras: Extras) -> None:
-    """Raise an error if an extra or a GPU that the recipe needs with these settings is missing."""
+    """Raise an error if an extra, a suite or a GPU that the recipe needs with these settings is missing."""
     on_gpu = isinstance(config, RunConfig) and config.env.vector in GPU_VECTORS
     if on_gpu and config.device != "cpu" and not torch.cuda.is_available():
         raise InputError(
@@ -70,6 +71,8 @@ def check_machine(name: str, recipe: Recipe, config: Any, extras: Extras) -> Non
         found = extras.get(extra, {"missing": []})
         if found["missing"] and (extra != "warp" or on_gpu):
             raise InputError(f"recipe {name}: needs {', '.join(found['missing'])}: {found['install']}")
+    for suite in recipe.suites:
+        find_suite(suite).check_installed(f"recipe {name}")
 
 
 def unfinished(recipe: Recipe, config: Any) -> Iterator[tuple[Step, str]]:

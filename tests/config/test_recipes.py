@@ -46,6 +46,7 @@ def test_the_list_has_every_recipe(capsys, monkeypatch):
     assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tabletop-ppo"]["needs"] == "CUDA GPU; extras data, warp"
+    assert found["metaworld-mt10-ppo"]["needs"] == "extra data; suite metaworld"
     assert found["tabletop-ppo"]["first"] == ["deft train --recipe tabletop-sft"]
 
 

@@ -124,3 +124,12 @@ def test_a_missing_gpu_or_extra_is_one_line_before_anything_is_made(monkeypatch)
     assert first == [["train", "--recipe", "tabletop-sft"]]
     with pytest.raises(InputError, match="recipe driving-sft: needs h5py: install data"):
         commands("driving-sft", data=["h5py"])
+
+
+def test_a_suite_that_is_missing_is_an_error_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEFT_SUITES", str(tmp_path))
+    for name in ("metaworld-mt10-sft", "metaworld-mt10-ppo"):
+        with pytest.raises(
+            InputError, match=f"recipe {name}: the suite metaworld is not installed: deft suite install"
+        ):
+            commands(name)
