@@ -31,8 +31,8 @@ from deft.evaluation.rollouts import EXPERT_METHOD
 SEED = 0  # of random actions
 THUMBNAIL = 8  # pixels: images are compared as means over their squares
 STATE_TOLERANCE = 2e-5  # in units of the state (metres); numbers that are compared differ by 1e-6 between processors
-# Of 255, in the mean over the thumbnail after a fit of brightness and contrast. MetaWorld's images by Mesa on x86-64 and
-# on AArch64 differ by up to 2.3; images without shadows by 4.5, and those of a camera moved by two pixels by 6.
+# Of 255, in the mean over the thumbnail after a fit of brightness and contrast. MetaWorld's images by Mesa on x86-64
+# and AArch64 differ by up to 2.3; images without shadows by 4.5, and those of a camera moved by two pixels by 6.
 IMAGE_TOLERANCE = 3.5
 RETURN_TOLERANCE = 0.02  # relative, and at least this much
 SENSITIVE = 0.25  # share of a tolerance: a number that rounding changes by more is not compared
