@@ -20,7 +20,7 @@ from deft.algorithms.offline import PRECISIONS, OfflineAlgorithm, to_cpu
 from deft.config.algorithm_settings import DelayedSettings, OfflineSettings, OffPolicySettings
 from deft.config.settings import PolicyConfig
 from deft.data.datasets.dataset import Dataset
-from deft.data.replay import ReplayBuffer
+from deft.data.replay import ChunkBuffer, ReplayBuffer
 from deft.data.streaming import StreamingBuffer
 from deft.errors import InputError
 from deft.models.building import make_policy
@@ -87,6 +87,9 @@ class ActorAlgorithm(OfflineAlgorithm):
 
     def make_sampler(self, dataset: Dataset, seed: int, device: torch.device, cache_bytes: int) -> Any:
         """Sample single transitions, from memory or from disk."""
+        length = self.policy.chunk_length
+        if dataset.table is not None and length > 1:
+            return ChunkBuffer(dataset.table, length, self.settings.gamma, seed, self.policy.num_members, device)
         if dataset.table is not None:
             return ReplayBuffer(dataset.table, seed, self.policy.num_members, device)
         return StreamingBuffer(
@@ -94,7 +97,7 @@ class ActorAlgorithm(OfflineAlgorithm):
             cache_bytes,
             seed,
             device=device,
-            chunk_length=self.policy.chunk_length,
+            chunk_length=length,
             chunk_gamma=self.settings.gamma,
             next_observation=self.needs_next_observation,
         )

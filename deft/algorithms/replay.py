@@ -28,6 +28,7 @@ class ReplayLearner(OffPolicy):
     Rewards are multiplied by `policy.reward_scale`: loaded critics learned from rewards of that scale.
     """
 
+    takes_chunks = True
     settings: Any  # ReplaySettings, and those of the algorithm
 
     def __init__(self, policy: Policy, settings: ReplaySettings, seed: int = 0) -> None:

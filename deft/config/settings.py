@@ -220,8 +220,6 @@ class PolicyConfig:
             raise ValueError("name 'vla' needs vla_config with at least model_class")
         if self.name != "vla" and self.vla_config is not None:
             raise ValueError(f"vla_config is given but name is '{self.name}'; write name 'vla' or leave it out")
-        if self.name == "actor" and self.chunk_length > 1:
-            raise ValueError(f"chunk_length {self.chunk_length}: name '{self.name}' decides one step at a time")
         if len(set(self.critic_observation)) < len(self.critic_observation):
             raise ValueError("critic_observation: a stream is named twice; name each once")
         if self.name != "actor_critic" and self.memory_hidden:

@@ -245,6 +245,102 @@ class ReplayBuffer(Sampler):
             del self._ahead[state["ahead"] :]
 
 
+class ChunkBuffer(Sampler):
+    """Samples chunks of `chunk_length` K steps of a `TransitionTable` with replacement.
+
+    Each transition is the first step of a chunk with the same probability. Batches are those of
+    `deft.data.streaming.StreamingBuffer`: actions [B, K, A], with the last one repeated after the end of the episode
+    and False in `schema.STEP_MASK` [B, K], the reward Σ_i γ^i r_i, the observation after the steps, and
+    `schema.DISCOUNT`, γ^k after k steps and 0 at a terminal. With `num_members` learners they are [members, B, …].
+    """
+
+    def __init__(
+        self,
+        table: TransitionTable,
+        chunk_length: int,
+        gamma: float,
+        seed: int = 0,
+        num_members: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(seed, device)
+        self.table, self.chunk_length, self.num_members = table, chunk_length, num_members
+        self._rows = table.rows.to(self.device)
+        self._first = table.transition_rows().to(self.device)
+        last = np.repeat(table.starts + table.lengths, table.lengths + 1)  # of each row: the last one of its episode
+        self._last = torch.from_numpy(last).to(self.device)
+        row = torch.arange(len(self._rows), device=self.device)
+        self._following = torch.minimum(row + chunk_length, self._last)
+        self._offsets = torch.arange(chunk_length, device=self.device)
+        steps = row[:, None] + self._offsets
+        real = steps < self._last[:, None]
+        rewards = table.reward.to(self.device)[steps.clamp(max=len(row) - 1)] * real
+        self._reward = (rewards.double() * gamma ** self._offsets.double()).sum(1).float()
+        self._terminated = table.terminated.to(self.device)[(self._following - 1).clamp(min=0)]
+        self._discount = (gamma ** real.sum(1).double()).float() * (1 - self._terminated)
+        self._reward_scale = 1.0
+        self._returns: Tensor | None = None
+        self._next_actions = False
+
+    def __len__(self) -> int:
+        """Return the number of chunks: one for each transition."""
+        return len(self._first)
+
+    def shard(self, rank: int, count: int) -> None:
+        """Sample only every `count`-th chunk, starting at `rank`: the shard of one of several processes."""
+        self._first = self._first[rank::count].contiguous()
+
+    def scale_rewards(self, scale: float) -> None:
+        """Multiply the rewards of every batch by `scale`."""
+        self._reward_scale = scale
+
+    def add_returns(self, gamma: float) -> None:
+        """Add `schema.VALUE_TARGET` to batches: the discounted return to the end of the recorded episode."""
+        self._returns = discounted_returns(self.table, gamma).to(self.device)
+
+    def add_next_actions(self) -> None:
+        """Add `schema.NEXT_ACTION` and `schema.NEXT_STEP_MASK` to batches."""
+        self._next_actions = True
+
+    def sample(self, batch_size: int) -> Batch:
+        """Return a batch in the schema's keys; `terminated` is 0.0 or 1.0."""
+        shape = (batch_size,) if self.num_members == 1 else (self.num_members, batch_size)
+        rows = self._first[torch.randint(len(self), shape, generator=self.generator, device=self.device)]
+        after, dim = self._following[rows], self.table.observation_dim
+        batch = self._chunks(rows) | {
+            schema.NEXT_REWARD: self._reward[rows] * self._reward_scale,
+            schema.NEXT_TERMINATED: self._terminated[rows],
+            schema.DISCOUNT: self._discount[rows],
+            schema.NEXT_OBSERVATION: self._rows[after][..., :dim],
+        }
+        if self._returns is not None:
+            batch[schema.VALUE_TARGET] = self._returns[rows] * self._reward_scale
+        if self._next_actions:
+            following = self._chunks(after)
+            batch[schema.NEXT_ACTION] = following[schema.ACTION]
+            batch[schema.NEXT_STEP_MASK] = following[schema.STEP_MASK]
+        return batch
+
+    def gather(self, transitions: np.ndarray) -> Batch:
+        """Return the observations and chunks that start at the given transitions, numbered from 0."""
+        rows = self._first[torch.as_tensor(transitions, device=self.device)]
+        return self._chunks(rows if self.num_members == 1 else rows.expand(self.num_members, -1))
+
+    def _chunks(self, rows: Tensor) -> Batch:
+        steps = rows[..., None] + self._offsets
+        last, dim = self._last[rows][..., None], self.table.observation_dim
+        return {
+            schema.OBSERVATION: self._rows[rows][..., :dim],
+            schema.ACTION: self._rows[torch.minimum(steps, (last - 1).clamp(min=0))][..., dim:-2],
+            schema.STEP_MASK: steps < last,
+        }
+
+    def observations(self, block: int = 65_536) -> Iterator[Tensor]:
+        """Yield the observations at which chunks start, in blocks, for observation normalisation."""
+        for rows in self._first.split(block):
+            yield self._rows[rows][:, : self.table.observation_dim]
+
+
 def discounted_returns(table: TransitionTable, gamma: float) -> Tensor:
     """Return G_t = r_t + γ G_{t+1} to the end of each episode, for each row; 0 in the last row of an episode."""
     rewards = table.reward.numpy()

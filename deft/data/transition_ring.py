@@ -80,6 +80,9 @@ class TransitionRing:
     With `n_step` n a transition is (s_t, a_t, Σ γ^k r_{t+k}, s_{t+n}), or shorter at the end of an episode, with
     `schema.DISCOUNT`: γ^n, or 0 after a terminal step. Samples come from its own random generator, or the given one.
 
+    An action chunk [K, A] is one transition. Batches of chunks hold `schema.STEP_MASK`, bool [B, K]: which of its
+    steps were taken before the episode ended.
+
     With `returns` batches hold `schema.VALUE_TARGET`, the discounted return from the transition to the end of its
     episode. Transitions then wait for the end of their episode before they can be sampled.
     """
@@ -170,20 +173,44 @@ class TransitionRing:
             self._add(arrays, terminated, terminated | arrays[schema.NEXT_TRUNCATED], envs.tolist())
 
     @torch.inference_mode(False)
-    def extend(self, episode: Episode) -> None:
-        """Append a whole episode of a dataset."""
+    def extend(self, episode: Episode, chunk_length: int = 1) -> None:
+        """Append a whole episode of a dataset, as single steps or as chunks.
+
+        A chunk starts at every step; with images at every K-th one, so that each image is stored once.
+        """
+        if chunk_length > 1:
+            self._extend_chunks(episode, chunk_length)
+            return
         steps: dict[Key, Any] = {schema.ACTION: episode.action, schema.NEXT_REWARD: episode.reward}
         for name, stream in episode.streams.items():
             key: Key = (schema.OBSERVATION, name) if name else schema.OBSERVATION
             steps[key], steps[_following(key)] = stream[:-1], stream[1:]
         self._add_episode(steps, episode.terminated, 0)  # a recording is of one environment
 
+    def _extend_chunks(self, episode: Episode, chunk_length: int) -> None:
+        has_images, count = any(map(_is_image, episode.streams.values())), len(episode)
+        starts = np.arange(0, count, chunk_length if has_images else 1)
+        ends = np.minimum(starts + chunk_length, count)
+        inside = np.minimum(starts[:, None] + np.arange(chunk_length), count - 1)
+        weights = self.gamma ** np.arange(chunk_length) * (np.arange(chunk_length) < (ends - starts)[:, None])
+        steps: dict[Key, Any] = {
+            schema.ACTION: episode.action[inside],  # the last one is repeated
+            schema.NEXT_REWARD: (episode.reward[inside] * weights).sum(1).astype(np.float32),
+            schema.NEXT_NUM_STEPS: ends - starts,
+        }
+        for name, stream in episode.streams.items():
+            key: Key = (schema.OBSERVATION, name) if name else schema.OBSERVATION
+            steps[key], steps[_following(key)] = stream[starts], stream[ends]
+        if self.returns:
+            steps[schema.VALUE_TARGET] = self._returns({schema.NEXT_REWARD: episode.reward})[starts]
+        self._add_episode(steps, episode.terminated[ends - 1], 0)
+
     def _add_episode(self, steps: dict[Key, Any], terminated: np.ndarray, env: int) -> None:
         """Append the steps of a whole episode, {key: [T, …]}, of one environment."""
         count = len(terminated)
         done = terminated.copy()
         done[-1] = True
-        if self.returns:
+        if self.returns and schema.VALUE_TARGET not in steps:
             steps = {**steps, schema.VALUE_TARGET: self._returns(steps)}
         alone = self.n_step > 1 or any(map(_is_image, steps.values()))
         size = 1 if alone else self.capacity  # n-step returns and shared images need single steps
@@ -222,6 +249,8 @@ class TransitionRing:
         steps: dict[Key, Any] = {key: arrays[key] for key in (schema.ACTION, *self.kept) if key in arrays}
         if self.returns:
             steps[schema.VALUE_TARGET] = arrays[schema.VALUE_TARGET]
+        if schema.NEXT_NUM_STEPS in arrays:
+            steps[schema.STEP_MASK] = _steps_taken(arrays[schema.NEXT_NUM_STEPS], arrays[schema.ACTION].shape[1])
         images: dict[Key, tuple[Any, Any]] = {}
         for key, value in arrays.items():
             if key != schema.OBSERVATION and key[0] != schema.OBSERVATION:
@@ -406,6 +435,13 @@ class TransitionRing:
         for start in range(0, count, size):
             rows = {_split(key): column[start : start + size].numpy() for key, column in state["columns"].items()}
             self._append(rows, min(size, count - start))
+
+
+def _steps_taken(num_steps: Any, chunk_length: int) -> Any:
+    """Return which steps of chunks were taken, bool [N, K], as an array or a tensor."""
+    if isinstance(num_steps, Tensor):
+        return torch.arange(chunk_length, device=num_steps.device) < num_steps[:, None]
+    return np.arange(chunk_length) < num_steps[:, None]
 
 
 def _steps_state(waiting: Mapping[int, Iterable[Mapping[Key, Any]]]) -> dict[int, list[dict[str, Tensor]]]:

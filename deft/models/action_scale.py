@@ -32,6 +32,13 @@ def with_bounds(space: gymnasium.Space) -> gymnasium.Space:
     return spaces.Box(np.where(bad, -1.0, low), np.where(bad, 1.0, high), dtype=np.float32)
 
 
+def chunk_space(space: gymnasium.Space, length: int) -> gymnasium.Space:
+    """The space [K, A] of chunks of K single actions; the space itself for K = 1, and where it is one of chunks."""
+    if length == 1 or not isinstance(space, spaces.Box) or len(space.shape) != 1:
+        return space
+    return spaces.Box(np.tile(space.low, (length, 1)), np.tile(space.high, (length, 1)), dtype=space.dtype.type)
+
+
 class ActionScale(nn.Module):
     """action = center + width · unit, in each dim; `center` and `width` are buffers, [A] or [K · A] for chunks of K.
 

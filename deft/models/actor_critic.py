@@ -367,8 +367,8 @@ class ActorCritic(Policy):
         return self._box_head.bounds
 
     def to_unit(self, action: Tensor) -> Tensor:
-        """Actions in the environment's units as unit actions."""
-        return self._box_head.to_unit(action)
+        """Actions in the environment's units as unit actions, a chunk in one row […, K · A]."""
+        return self._box_head.to_unit(action.flatten(-2) if self.chunk_length > 1 else action)
 
     def from_unit(self, unit: Tensor) -> Tensor:
         """Unit actions as actions in the environment's units."""

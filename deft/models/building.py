@@ -10,12 +10,11 @@ import dataclasses
 import logging
 
 import gymnasium
-import numpy as np
 import torch
 
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
-from deft.models.action_scale import with_bounds
+from deft.models.action_scale import chunk_space, with_bounds
 from deft.models.actor_critic import ActorCritic
 from deft.models.policy import Policy
 from deft.models.privileged import public_space
@@ -44,15 +43,13 @@ def make_policy(
         return _residual(config, observation_space, action_space, where, num_members, weights_follow)
     if weights_follow and config.name != "actor_critic":
         action_space = with_bounds(action_space)
+    space, length = chunk_space(action_space, config.chunk_length), config.chunk_length
     if config.vla_config is None:
-        return ActorCritic(observation_space, action_space, config, num_members, dtype)
+        return ActorCritic(observation_space, space, config, num_members, dtype)
     if num_members > 1:
         raise InputError("num_seeds: a VLA model is trained one seed at a time; start a run for each")
     if dtype != torch.float32:
         log.warning("precision: not for the VLA model, which computes in the type of its weights")
-    space, length = action_space, config.chunk_length
-    if length > 1 and isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
-        space = gymnasium.spaces.Box(np.tile(space.low, (length, 1)), np.tile(space.high, (length, 1)))
     public = public_space(observation_space, config.critic_observation)
     model = load_vla_model_for(config.vla_config, public, space, where, length, weights_follow)
     return VLAPolicy(model, observation_space=observation_space, action_space=space, config=config, dtype=dtype)

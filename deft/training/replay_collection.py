@@ -18,6 +18,7 @@ from deft.data.datasets import load_dataset
 from deft.data.tensors import Batch
 from deft.data.transition_ring import TransitionRing
 from deft.errors import InputError
+from deft.models.action_scale import chunk_space
 from deft.models.normalization import has_seen_data
 from deft.runs.compute import set_precision
 from deft.training.capture import CapturedUpdate
@@ -52,6 +53,11 @@ class ReplayCollection(Collection):
     ) -> None:
         self._planned_steps = planned_steps
         self.algorithm, self.experience = algorithm, experience
+        if experience.n_step > 1 and collector.env.chunk_length > 1:
+            raise InputError(
+                f"n_step {experience.n_step}: with chunk_length {collector.env.chunk_length} a transition sums as many "
+                "rewards as a chunk has steps; use --n_step 1"
+            )
         how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
         ring = TransitionRing(experience.buffer_size, seed, collector.device, **how)
         ring.kept = experience.kept
@@ -203,7 +209,7 @@ class ReplayCollection(Collection):
         if self._random_left <= 0:
             return None
         count = self.collector.env.num_envs
-        self._random_left -= count
+        self._random_left -= count * self.collector.env.chunk_length
         if isinstance(self._action_space, spaces.Discrete):
             return self._action_space.start + self._random.integers(self._action_space.n, size=count)
         assert isinstance(self._action_space, spaces.Box)
@@ -219,14 +225,15 @@ def _read_prior(experience: Replay, collector: Collector, generator: torch.Gener
         f"prior_data {experience.prior_data}",
         "give data of the environment that is trained in (--rename_streams names streams alike)",
     )
-    check_spaces(collector.env, dataset.observation_space, dataset.action_space, where, advice)
+    length = collector.env.chunk_length
+    check_spaces(collector.env, dataset.observation_space, chunk_space(dataset.action_space, length), where, advice)
     size = len(dataset)
     if not size:
         raise InputError(f"prior_data: {experience.prior_data} has no transitions")
     how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
     ring = TransitionRing(size, device=collector.device, generator=generator, **how)
     for index in range(dataset.num_episodes):
-        ring.extend(dataset.episode(index))
+        ring.extend(dataset.episode(index), length)
     dataset.close()
     return ring
 

@@ -4,12 +4,10 @@ import os
 import signal
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from offline_worlds import TwoStep, schema_row, small_actor, two_step_dataset
-from policies import vla_policy
 from worlds import Target
 
 from deft import CQLTrainer, IQLTrainer, OfflineRLConfig, PPOTrainer, RLConfig, SACTrainer, SFTTrainer, cli
@@ -17,7 +15,6 @@ from deft.config.loading import load_config, resolve
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run
 from deft.models.vla import gpt
-from deft.models.vla.tiny import TinyVLAModel
 from deft.runs.logging import logged_evaluations
 from deft.runs.policies import checkpoint_folder
 from deft.training import run
@@ -422,34 +419,40 @@ def test_a_vla_model_trains(tmp_path, monkeypatch):
     trainer.close()
 
 
-def test_a_vla_model_of_chunks_is_told_how_to_train(tmp_path, capsys):
+def test_a_vla_model_of_chunks_trains(tmp_path):
     """By its name vla-tiny decides four steps at a time; for SAC it decides one, unless more are asked for."""
-    world = [
-        "--env",
-        "reach",
-        "--env-kwargs",
-        "observation=vla",
-        "image_size=16",
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
+    world = ["--env", "reach", "--env-kwargs", "observation=vla", "image_size=16"]
     flags = ["--model", "vla-tiny", "--vla-model-config", "width=8", "--console-level", "ERROR", "--eval-freq", "0"]
     few = ["--total-timesteps", "12", "--learning-starts", "10", "--batch-size", "4"]
-    assert cli.main(["train", "sac", *world, *flags, *few, "--chunk-length", "4"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "chunk_length: the policy would decide 4 steps at a time" in error
-    assert "use --chunk_length 1, or train it with ppo or grpo" in error
-    assert cli.main(["train", "sac", *world, *flags, *few]) == 0
-    assert load_config(tmp_path / "run" / "config.yaml").policy.chunk_length == 1
-    # A policy object, in Python
-    space = spaces.Dict({"rgb": spaces.Box(0, 255, (16, 16, 3), np.uint8)})
-    model = TinyVLAModel(
-        action_dim=1, image_keys=["rgb"], image_size=16, proprio_key=None, instruction_key=None, width=8
-    )
-    policy = vla_policy(model, space, spaces.Box(-2.0, 4.0, (4, 1), np.float32))
-    with pytest.raises(InputError, match=r"policy: VLAPolicy decides 4 steps .* build the policy with chunk_length 1"):
-        SACTrainer(env=Target(image=True), policy=policy)
+    for length in (1, 4):
+        chunks = ["--chunk-length", "4"] if length == 4 else []
+        out = tmp_path / str(length)
+        assert cli.main(["train", "sac", *world, *flags, *few, *chunks, "--output-dir", str(out)]) == 0
+        assert load_config(out / "config.yaml").policy.chunk_length == length
+
+
+def test_chunks_are_learned_and_resume_bit_for_bit(tmp_path):
+    """Both steps of the two-step world in one decision: the first one's sign decides the reward of the second."""
+    chunks = {"policy": {**SMALL, "chunk_length": 2}, "env": TWO_STEP}
+    cfg = {"learning_starts": 60, "gamma": 0.9, "alpha": 0.05}
+    trainers = [build_trainer(config(tmp_path, name, cfg=cfg, **chunks)) for name in ("whole", "first", "second")]
+    whole, first, second = trainers
+    whole.train()
+    first.train(174)
+    second.load(first.save())
+    second.train(300)
+    assert whole.algorithm.version == second.algorithm.version > 0
+    assert_equal(weights(whole), weights(second))
+    batch = whole.collection.buffer.sample(64)
+    assert (batch["action"].shape, batch["step_mask"].all()) == ((64, 2, 1), True)
+    # One decision is a whole episode: its reward is γ · 1 for a positive first action, and nothing follows.
+    torch.testing.assert_close(batch["next", "reward"], 0.9 * (batch["action"][:, 0, 0] > 0).float())
+    assert not batch["discount"].any()
+    assert whole.evaluate(20)["mean_reward"] == 1.0
+    for trainer in trainers:
+        trainer.close()
+    with pytest.raises(InputError, match=r"n_step 3: with chunk_length 2 .*; use --n_step 1"):
+        build_trainer(config(tmp_path, "n", cfg={"n_step": 3}, **chunks))
 
 
 def test_a_buffer_takes_memory_for_the_steps_of_the_run(tmp_path):
