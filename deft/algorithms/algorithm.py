@@ -46,6 +46,8 @@ class Algorithm:
     """Settings that must be those that the weights were trained with, and that no weight's shape shows."""
     distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = None
     """The action distribution of a new policy, if it needs a particular one."""
+    steps_singly: ClassVar[bool] = False
+    """Whether environments take single steps in training, also with a policy that decides chunks of them."""
     version: int = 0
     """How many updates the policy's weights have seen; transitions carry it as `schema.POLICY_VERSION`."""
     progress: float = 0.0

@@ -74,6 +74,8 @@ class Replay:
     """A dataset that every batch is mixed with."""
     prior_fraction: float = 0.5
     """Fraction of a batch that comes from `prior_data`."""
+    intervention_weight: float = 1.0
+    """How often a transition of `prior_data` that an expert decided is sampled, relative to others."""
     precision: str = "fp32"
     """Precision of matrix products: float32, tf32 or bf16."""
     capture: Literal["auto", "on", "off"] = "off"
@@ -88,10 +90,32 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Batches of all states visited so far, with the actions that the environment's scripted expert would take there.
+
+    The environments take single steps. In each decision of the policy, a chunk of its steps, the expert acts instead
+    with the probability initial_beta · beta^round.
+    """
+
+    on_policy: ClassVar[bool] = False
+    next_observation: ClassVar[bool] = True
+    reward_terms: ClassVar[bool] = False
+    batch_size: int = 256
+    updates_per_round: int = 200
+    """Batches after each round of `rollout_steps`."""
+    initial_beta: float = 1.0
+    beta: float = 0.5
+    prior_data: str | None = None
+    """A dataset whose episodes are among the labels from the start."""
+    record: bool = True
+    """Write the labelled episodes as a dataset at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetBatches:
     """Batches of a dataset; `OfflineTrainer` draws them from the algorithm's sampler."""
 
     on_policy: ClassVar[bool] = False
 
 
-Experience: TypeAlias = Rollouts | Groups | Replay | DatasetBatches
+Experience: TypeAlias = Rollouts | Groups | Replay | Labels | DatasetBatches

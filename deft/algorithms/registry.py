@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from deft.algorithms.algorithm import Algorithm
 from deft.algorithms.cal_ql import CalQL
 from deft.algorithms.cql import CQL
+from deft.algorithms.dagger import DAgger
 from deft.algorithms.decision_transformer import DecisionTransformer
 from deft.algorithms.dsrl import DSRL
 from deft.algorithms.grpo import GRPO
@@ -27,6 +28,7 @@ ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {
     "td3": TD3,
     "cal-ql": CalQL,
     "dsrl": DSRL,
+    "dagger": DAgger,
 }
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,

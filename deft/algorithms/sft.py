@@ -12,7 +12,7 @@ from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.off_policy import ActorAlgorithm
 from deft.algorithms.optimization import backward
-from deft.config.algorithm_settings import SFTSettings
+from deft.config.algorithm_settings import ImitationSettings, SFTSettings
 from deft.data.augmentation import augment, has_images
 from deft.data.datasets.dataset import Dataset
 from deft.errors import InputError
@@ -25,9 +25,9 @@ class SFT(ActorAlgorithm):
     name = "sft"
     can_shard: ClassVar[bool] = True
     needs_next_observation = False
-    settings: SFTSettings
+    settings: Any
 
-    def __init__(self, policy: Policy, settings: SFTSettings | None = None, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, settings: ImitationSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or SFTSettings(), seed)
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from deft.config import groups
 from deft.config.validation import (
@@ -19,7 +19,17 @@ from deft.config.validation import (
     settings,
 )
 
-Source = Literal["rollouts", "replay", "dataset"]
+Source = Literal["rollouts", "replay", "labels", "dataset"]
+
+
+def _names_with_commas(value: Any) -> Any:
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple):
+        return value
+    return tuple(name for word in words for name in (word.split(",") if isinstance(word, str) else [word]) if name)
+
+
+Augmentations = Annotated[tuple[Literal["shift", "color"], ...], BeforeValidator(_names_with_commas)]
 DEFAULT_GROUPS = 8  # of GRPO, if neither num_envs nor groups_per_iteration is given
 
 
@@ -28,7 +38,7 @@ class AlgorithmSettings(groups.DiscountSettings):
     """Settings that every algorithm has."""
 
     LEARNS_FROM: ClassVar[Source] = "rollouts"
-    """Source of the training data: rollouts or a replay buffer in an environment, or a dataset."""
+    """Source of the training data: rollouts, a replay buffer or an expert's labels in an environment, or a dataset."""
 
     @property
     def envs_per_group(self) -> int:
@@ -257,33 +267,49 @@ class ReBRACSettings(DelayedSettings, StochasticPolicySettings):
 
 
 @settings
-class SFTSettings(OfflineSettings, groups.MicroBatchSettings):
-    """Supervised fine-tuning (behaviour cloning)."""
+class ImitationSettings(OfflineSettings, groups.MicroBatchSettings):
+    """Settings of the algorithms that imitate actions."""
 
     loss: Literal["log_prob", "mse"] = "log_prob"
     """`log_prob`: negative log-likelihood, which also trains the standard deviation; `mse`: squared error."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
     """`cosine`: decay to 0 at the end of training."""
+    augment: Augmentations = ()
+    """Random image augmentation: `shift` by up to 1/16 of a side; `color`: gain, offset and gamma."""
+
+
+@settings
+class SFTSettings(ImitationSettings):
+    """Supervised fine-tuning (behaviour cloning)."""
+
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Fraction of the episodes to hold out for `val_loss`; 0: none."""
     early_stopping: NonNegativeInt = 0
     """Stop after this many epochs without a lower `val_loss`; 0: never."""
-    augment: tuple[Literal["shift", "color"], ...] = ()
-    """Random image augmentation: `shift` by up to 1/16 of a side; `color`: gain, offset and gamma."""
-
-    @field_validator("augment", mode="before")
-    @classmethod
-    def _names_with_commas(cls, value: Any) -> Any:
-        words = [value] if isinstance(value, str) else value
-        if not isinstance(words, list | tuple):
-            return value
-        return tuple(name for word in words for name in (word.split(",") if isinstance(word, str) else [word]) if name)
 
     @model_validator(mode="after")
     def _something_ends_it(self) -> SFTSettings:
         if self.early_stopping and not self.val_fraction:
             raise ValueError(f"early_stopping {self.early_stopping}: needs a val_loss; give val_fraction above 0")
         return self
+
+
+@settings
+class DAggerSettings(ImitationSettings):
+    """DAgger: imitation of an expert that labels the states that the policy visits."""
+
+    LEARNS_FROM = "labels"
+
+    initial_beta: Fraction = 1.0
+    """Probability that the expert acts in the first round."""
+    beta: Fraction = 0.5
+    """Factor on that probability after each round; 0: the expert acts in the first round alone."""
+    updates_per_round: Count = 200
+    """Gradient updates on all labels after each round of `rollout_steps`."""
+    prior_data: str | None = None
+    """Add the episodes of this dataset (demonstrations) to the labels from the start."""
+    record: Switch = True
+    """Write the labelled episodes as a dataset into the run directory at the end (extra `data`)."""
 
 
 @settings
@@ -313,6 +339,8 @@ class ReplaySettings(OffPolicySettings):
     """Mix transitions of this dataset into every batch."""
     prior_fraction: Fraction = 0.5
     """Fraction of a batch that comes from `prior_data`."""
+    intervention_weight: Positive = 1.0
+    """Sample transitions of `prior_data` that an expert decided this many times as often as others."""
     random_shift: NonNegativeInt = 4
     """Largest random shift of images in pixels; 0: none."""
     capture: Literal["auto", "on", "off"] = "auto"
@@ -447,4 +475,5 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "rebrac": ReBRACSettings,
     "dt": DTSettings,
     "sft": SFTSettings,
+    "dagger": DAggerSettings,
 }

@@ -7,15 +7,17 @@ names them in `UNIT`, which the help texts of its frequencies show.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from deft.config.validation import (
     Count,
     Fraction,
     NonNegative,
     NonNegativeInt,
+    Number,
     OutputPath,
     Place,
     Port,
@@ -24,6 +26,7 @@ from deft.config.validation import (
     Switch,
     settings,
 )
+from deft.errors import shown
 
 Precision = Literal["fp32", "tf32", "bf16"]
 AutoPrecision = Literal["auto", "fp32", "tf32", "bf16"]
@@ -277,3 +280,38 @@ class EnvironmentChoice(EpisodeSettings):
     """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
     deterministic: Switch = True
     """Play the most likely actions; `--stochastic` samples actions as in training."""
+
+
+DEFAULT_CURRICULUM_STEPS = (10_000, 50_000)
+
+
+@settings
+class CurriculumConfig:
+    """Difficulty levels of the environment; training calls `set_difficulty(level)` with each in turn."""
+
+    levels: tuple[str | int | Number, ...] = ("easy", "medium", "hard")
+    """Arguments of `set_difficulty`, easiest level first."""
+    at_steps: tuple[Count, ...] | None = None
+    """Env steps at which the second, third, … level starts; by default 10000 and 50000 for three levels."""
+    success_rate: Fraction | None = None
+    """Start the next level at this success rate over the last `window` episodes; replaces `at_steps`."""
+    window: Count = 100
+    """Episodes of the current level over which the success rate is computed."""
+
+    @model_validator(mode="after")
+    def _levels_have_one_end(self) -> CurriculumConfig:
+        if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels):
+            raise ValueError(f"levels: at least two different ones are needed, not {shown(list(self.levels))}")
+        if self.success_rate is not None:
+            if self.at_steps is not None:
+                raise ValueError("give at_steps or success_rate, one of them")
+            return self
+        if self.at_steps is None and len(self.levels) == len(DEFAULT_CURRICULUM_STEPS) + 1:
+            object.__setattr__(self, "at_steps", DEFAULT_CURRICULUM_STEPS)  # without validation
+        steps = self.at_steps or ()
+        if len(steps) != len(self.levels) - 1 or any(first >= second for first, second in pairwise(steps)):
+            raise ValueError(
+                f"at_steps: {len(self.levels)} levels need {len(self.levels) - 1} growing numbers of steps, not "
+                f"{shown(list(steps))}; give --curriculum-at-steps or --curriculum-success-rate"
+            )
+        return self

@@ -7,7 +7,6 @@ in `deft.config.algorithm_settings`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
@@ -15,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.fields import setting_names
 from deft.config.groups import (
+    CurriculumConfig,
     EnvironmentChoice,
     PortSettings,
     ProgressSettings,
@@ -24,7 +24,6 @@ from deft.config.groups import (
 )
 from deft.config.validation import (
     Count,
-    Fraction,
     NonNegative,
     NonNegativeInt,
     Number,
@@ -38,40 +37,7 @@ from deft.config.validation import (
 )
 from deft.errors import InputError, shown
 
-DEFAULT_CURRICULUM_STEPS = (10_000, 50_000)
 GPU_VECTORS = ("gpu", "warp")  # values of `env.vector` whose environments are simulated on a GPU
-
-
-@settings
-class CurriculumConfig:
-    """Difficulty levels of the environment; training calls `set_difficulty(level)` with each in turn."""
-
-    levels: tuple[str | int | Number, ...] = ("easy", "medium", "hard")
-    """Arguments of `set_difficulty`, easiest level first."""
-    at_steps: tuple[Count, ...] | None = None
-    """Env steps at which the second, third, … level starts; by default 10000 and 50000 for three levels."""
-    success_rate: Fraction | None = None
-    """Start the next level at this success rate over the last `window` episodes; replaces `at_steps`."""
-    window: Count = 100
-    """Episodes of the current level over which the success rate is computed."""
-
-    @model_validator(mode="after")
-    def _levels_have_one_end(self) -> CurriculumConfig:
-        if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels):
-            raise ValueError(f"levels: at least two different ones are needed, not {shown(list(self.levels))}")
-        if self.success_rate is not None:
-            if self.at_steps is not None:
-                raise ValueError("give at_steps or success_rate, one of them")
-            return self
-        if self.at_steps is None and len(self.levels) == len(DEFAULT_CURRICULUM_STEPS) + 1:
-            object.__setattr__(self, "at_steps", DEFAULT_CURRICULUM_STEPS)  # without validation
-        steps = self.at_steps or ()
-        if len(steps) != len(self.levels) - 1 or any(first >= second for first, second in pairwise(steps)):
-            raise ValueError(
-                f"at_steps: {len(self.levels)} levels need {len(self.levels) - 1} growing numbers of steps, not "
-                f"{shown(list(steps))}; give --curriculum-at-steps or --curriculum-success-rate"
-            )
-        return self
 
 
 @settings
@@ -390,6 +356,13 @@ class ReplayRunConfig(RunConfig):
 
 
 @settings
+class LabelledRunConfig(RunConfig):
+    """Settings of a run in an environment whose expert labels the visited states."""
+
+    policy: DatasetPolicyConfig = Field(default_factory=DatasetPolicyConfig)
+
+
+@settings
 class DatasetConfig:
     """The dataset to train on."""
 
@@ -405,6 +378,8 @@ class DatasetConfig:
     """Returns of a random and an expert policy for the normalised score; by default those of the dataset."""
     cache_gb: Positive = 2.0
     """Memory in GB for the episode cache of an image dataset, which is read from disk during training."""
+    intervention_weight: Positive = 1.0
+    """Sample transitions that are marked as interventions of an expert this many times as often as others."""
 
 
 @settings
@@ -438,7 +413,13 @@ class OfflineRunConfig(TrainingRun):
 
 def run_class(algorithm_class: type[AlgorithmSettings]) -> Any:
     """Return the settings class of a run with this algorithm."""
-    return {"rollouts": RunConfig, "replay": ReplayRunConfig, "dataset": OfflineRunConfig}[algorithm_class.LEARNS_FROM]
+    classes = {
+        "rollouts": RunConfig,
+        "replay": ReplayRunConfig,
+        "labels": LabelledRunConfig,
+        "dataset": OfflineRunConfig,
+    }
+    return classes[algorithm_class.LEARNS_FROM]
 
 
 Split = Literal["train", "held-out", "all"]

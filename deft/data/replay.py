@@ -43,6 +43,8 @@ class TransitionTable:
         self.rows = torch.zeros(shape) if rows is None else rows
         if tuple(self.rows.shape) != shape:
             raise InputError(f"rows have shape {tuple(self.rows.shape)}; these episodes need {shape}")
+        self.interventions: Tensor | None = None
+        """bool [rows]: transitions that an expert decided, if the recording marks them."""
 
     def __len__(self) -> int:
         """Return the number of transitions."""
@@ -75,8 +77,18 @@ class TransitionTable:
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> TransitionTable:
         """Return a table with a copy of some episodes."""
-        rows = torch.cat([self.rows[self.episode_rows(int(episode))] for episode in episodes])
-        return TransitionTable(self.lengths[episodes], self.observation_dim, self.action_dim, rows)
+        parts = [self.episode_rows(int(episode)) for episode in episodes]
+        rows = torch.cat([self.rows[part] for part in parts])
+        table = TransitionTable(self.lengths[episodes], self.observation_dim, self.action_dim, rows)
+        if self.interventions is not None:
+            table.interventions = torch.cat([self.interventions[part] for part in parts])
+        return table
+
+    def mark_interventions(self, episode: int, marks: np.ndarray) -> None:
+        """Mark the transitions of an episode that an expert decided, bool [T]."""
+        if self.interventions is None:
+            self.interventions = torch.zeros(len(self.rows), dtype=torch.bool)
+        self.interventions[self.episode_rows(episode)][:-1] = torch.from_numpy(np.asarray(marks, bool))
 
     def transition_rows(self) -> Tensor:
         """Return the row of each transition, int64 [len(self)]: all rows except the last of each episode."""
@@ -97,6 +109,10 @@ class Sampler(ABC):
     @abstractmethod
     def sample(self, batch_size: int) -> Batch:
         """Return a random batch in the schema's keys."""
+
+    def weight_interventions(self, weight: float) -> None:
+        """Sample transitions that an expert decided `weight` times as often as others."""
+        raise InputError("intervention_weight: not for windows of consecutive steps (dt); leave it out")
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches without end."""
@@ -133,6 +149,8 @@ class ReplayBuffer(Sampler):
         self._reward_scale = 1.0
         self._returns: Tensor | None = None
         self._has_next: Tensor | None = None  # for each row, whether the row below it has an action
+        self._intervention_weight = 1.0
+        self._weights: Tensor | None = None  # cumulative weights of the transitions, if they differ
         self._ahead: list[Batch] = []  # batches gathered and not yet returned, in reverse order
         self._ahead_size = 0
         self._state_before = self.generator.get_state()
@@ -144,6 +162,13 @@ class ReplayBuffer(Sampler):
     def shard(self, rank: int, count: int) -> None:
         """Sample only every `count`-th transition, starting at `rank`: the shard of one of several processes."""
         self._first = self._first[rank::count].contiguous()
+        self.weight_interventions(self._intervention_weight)
+        self._ahead, self._ahead_size = [], 0
+
+    def weight_interventions(self, weight: float) -> None:
+        """Sample transitions that an expert decided `weight` times as often as others."""
+        self._intervention_weight = weight
+        self._weights = intervention_weights(self.table, self._first.long(), weight)
         self._ahead, self._ahead_size = [], 0
 
     def scale_rewards(self, scale: float) -> None:
@@ -170,12 +195,18 @@ class ReplayBuffer(Sampler):
         return self._ahead.pop()
 
     def gather(self, transitions: np.ndarray) -> Batch:
-        """Return the observations and actions of the given transitions, numbered from 0."""
-        rows = self._rows[self._first[torch.as_tensor(transitions, device=self.device)].long()]
+        """Return the given transitions, numbered from 0."""
+        both = self._pairs[self._first[torch.as_tensor(transitions, device=self.device)].long()]
         if self.num_members > 1:
-            rows = rows.expand(self.num_members, *rows.shape)
-        dim = self.table.observation_dim
-        return {schema.OBSERVATION: rows[..., :dim], schema.ACTION: rows[..., dim:-2]}
+            both = both.expand(self.num_members, *both.shape)
+        width, dim = self._rows.shape[1], self.table.observation_dim
+        return {
+            schema.OBSERVATION: both[..., :dim],
+            schema.ACTION: both[..., dim : width - 2],
+            schema.NEXT_REWARD: both[..., width - 2],
+            schema.NEXT_TERMINATED: both[..., width - 1],
+            schema.NEXT_OBSERVATION: both[..., width : width + dim],
+        }
 
     def _gather_block(self, batch_size: int) -> None:
         """Sample and gather the next batches at once, into the memory of the previous ones."""
@@ -183,7 +214,10 @@ class ReplayBuffer(Sampler):
             self._state_before = self.generator.get_state()
         if self._ahead_size != batch_size:
             self._allocate(batch_size)
-        torch.randint(len(self._first), self._draws.shape, generator=self.generator, out=self._draws)
+        if self._weights is None:
+            torch.randint(len(self._first), self._draws.shape, generator=self.generator, out=self._draws)
+        else:
+            self._draws.copy_(weighted_draws(self._weights, len(self._draws), self.generator))
         torch.index_select(self._first, 0, self._draws, out=self._chosen)
         torch.index_select(self._pairs, 0, self._chosen, out=self._gathered)
         if self._reward_scale != 1.0:
@@ -281,6 +315,8 @@ class ChunkBuffer(Sampler):
         self._reward_scale = 1.0
         self._returns: Tensor | None = None
         self._next_actions = False
+        self._intervention_weight = 1.0
+        self._weights: Tensor | None = None  # cumulative weights of the chunks, if they differ
 
     def __len__(self) -> int:
         """Return the number of chunks: one for each transition."""
@@ -289,6 +325,12 @@ class ChunkBuffer(Sampler):
     def shard(self, rank: int, count: int) -> None:
         """Sample only every `count`-th chunk, starting at `rank`: the shard of one of several processes."""
         self._first = self._first[rank::count].contiguous()
+        self.weight_interventions(self._intervention_weight)
+
+    def weight_interventions(self, weight: float) -> None:
+        """Sample chunks whose first action an expert decided `weight` times as often as others."""
+        self._intervention_weight = weight
+        self._weights = intervention_weights(self.table, self._first, weight)
 
     def scale_rewards(self, scale: float) -> None:
         """Multiply the rewards of every batch by `scale`."""
@@ -305,7 +347,11 @@ class ChunkBuffer(Sampler):
     def sample(self, batch_size: int) -> Batch:
         """Return a batch in the schema's keys; `terminated` is 0.0 or 1.0."""
         shape = (batch_size,) if self.num_members == 1 else (self.num_members, batch_size)
-        rows = self._first[torch.randint(len(self), shape, generator=self.generator, device=self.device)]
+        if self._weights is None:
+            draws = torch.randint(len(self), shape, generator=self.generator, device=self.device)
+        else:
+            draws = weighted_draws(self._weights, math.prod(shape), self.generator).view(shape)
+        rows = self._first[draws]
         after, dim = self._following[rows], self.table.observation_dim
         batch = self._chunks(rows) | {
             schema.NEXT_REWARD: self._reward[rows] * self._reward_scale,
@@ -339,6 +385,33 @@ class ChunkBuffer(Sampler):
         """Yield the observations at which chunks start, in blocks, for observation normalisation."""
         for rows in self._first.split(block):
             yield self._rows[rows][:, : self.table.observation_dim]
+
+
+def no_interventions() -> InputError:
+    """Return the error for a dataset that marks no interventions."""
+    return InputError(
+        "intervention_weight: the dataset does not mark interventions (`deft train dagger` records them); leave it out"
+    )
+
+
+def cumulative_weights(marks: Tensor, weight: float) -> Tensor:
+    """Return Σ_{j ≤ i} w_j for bool marks [N], with w = `weight` where a mark is true and 1 elsewhere."""
+    return torch.where(marks, weight, 1.0).double().cumsum(0)
+
+
+def intervention_weights(table: TransitionTable, rows: Tensor, weight: float) -> Tensor | None:
+    """Return the cumulative weights of rows of a table; None if all have weight 1."""
+    if weight == 1.0:
+        return None
+    if table.interventions is None:
+        raise no_interventions()
+    return cumulative_weights(table.interventions.to(rows.device)[rows], weight)
+
+
+def weighted_draws(cumulative: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` indices with replacement, i with a probability proportional to its weight, int64."""
+    share = torch.rand(count, generator=generator, device=cumulative.device, dtype=torch.float64)
+    return torch.searchsorted(cumulative, share * cumulative[-1], right=True).clamp(max=len(cumulative) - 1)
 
 
 def discounted_returns(table: TransitionTable, gamma: float) -> Tensor:

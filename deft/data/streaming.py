@@ -21,7 +21,14 @@ from deft import schema
 from deft.data.datasets import load_dataset
 from deft.data.datasets.d4rl import from_d4rl_arrays
 from deft.data.datasets.dataset import Dataset, Episode
-from deft.data.replay import EpisodeWindows, ReplayBuffer, Sampler
+from deft.data.replay import (
+    EpisodeWindows,
+    ReplayBuffer,
+    Sampler,
+    cumulative_weights,
+    no_interventions,
+    weighted_draws,
+)
 from deft.data.tensors import Batch
 from deft.errors import InputError
 
@@ -64,6 +71,8 @@ class EpisodePool(Sampler):
         self._ends = np.zeros(0, np.int64)  # cumulative number of transitions of the pool's episodes
         self._gamma: float | None = None
         self._returns: list[np.ndarray] = []
+        self._intervention_weight = 1.0
+        self._weights: Tensor | None = None  # cumulative weights of the pool's transitions, if they differ
 
     def __len__(self) -> int:
         """Return the number of transitions of the whole dataset."""
@@ -83,6 +92,11 @@ class EpisodePool(Sampler):
             )
         self.fits = int(self._bytes[self._own].sum()) <= self.cache_bytes
         self._order, self._pool, self._draws_owed = [], {}, 0.0
+
+    def weight_interventions(self, weight: float) -> None:
+        """Sample transitions that an expert decided `weight` times as often as others."""
+        self._intervention_weight = weight
+        self._index_pool()
 
     def add_returns(self, gamma: float) -> None:
         """Add the discounted return to the end of the recorded episode to batches."""
@@ -156,7 +170,10 @@ class EpisodePool(Sampler):
         `num_draws` is the number of samples that count towards loading the next episode.
         """
         self._rotate(num_draws)
-        draws = torch.randint(int(self._ends[-1]), (batch_size,), generator=self.generator).numpy()
+        if self._weights is None:
+            draws = torch.randint(int(self._ends[-1]), (batch_size,), generator=self.generator).numpy()
+        else:
+            draws = weighted_draws(self._weights, batch_size, self.generator).numpy()
         episodes = np.searchsorted(self._ends, draws, "right")
         return episodes, draws - np.concatenate([[0], self._ends])[episodes]
 
@@ -229,6 +246,11 @@ class EpisodePool(Sampler):
         self._ends = np.cumsum([len(episode) for episode in self._episodes])
         if self._gamma is not None:
             self._returns = [_discounted(episode.reward, self._gamma) for episode in self._episodes]
+        if self._intervention_weight != 1.0 and self._episodes:
+            if all(episode.intervention is None for episode in self._episodes):
+                raise no_interventions()
+            marks = np.concatenate([episode.marks for episode in self._episodes])
+            self._weights = cumulative_weights(torch.from_numpy(marks), self._intervention_weight)
 
 
 class StreamingBuffer(EpisodePool):

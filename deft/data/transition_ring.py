@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deft import schema
 from deft.data.datasets.dataset import Episode
+from deft.data.replay import cumulative_weights, weighted_draws
 from deft.data.rollout import check_memory
 from deft.data.tensors import Batch, Key, Row, restore_generator, to_device, to_numpy
 from deft.errors import InputError
@@ -114,6 +115,7 @@ class TransitionRing:
         self._last_frame: dict[int, int] = {}  # of each environment whose episode continues
         self._waiting: dict[int, deque[dict[Key, Any]]] = {}  # steps of each environment with fewer than n rewards
         self._unfinished: dict[int, deque[dict[Key, Any]]] = {}  # episodes whose return is not known yet
+        self._weights: Tensor | None = None  # cumulative weights of the transitions, if they differ
 
     def __len__(self) -> int:
         """Return the number of transitions that can be sampled."""
@@ -372,12 +374,21 @@ class TransitionRing:
 
     def sample(self, batch_size: int) -> Batch:
         """Return a batch in the schema's keys, sampled with replacement."""
+        if self._weights is not None:
+            return self._rows(weighted_draws(self._weights, batch_size, self.generator) + self._oldest)
         if self.device.type == "cpu":
             drawn = torch.randint(len(self), (batch_size,), generator=self.generator) + self._oldest
         else:  # the bounds change between replays of a CUDA graph, so they are read on the device
             share = torch.rand(batch_size, generator=self.generator, device=self.device, dtype=torch.float64)
             drawn = (self._bounds[0] + share * self._bounds[1]).long()
         return self._rows(drawn)
+
+    def weight_interventions(self, marks: np.ndarray, weight: float) -> None:
+        """Sample the marked transitions, bool [N] in the order of writing, `weight` times as often as others.
+
+        For a ring that is full and no longer written to.
+        """
+        self._weights = cumulative_weights(torch.from_numpy(marks).to(self.device), weight)
 
     def _rows(self, numbers: Tensor) -> Batch:
         batch: Batch = {}

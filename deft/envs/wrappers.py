@@ -166,6 +166,16 @@ PASSES_OBSERVATIONS = (TimeLimit, OrderEnforcing, RewardWeights)
 """Wrappers that do not change observations."""
 
 
+def chunk_space(space: spaces.Space, chunk_length: int) -> spaces.Space:
+    """Return the space of chunks of actions."""
+    if isinstance(space, spaces.Box):
+        repeats = (chunk_length, *([1] * len(space.shape)))
+        return spaces.Box(np.tile(space.low, repeats), np.tile(space.high, repeats), dtype=space.dtype.type)
+    if isinstance(space, spaces.Discrete):
+        return spaces.MultiDiscrete(np.full(chunk_length, space.n), start=np.full(chunk_length, space.start))
+    raise InputError(f"action chunks need a Box or Discrete action space, not {space}")
+
+
 class ActionChunk(gymnasium.Wrapper):
     """Takes actions [K, A] (or [K] for Discrete) and executes up to K steps, fewer if the episode ends.
 
@@ -183,17 +193,7 @@ class ActionChunk(gymnasium.Wrapper):
         self.chunk_length = chunk_length
         self._gamma = gamma
         space = env.action_space
-        if isinstance(space, spaces.Box):
-            repeats = (chunk_length, *([1] * len(space.shape)))
-            self.action_space = spaces.Box(
-                np.tile(space.low, repeats), np.tile(space.high, repeats), dtype=space.dtype.type
-            )
-        elif isinstance(space, spaces.Discrete):
-            self.action_space = spaces.MultiDiscrete(
-                np.full(chunk_length, space.n), start=np.full(chunk_length, space.start)
-            )
-        else:
-            raise InputError(f"action chunks need a Box or Discrete action space, not {space}")
+        self.action_space = chunk_space(space, chunk_length)
         self._is_discrete = isinstance(space, spaces.Discrete)
         self._is_lazy = _observes_on_demand(env)
 

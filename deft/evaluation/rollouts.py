@@ -85,10 +85,28 @@ class PolicyActor:
         self._chunks: np.ndarray | None = None  # [N, K, …]
         self._played = np.full(num_envs, self._chunk_length)  # [N]: how much of its chunk each has played
 
+    @property
+    def is_due(self) -> np.ndarray:
+        """bool [N]: the environments in which the policy decides with the next call of `act`."""
+        return self._played >= self._chunk_length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the chunks under way and the memory."""
+        chunks = None if self._chunks is None else torch.from_numpy(self._chunks.copy())
+        memory = None if self._memory is None else self._memory.clone().cpu()
+        return {"chunks": chunks, "played": self._played.tolist(), "memory": memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self._chunks = None if state["chunks"] is None else state["chunks"].numpy().copy()
+        self._played = np.array(state["played"])
+        if state["memory"] is not None:
+            self._memory = state["memory"].to(self._device)
+
     @torch.inference_mode()
     def act(self, observation: Observation, reward: np.ndarray | None = None) -> np.ndarray:
         """Return actions [N, …]; policies with `needs_reward` use the reward of the last ones."""
-        is_due = self._played >= self._chunk_length
+        is_due = self.is_due
         if is_due.any():
             self._decide(observation, is_due, reward)
         assert self._chunks is not None

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -400,6 +401,9 @@ class Collection:
         elif known:
             self.buffer.load_state_dict(buffer)
         return known
+
+    def export(self, run_dir: Path) -> None:
+        """Write data that belongs to the results into the run directory; called when training is complete."""
 
     def close(self) -> None:
         """Stop collecting."""

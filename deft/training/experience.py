@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from deft.algorithms.algorithm import Algorithm
-from deft.algorithms.experience import DatasetBatches, Groups, Replay
+from deft.algorithms.experience import DatasetBatches, Groups, Labels, Replay
 from deft.config.settings import TrainerConfig
 from deft.data.rollout import RolloutBuffer, VLABuffer
 from deft.envs.host import on_host
@@ -19,6 +19,7 @@ from deft.training.cluster.collectors import RayCollector, RayGroupCollector
 from deft.training.cluster.pool import ClusterEnv
 from deft.training.collection import BackgroundCollection, Collection, Collector
 from deft.training.group_collection import GroupCollection, GroupCollector
+from deft.training.labelled_collection import ExpertCollector, LabelledCollection
 from deft.training.replay_collection import ReplayCollection
 
 
@@ -46,7 +47,7 @@ def make_collection(
     if isinstance(experience, DatasetBatches):
         raise InputError(f"algorithm: {algorithm.name} learns from a dataset; use OfflineTrainer")
     in_background = settings.buffer_type == "vla"
-    if in_background and isinstance(experience, Groups | Replay):
+    if in_background and isinstance(experience, Groups | Replay | Labels):
         raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
     if in_background and isinstance(env, ClusterEnv):
         raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
@@ -58,6 +59,11 @@ def make_collection(
     if experience.on_policy and precision != "fp32":  # a collection of replay sets its own
         set_precision(next(policy.parameters()).device, precision)
     kept = experience.next_observation, experience.reward_terms
+    if isinstance(experience, Labels):
+        if isinstance(env, ClusterEnv):
+            raise InputError(f"collectors: {algorithm.name} needs the expert in this process; use 'here'")
+        expert = ExpertCollector(on_host(env), policy, seed)
+        return LabelledCollection(expert, algorithm, experience, seed)
     if isinstance(env, ClusterEnv):
         open_workers(env, policy, kept)
     if experience.reward_terms:

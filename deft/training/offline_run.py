@@ -128,6 +128,8 @@ def build_offline_trainer(
     cache_bytes = int(config.dataset.cache_gb * 2**30)
     learned_from, validation = hold_out(algorithm, dataset, config.seed, device, cache_bytes)
     sampler = algorithm.make_sampler(learned_from, config.seed, device, cache_bytes)
+    if config.dataset.intervention_weight != 1.0:
+        sampler.weight_interventions(config.dataset.intervention_weight)
     is_trained = run.starts_from is not None and all(name.startswith(CRITIC) for name, _ in normalizers(policy))
     fresh = run.resume_from is None and not is_trained and not has_seen_data(policy)
     algorithm.prepare(learned_from, sampler, fresh)

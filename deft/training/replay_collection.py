@@ -15,6 +15,7 @@ from deft import schema
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.experience import Replay
 from deft.data.datasets import load_dataset
+from deft.data.replay import no_interventions
 from deft.data.tensors import Batch
 from deft.data.transition_ring import TransitionRing
 from deft.errors import InputError
@@ -232,9 +233,18 @@ def _read_prior(experience: Replay, collector: Collector, generator: torch.Gener
         raise InputError(f"prior_data: {experience.prior_data} has no transitions")
     how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
     ring = TransitionRing(size, device=collector.device, generator=generator, **how)
+    marks, is_marked = [], False
     for index in range(dataset.num_episodes):
-        ring.extend(dataset.episode(index), length)
+        before = len(ring)
+        ring.extend(episode := dataset.episode(index), length)
+        is_sparse = len(ring) - before < len(episode)  # chunks of images start at every K-th step
+        marks.append(episode.marks[:: length if is_sparse else 1])
+        is_marked = is_marked or episode.intervention is not None
     dataset.close()
+    if experience.intervention_weight != 1.0:
+        if not is_marked:
+            raise no_interventions()
+        ring.weight_interventions(np.concatenate(marks), experience.intervention_weight)
     return ring
 
 

@@ -20,7 +20,7 @@ from deft.config.settings import GPU_VECTORS, RunConfig
 from deft.data.augmentation import has_images
 from deft.envs.make import make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
-from deft.envs.wrappers import rename, weigh
+from deft.envs.wrappers import chunk_space, rename, weigh
 from deft.errors import InputError, fits_memory
 from deft.evaluation.plots import plot_run
 from deft.evaluation.rollouts import EVALUATION_ENVS
@@ -189,14 +189,16 @@ def build_trainer(
     if uses_replay and chunk_length > 1 and not run.algorithm_class.takes_chunks:
         raise InputError(_no_chunks(config, policy, chunk_length))
     gamma = config.algorithm.cfg.gamma
+    steps_singly = run.algorithm_class.steps_singly and chunk_length > 1
+    played_length = 1 if steps_singly else chunk_length
     video_env: Callable[[], gymnasium.Env]
     if env is None:
         config = run.config = replace(config, **{"env.num_envs": config.algorithm.cfg.copies(config.env.num_envs)})
         if config.cluster.collectors == "ray":
-            vector_env: VectorEnv = make_cluster_env(config, chunk_length, gamma)
+            vector_env: VectorEnv = make_cluster_env(config, played_length, gamma)
         else:
             vector_env = make_vector_env(
-                config.env, chunk_length=chunk_length, gamma=gamma, device=config.device, tensors=True
+                config.env, chunk_length=played_length, gamma=gamma, device=config.device, tensors=True
             )
         eval_env = eval_env or _evaluation_factory(config, chunk_length)
         video_env = partial(make_env, config.env, render_mode="rgb_array")
@@ -204,12 +206,13 @@ def build_trainer(
         if config.cluster.collectors == "ray":
             raise InputError("collectors: Ray workers create their own environments; give an id, not an environment")
         weights, names = config.env.reward_weights, config.env.rename_streams
-        vector_env = wrap(weigh(rename(env, names), weights), chunk_length=chunk_length, gamma=gamma)
+        vector_env = wrap(weigh(rename(env, names), weights), chunk_length=played_length, gamma=gamma)
         eval_env = eval_env or (lambda: weigh(rename(make_another(env), names), weights))
         video_env = lambda: rename(make_another(env, render_mode="rgb_array"), names)  # noqa: E731
     try:
         where = f"environment {config.env.id}" if env is None else "the environment"
         action = vector_env.action_space
+        action = chunk_space(action, chunk_length) if steps_singly else action
         policy, observation = run.build_policy(policy, vector_env.observation_space, action, where)
         policy = wrap_policy(policy, observation, action, config.policy)
         observation = getattr(getattr(policy, "encoder", None), "space", observation)  # of a policy that was given
@@ -226,7 +229,9 @@ def build_trainer(
         if run.resume_from is None and getattr(config.algorithm.cfg, "keep_critics", False):
             load_critics(algorithm, config.model_path, critics)
         public = public_space(observation, policy.critic_streams)
-        spaces = PolicySpaces(public, vector_env.env_action_space, vector_env.action_mask)
+        own_action = vector_env.env_action_space
+        own_action = chunk_space(own_action, chunk_length) if steps_singly else own_action
+        spaces = PolicySpaces(public, own_action, vector_env.action_mask)
         spec = OnlineSpec(
             **run.spec_fields(acting, spaces),
             video_env=video_env,

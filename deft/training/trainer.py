@@ -103,7 +103,7 @@ class Trainer(PolicyLoop):
             algorithm.settings.batch_size = batch_size
         algorithm.check_policy(spec.fresh_policy)
         wrap_env = partial(wrap, chunk_length=policy.chunk_length, gamma=algorithm.settings.gamma)
-        self.env = own = wrap_env(env)
+        self.env = own = wrap(env) if algorithm.steps_singly else wrap_env(env)
         spec.spaces = spec.spaces or PolicySpaces(own.observation_space, own.env_action_space, own.action_mask)
         name = f"{algorithm.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         directory = Path(spec.output_dir) if spec.output_dir is not None else output_base() / name
@@ -303,9 +303,11 @@ class Trainer(PolicyLoop):
         self.collection.close()
 
     def end(self) -> None:
-        """Stop collecting, and log the last episodes."""
+        """Stop collecting, log the last episodes, and write what the run keeps of its data."""
         self.halt()
         self._record_episodes()
+        if self.processes.is_first:
+            self.collection.export(self.run_dir)
 
     def counts(self) -> dict[str, Any]:
         """Return the steps, and the mean return of the latest training episodes."""
@@ -440,7 +442,8 @@ def _made(source: EnvSource) -> Any:
 
 def _like(env: VectorEnv, training: VectorEnv) -> VectorEnv:
     """Return an evaluation environment; an error if its spaces are not those of the training environment."""
-    for kind in ("observation_space", "action_space"):
+    kinds = ["observation_space", *(["action_space"] if env.chunk_length == training.chunk_length else [])]
+    for kind in kinds:
         if str(getattr(env, kind)) != str(getattr(training, kind)):
             raise InputError(f"eval_env: its {kind} differs from the training environment's; use the same")
     return env

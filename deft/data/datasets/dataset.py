@@ -40,6 +40,8 @@ class Episode:
     reward: np.ndarray  # float32 [T]
     terminated: np.ndarray  # bool [T]: the task ended here
     truncated: np.ndarray  # bool [T]: a time limit, or the end of the recording, ended the episode here
+    intervention: np.ndarray | None = None  # bool [T]: an expert decided the action, where this is recorded
+    expert_action: np.ndarray | None = None  # like `action`: what an expert would have done, where this is recorded
 
     def __len__(self) -> int:
         """Return the number of transitions."""
@@ -51,10 +53,16 @@ class Episode:
         return self.observation if isinstance(self.observation, dict) else {"": self.observation}
 
     @property
+    def marks(self) -> np.ndarray:
+        """Which steps an expert decided, bool [T]; none where this is not recorded."""
+        return np.zeros(len(self), bool) if self.intervention is None else self.intervention
+
+    @property
     def nbytes(self) -> int:
         """The size of the episode in memory, in bytes."""
         arrays = (*self.streams.values(), self.action, self.reward, self.terminated, self.truncated)
-        return sum(array.nbytes for array in arrays)
+        optional = (self.intervention, self.expert_action)
+        return sum(array.nbytes for array in (*arrays, *optional) if array is not None)
 
 
 def truncated_at_end(terminated: np.ndarray) -> np.ndarray:
@@ -269,6 +277,8 @@ class VectorDataset(Dataset):
                 rows[:, :dim] = episode.observation
                 rows[:-1, dim:-2] = episode.action.reshape(len(episode), -1)
                 rows[:-1, -2], rows[:-1, -1] = episode.reward, episode.terminated
+                if episode.intervention is not None:
+                    table.mark_interventions(index, episode.intervention)
         finally:
             source.close()
         spaces_of_source = source.observation_space, source.action_space
@@ -283,8 +293,9 @@ class VectorDataset(Dataset):
         action = steps[:, dim:-2]
         if isinstance(self.action_space, spaces.Discrete):
             action = action[:, 0].astype(np.int64)
-        terminated = steps[:, -1] > 0
-        return Episode(rows[:, :dim], action, steps[:, -2], terminated, truncated_at_end(terminated))
+        terminated, marks = steps[:, -1] > 0, self.table.interventions
+        marked = None if marks is None else marks[self.table.episode_rows(index)][:-1].numpy()
+        return Episode(rows[:, :dim], action, steps[:, -2], terminated, truncated_at_end(terminated), marked)
 
     def episode_returns(self) -> np.ndarray:
         """Return the undiscounted return of each episode, float64 [E]; the last row of an episode has reward 0."""

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 DATA_FOLDER, METADATA_FILE, EPISODES_FILE = "data", "metadata.json", "main_data.hdf5"
+INTERVENTIONS, EXPERT_ACTIONS = "interventions", "expert_actions"  # columns that Deft adds
 EPISODE_FILE = "part-0.arrow"  # Minari's name for the table, in a folder for each episode
 _NUMBER: spaces.Space = spaces.Box(-np.inf, np.inf, (), np.float32)
 _FLAG: spaces.Space = spaces.Box(np.array(False), np.array(True), dtype=np.bool_)
@@ -66,12 +67,17 @@ def matches(path: Path) -> bool:
     return _data_folder(path) is not None
 
 
-def load(path: Path, name: str) -> Dataset:
-    """Load a dataset: into memory if observations are one vector, otherwise episodes are read on demand."""
+def load(path: Path, name: str, actions: str = "executed") -> Dataset:
+    """Load a dataset: into memory if observations are one vector, otherwise episodes are read on demand.
+
+    `actions`: `executed`, or `expert` for those that an expert would have taken, if they are recorded.
+    """
+    if actions not in ("executed", "expert"):
+        raise InputError(f"dataset_options: actions is {shown(actions)}; it must be 'executed' or 'expert'")
     folder = _data_folder(path)
     if folder is None:
         raise InputError(f"{path} is not a Minari dataset: {DATA_FOLDER}/{METADATA_FILE} is missing")
-    dataset = MinariDataset(folder, name)
+    dataset = MinariDataset(folder, name, actions == "expert")
     return VectorDataset.from_dataset(dataset) if dataset.is_vector else dataset
 
 
@@ -92,8 +98,9 @@ def download(dataset_id: str) -> Path:
 class MinariDataset(Dataset):
     """Episodes read from disk on demand."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, by_expert: bool = False) -> None:
         metadata = _read_metadata(folder)
+        self._by_expert = by_expert
         name = metadata.get("dataset_id") or name
         observation_space = _space(metadata, folder, "observation_space")
         action_space = _space(metadata, folder, "action_space")
@@ -126,11 +133,24 @@ class MinariDataset(Dataset):
             raise IndexError(f"episode {index} of {self.num_episodes}")
         length = int(self.lengths[index])
         rows = {stream.name: self._rows(index, "observations", stream, length + 1) for stream in self.streams}
-        return Episode(
+        episode = Episode(
             rows.get("", rows),
             self._rows(index, "actions", self._action, length),
             *(self._rows(index, field, stream, length) for field, stream in SCALARS.items()),
         )
+        if self._storage.has(index, INTERVENTIONS):
+            episode.intervention = self._rows(index, INTERVENTIONS, Stream("", (), _FLAG, _FLAG), length)
+        if self._storage.has(index, EXPERT_ACTIONS):
+            episode.expert_action = self._rows(index, EXPERT_ACTIONS, self._action, length)
+        if self._by_expert:
+            if episode.expert_action is None:
+                file = self._storage.file(index)
+                raise InputError(
+                    f"{file}: has no expert's actions; leave --dataset-options actions=expert out, or use a dataset of "
+                    "deft train dagger"
+                )
+            episode.action = episode.expert_action
+        return episode
 
     def source_files(self) -> list[Path]:
         """Return the HDF5 file, or the tables of all episodes."""
@@ -278,6 +298,10 @@ class _HDF5Storage:
         """Return the file of an episode."""
         return self._path
 
+    def has(self, index: int, field: str) -> bool:
+        """Return whether an episode has a field beyond those of every episode."""
+        return field in self._group(index)
+
     def length(self, index: int) -> int:
         """Return the number of transitions of an episode."""
         return len(column(self._group(index), "rewards", self._path, f"episode_{index}"))
@@ -317,6 +341,13 @@ class _ArrowStorage:
     def file(self, index: int) -> Path:
         """Return the folder of an episode."""
         return self._folder / str(index)
+
+    def has(self, index: int, field: str) -> bool:
+        """Return whether an episode has a field beyond those of every episode."""
+        try:
+            return field in self._table(index).column_names
+        except (KeyError, ValueError, OSError):
+            return False  # `values` reports a damaged file
 
     def length(self, index: int) -> int:
         """Return the number of transitions of an episode."""
@@ -501,6 +532,11 @@ class MinariFiles(EpisodeFiles):
             "terminations": _column(episode.terminated, None, pad=1),
             "truncations": _column(episode.truncated, None, pad=1),
         }
+        if episode.intervention is not None:
+            columns[INTERVENTIONS] = _column(episode.intervention, None, pad=1)
+        if episode.expert_action is not None:
+            expert = self.action.from_rows(episode.expert_action)
+            columns[EXPERT_ACTIONS] = _column(expert, self.action.source, pad=1)
         batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=COMPRESSION)) as writer:

@@ -1,0 +1,45 @@
+"""DAgger (Ross et al., 2011): imitation of an expert that labels the states that the policy itself visits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from deft.algorithms.algorithm import Metrics
+from deft.algorithms.experience import Labels
+from deft.algorithms.sft import SFT
+from deft.config.algorithm_settings import DAggerSettings
+from deft.models.policy import Policy
+
+LABEL_SETTINGS = ("batch_size", "updates_per_round", "initial_beta", "beta", "prior_data", "record")
+
+
+class DAgger(SFT):
+    """In round i the mixture π_i = β_i π* + (1 − β_i) π acts, β_i = β_0 β^i, and the expert π* labels every state:
+
+    D ← D ∪ {(s, π*(s)) : s visited by π_i},   L = −E_D log π(π*(s) | s).
+
+    Imitation of demonstrations alone sees only states of the expert, and its errors grow with the square of the
+    episode's length; on the states of the policy they grow linearly.
+    """
+
+    name = "dagger"
+    can_shard: ClassVar[bool] = False
+    steps_singly: ClassVar[bool] = True
+    settings: DAggerSettings
+
+    def __init__(self, policy: Policy, settings: DAggerSettings | None = None, seed: int = 0) -> None:
+        super().__init__(policy, settings or DAggerSettings(), seed)
+
+    @property
+    def experience(self) -> Labels:
+        """Labels of the environment's expert."""
+        return Labels(**{name: vars(self.settings)[name] for name in LABEL_SETTINGS})
+
+    def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
+        """One step on each batch of the round; the metrics of the last one."""
+        metrics: Metrics = {}
+        for batch in batches:
+            self.schedule()
+            metrics = self.step(batch)
+        return metrics

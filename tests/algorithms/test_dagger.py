@@ -1,0 +1,132 @@
+"""DAgger: a task that imitation of the expert's own states does not solve, exact resume, and the recorded labels."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from deft import load_dataset, load_policy
+from deft.algorithms.dagger import DAgger
+from deft.config.algorithm_settings import DAggerSettings
+from deft.runs.checkpoint import load_tensors
+from deft.runs.policies import checkpoint_folder
+
+ENV = "deft-test/Line-v0"
+COMMON = ["--threads", 1, "--device", "cpu", "--eval-freq", 0, "--save-freq", 0, "--no-progress-bar", "--json"]
+SMALL = ["--hidden-dim", 32, "--batch-size", 32, "--learning-rate", "3e-3"]
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+class Line(gymnasium.Env):
+    """Walk along a line: position x, expert action −x clipped to ±0.5. Success is an |x| below 0.1 after 8 steps.
+
+    Each step drifts by 0.4: the expert's states are near 0, and a policy that has seen no others does not return.
+    """
+
+    def __init__(self, expert=True):
+        self.observation_space = spaces.Box(-10, 10, (1,), np.float32)
+        self.action_space = spaces.Box(-0.5, 0.5, (1,), np.float32)
+        if expert:
+            self.expert_action = lambda: np.array([np.clip(-self.x, -0.5, 0.5)], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x, self.steps = float(self.np_random.uniform(-2, 2)), 0
+        return np.array([self.x], np.float32), {}
+
+    def step(self, action):
+        self.x += float(action[0])
+        self.steps += 1
+        done = self.steps == 8
+        info = {"success": abs(self.x) < 0.1} if done else {}
+        return np.array([self.x], np.float32), -abs(self.x), False, done, info
+
+
+@pytest.fixture(autouse=True)
+def _world():
+    gymnasium.register(ENV, entry_point=Line)
+    yield
+    del gymnasium.registry[ENV]
+
+
+def train(deft, *more):
+    return deft("train", "dagger", "--env", ENV, "--num-envs", 2, *SMALL, *COMMON, *more)
+
+
+def test_it_imitates_the_expert_and_records_who_acted(deft, tmp_path):
+    train(deft, "--rollout-steps", 40, "--total-timesteps", 240, "--updates-per-round", 60, "--output-dir", "run")
+    policy = load_policy(tmp_path / "run", device="cpu")
+    for x, expected in ((-1.0, 0.5), (0.2, -0.2), (1.5, -0.5)):
+        assert float(policy.get_action(np.array([x], np.float32))[0]) == pytest.approx(expected, abs=0.12)
+    assert deft("evaluate", "run", "--episodes", 10, "--json")["success_rate"] >= 0.8
+    # 3 rounds of 2 · 40 steps, β = 1, ½, ¼: all of the first 80 steps are the expert's, about 20 of the last 80.
+    dataset = load_dataset(tmp_path / "run" / "labels-v0")
+    episodes = [dataset.episode(index) for index in range(dataset.num_episodes)]
+    assert len(dataset) == 240
+    marks = np.concatenate([episode.intervention for episode in episodes])
+    assert marks[:80].all()
+    assert 0.05 < marks[160:].mean() < 0.45
+    labels = load_dataset(tmp_path / "run" / "labels-v0", actions="expert")
+    for index, episode in enumerate(episodes):
+        expert = np.clip(-episode.observation[:-1], -0.5, 0.5)
+        assert np.allclose(labels.episode(index).action, expert, atol=1e-6)
+        assert np.allclose(episode.action[episode.intervention], expert[episode.intervention], atol=1e-6)
+        # what was executed leads from one observation to the next
+        assert np.allclose(episode.observation[:-1] + episode.action, episode.observation[1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_training_on_equals_training_twice(deft, tmp_path, chunk):
+    words = ["--rollout-steps", 10, "--updates-per-round", 4]
+    if chunk > 1:
+        words += ["--policy", "actor_critic", "--chunk-length", chunk]
+    train(deft, *words, "--total-timesteps", 80, "--output-dir", "whole")
+    train(deft, *words, "--total-timesteps", 40, "--output-dir", "half")
+    train(deft, *words, "--total-timesteps", 80, "--output-dir", "half", "--auto-resume")
+    whole, twice = (load_tensors(checkpoint_folder(tmp_path / name) / "model.pt") for name in ("whole", "half"))
+    for name, value in whole.items():
+        assert torch.equal(value, twice[name]), name
+    one, two = (load_dataset(tmp_path / name / "labels-v0") for name in ("whole", "half"))
+    assert one.fingerprint() == two.fingerprint()
+
+
+def test_the_expert_acts_less_and_less():
+    class Stub:
+        settings = DAggerSettings(initial_beta=0.8, beta=0.5)
+
+    experience = DAgger.experience.fget(Stub())
+    assert [experience.initial_beta * experience.beta**i for i in range(3)] == pytest.approx([0.8, 0.4, 0.2])
+
+
+def test_demonstrations_are_added_from_the_start(deft, tmp_path):
+    deft("collect", "--env", ENV, "--policy", "expert", "--episodes", 4, "--out", "demo-v0", "--json")
+    words = ["--rollout-steps", 8, "--updates-per-round", 2, "--total-timesteps", 16, "--log-freq", 1]
+    train(deft, *words, "--prior-data", "demo-v0", "--initial-beta", 0, "--output-dir", "run")
+    lines = (tmp_path / "run" / "episode_metrics.jsonl").read_text().splitlines()
+    update = next(line for line in lines if '"update"' in line)
+    assert '"num_labels": 48' in update  # 4 episodes of 8 steps, and 16 steps of the round
+    assert '"intervention_rate": 0' in update
+
+
+def test_interventions_are_sampled_more_often(deft, tmp_path):
+    words = ["--rollout-steps", 8, "--updates-per-round", 1, "--total-timesteps", 48, "--beta", 0.3]
+    train(deft, *words, "--output-dir", "run")
+    data = ["--dataset", "run/labels-v0", "--num-epochs", 1, "--updates-per-epoch", 2, *SMALL, *COMMON]
+    deft("train", "sft", *data, "--intervention-weight", 4, "--dataset-options", "actions=expert")
+    sac = ["--env", ENV, "--prior-data", "run/labels-v0", "--learning-starts", 10, "--total-timesteps", 20]
+    deft("train", "sac", *sac, *SMALL, *COMMON, "--intervention-weight", 4)
+
+
+def test_errors(deft_or_error, tmp_path):
+    gymnasium.register("deft-test/NoExpert-v0", entry_point=Line, kwargs={"expert": False})
+    try:
+        error = deft_or_error("train", "dagger", "--env", "deft-test/NoExpert-v0", *COMMON)
+    finally:
+        del gymnasium.registry["deft-test/NoExpert-v0"]
+    assert "DAgger needs a scripted expert" in error
+    deft_or_error("collect", "--env", ENV, "--policy", "random", "--episodes", 2, "--out", "demo-v0", "--json")
+    data = ["train", "sft", "--dataset", "demo-v0", *COMMON]
+    assert "does not mark interventions" in deft_or_error(*data, "--intervention-weight", 2)
+    assert "has no expert's actions" in deft_or_error(*data, "--dataset-options", "actions=expert")
