@@ -46,6 +46,8 @@ class Algorithm:
     """Settings that must be those that the weights were trained with, and that no weight's shape shows."""
     distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = None
     """The action distribution of a new policy, if it needs a particular one."""
+    acts: ClassVar[bool] = True
+    """Whether what it trains acts; a model that does not is evaluated in no environment."""
     steps_singly: ClassVar[bool] = False
     """Whether environments take single steps in training, also with a policy that decides chunks of them."""
     version: int = 0

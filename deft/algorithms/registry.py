@@ -16,6 +16,7 @@ from deft.algorithms.iql import IQL
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.algorithms.ppo import PPO
 from deft.algorithms.rebrac import ReBRAC
+from deft.algorithms.reward_model import RewardModelTraining
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3 import TD3
@@ -37,6 +38,7 @@ OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "rebrac": ReBRAC,
     "dt": DecisionTransformer,
     "sft": SFT,
+    "reward-model": RewardModelTraining,
 }
 # A view of both, so that an algorithm added to either is found here.
 ALGORITHMS: Mapping[str, type[Algorithm]] = ChainMap(ONLINE_ALGORITHMS, OFFLINE_ALGORITHMS)  # type: ignore[arg-type]

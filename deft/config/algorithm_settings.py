@@ -313,6 +313,22 @@ class DAggerSettings(ImitationSettings):
 
 
 @settings
+class RewardModelSettings(OfflineSettings):
+    """Reward model: a classifier of frames that show success."""
+
+    label: Literal["terminated", "reward"] = "terminated"
+    """Frames that show success: those after a step that terminates its episode, or after a reward above a threshold."""
+    reward_threshold: Number = 0.5
+    """Threshold of `label: reward`."""
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Fraction of the episodes to hold out for `val_loss`; 0: none."""
+    early_stopping: NonNegativeInt = 0
+    """Stop after this many epochs without a lower `val_loss`; 0: never."""
+    augment: Augmentations = ()
+    """Random image augmentation: `shift` by up to 1/16 of a side; `color`: gain, offset and gamma."""
+
+
+@settings
 class ReplaySettings(OffPolicySettings):
     """Settings of the algorithms with critics that learn in an environment, from a replay buffer."""
 
@@ -476,4 +492,5 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "dt": DTSettings,
     "sft": SFTSettings,
     "dagger": DAggerSettings,
+    "reward-model": RewardModelSettings,
 }

@@ -51,6 +51,10 @@ _NAMES = {
     "policy.vla_config.model_class": "vla_model_class",
     "policy.vla_config.model_path": "vla_model_path",
     "policy.vla_config.model_config": "vla_model_config",
+    "reward_model.path": "reward_model",
+    "reward_model.output": "reward_model_output",
+    "reward_model.threshold": "reward_model_threshold",
+    "reward_model.terminates": "reward_model_terminates",
     "policy.residual.scale": "residual_scale",
     "policy.residual.horizon": "residual_horizon",
     "policy.residual.hidden_sizes": "residual_hidden_sizes",
@@ -63,7 +67,7 @@ CODE_NAMES = ("env.id", "env.kwargs", MODEL_CLASS, "cluster.ray_address", "ray_a
 """Flags that may name code; a name on the command line is the user's own (`deft.trust`)."""
 _SECTION_ORDER = (
     *("dataset", "env", "env.curriculum", "algorithm.cfg", "policy", "policy.vla_config", "policy.residual"),
-    *("trainer", "cluster", "logging", ""),
+    *("reward_model", "trainer", "cluster", "logging", ""),
 )
 
 

@@ -24,6 +24,7 @@ from deft.config.groups import (
 )
 from deft.config.validation import (
     Count,
+    Fraction,
     NonNegative,
     NonNegativeInt,
     Number,
@@ -338,6 +339,20 @@ class TrainingRun(RunSettings, ShardSettings):
 
 
 @settings
+class RewardModelConfig:
+    """The reward of a trained success classifier, in place of the training environment's."""
+
+    path: Place
+    """Use the success classifier of this run of `deft train reward-model` as the reward of training."""
+    output: Literal["success", "probability"] = "success"
+    """Reward: 1 where the probability of success is above `threshold` and 0 elsewhere, or the probability itself."""
+    threshold: Fraction = 0.5
+    """Probability above which a frame shows success."""
+    terminates: Switch = False
+    """Let a predicted success end the episode for the learner; the environment is not reset."""
+
+
+@settings
 class RunConfig(TrainingRun):
     """Settings of a run in an environment, as written to its run directory."""
 
@@ -345,6 +360,8 @@ class RunConfig(TrainingRun):
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    reward_model: RewardModelConfig | None = None
+    """The reward of a trained success classifier; None: the environment's reward."""
 
 
 @settings

@@ -76,7 +76,7 @@ def build_offline_trainer(
         dataset = open_dataset(config.dataset.path, {**own, **source.options})
     elif config.dataset.rename_streams:
         dataset = RenamedDataset(dataset, config.dataset.rename_streams)
-    env_config = None if eval_env is not None else evaluation_env(config, dataset)
+    env_config = None if eval_env is not None or not run.algorithm_class.acts else evaluation_env(config, dataset)
     if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
         log.warning("no evaluation: the dataset's environment cannot be used: %s", missing)
         env_config = None

@@ -38,6 +38,7 @@ from deft.runs.random_state import process_seed, seed_everything
 from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
 from deft.training.handover import load_critics, use_policy_section
+from deft.training.reward_model import with_reward_model
 from deft.training.trainer import OnlineSpec, Trainer
 
 
@@ -210,6 +211,9 @@ def build_trainer(
         eval_env = eval_env or (lambda: weigh(rename(make_another(env), names), weights))
         video_env = lambda: rename(make_another(env, render_mode="rgb_array"), names)  # noqa: E731
     try:
+        if config.reward_model is not None and config.cluster.collectors == "ray":
+            raise InputError("reward_model: Ray workers do not evaluate it; use collectors 'here'")
+        vector_env = with_reward_model(vector_env, config.reward_model, run.device)
         where = f"environment {config.env.id}" if env is None else "the environment"
         action = vector_env.action_space
         action = chunk_space(action, chunk_length) if steps_singly else action
