@@ -315,3 +315,17 @@ class CurriculumConfig:
                 f"{shown(list(steps))}; give --curriculum-at-steps or --curriculum-success-rate"
             )
         return self
+
+
+@settings
+class RewardModelConfig:
+    """The reward of a trained success classifier, in place of the training environment's."""
+
+    path: Place
+    """Use the success classifier of this run of `deft train reward-model` as the reward of training."""
+    output: Literal["success", "probability"] = "success"
+    """Reward: 1 where the probability of success is above `threshold` and 0 elsewhere, or the probability itself."""
+    threshold: Fraction = 0.5
+    """Probability above which a frame shows success."""
+    terminates: Switch = False
+    """Let a predicted success end the episode for the learner; the environment is not reset."""

@@ -18,13 +18,13 @@ from deft.config.groups import (
     EnvironmentChoice,
     PortSettings,
     ProgressSettings,
+    RewardModelConfig,
     RunSettings,
     ShardSettings,
     ViewSettings,
 )
 from deft.config.validation import (
     Count,
-    Fraction,
     NonNegative,
     NonNegativeInt,
     Number,
@@ -336,20 +336,6 @@ class TrainingRun(RunSettings, ShardSettings):
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     model_path: Place | None = None
     """Initialise from the weights of this run, checkpoint or weights file."""
-
-
-@settings
-class RewardModelConfig:
-    """The reward of a trained success classifier, in place of the training environment's."""
-
-    path: Place
-    """Use the success classifier of this run of `deft train reward-model` as the reward of training."""
-    output: Literal["success", "probability"] = "success"
-    """Reward: 1 where the probability of success is above `threshold` and 0 elsewhere, or the probability itself."""
-    threshold: Fraction = 0.5
-    """Probability above which a frame shows success."""
-    terminates: Switch = False
-    """Let a predicted success end the episode for the learner; the environment is not reset."""
 
 
 @settings

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from deft import schema
-from deft.config.settings import OfflineRunConfig, RewardModelConfig
+from deft.config.groups import RewardModelConfig
+from deft.config.settings import OfflineRunConfig
 from deft.data.tensors import policy_inputs, to_numpy
 from deft.envs.host import HostVectorEnv
 from deft.envs.layout import Observation
@@ -105,8 +106,8 @@ def with_reward_model(env: VectorEnv, settings: RewardModelConfig | None, device
 
 def load_reward_model(path: str, env: VectorEnv, device: torch.device) -> RewardModel:
     """Load the classifier of a run directory or a checkpoint for the observations of an environment."""
-    folder = checkpoint_folder(Path(path)) if Path(path).exists() else None
-    config = None if folder is None else config_beside(Path(path))
+    config = config_beside(Path(path)) if Path(path).exists() else None
+    folder = None if config is None else checkpoint_folder(Path(path))
     if folder is None or not isinstance(config, OfflineRunConfig) or config.algorithm.name != "reward-model":
         raise InputError(f"reward_model: {path} is not a run of `deft train reward-model`; give its run directory")
     spaces = PolicySpaces.read(folder)

@@ -12,7 +12,8 @@ from offline_worlds import batch_of, make_linear
 from deft import DatasetWriter, load_policy
 from deft.algorithms.reward_model import RewardModelTraining
 from deft.config.algorithm_settings import RewardModelSettings
-from deft.config.settings import DatasetPolicyConfig, RewardModelConfig
+from deft.config.groups import RewardModelConfig
+from deft.config.settings import DatasetPolicyConfig
 from deft.data.datasets.dataset import box
 from deft.envs.make import wrap
 from deft.models.reward_model import RewardModel
