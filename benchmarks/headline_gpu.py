@@ -106,7 +106,7 @@ class GPUBench(Bench):
         compared = self.step(seed, f"{name}-cpu", "compare", *words, "--out", folder / f"{name}-comparison")
         words = [last, *IMAGES, "--episodes", given.episodes, "--vector", "warp", "--device", given.device]
         with self.device:
-            on_warp = self.step(seed, f"{name}-warp", "evaluate", *words, "--num_envs", min(100, given.episodes))
+            on_warp = self.step(seed, f"{name}-warp", "evaluate", *words)
         rates = {column: list(found.values()) for column, found in compared["columns"].items()}
         return {
             "seconds": taken["seconds"],

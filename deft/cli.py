@@ -286,6 +286,8 @@ def evaluate(config: Any) -> Outcome | Mapping[str, Any]:
     from deft.config.training import config_of_run, kind_of_file
 
     if config.suite is not None or config.policy is not None:
+        if config.vector is not None:
+            raise InputError("--vector: is for the policy of a run; leave it out with --suite and --policy")
         function = "evaluate_scripted" if config.suite is None else "evaluate_suite"
         return _success_outcome(_load(f"evaluation.suites:{function}")(config))
     if config.path is None:
@@ -311,7 +313,7 @@ def _success_outcome(results: Mapping[str, Any]) -> Outcome | Mapping[str, Any]:
 def _evaluate_phase(phase: str, config: Any) -> Outcome:
     if not config.deterministic:
         raise InputError(f"--stochastic: a run of phase {phase} has one way to act in evaluation; leave the flag out")
-    for name in ("env", "env_kwargs", "task", "split", "shuffle_instructions", "videos", "random_policy"):
+    for name in ("env", "env_kwargs", "task", "split", "shuffle_instructions", "videos", "random_policy", "vector"):
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own environment")

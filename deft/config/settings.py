@@ -448,6 +448,8 @@ class EvaluateConfig(EnvironmentChoice):
     """Name a random object of the scene in the instruction, to measure how much the policy depends on language."""
     random_policy: Switch = False
     """Play uniformly random actions on the same seeds, as a baseline."""
+    vector: Literal["sync", "process", "warp"] | None = None
+    """How the environments run, as in training; by default one after the other in this process."""
 
 
 @settings

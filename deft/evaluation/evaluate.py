@@ -64,6 +64,7 @@ def evaluate_run(
     videos: str | Path | None = None,
     deterministic: bool = True,
     rename_streams: Mapping[str, str] | None = None,
+    vector: str | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -73,20 +74,21 @@ def evaluate_run(
     (`Policy.action_selection`). With `random_policy` uniformly random actions play instead: the baseline, on
     the same seeds. If the environment names its tasks and instructions, the results have a table of each; success rates
     have their Wilson interval. `rename_streams` is {name in the policy: name in the environment}.
+    `vector` is how the environments run (`EnvConfig.vector`), one after the other by default.
     `trust_remote_code` allows the modules that the run's files name to be imported.
     """
     check_num_episodes(episodes)
     trust.name(env, env_kwargs)
     folder, config = find_run(Path(path))
     seed_everything(seed)
-    env_config = env_of_run(
-        config, env, merge_env_kwargs(env_kwargs, task, split, shuffle_instructions), rename_streams
-    )
+    kwargs = merge_env_kwargs(env_kwargs, task, split, shuffle_instructions)
+    env_config = env_of_run(config, env, kwargs, rename_streams, vector=vector or "sync")
     seen = config.env.kwargs.get("split", "train")
     if split == "held-out" and seen != "train":
         logger.warning("%s was trained with split %s: these combinations are not new to it", path, seen)
     count = min(episodes, EVALUATION_ENVS)
-    vector_env = make_vector_env(env_config, chunk_length=config.policy.chunk_length, num_envs=count)
+    length = config.policy.chunk_length
+    vector_env = make_vector_env(env_config, chunk_length=length, num_envs=count, device=str(device))
     policies: list[Policy | None] = [None]
     played: list[list[Episode]] = []  # of each seed that was trained at once
     try:

@@ -109,6 +109,12 @@ def test_arguments_of_the_environment_may_be_others(run):
     assert results["mean_length"] <= 3
 
 
+def test_worker_processes_play_the_same_episodes(run, capsys):
+    assert evaluate_run(run, episodes=4, vector="process") == evaluate_run(run, episodes=4)
+    assert main(["evaluate", "--policy", "random", "--env", "CartPole-v1", "--vector", "process"]) == 2
+    assert "--vector: is for the policy of a run" in capsys.readouterr().err
+
+
 def test_random_actions_play_the_same_seeds(run):
     assert evaluate_run(run, episodes=5, random_policy=True) == evaluate_run(run, episodes=5, random_policy=True)
 
