@@ -61,6 +61,7 @@ COMMANDS = {
     "runs": Command("settings:RunsConfig", "cli:runs", "directory"),
     "view": Command("settings:ViewConfig", "view.server:view", "run"),
     "serve": Command("deployment_settings:ServeConfig", "deployment.server:serve", "path"),
+    "export": Command("deployment_settings:ExportConfig", "deployment.export:export", "path"),
     "doctor": Command("settings:DoctorConfig", "cli:doctor"),
     "info": Command("settings:InfoConfig", "cli:info"),
     "completion": Command("settings:CompletionConfig", "cli:completion", "shell"),
@@ -93,6 +94,7 @@ Train vision-language-action robot policies with reinforcement learning.
   datasets  download a dataset:  deft datasets fetch NAME [--sha256 HEX] [--out FOLDER]
   view      view a run live:     deft view RUN [--view-port N]
   serve     policy for a robot:  deft serve RUN|CHECKPOINT [--mode MODE] [--port N] [flags]
+  export    for other programs:  deft export RUN|CHECKPOINT --format safetensors|torch-export|onnx
   report    report on runs:      deft report RUN … [--out FILE]
   runs      list runs:           deft runs [DIR] [--json]
   doctor    examine the machine: deft doctor [--cluster] [--json]

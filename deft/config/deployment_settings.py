@@ -12,6 +12,7 @@ from deft.config.validation import (
     NonNegative,
     NonNegativeInt,
     Number,
+    OutputPath,
     Port,
     Positive,
     Switch,
@@ -24,7 +25,7 @@ class ServeConfig(SeedSettings):
     """Serve the policy of a run to robots, over WebSocket and HTTP, until Ctrl-C or SIGTERM."""
 
     path: str
-    """Run directory (its best or latest checkpoint) or checkpoint."""
+    """Run directory (its best or latest checkpoint), checkpoint, or folder of `deft export`."""
     mode: Literal["action", "chunk", "ensemble", "async"] = "action"
     """Answer with the next action of the chunk, the whole chunk, the weighted mean of the chunks that cover the step
     (temporal ensembling), or the next action while the next chunk is computed (asynchronous inference)."""
@@ -53,3 +54,15 @@ class ServeConfig(SeedSettings):
     log_interval: NonNegative = 60.0
     """Log latencies every this many seconds in which messages were answered; 0: only at the end."""
     seed = Field(0, description="Seed of sampled actions.")
+
+
+@settings
+class ExportConfig:
+    """Write the policy of a run for other programs."""
+
+    path: str
+    """Run directory (its best or latest checkpoint) or checkpoint."""
+    format: Literal["safetensors", "torch-export", "onnx"] = "safetensors"
+    """Weights with settings and spaces, a program of torch.export, or an ONNX model (extra `export`)."""
+    out: OutputPath | None = None
+    """Folder to write; by default the name of the run and the format, in the current directory."""

@@ -215,7 +215,7 @@ def rebuild_policy(
 ) -> Policy:
     """The policy of a checkpoint, built for these spaces, with its weights."""
     policy = build_policy(config, observation, action, weights_follow=True)
-    weights = checkpoint.load_part(folder, checkpoint.MODEL)
+    weights = checkpoint.load_model(folder)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
     return policy.to(choose_device(device))
 
@@ -255,6 +255,8 @@ def _kind(env_id: str) -> str:
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     """The best or latest checkpoint of a run folder, or the checkpoint given, and the settings of its run."""
+    if (path / checkpoint.MODEL_SAFETENSORS).is_file() and (path / CONFIG_FILE).is_file():  # of `deft export`
+        return path, load_config(path / CONFIG_FILE)
     folder = checkpoint.find_best(path)
     config_file = folder.parent / CONFIG_FILE
     if config_file.is_file():

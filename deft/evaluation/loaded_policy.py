@@ -95,6 +95,7 @@ class LoadedPolicy:
     """
 
     policy: Policy
+    made_for: PolicySpaces
     observation_space: spaces.Space
     """Of the rows that the policy reads: channels of images first, texts as uint8."""
     action_space: spaces.Space
@@ -107,7 +108,7 @@ class LoadedPolicy:
     def __init__(self, policy: Policy, own: PolicySpaces, deterministic: bool = True) -> None:
         self.policy = policy.eval()
         self.observation_space, self.action_space = own.observation, own.action
-        self._own, self._deterministic = own, deterministic
+        self.made_for, self._deterministic = own, deterministic
         self._actor = PolicyActor(policy, 1, own.action_mask, deterministic)
         self.action_selection = self._actor.action_selection
         self._actions = ActionLayout(own.action)
@@ -129,7 +130,7 @@ class LoadedPolicy:
 
     def copy(self) -> LoadedPolicy:
         """Return a policy with the same weights, not copied, and its own memory and chunk: for a further robot."""
-        return LoadedPolicy(self.policy, self._own, self._deterministic)
+        return LoadedPolicy(self.policy, self.made_for, self._deterministic)
 
     def get_action(self, observation: Any, reward: float | None = None) -> np.ndarray:
         """The action for one observation: an array, or a dict of the policy's streams (more streams are ignored).

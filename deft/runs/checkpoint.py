@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deft.errors import InputError, RunError
@@ -51,6 +53,7 @@ from deft.runs.policy_spaces import SPACES_FILE, PolicySpaces
 
 log = logging.getLogger(__name__)
 MODEL, TRAINING_STATE, METRICS = "model.pt", "training_state.pt", "metrics.pt"
+MODEL_SAFETENSORS = "model.safetensors"  # the weights in a folder of `deft export`
 BEST = "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = ".tmp-"
@@ -353,6 +356,17 @@ def load_part(checkpoint: Path, name: str) -> Any:
     if not path.is_file():
         raise InputError(f"{path}: missing; {checkpoint.name} is not a whole checkpoint")
     return load_tensors(path)
+
+
+def load_model(checkpoint: Path) -> Any:
+    """Load the policy's weights from a checkpoint, or from a folder of `deft export`."""
+    path = checkpoint / MODEL_SAFETENSORS
+    if not path.is_file() or (checkpoint / MODEL).is_file():
+        return load_part(checkpoint, MODEL)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: damaged or cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
 def load_tensors(path: Path) -> Any:

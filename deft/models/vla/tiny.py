@@ -84,7 +84,11 @@ def word_ids(text: Tensor) -> Tensor:
     word = begins.cumsum(1) - 1
     columns = torch.arange(text.shape[1], device=text.device).expand_as(word)
     # The column at which the current word begins
-    start = torch.where(begins, columns, 0).cummax(1).values
+    starts = torch.where(begins, columns, 0)
+    if torch.compiler.is_exporting():  # ONNX has no running maximum
+        start = torch.where(columns[:, None] <= columns[..., None], starts.unsqueeze(1), 0).amax(-1)
+    else:
+        start = starts.cummax(1).values
     powers = _powers(text.shape[1], text.device)
     parts = torch.where(is_letter, text.long() * powers[columns - start], 0)
     hashes = parts.new_zeros(len(text), MAX_WORDS + 1)
@@ -368,7 +372,7 @@ class TinyVLAModel(StreamVLA):
 
         On the CPU each different text is encoded once. On a GPU to encode all is faster than to wait for their number.
         """
-        if not texts.is_cpu:
+        if not texts.is_cpu or len(texts) == 1 or torch.compiler.is_exporting():
             words = word_ids(texts)
             return self.text(words), self.names(words)
         different, which = torch.unique(texts, dim=0, return_inverse=True)
