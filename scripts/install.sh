@@ -8,9 +8,15 @@ package=".${extra:+[$extra]}"
 SECONDS=0
 
 step() { echo "[$1/3] $2 (${SECONDS} s)"; }
-# Modules are compiled when they are first imported, not all of them now: that would take a minute on two cores.
-with_pip() { "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile "$@"; }
-with_uv() { uv pip install --python "$venv/bin/python" "$@"; }
+# Modules are compiled when they are first imported, not all of them now: that would take a minute on two cores. Where
+# Python must not write what it compiles, every command would compile PyTorch again, which takes ten seconds.
+pip_compiles=--no-compile uv_compiles=
+if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+  echo "PYTHONDONTWRITEBYTECODE is set: modules are compiled now, for about a minute"
+  pip_compiles=--compile uv_compiles=--compile-bytecode
+fi
+with_pip() { "$venv/bin/python" -m pip install --disable-pip-version-check "$pip_compiles" "$@"; }
+with_uv() { uv pip install --python "$venv/bin/python" ${uv_compiles:+"$uv_compiles"} "$@"; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "Deft needs Python 3.11 or newer: make PYTHON=python3.11 …" >&2
@@ -34,4 +40,5 @@ if [ $install = with_pip ]; then
 fi
 step 3 "Deft and its dependencies${extra:+ with the extra $extra}, with ${install#with_}"
 $install --editable "$package"
+if [ "$pip_compiles" = --compile ]; then "$venv/bin/python" -m compileall -q deft; fi
 echo "Installed in ${SECONDS} s"

@@ -32,10 +32,10 @@ class Machine:
         path.write_text(text.format(log=self.log, **fields))
         path.chmod(0o755)
 
-    def install(self, *extra: str) -> subprocess.CompletedProcess[str]:
+    def install(self, *extra: str, **variables: str) -> subprocess.CompletedProcess[str]:
         words = ["bash", str(ROOT / "scripts" / "install.sh"), "python", str(self.folder / "venv"), *extra]
         path = f"{self.folder}:/usr/bin:/bin"
-        return subprocess.run(words, env={"PATH": path}, cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run(words, env={"PATH": path, **variables}, cwd=ROOT, capture_output=True, text=True)
 
     def installs(self) -> list[str]:
         """The calls that install packages: the program and the last word."""
@@ -78,6 +78,26 @@ def test_pip_takes_over_visibly_where_uv_fails(machine: Machine) -> None:
     assert machine.installs() == ["uv torch==2.13.0", "python torch==2.13.0", "python ."]
     assert "no such wheel" in done.stderr
     assert "uv could not install torch==2.13.0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags"),
+    [
+        ("", ["--no-compile", "--no-compile"]),  # the default of uv
+        ("1", ["--compile", "--compile", "--compile-bytecode", "--compile-bytecode"]),
+    ],
+)
+def test_modules_are_compiled_now_where_python_would_not_keep_them(
+    variable: str, flags: list[str], machine: Machine
+) -> None:
+    """With PYTHONDONTWRITEBYTECODE every command would compile PyTorch again."""
+    assert machine.install(PYTHONDONTWRITEBYTECODE=variable).returncode == 0
+    machine.add("uv", UV, command="exit 0")
+    assert machine.install(PYTHONDONTWRITEBYTECODE=variable).returncode == 0
+    calls = machine.log.read_text()
+    assert machine.installs() == ["python torch==2.13.0", "python .", "uv torch==2.13.0", "uv ."]
+    assert [word for word in calls.split() if word.startswith(("--compile", "--no-compile"))] == flags
+    assert ("python -m compileall -q deft" in calls) == (variable == "1")
 
 
 def test_an_old_python_is_rejected_in_one_line(machine: Machine) -> None:
