@@ -127,7 +127,7 @@ def _evaluated(runs: Sequence[ReportedRun]) -> Iterator[Change]:
     where = f"evaluation at {_steps(first)} → {_steps(last)}" if has_before else f"evaluation at {_steps(last)}"
     where = f"{where} {runs[0].unit}"
     counts = sorted({int(line["episodes"]) for line in (*first, *last) if line.get("episodes")})
-    where += f", {counts[0]} episodes" if len(counts) == 1 else ""
+    where += f", {counts[0]} episodes{_of_each(runs)}" if len(counts) == 1 else ""
     for name, title in (("success_rate", SUCCESS), ("mean_reward", RETURN)):
         after = [sample for line in last for sample in _samples_of_line(line, name)]
         before = [sample for line in first for sample in _samples_of_line(line, name)]
@@ -139,6 +139,10 @@ def _evaluated(runs: Sequence[ReportedRun]) -> Iterator[Change]:
         if ends[1]:
             before_values = _mean_of(ends[0]) if ends[0] and has_before else None
             yield Change(title, before_values, _mean_of(ends[1]), EVALUATION, where, higher_is_better)
+
+
+def _of_each(runs: Sequence[ReportedRun]) -> str:
+    return " of each run" if len(runs) > 1 else ""
 
 
 def _steps(lines: Sequence[dict[str, Any]]) -> str:
@@ -167,7 +171,7 @@ def _trained(runs: Sequence[ReportedRun]) -> Iterator[Change]:
         for part in (slice(None, count), slice(-count, None)):
             samples = [_Sample(statistics.fmean(own[part]), statistics.pstdev(own[part]), count) for own in curves]
             ends.append(_combined(samples, title == SUCCESS))
-        yield Change(title, ends[0], ends[1], TRAINING, f"first → last {count} training episodes")
+        yield Change(title, ends[0], ends[1], TRAINING, f"first → last {count} training episodes{_of_each(runs)}")
 
 
 def _losses(runs: Sequence[ReportedRun]) -> Iterator[Change]:

@@ -138,7 +138,7 @@ def _compared(groups: Sequence[Group], page_folder: Path, title: str = "Result")
         result = sections.overview(groups[0]) + grid(sections.main_charts(groups), "large")
     else:
         result = sections.warnings(groups) + sections.group_table(groups) + grid(sections.main_charts(groups), "large")
-    note = "Bands are 95 % intervals over seeds by Student's t, of two seeds their range; pale: single runs."
+    note = "Bands are 95 % intervals over seeds by Student's t, of two seeds their range; pale lines: single runs."
     lead = note if any(len(group.runs) > 1 for group in groups) else ""
     return {title: heading(title, lead) + result, **_sections(groups, page_folder)}
 

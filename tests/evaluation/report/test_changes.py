@@ -67,9 +67,10 @@ def test_runs_of_unequal_length_are_measured_at_the_last_common_step(tmp_path):
     assert common_end([short, long]) == 39
     assert common_end([short, short]) is None
     evaluated, trained = changes([short, long])
-    assert (evaluated.after.mean, evaluated.where) == (5.0, "evaluation at 0 → 39 steps, 10 episodes")
+    assert (evaluated.after.mean, evaluated.where) == (5.0, "evaluation at 0 → 39 steps, 10 episodes of each run")
     # 40 episodes: windows of 10, of both runs the returns 30 … 39.
     assert (trained.before.mean, trained.after.mean) == (4.5, 34.5)
+    assert trained.where == "first → last 10 training episodes of each run"
 
 
 def test_a_run_that_plays_nothing_is_judged_by_its_validation_loss(tmp_path):
