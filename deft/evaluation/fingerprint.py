@@ -119,28 +119,33 @@ def measure(suite: Suite, progress: Progress, gravity: float | None = None) -> d
 
     With `gravity`, a factor near 1, gravity is multiplied by it and actions have a noise as small.
     """
-    task = suite.fingerprint_task or suite.default_task
-    env_id = suite.name if task == suite.default_task else f"{suite.name}/{task}"
-    tasks, found = suite.tasks_of(env_id), {}
-    env = make_env(EnvConfig(id=env_id, kwargs=dict(suite.fingerprint_kwargs)))
-    try:
-        if gravity is not None and env.has_wrapper_attr("scale_gravity"):
-            env.get_wrapper_attr("scale_gravity")(gravity)
-        for number, name in enumerate(tasks):
-            progress(number, len(tasks), name)
-            _observe(env, True)
-            observation, _ = env.reset(seed=number)
-            streams = observation if isinstance(observation, dict) else {"observation": observation}
-            values = {key: np.asarray(value) for key, value in streams.items() if not isinstance(value, str)}
-            _observe(env, False)  # later images are not compared
-            found[name] = {
-                "state": [round(float(x), 6) for key in sorted(values) for x in _state(values[key])],
-                "image": [round(float(x)) for key in sorted(values) for x in _thumbnail(values[key])],
-                **_play(env, 0.0 if gravity is None else ACTION_NOISE, gravity or 1.0),
-            }
-    finally:
-        close_env(env)
+    group, found = suite.fingerprint_task, {}
+    tasks = suite.tasks_of(f"{suite.name}/{group}") if group else list(suite.tasks)
+    for env_id, played in [(group, tasks)] if group else [(task, [task]) for task in tasks]:
+        env = make_env(EnvConfig(id=f"{suite.name}/{env_id}", kwargs=dict(suite.fingerprint_kwargs)))
+        try:
+            if gravity is not None and env.has_wrapper_attr("scale_gravity"):
+                env.get_wrapper_attr("scale_gravity")(gravity)
+            for name in played:
+                progress(len(found), len(tasks), name)
+                found[name] = _measured(env, len(found), gravity)
+        finally:
+            close_env(env)
     return found
+
+
+def _measured(env: gymnasium.Env, seed: int, gravity: float | None) -> dict[str, Any]:
+    """Return the fingerprint of one episode."""
+    _observe(env, True)
+    observation, _ = env.reset(seed=seed)
+    streams = observation if isinstance(observation, dict) else {"observation": observation}
+    values = {key: np.asarray(value) for key, value in streams.items() if not isinstance(value, str)}
+    _observe(env, False)  # later images are not compared
+    return {
+        "state": [round(float(x), 6) for key in sorted(values) for x in _state(values[key])],
+        "image": [round(float(x)) for key in sorted(values) for x in _thumbnail(values[key])],
+        **_play(env, 0.0 if gravity is None else ACTION_NOISE, gravity or 1.0),
+    }
 
 
 def _observe(env: gymnasium.Env, observes: bool) -> None:

@@ -25,7 +25,12 @@ from deft.errors import InputError
 if TYPE_CHECKING:
     from deft.envs.process import Interpreter
 
-SUITES = {"metaworld": "deft.envs.suites.metaworld", "pusht": "deft.envs.suites.pusht"}
+SUITES = {
+    "metaworld": "deft.envs.suites.metaworld",
+    "pusht": "deft.envs.suites.pusht",
+    "aloha": "deft.envs.suites.aloha",
+    "gym-hil": "deft.envs.suites.gym_hil",
+}
 """The module of each suite."""
 NUM_NEAREST = 3  # names in an error message
 
@@ -51,7 +56,7 @@ class Suite:
     scripted_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for policies that read no observation: without cameras, episodes take less time."""
     fingerprint_task: str | None = None
-    """The task or group that `deft suite check` plays; by default `default_task`."""
+    """The group that `deft suite check` plays in one environment; by default each task in an environment of its own."""
     fingerprint_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of its environment."""
     lock_file: Path | None = None
