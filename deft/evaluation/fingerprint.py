@@ -119,7 +119,7 @@ def measure(suite: Suite, progress: Progress, gravity: float | None = None) -> d
 
     With `gravity`, a factor near 1, gravity is multiplied by it and actions have a noise as small.
     """
-    group, found = suite.fingerprint_task, {}
+    group, found = suite.fingerprint_task, dict[str, dict[str, Any]]()
     tasks = suite.tasks_of(f"{suite.name}/{group}") if group else list(suite.tasks)
     for env_id, played in [(group, tasks)] if group else [(task, [task]) for task in tasks]:
         env = make_env(EnvConfig(id=f"{suite.name}/{env_id}", kwargs=dict(suite.fingerprint_kwargs)))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -50,7 +50,7 @@ class AlohaEnv(SuiteEnv):
     0 to 4.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 50}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (declared by Gymnasium)
     video_camera = "top"
 
     def __init__(

@@ -138,7 +138,8 @@ def plan_transfer(objects: np.ndarray) -> tuple[list[Waypoint], list[Waypoint]]:
 def plan_insertion(objects: np.ndarray) -> tuple[list[Waypoint], list[Waypoint]]:
     """Each gripper picks up its object; the peg meets the socket in the middle."""
     peg, socket, meet, lift = objects[:3], objects[7:10], np.array([0.0, 0.5, 0.15]), 0.00715
-    left, right = [], []
+    left: list[Waypoint] = []
+    right: list[Waypoint] = []
     for plan, found, side, degrees, height in ((left, socket, -1, 60.0, 0.0), (right, peg, 1, -60.0, lift)):
         plan += [
             Waypoint(120, found + [0.0, 0.0, 0.08], "y", degrees, OPEN),

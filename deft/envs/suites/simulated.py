@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -47,9 +47,10 @@ class SuiteEnv(gymnasium.Env):
     Either ends the episode at success, as the suite does.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 10}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (declared by Gymnasium)
     video_camera = ""
     """The camera of videos."""
+    action_space: spaces.Box
 
     def __init__(self, suite: Suite, task: str, observation: str, reward: str, render_mode: str | None) -> None:
         check_choice("observation", observation, OBSERVATIONS)
@@ -135,8 +136,8 @@ class SuiteEnv(gymnasium.Env):
 
     def get_state(self) -> dict[str, Any]:
         """Return the present episode as the actions since its start."""
-        shape = (-1, *self.action_space.shape) if self.action_space.shape else (-1,)
-        return {"seed": self._seed, "actions": np.array(self._actions, np.float32).reshape(shape)}
+        actions = np.array(self._actions, np.float32).reshape(-1, *self.action_space.shape)
+        return {"seed": self._seed, "actions": actions}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Play an episode again up to the saved state."""
