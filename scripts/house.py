@@ -22,10 +22,12 @@ MAX_FILE_LINES = 600
 MAX_PARAMETERS = 8
 MAX_PAGE_WORDS = 1500
 ALGORITHM_MODULES = {
-    "ppo", "grpo", "sac", "td3", "cal_ql", "dsrl", "iql", "cql", "td3_bc", "rebrac", "sft", "decision_transformer",
-    "waypoint_ppo",
+    "ppo", "grpo", "sac", "td3", "cal_ql", "dsrl", "iql", "cql", "td3_bc", "rebrac", "fql", "sft",
+    "decision_transformer", "waypoint_ppo",
 }  # fmt: skip
-ALGORITHM_NAMES = {"ppo", "grpo", "sac", "td3", "cal-ql", "dsrl", "iql", "cql", "td3-bc", "rebrac", "dt", "sft"}
+ALGORITHM_NAMES = {
+    "ppo", "grpo", "sac", "td3", "cal-ql", "dsrl", "iql", "cql", "td3-bc", "rebrac", "fql", "fql-online", "dt", "sft",
+}  # fmt: skip
 DIALECT = (
     r"go(?:es|ing)? on\b", r"went on\b", r"tell(?:s|ing)?\b", r"told\b", r"tak(?:e|es|en|ing) over", r"took over",
     r"foresee\w*", r"foresight\w*", r"eyes?\b", r"films?\b", r"shar(?:e|es|ed|ing) out", r"moments\b",

@@ -15,8 +15,8 @@ usage="usage: scripts/train.sh teacher|student|adversarial|all|ALGORITHM [NUM_GP
 phase="${1:-}"
 has_envs=1
 case "$phase" in
-    teacher | student | adversarial | all | ppo | sac | td3 | cal-ql | grpo) shift ;;
-    iql | cql | td3-bc | rebrac | dt | sft) has_envs=0; shift ;;
+    teacher | student | adversarial | all | ppo | sac | td3 | cal-ql | fql-online | grpo) shift ;;
+    iql | cql | td3-bc | rebrac | fql | dt | sft) has_envs=0; shift ;;
     *) echo "$usage" >&2; exit 2 ;;
 esac
 num_gpus=1

@@ -243,7 +243,10 @@ WRONG = [
     ),
     ("train dt --n-head 3", "algorithm.cfg: embed_dim 128 does not divide into n_head 3"),
     ("train td3-bc --expectile 0.7", "--expectile: unknown flag; it is a setting of iql"),
-    ("train ppo --dataset x.hdf5", "--dataset: unknown flag; it is a setting of iql, cql, td3-bc, rebrac, dt, sft"),
+    (
+        "train ppo --dataset x.hdf5",
+        "--dataset: unknown flag; it is a setting of iql, cql, td3-bc, rebrac, fql, dt, sft",
+    ),
     ("train iql --no-normalize-reward", "--no-normalize-reward: unknown flag; it is a setting of ppo, grpo"),
     (
         "train sac --hidden-sizes 32 32",

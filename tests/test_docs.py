@@ -406,7 +406,7 @@ def test_every_metric_of_ppo_is_there(tmp_path: Path) -> None:
     assert logged <= {name for page in pages for name in re.findall(r"`([\w/]+)`", page.read_text())}
 
 
-@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc", "rebrac", "dt"])
+@pytest.mark.parametrize("algorithm", ["iql", "cql", "td3-bc", "rebrac", "fql", "dt"])
 def test_every_metric_of_the_offline_algorithms_is_there(algorithm: str, folder: Path) -> None:
     arguments = ["train", algorithm, "--dataset", "hopper-medium-v2", "--num-epochs", "20", "--output-dir", "run"]
     status, output = run_command(scaled_down([*arguments, "--log-freq", "1", "--eval-freq", "1", "--hidden-dim", "8"]))

@@ -36,6 +36,8 @@ class Algorithm:
     """Whether it can train a policy that another run built, and other algorithms can train its policies."""
     cannot_be_trained: ClassVar[str] = ""
     """Why other algorithms cannot train its policies, as the predicate of a message; empty: they can."""
+    continues: ClassVar[tuple[str, ...]] = ()
+    """Names of other algorithms whose policies it can train although they cannot be trained in general."""
     takes_chunks: ClassVar[bool] = False
     """Whether an algorithm with a replay buffer learns from action chunks as it does from single steps."""
     vla_settings: ClassVar[Mapping[str, Any]] = {}
@@ -44,7 +46,7 @@ class Algorithm:
     """Whether it trains a value function that may read the streams of `critic_observation`."""
     fixed_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that must be those that the weights were trained with, and that no weight's shape shows."""
-    distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = None
+    distribution: ClassVar[Literal["tanh_gaussian", "gaussian", "flow"] | None] = None
     """The action distribution of a new policy, if it needs a particular one."""
     acts: ClassVar[bool] = True
     """Whether what it trains acts; a model that does not is evaluated in no environment."""

@@ -42,7 +42,7 @@ class ActorAlgorithm(OfflineAlgorithm):
         "separate_value": True,
         "normalize_reward": False,
     }
-    distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = "gaussian"
+    distribution: ClassVar[Literal["tanh_gaussian", "gaussian", "flow"] | None] = "gaussian"
     needs_next_observation: bool = True
     """Whether its batches hold the observation that a transition leads to."""
 
@@ -177,15 +177,7 @@ class OffPolicy(ActorAlgorithm):
                 f"policy: {self.name}'s critics need features of the observation; build {type(policy).__name__} with "
                 "separate_value, or give its model the methods `features` and `value_of`"
             )
-        self.critics = Critics(
-            policy.num_members,
-            settings.num_critics,
-            policy.critic_dim,
-            self.critic_action_dim,
-            policy.hidden_sizes,
-            settings.critic_layer_norm,
-            PRECISIONS[settings.precision],
-        ).to(policy.center.device)
+        self.critics = self._make_critics(policy, settings)
         self.critic_optimizer = self._optimizer(self._critic_trains(), settings.learning_rate)
         self._policy_metrics: Metrics = {}  # of the latest policy update, which following critic updates report too
 
@@ -193,6 +185,10 @@ class OffPolicy(ActorAlgorithm):
     def critic_action_dim(self) -> int:
         """Numbers of an action as the critics judge it."""
         return int(self.policy.action_dim)
+
+    def _make_critics(self, policy: Policy, settings: OffPolicySettings) -> Critics:
+        """Critics of features of the policy, on its device."""
+        return new_critics(policy, settings, self.critic_action_dim)
 
     def _critic_trains(self) -> Iterator[nn.Parameter]:
         yield from self.critics.online.parameters()
@@ -341,3 +337,16 @@ class SoftPolicy(OffPolicy):
         if self.settings.alpha != "auto":
             return torch.zeros_like(self.log_alpha)
         return -self.log_alpha * (log_prob.detach() + self.target_entropy).mean(-1)
+
+
+def new_critics(policy: Policy, settings: OffPolicySettings, action_dim: int) -> Critics:
+    """Critics of features of a policy and of actions of a size, on the policy's device."""
+    return Critics(
+        policy.num_members,
+        settings.num_critics,
+        policy.critic_dim,
+        action_dim,
+        policy.hidden_sizes,
+        settings.critic_layer_norm,
+        PRECISIONS[settings.precision],
+    ).to(policy.center.device)

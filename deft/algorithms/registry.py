@@ -11,6 +11,7 @@ from deft.algorithms.cql import CQL
 from deft.algorithms.dagger import DAgger
 from deft.algorithms.decision_transformer import DecisionTransformer
 from deft.algorithms.dsrl import DSRL
+from deft.algorithms.fql import FQL, FQLOnline
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
 from deft.algorithms.offline import OfflineAlgorithm
@@ -30,12 +31,14 @@ ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {
     "cal-ql": CalQL,
     "dsrl": DSRL,
     "dagger": DAgger,
+    "fql-online": FQLOnline,
 }
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
     "cql": CQL,
     "td3-bc": TD3BC,
     "rebrac": ReBRAC,
+    "fql": FQL,
     "dt": DecisionTransformer,
     "sft": SFT,
     "reward-model": RewardModelTraining,

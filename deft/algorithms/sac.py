@@ -37,7 +37,7 @@ class SAC(ReplayLearner, SoftPolicy):
     """
 
     name = "sac"
-    distribution: ClassVar[Literal["tanh_gaussian", "gaussian"] | None] = "tanh_gaussian"
+    distribution: ClassVar[Literal["tanh_gaussian", "gaussian", "flow"] | None] = "tanh_gaussian"
     settings: SACSettings
 
     def __init__(self, policy: Policy, settings: SACSettings | None = None, seed: int = 0) -> None:

@@ -267,6 +267,24 @@ class ReBRACSettings(DelayedSettings, StochasticPolicySettings):
 
 
 @settings
+class FQLSettings(OffPolicySettings):
+    """Flow Q-learning; with `chunk_length` above 1 Q-chunking (QC-FQL, QC)."""
+
+    weight_decay = 0.0
+    critic_layer_norm = True
+    policy_extraction: Literal["distill", "best_of_n"] = "distill"
+    """`distill`: a one-step network near the flow policy maximises Q; `best_of_n`: the best of n samples acts."""
+    alpha: NonNegative = 10.0
+    """Weight of the squared distance between the one-step network and the flow policy (`distill`)."""
+    num_candidates: Several = 32
+    """Samples of the flow policy of which the best acts (`best_of_n`)."""
+    value_aggregation: Literal["mean", "min"] = "mean"
+    """Target of the critics: the mean or the minimum of their values."""
+    normalize_q: Switch = False
+    """Divide the Q value of the policy loss by its mean magnitude in the batch."""
+
+
+@settings
 class ImitationSettings(OfflineSettings, groups.MicroBatchSettings):
     """Settings of the algorithms that imitate actions."""
 
@@ -369,6 +387,11 @@ class TD3Settings(ReplaySettings, DelayedSettings):
 
     exploration_noise: NonNegative = 0.1
     """Standard deviation of the noise on the actions of training, in half ranges of the action space."""
+
+
+@settings
+class FQLOnlineSettings(FQLSettings, ReplaySettings):
+    """Flow Q-learning and Q-chunking in an environment."""
 
 
 @settings
@@ -484,11 +507,13 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "sac": SACSettings,
     "td3": TD3Settings,
     "cal-ql": CalQLSettings,
+    "fql-online": FQLOnlineSettings,
     "dsrl": DSRLSettings,
     "iql": IQLSettings,
     "cql": CQLSettings,
     "td3-bc": TD3BCSettings,
     "rebrac": ReBRACSettings,
+    "fql": FQLSettings,
     "dt": DTSettings,
     "sft": SFTSettings,
     "dagger": DAggerSettings,

@@ -198,8 +198,11 @@ class PolicyConfig:
         default = type(self)()
         return {name for name in setting_names(type(self)) if getattr(self, name) != getattr(default, name)}
 
-    def reject_unused(self, changed: Collection[str]) -> None:
-        """Raise an error if the policy does not use one of the settings that the user changed."""
+    def reject_unused(self, changed: Collection[str], distribution: str | None = None) -> None:
+        """Raise an error if the policy does not use one of the settings that the user changed.
+
+        `distribution` is that of the algorithm, for a policy that names none.
+        """
         uses_hidden_dim = self.HAS_CRITICS or self.name != "actor_critic" or bool(self.critic_observation)
         used = {
             "hidden_sizes": self.name != "actor",
@@ -207,7 +210,9 @@ class PolicyConfig:
             "hidden_dim": uses_hidden_dim,
             "num_layers": uses_hidden_dim,
             "memory_num_layers": self.memory_hidden > 0,
-            **dict.fromkeys(("flow_steps", "flow_noise"), self.name == "actor" and self.distribution == "flow"),
+            **dict.fromkeys(
+                ("flow_steps", "flow_noise"), self.name == "actor" and (self.distribution or distribution) == "flow"
+            ),
         }
         for name in UNUSED:
             if name in changed and not used[name]:

@@ -120,11 +120,11 @@ def _mapping(config: Any, algorithm: str, advice: Mapping[str, str]) -> dict[str
     return mapping
 
 
-@view("ppo", "sac", "grpo", "td3", "cal-ql")
+@view("ppo", "sac", "grpo", "td3", "cal-ql", "fql-online")
 class RLConfig:
     """Online reinforcement learning: the algorithm, its settings, and the run's."""
 
-    algorithm: Literal["ppo", "sac", "grpo", "td3", "cal-ql"] = "ppo"
+    algorithm: Literal["ppo", "sac", "grpo", "td3", "cal-ql", "fql-online"] = "ppo"
     output_dir = "./output/online_rl"
     curriculum: CurriculumConfig | None = None
 

@@ -259,8 +259,8 @@ class ActorCritic(Policy):
         assert config is not None
         if num_members > 1:
             raise InputError(f"num_seeds: distribution '{config.distribution}' is trained one seed at a time; use 1")
-        size = int(np.prod(space.shape or ()))
-        chunks = FlowChunks(config.hidden_dim, 1, size, config.flow_steps, config.flow_noise)
+        size = int(np.prod(space.shape or ())) // config.chunk_length
+        chunks = FlowChunks(config.hidden_dim, config.chunk_length, size, config.flow_steps, config.flow_noise)
         return DenoisingHead(space, chunks, config.hidden_dim)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -410,15 +410,15 @@ class ActorCritic(Policy):
         return self._box_head.rsample(self._actor_output(state), count)
 
     def denoise(self, state: Encoded, noise: Tensor, action_mask: Tensor | None = None) -> Tensor:
-        """Unit actions [B, A] that noise [B, 1, A] leads to; padded dims are 0."""
+        """Unit actions [B, K · A] that noise [B, K, A] leads to; padded dims are 0."""
         unit = self._box_head.denoise(self._actor_output(state)[0], noise)
-        return unit if action_mask is None else unit.masked_fill(~action_mask, 0.0)
+        return unit if action_mask is None else unit.masked_fill(~action_mask.tile(self.chunk_length), 0.0)
 
     def imitation_loss(self, state: Encoded, unit: Tensor) -> Tensor:
         """That of the head: −log π, or the loss of a flow."""
         if self.noise_shape is None:
             return super().imitation_loss(state, unit)
-        return self._box_head.imitation_loss(self._actor_output(state), unit)
+        return self._box_head.imitation_loss(self._actor_output(state), unit, state.step_mask)
 
     def divergence(self, state: Encoded, other: Policy, other_state: Encoded) -> Tensor:
         """Exact between two heads of one kind, else estimated."""

@@ -111,10 +111,9 @@ class DenoisingHead(BoxHead):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         """The end of a chain in the environment's units, its log-prob, and the chain; padded dims are 0."""
         unit, log_prob, sample = self.chunks.draw(output, deterministic, self._real(mask))
-        unit = unit.squeeze(1)
         if mask is not None:
-            unit = unit.masked_fill(~mask, 0.0)
-        return self.from_unit(unit), log_prob - self._log_width(mask), sample
+            unit = unit.masked_fill(~mask.unsqueeze(1), 0.0)
+        return self.from_unit(unit.flatten(1)), log_prob - self._log_width(mask), sample
 
     def score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any = None) -> tuple[Tensor, Tensor]:
         """Log-prob of the stored chain, and its entropy."""
@@ -126,18 +125,19 @@ class DenoisingHead(BoxHead):
         """One token for each step of the chain."""
         return self._score(output, action, mask, sample)[0]
 
-    def imitation_loss(self, output: Tensor, unit: Tensor) -> Tensor:
-        """The loss of the chunks: [members, B] of [members, B, F] and [members, B, A]."""
-        return self.chunks.imitation_loss(output[0], unit[0].unsqueeze(1), None).unsqueeze(0)
+    def imitation_loss(self, output: Tensor, unit: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """The loss of the chunks: [members, B] of [members, B, F] and [members, B, K · A]."""
+        actions = unit[0].unflatten(-1, self.chunks.shape)
+        return self.chunks.imitation_loss(output[0], actions, step_mask).unsqueeze(0)
 
     @property
     def noise_shape(self) -> tuple[int, int] | None:
-        """Shape [1, A] of the noise."""
+        """Shape [K, A] of the noise; K is 1 without chunks."""
         return self.chunks.noise_shape
 
     def denoise(self, output: Tensor, noise: Tensor) -> Tensor:
-        """Unit actions [B, A] that noise [B, 1, A] leads to."""
-        return self.chunks.denoise(output, noise).squeeze(1)
+        """Unit actions [B, K · A] that noise [B, K, A] leads to."""
+        return self.chunks.denoise(output, noise).flatten(1)
 
     def mean(self, output: Tensor) -> Tensor:
         """Raise an error: there is no mean action."""
@@ -160,11 +160,14 @@ class DenoisingHead(BoxHead):
     def _score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
         if sample is None:
             raise InputError("the actions of a policy that denoises have no log-prob of their own: score its chain")
-        return self.chunks.score(output, self.to_unit(action).unsqueeze(1), self._real(mask), sample)
+        unit = self.to_unit(action.flatten(1)).unflatten(-1, self.chunks.shape)
+        return self.chunks.score(output, unit, self._real(mask), sample)
 
     def _log_width(self, mask: Tensor | None) -> Tensor:
-        """Σ log(half width) over the real dims."""
-        return self.width.log().sum() if mask is None else (self.width.log() * mask).sum(-1)
+        """Σ log(half width) over the real dims of all steps."""
+        if mask is None:
+            return self.width.log().sum()
+        return (self.width.log() * mask.tile(self.chunks.shape[0])).sum(-1)
 
     def _real(self, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else mask.unsqueeze(1)

@@ -57,7 +57,7 @@ class ActionHead(nn.Module):
 
     @property
     def noise_shape(self) -> tuple[int, int] | None:
-        """Shape [1, A] of the noise that `denoise` starts from; None for heads that do not start from noise."""
+        """Shape [K, A] of the noise that `denoise` starts from; None for heads that do not start from noise."""
         return None
 
 
@@ -82,12 +82,12 @@ class BoxHead(ActionHead, ActionScale):
         mean, log_std = self.gaussian(output)
         return gaussian_log_prob((unit - mean) * torch.exp(-log_std), log_std)
 
-    def imitation_loss(self, output: Tensor, unit: Tensor) -> Tensor:
-        """The loss of behaviour cloning, [members, B]."""
+    def imitation_loss(self, output: Tensor, unit: Tensor, step_mask: Tensor | None = None) -> Tensor:
+        """The loss of behaviour cloning, [members, B]; `step_mask` [B, K]: which steps of chunks are real."""
         return -self.log_prob(output, unit)
 
     def denoise(self, output: Tensor, noise: Tensor) -> Tensor:
-        """Unit actions [B, A] that noise [B, 1, A] leads to."""
+        """Unit actions [B, K · A] that noise [B, K, A] leads to."""
         raise InputError(f"{type(self).__name__} does not start from noise")
 
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -22,12 +21,12 @@ from deft.errors import InputError
 from deft.models.distributions import TanhGaussianHead
 from deft.models.mlp import BatchedMLP
 from deft.models.policy import Encoded, Policy
+from deft.models.wrapping import WrappingPolicy
 
 log = logging.getLogger(__name__)
-BASE = "base."  # prefix of the weights of the frozen policy
 
 
-class NoisePolicy(Policy):
+class NoisePolicy(WrappingPolicy):
     """a = f(s, w) with w = b · tanh(x), x ~ N(μ(z), σ(z)²): f denoises w without further random values.
 
     z are the features that the frozen policy acts on, or those of the critics' encoder where it exposes none; b is
@@ -35,7 +34,6 @@ class NoisePolicy(Policy):
     the bound. With `shared_noise` all steps of a chunk start from the same noise. Log-probs are those of w.
     """
 
-    is_continuous = True
     reward_scale: Tensor
 
     def __init__(self, base: Policy, noise_bound: float = 1.5, shared_noise: bool = False) -> None:
@@ -45,10 +43,7 @@ class NoisePolicy(Policy):
                 f"policy: dsrl selects the noise of a policy that denoises, and {type(base).__name__} does not here; "
                 "give --model_path a run of sft with --distribution flow, vla-tiny with head=flow, or pi0"
             )
-        self.base = base.requires_grad_(False).eval()
-        self.policy_config = base.policy_config
-        self.chunk_length, self.streams, self.hidden_sizes = base.chunk_length, base.streams, base.hidden_sizes
-        self.action_dim, self.feature_dim = base.action_dim, base.feature_dim
+        self.wrap(base.requires_grad_(False).eval())
         length, size = base.noise_shape
         self.steered_shape = (1 if shared_noise else length, size)
         self.noise_dim = self.steered_shape[0] * size
@@ -91,10 +86,6 @@ class NoisePolicy(Policy):
         if self._has_own_encoder():
             self.base.observe_value(td)
 
-    def freeze_statistics(self) -> None:
-        """Freeze those of the frozen policy."""
-        self.base.freeze_statistics()
-
     # -- for the algorithm ---------------------------------------------------------------------------------------------
 
     def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
@@ -117,27 +108,6 @@ class NoisePolicy(Policy):
         """The unit action that the most likely noise leads to, [1, B, A]; without a gradient."""
         return self.denoise_unit(state, self.head.mean(self._output(state))[0]).unsqueeze(0)
 
-    @property
-    def center(self) -> Tensor:
-        """Centre of the action range."""
-        return self.base.center
-
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Actions in the environment's units as unit actions of the frozen policy."""
-        return self.base.to_unit(action)
-
-    def from_unit(self, unit: Tensor) -> Tensor:
-        """Unit actions as actions in the environment's units."""
-        return self.base.from_unit(unit)
-
-    def check_box(self, space: gymnasium.Space) -> None:
-        """Compare the action range of the frozen policy with an environment's."""
-        self.base.check_box(space)
-
-    def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
-        """Return how the action range differs from a Box."""
-        return self.base.misfit(space, None if weights is None else _base_weights(weights))
-
     def actor_parameters(self) -> Iterator[nn.Parameter]:
         """The network that selects the noise."""
         yield from self.actor.parameters()
@@ -153,20 +123,13 @@ class NoisePolicy(Policy):
 
     def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of such a policy, or those of a policy to freeze with the network's own."""
-        base = {BASE + name: value for name, value in self.base.complete_weights(_base_weights(weights)).items()}
-        if any(name.startswith(BASE) for name in weights):
-            return base | {name: value for name, value in weights.items() if not name.startswith(BASE)}
-        log.info("the policy is frozen; the network that selects its noise starts from new weights")
-        return base | {name: value for name, value in self.state_dict().items() if not name.startswith(BASE)}
+        completed, is_alone = self.with_base_weights(weights)
+        if is_alone:
+            log.info("the policy is frozen; the network that selects its noise starts from new weights")
+        return completed
 
     def _has_own_encoder(self) -> bool:
         return any(True for _ in self.encoder_parameters())
 
     def _output(self, state: Encoded) -> Tensor:
         return self.actor(state.features.detach())
-
-
-def _base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the frozen policy: those inside the weights of a `NoisePolicy`, or all of another policy."""
-    inside = {name.removeprefix(BASE): value for name, value in weights.items() if name.startswith(BASE)}
-    return inside or dict(weights)

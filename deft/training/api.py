@@ -177,6 +177,12 @@ class CalQLTrainer(OnlineTrainer):
     algorithm_name = "cal-ql"
 
 
+class FQLOnlineTrainer(OnlineTrainer):
+    """Flow Q-learning and Q-chunking in an environment."""
+
+    algorithm_name = "fql-online"
+
+
 class OfflineRLTrainer(_PolicyTrainer):
     """Trains a policy on a dataset.
 
@@ -329,6 +335,13 @@ class ReBRACTrainer(OfflineRLTrainer):
 
     algorithm_name = "rebrac"
     main_settings = ("policy_bc_coef", "critic_bc_coef")
+
+
+class FQLTrainer(OfflineRLTrainer):
+    """Flow Q-learning; main settings `alpha`, `policy_extraction`."""
+
+    algorithm_name = "fql"
+    main_settings = ("alpha", "policy_extraction")
 
 
 class SFTTrainer(OfflineRLTrainer):

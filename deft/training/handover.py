@@ -32,7 +32,7 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
     """
     used = _with_policy_section(config, policy, resume_from)
     if policy is None and resume_from is None:
-        used.policy.reject_unused(config.policy.changed())
+        used.policy.reject_unused(config.policy.changed(), ALGORITHMS[config.algorithm.name].distribution)
     return used
 
 
@@ -78,7 +78,8 @@ def _for_algorithm(config: RunConfig | OfflineRunConfig, section: dict[str, Any]
 
 def _check_source(config: RunConfig | OfflineRunConfig, source: RunConfig | OfflineRunConfig) -> None:
     reason = ALGORITHMS[source.algorithm.name].cannot_be_trained
-    if reason and source.algorithm.name != config.algorithm.name:
+    own = config.algorithm.name
+    if reason and source.algorithm.name not in (own, *ALGORITHMS[own].continues):
         raise InputError(
             f"model_path: a {source.algorithm.name} policy {reason} and cannot be trained with "
             f"{config.algorithm.name}; start from a run of iql, cql, td3-bc, rebrac or sft"

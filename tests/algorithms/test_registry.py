@@ -24,7 +24,7 @@ def test_declarations_name_fields_that_exist(name):
 def test_what_the_algorithms_declare():
     # Algorithms with critics need actions in [-1, 1], a value network and unscaled rewards; PPO and GRPO need none.
     assert {name for name, kind in ALGORITHMS.items() if kind.vla_settings} == {
-        "sac", "td3", "cal-ql", "dsrl", "iql", "cql", "td3-bc", "rebrac", "sft",
+        "sac", "td3", "cal-ql", "dsrl", "iql", "cql", "td3-bc", "rebrac", "fql", "fql-online", "sft",
     }  # fmt: skip
     assert [name for name, kind in ALGORITHMS.items() if not kind.exchanges_policies] == ["dt"]
     assert ALGORITHMS["dt"].fixed_settings == ("n_head",)

@@ -70,7 +70,7 @@ OTHER_VALUES = {
     tuple: lambda value: (32,),
     dict: lambda value: {"size": 5},
 }
-PATHS = {name: flat_paths(RLConfig, name) for name in ("ppo", "sac", "grpo", "td3", "cal-ql")}
+PATHS = {name: flat_paths(RLConfig, name) for name in ("ppo", "sac", "grpo", "td3", "cal-ql", "fql-online")}
 REACHABLE = {
     name: {path: {known for known, at in paths.items() if at == path} for path in paths.values()}
     for name, paths in PATHS.items()
@@ -100,7 +100,7 @@ def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
     assert value_at(after, paths[0]) == (list(value) if isinstance(value, tuple) else value)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "sac", "grpo", "td3", "cal-ql"])
+@pytest.mark.parametrize("algorithm", ["ppo", "sac", "grpo", "td3", "cal-ql", "fql-online"])
 def test_every_setting_of_an_algorithm_has_a_flat_name(algorithm: str) -> None:
     names = set(setting_names(RLConfig))
     own = {path: known for path, known in REACHABLE[algorithm].items() if path.startswith("algorithm.cfg.")}
@@ -153,7 +153,10 @@ def test_the_names_of_the_documents_map_to_their_settings() -> None:
     [
         ({"total_timestep": 5}, "total_timestep: unknown setting; did you mean 'total_timesteps'?"),
         ({"ppo_epochs": 0}, "ppo_epochs: 0 is out of range; must be at least 1"),
-        ({"algorithm": "dqn"}, "algorithm: 'dqn' is not allowed; one of 'ppo', 'sac', 'grpo', 'td3', 'cal-ql'"),
+        (
+            {"algorithm": "dqn"},
+            "algorithm: 'dqn' is not allowed; one of 'ppo', 'sac', 'grpo', 'td3', 'cal-ql', 'fql-online'",
+        ),
     ],
 )
 def test_wrong_values_raise_an_error_in_one_line(values: dict[str, object], line: str) -> None:

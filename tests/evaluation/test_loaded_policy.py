@@ -75,6 +75,7 @@ RUNS = {
     "cql": ["cql", *OFFLINE, "--dataset", "vector-v0", "--num-seeds", 2],
     "td3-bc": ["td3-bc", *OFFLINE, "--dataset", "vector-v0"],
     "rebrac": ["rebrac", *OFFLINE, "--dataset", "vector-v0"],
+    "qc": ["fql", *OFFLINE, "--dataset", "vector-v0", "--chunk-length", 3, "--policy-extraction", "best_of_n"],
     "dt": ["dt", *OFFLINE, "--dataset", "vector-v0", "--context-length", 4, "--embed-dim", 16, "--target-return", 2, 9],
     "sft-vla-chunks": ["sft", *OFFLINE, *SEEN, *TINY, "--chunk-length", 3, "--dataset", "seen-v0"],
     "sft-vla-flow": ["sft", *OFFLINE, *SEEN, *TINY, "head=flow", "--chunk-length", 2, "--dataset", "seen-v0"],

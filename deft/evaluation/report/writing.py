@@ -33,6 +33,8 @@ NAMES = {
     "td3-bc": "TD3+BC",
     "rebrac": "ReBRAC",
     "cal-ql": "Cal-QL",
+    "fql": "FQL",
+    "fql-online": "FQL online",
     "waypoint-sft": "waypoint SFT",
 }
 
