@@ -39,6 +39,8 @@ class AlgorithmSettings(groups.DiscountSettings):
 
     LEARNS_FROM: ClassVar[Source] = "rollouts"
     """Source of the training data: rollouts, a replay buffer or an expert's labels in an environment, or a dataset."""
+    DENOISES: ClassVar[bool] = False
+    """Whether its policies denoise (`distribution: flow`) if nothing else is given."""
 
     @property
     def envs_per_group(self) -> int:
@@ -269,6 +271,8 @@ class ReBRACSettings(DelayedSettings, StochasticPolicySettings):
 @settings
 class FQLSettings(OffPolicySettings):
     """Flow Q-learning; with `chunk_length` above 1 Q-chunking (QC-FQL, QC)."""
+
+    DENOISES: ClassVar[bool] = True
 
     weight_decay = 0.0
     critic_layer_norm = True

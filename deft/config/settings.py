@@ -198,21 +198,17 @@ class PolicyConfig:
         default = type(self)()
         return {name for name in setting_names(type(self)) if getattr(self, name) != getattr(default, name)}
 
-    def reject_unused(self, changed: Collection[str], distribution: str | None = None) -> None:
-        """Raise an error if the policy does not use one of the settings that the user changed.
-
-        `distribution` is that of the algorithm, for a policy that names none.
-        """
+    def reject_unused(self, changed: Collection[str], algorithm: AlgorithmSettings) -> None:
+        """Raise an error if the policy of this algorithm does not use one of the settings that the user changed."""
         uses_hidden_dim = self.HAS_CRITICS or self.name != "actor_critic" or bool(self.critic_observation)
+        denoises = self.distribution == "flow" or (self.distribution is None and algorithm.DENOISES)
         used = {
             "hidden_sizes": self.name != "actor",
             "activation": self.name == "actor_critic",
             "hidden_dim": uses_hidden_dim,
             "num_layers": uses_hidden_dim,
             "memory_num_layers": self.memory_hidden > 0,
-            **dict.fromkeys(
-                ("flow_steps", "flow_noise"), self.name == "actor" and (self.distribution or distribution) == "flow"
-            ),
+            **dict.fromkeys(("flow_steps", "flow_noise"), self.name == "actor" and denoises),
         }
         for name in UNUSED:
             if name in changed and not used[name]:

@@ -156,7 +156,7 @@ def _parse_run(algorithm: str, flags: Sequence[str], source: Path | None) -> tup
     )
     config = parsed.config
     if not (config.model_path or config.resume or config.auto_resume):  # else another run decides the kind of policy
-        config.policy.reject_unused(config.policy.changed())
+        config.policy.reject_unused(config.policy.changed(), config.algorithm.cfg)
     return config, parsed.as_json
 
 

@@ -32,7 +32,7 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
     """
     used = _with_policy_section(config, policy, resume_from)
     if policy is None and resume_from is None:
-        used.policy.reject_unused(config.policy.changed(), ALGORITHMS[config.algorithm.name].distribution)
+        used.policy.reject_unused(config.policy.changed(), config.algorithm.cfg)
     return used
 
 

@@ -61,7 +61,7 @@ def test_constructors_raise_an_error_of_one_line(make: object, line: str) -> Non
 )
 def test_settings_that_the_policy_uses_are_accepted(algorithm: str, policy: dict[str, object]) -> None:
     config = resolve({"algorithm": algorithm, "policy": policy})
-    config.policy.reject_unused(config.policy.changed())
+    config.policy.reject_unused(config.policy.changed(), config.algorithm.cfg)
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,4 @@ def test_settings_that_the_policy_does_not_use_raise_an_error(
     (name,) = policy
     config = resolve({"algorithm": algorithm, "policy": policy})  # files of earlier runs may hold such settings
     with pytest.raises(InputError, match=rf"^policy\.{name}: .* has no effect: .*; {advice}$"):
-        config.policy.reject_unused(config.policy.changed())
+        config.policy.reject_unused(config.policy.changed(), config.algorithm.cfg)
