@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deft.config.command_settings import CompareRunsConfig
 from deft.config.loading import load_config, replace
 from deft.config.output_base import output_base
 from deft.config.rl_yaml import read_phase_config
-from deft.config.settings import CompareRunsConfig
 from deft.errors import DeftError
 from deft.evaluation.compare import compare_runs
 from deft.evaluation.evaluate import evaluate_run

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from deft import trust
-from deft.config.settings import CompareRunsConfig, EnvConfig
+from deft.config.command_settings import CompareRunsConfig
+from deft.config.settings import EnvConfig
 from deft.envs.make import full_id, make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deft import trust
-from deft.config.settings import PlayConfig
+from deft.config.command_settings import PlayConfig
 from deft.envs.make import make_env, wrap
 from deft.envs.wrappers import Captions
 from deft.evaluation.evaluate import env_of_run, find_run, load_policy, merge_env_kwargs

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deft import trust
-from deft.config.settings import EnvConfig, EvaluateConfig
+from deft.config.command_settings import EvaluateConfig
+from deft.config.settings import EnvConfig
 from deft.config.suite_settings import SuiteCheckConfig, SuiteInstallConfig
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.suites import SUITES, Suite, find_suite, suite_of

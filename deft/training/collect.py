@@ -14,8 +14,9 @@ from gymnasium import spaces
 
 from deft import trust
 from deft.config.algorithm_settings import DTSettings
+from deft.config.command_settings import CollectConfig
 from deft.config.loading import AnyRunConfig
-from deft.config.settings import CollectConfig, EnvConfig
+from deft.config.settings import EnvConfig
 from deft.data.datasets.dataset import Episode
 from deft.data.datasets.minari import MinariFiles
 from deft.data.recording import Recording, environment_details

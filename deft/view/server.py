@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deft.config.settings import ViewConfig
+from deft.config.command_settings import ViewConfig
 from deft.errors import InputError
 from deft.ownership import record
 from deft.runs import live

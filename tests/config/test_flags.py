@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
+from deft.config.command_settings import EvaluateConfig
 from deft.config.flags import class_flags, run_flags
 from deft.config.loading import setting_paths
-from deft.config.settings import EvaluateConfig
 from deft.config.validation import Count, settings
 from deft.config.waypoint_settings import PPOConfig, WaypointSFTConfig
 

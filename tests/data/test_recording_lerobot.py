@@ -9,7 +9,7 @@ import pytest
 from faults import dies_after, small_disk
 from gymnasium import spaces
 
-from deft.config.settings import CollectConfig
+from deft.config.command_settings import CollectConfig
 from deft.data import recording_lerobot
 from deft.data.datasets import Episode, load_dataset
 from deft.data.recording import Recording

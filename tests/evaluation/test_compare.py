@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from deft import cli
-from deft.config.settings import CompareRunsConfig, EnvConfig
+from deft.config.command_settings import CompareRunsConfig
+from deft.config.settings import EnvConfig
 from deft.envs.make import SHORT_NAMES
 from deft.envs.vector import Episode
 from deft.errors import InputError

@@ -9,7 +9,8 @@ import pytest
 
 from deft import PPOTrainer, RLConfig
 from deft.cli import main
-from deft.config.settings import CompareRunsConfig, EnvConfig, PlayConfig, RunConfig
+from deft.config.command_settings import CompareRunsConfig, PlayConfig
+from deft.config.settings import EnvConfig, RunConfig
 from deft.envs.make import make_vector_env
 from deft.errors import InputError
 from deft.evaluation.compare import compare_runs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deft.cli import main
-from deft.config.settings import PlayConfig
+from deft.config.command_settings import PlayConfig
 from deft.envs.wrappers import CAPTION_HEIGHT
 from deft.errors import InputError
 from deft.evaluation.play import play

@@ -15,8 +15,8 @@ from worlds import Counting
 
 from deft import PPOTrainer, RLConfig
 from deft.cli import main
+from deft.config.command_settings import CollectConfig
 from deft.config.loading import resolve
-from deft.config.settings import CollectConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.minari import MinariFiles
 from deft.data.recording import Recording

@@ -13,8 +13,9 @@ from vla_worlds import PointToColour
 
 from deft import PPO, Trainer, schema
 from deft.config.algorithm_settings import PPOSettings
+from deft.config.command_settings import CollectConfig
 from deft.config.loading import resolve, to_dict, write_config
-from deft.config.settings import CollectConfig, LoggingConfig
+from deft.config.settings import LoggingConfig
 from deft.data.datasets import load_dataset
 from deft.data.datasets.dataset import Dataset, Episode
 from deft.envs.make import wrap
