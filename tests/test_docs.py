@@ -150,7 +150,8 @@ def scaled_down(arguments: list[str]) -> list[str]:
     arguments = with_flag(arguments, "total-timesteps", fewer_steps(total), "num-iterations")
     if num_envs > 8:
         arguments = with_flag(arguments, "num-envs", "8")  # every group size of the pages divides it
-    if algorithm_settings.ALGORITHM_SETTINGS[arguments[1]].LEARNS_FROM == "replay":
+    named = algorithm_settings.ALGORITHM_SETTINGS.get(arguments[1])  # none with --resume or --config alone
+    if named is not None and named.LEARNS_FROM == "replay":
         arguments = with_flag(arguments, "total-timesteps", str(min(200, int(fewer_steps(total)))))
         arguments = with_flag(arguments, "learning-starts", "60")
         arguments = with_flag(arguments, "eval-episodes", "1")

@@ -131,7 +131,7 @@ def group_table(groups: Sequence[Group]) -> str:
         row += [duration(sum(seconds) / len(seconds)) if seconds else None]
         rows.append([*row, f"{sum(rates) / len(rates):,.4g}" if rates else None])
     heads = [f"{name}, {source}" for name, source in names]
-    unit = groups[0].first.unit if len({group.first.unit for group in groups}) == 1 else "steps"
+    unit = " or ".join(dict.fromkeys(group.first.unit for group in groups))
     return table(["", "seeds", "status", f"at {unit}", *heads, "time", f"{unit} a second"], rows)
 
 
@@ -373,7 +373,8 @@ def reproduction(groups: Sequence[Group]) -> str:
     sessions = [(run, session) for run in runs for session in run.sessions]
     if sessions:
         described = [_session(run, session) for run, session in sessions]
-        rows_of = {name: [one[name] for one in described] for name in described[0]}
+        names = dict.fromkeys(name for one in described for name in one)  # runs may count steps and updates
+        rows_of = {name: [one.get(name) for one in described] for name in names}
         heads = ["", *(run.name for run, _ in sessions)]
         parts.append(table(heads, [[name, *values] for name, values in rows_of.items()], "facts"))
     return "".join(parts)

@@ -144,6 +144,17 @@ def test_runs_of_unequal_length_are_compared_at_the_last_step_that_all_have_reac
     assert path.read_text().count('class="dot c1"') == 2
 
 
+def test_runs_that_count_steps_and_runs_that_count_updates_stand_side_by_side(tmp_path):
+    """As in a comparison of SFT with PPO."""
+    runs = [write_run(tmp_path / "ppo"), write_run(tmp_path / "sft", learning_rate=0.1)]
+    record = json.loads((file := runs[1] / "run.json").read_text())
+    file.write_text(json.dumps(record | {"unit": "updates"}))
+    text = parsed(write_report(runs, tmp_path / "both.html")).text
+    assert "steps or updates a second" in text
+    assert "steps 0 to 30 – " in text  # in the columns of `ppo` and `sft`
+    assert "updates – 0 to 30" in text
+
+
 def test_every_run_has_its_commands(tmp_path):
     runs = [write_run(tmp_path / f"ppo_{seed}", seed) for seed in (1, 2)]
     page = parsed(write_report(runs, tmp_path / "all.html"))
