@@ -29,6 +29,7 @@ NOISE = "noise"  # [B, K, A], in `sample` of a flow policy: its initial noise, g
 CHAIN = "chain"  # [B, S + 1, K, A], in `sample` of a flow policy: its denoising chain from noise to the action
 TOKENS = "tokens"  # int64 [B, K · A], in `sample` of a policy with action tokens: the sampled tokens
 EXPERT_ACTION = "expert_action"  # [B, A]: what an expert would have done here; `action` is what was executed
+# The key `advantage` is also a stream of observations: the indicator of `deft.models.advantage`, [B, 1] in {1, −1, 0}.
 INTERVENTION = "intervention"  # bool [B]: whether an expert decided the executed action
 BASE_ACTION = "base_action"  # [B, K · A], in `sample` of a residual policy: the unit action of the frozen policy
 BEFORE_TANH = "before_tanh"  # [B, K · A], in `sample` of a squashed Gaussian: the sample before tanh

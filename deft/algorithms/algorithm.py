@@ -44,6 +44,8 @@ class Algorithm:
     """Fields of `PolicyConfig` that it requires of a VLA policy from another run."""
     reads_critic_observation: ClassVar[bool] = False
     """Whether it trains a value function that may read the streams of `critic_observation`."""
+    policy_settings: ClassVar[Mapping[str, Any]] = {}
+    """Sections of `PolicyConfig` that it requires of every policy, if they are not given."""
     fixed_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that must be those that the weights were trained with, and that no weight's shape shows."""
     distribution: ClassVar[Literal["tanh_gaussian", "gaussian", "flow"] | None] = None

@@ -38,8 +38,4 @@ class DAgger(SFT):
 
     def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
         """One step on each batch of the round; the metrics of the last one."""
-        metrics: Metrics = {}
-        for batch in batches:
-            self.schedule()
-            metrics = self.step(batch)
-        return metrics
+        return self._update_all(batches)

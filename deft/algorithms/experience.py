@@ -91,9 +91,10 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Batches of all states visited so far, with the actions that the environment's scripted expert would take there.
+    """Batches of all steps so far, with the actions that the environment's scripted expert would take there.
 
-    The environments take single steps. In each decision of the policy, a chunk of its steps, the expert acts instead
+    Without an expert, the policy acts alone, and whole episodes are learned from. The environments take single steps.
+    In each decision of the policy, a chunk of its steps, the expert acts instead
     with the probability initial_beta · beta^round.
     """
 
@@ -108,7 +109,9 @@ class Labels:
     prior_data: str | None = None
     """A dataset whose episodes are among the labels from the start."""
     record: bool = True
-    """Write the labelled episodes as a dataset at the end."""
+    """Write the episodes as a dataset at the end."""
+    has_expert: bool = True
+    """Whether the environment's expert labels steps, and acts in some."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from deft.algorithms.iql import IQL
 from deft.algorithms.offline import OfflineAlgorithm
 from deft.algorithms.ppo import PPO
 from deft.algorithms.rebrac import ReBRAC
+from deft.algorithms.recap import Recap, RecapOffline
 from deft.algorithms.reward_model import RewardModelTraining
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
@@ -32,6 +33,7 @@ ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {
     "dsrl": DSRL,
     "dagger": DAgger,
     "fql-online": FQLOnline,
+    "recap": Recap,
 }
 OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "iql": IQL,
@@ -42,6 +44,7 @@ OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "dt": DecisionTransformer,
     "sft": SFT,
     "reward-model": RewardModelTraining,
+    "recap-offline": RecapOffline,
 }
 # A view of both, so that an algorithm added to either is found here.
 ALGORITHMS: Mapping[str, type[Algorithm]] = ChainMap(ONLINE_ALGORITHMS, OFFLINE_ALGORITHMS)  # type: ignore[arg-type]

@@ -34,6 +34,19 @@ class SFT(ActorAlgorithm):
         yield from self.policy.actor_parameters()
         yield from self.policy.encoder_parameters()
 
+    @property
+    def imitator(self) -> Policy:
+        """The policy that a step trains."""
+        return self.policy
+
+    def _update_all(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
+        """One step on each of several batches; the metrics of the last one."""
+        metrics: Metrics = {}
+        for batch in batches:
+            self.schedule()
+            metrics = self.step(batch)
+        return metrics
+
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         action = self._unit_action(batch)
         observation, mask = augment(batch[schema.OBSERVATION], self.settings.augment), batch.get(schema.STEP_MASK)
@@ -45,7 +58,7 @@ class SFT(ActorAlgorithm):
             rows = slice(*(action.shape[1] * place // count for place in (number, number + 1)))
             share = (rows.stop - rows.start) / action.shape[1]
             part = None if mask is None else _rows(mask, rows, axis)
-            losses = self.policy.imitation(_rows(observation, rows, axis), action[:, rows], part, self.settings.loss)
+            losses = self.imitator.imitation(_rows(observation, rows, axis), action[:, rows], part, self.settings.loss)
             backward(losses["bc_loss"].sum() * share, self.actor_optimizer, accumulate=number > 0)
             for name, value in losses.items():
                 metrics[name] = metrics.get(name, 0.0) + value.detach().mean() * share

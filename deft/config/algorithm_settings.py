@@ -335,6 +335,36 @@ class DAggerSettings(ImitationSettings):
 
 
 @settings
+class RecapOfflineSettings(ImitationSettings):
+    """RECAP on a dataset: a policy conditioned on whether an action was an improvement."""
+
+    positive_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    """Fraction of the transitions with the largest advantages that are labelled as improvements."""
+    indicator_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Probability of training without the indicator, for the policy without condition (guidance)."""
+    advantage: Literal["return", "step"] = "return"
+    """Advantage: recorded return − V, or reward + γ V − V over one decision of the policy."""
+    value_warmup: NonNegativeInt = 200
+    """Updates at the start that train only V."""
+    value_learning_rate: Positive | None = None
+    """Learning rate of V; None: `learning_rate`."""
+
+
+@settings
+class RecapSettings(RecapOfflineSettings):
+    """RECAP: rounds of collecting episodes, labelling them with V, and conditioned imitation."""
+
+    LEARNS_FROM = "labels"
+
+    updates_per_round: Count = 200
+    """Gradient updates on all data after each round of `rollout_steps`."""
+    prior_data: str | None = None
+    """Add the episodes of this dataset to the data from the start."""
+    record: Switch = True
+    """Write the collected episodes as a dataset into the run directory at the end (extra `data`)."""
+
+
+@settings
 class RewardModelSettings(OfflineSettings):
     """Reward model: a classifier of frames that show success."""
 
@@ -522,4 +552,6 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "sft": SFTSettings,
     "dagger": DAggerSettings,
     "reward-model": RewardModelSettings,
+    "recap": RecapSettings,
+    "recap-offline": RecapOfflineSettings,
 }

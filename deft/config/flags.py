@@ -51,6 +51,7 @@ _NAMES = {
     "policy.vla_config.model_class": "vla_model_class",
     "policy.vla_config.model_path": "vla_model_path",
     "policy.vla_config.model_config": "vla_model_config",
+    "policy.advantage.guidance": "guidance",
     "reward_model.path": "reward_model",
     "reward_model.output": "reward_model_output",
     "reward_model.threshold": "reward_model_threshold",
@@ -66,7 +67,16 @@ OPPOSITES = {"deterministic": "stochastic", "eval_deterministic": "eval_stochast
 CODE_NAMES = ("env.id", "env.kwargs", MODEL_CLASS, "cluster.ray_address", "ray_address", "environment")
 """Flags that may name code; a name on the command line is the user's own (`deft.trust`)."""
 _SECTION_ORDER = (
-    *("dataset", "env", "env.curriculum", "algorithm.cfg", "policy", "policy.vla_config", "policy.residual"),
+    *(
+        "dataset",
+        "env",
+        "env.curriculum",
+        "algorithm.cfg",
+        "policy",
+        "policy.vla_config",
+        "policy.residual",
+        "policy.advantage",
+    ),
     *("reward_model", "trainer", "cluster", "logging", ""),
 )
 

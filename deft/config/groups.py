@@ -329,3 +329,11 @@ class RewardModelConfig:
     """Probability above which a frame shows success."""
     terminates: Switch = False
     """Let a predicted success end the episode for the learner; the environment is not reset."""
+
+
+@settings
+class AdvantageConfig:
+    """Condition the policy on an indicator of whether an action is an improvement (recap)."""
+
+    guidance: NonNegative = 1.0
+    """Weight of the indicator when acting: 1 acts as conditioned, more exaggerates it (classifier-free guidance)."""

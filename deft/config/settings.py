@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.fields import setting_names
 from deft.config.groups import (
+    AdvantageConfig,
     CurriculumConfig,
     ProgressSettings,
     RewardModelConfig,
@@ -165,6 +166,8 @@ class PolicyConfig:
     """The VLA model, for `name: vla`."""
     residual: ResidualConfig | None = None
     """Freeze the policy of `model_path` and train a bounded correction of its actions; None: train the policy."""
+    advantage: AdvantageConfig | None = None
+    """Condition the policy on an advantage indicator; recap sets it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -25,7 +25,7 @@ View = TypeVar("View")
 OFFLINE = [name for name, cls in ALGORITHM_SETTINGS.items() if cls.LEARNS_FROM == "dataset"]
 # What a trainer gets in another way: environment, dataset, policy and model.
 ELSEWHERE = ("env.id", "policy.name", "policy.action_dim", "policy.unit_actions", "policy.separate_value", "fsdp")
-ELSEWHERE_SECTIONS = ("env.curriculum.", "policy.vla_config.", "policy.residual.", "reward_model.")
+ELSEWHERE_SECTIONS = ("env.curriculum.", "policy.vla_config.", "policy.residual.", "policy.advantage.", "reward_model.")
 NOT_OFFLINE = {  # of the environment, of the dataset's loader, and of policies that learn in an environment
     *("env_kwargs", "max_episode_steps", "dataset", "dataset_options", "download", "reference_returns"),
     *("hidden_sizes", "activation", "distribution", "memory_hidden", "memory_num_layers"),

@@ -51,6 +51,7 @@ class LabelledSteps:
         self.episodes: list[Episode] = []
         """Whole episodes and parts of them, in the order of the environments within a round."""
         self._rows: list[dict[Key, np.ndarray]] = []
+        self._first: list[int] = []  # of each environment: its first row that is in no episode yet
 
     def write(self, row: Row) -> None:
         """Store one step of all environments; steps outside `schema.STEP_MASK` were lost with their episode."""
@@ -58,16 +59,21 @@ class LabelledSteps:
         arrays = {key: to_numpy(value) if isinstance(value, Tensor) else value for key, value in row.items()}
         self._rows.append({key: np.array(value) for key, value in arrays.items()})
 
-    def cut(self) -> list[Episode]:
-        """End the episodes under way here, and return those of all steps since the last call."""
-        rows, self._rows = self._rows, []
-        if not rows:
-            return []
-        found = [
-            self._episode(rows, env, first, last)
-            for env in range(len(rows[0][schema.ACTION]))
-            for first, last in _segments(rows, env)
-        ]
+    def cut(self, whole: bool = False) -> list[Episode]:
+        """End the episodes under way here, and return those of all steps since the last call.
+
+        With `whole`, episodes under way are left for later calls.
+        """
+        rows, found = self._rows, []
+        starts = self._first or [0] * (len(rows[0][schema.ACTION]) if rows else 0)
+        for env, start in enumerate(starts):
+            for first, last in _segments(rows, env, start, whole):
+                found.append(self._episode(rows, env, first, last))
+                starts[env] = last + 1
+            if not whole:
+                starts[env] = len(rows)
+        used = min(starts, default=0)
+        self._rows, self._first = rows[used:], [start - used for start in starts]
         self.episodes += found
         return found
 
@@ -75,7 +81,7 @@ class LabelledSteps:
         """The steps first … last of an environment."""
         steps = rows[first : last + 1]
         observation = _observations(steps, env)
-        columns = {name: np.stack([row[key][env] for row in steps]) for name, key in FIELDS.items()}
+        columns = {name: np.stack([row[key][env] for row in steps]) for name, key in FIELDS.items() if key in steps[0]}
         columns["truncated"][-1] |= not columns["terminated"][-1]  # cut here, where it has not ended
         columns["reward"] = columns["reward"].astype(np.float32)
         return Episode(observation, **columns)
@@ -86,14 +92,15 @@ class LabelledSteps:
         if self.episodes:
             names = self.episodes[0].streams
             whole["streams"] = {name: _joined([one.streams[name] for one in self.episodes]) for name in names}
-            whole["columns"] = {name: _joined([getattr(one, name) for one in self.episodes]) for name in FIELDS}
+            fields = [name for name in FIELDS if vars(self.episodes[0])[name] is not None]
+            whole["columns"] = {name: _joined([vars(one)[name] for one in self.episodes]) for name in fields}
         rows = [[(key, torch.from_numpy(value)) for key, value in row.items()] for row in self._rows]
-        return {"episodes": whole, "rows": rows}
+        return {"episodes": whole, "rows": rows, "first": list(self._first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self._rows = [{key: value.numpy() for key, value in row} for row in state["rows"]]
-        self.episodes = []
+        self._first, self.episodes = list(state["first"]), []
         whole, start = state["episodes"], 0
         for number, length in enumerate(whole["lengths"]):
             rows = slice(start + number, start + number + length + 1)  # an episode has one more observation
@@ -103,12 +110,13 @@ class LabelledSteps:
             start += length
 
 
-def _segments(rows: list[dict[Key, np.ndarray]], env: int) -> list[tuple[int, int]]:
-    """First and last steps of the episodes of an environment, without steps that were lost."""
-    segments, first = [], 0
-    for step, row in enumerate(rows):
+def _segments(rows: list[dict[Key, np.ndarray]], env: int, start: int, whole: bool) -> list[tuple[int, int]]:
+    """First and last steps of the episodes of an environment from `start` on, without steps that were lost."""
+    segments, first = [], start
+    for step, row in enumerate(rows[start:], start):
         is_lost = schema.STEP_MASK in row and not row[schema.STEP_MASK][env]
-        is_last = bool(row[schema.NEXT_TERMINATED][env] or row[schema.NEXT_TRUNCATED][env]) or step == len(rows) - 1
+        ends = bool(row[schema.NEXT_TERMINATED][env] or row[schema.NEXT_TRUNCATED][env])
+        is_last = ends or (not whole and step == len(rows) - 1)
         if is_lost:
             if step > first:
                 segments.append((first, step - 1))

@@ -151,6 +151,7 @@ class ReplayBuffer(Sampler):
         self._has_next: Tensor | None = None  # for each row, whether the row below it has an action
         self._intervention_weight = 1.0
         self._weights: Tensor | None = None  # cumulative weights of the transitions, if they differ
+        self._marks: Tensor | None = None  # for each row, whether it is an intervention, if batches have that
         self._ahead: list[Batch] = []  # batches gathered and not yet returned, in reverse order
         self._ahead_size = 0
         self._state_before = self.generator.get_state()
@@ -187,6 +188,12 @@ class ReplayBuffer(Sampler):
         last = torch.from_numpy(self.table.starts + self.table.lengths - 1).to(self.device)
         self._has_next[last] = False
         self._ahead, self._ahead_size = [], 0
+
+    def add_interventions(self) -> None:
+        """Add `schema.INTERVENTION` to batches, where the recording marks interventions."""
+        if self.table.interventions is not None:
+            self._marks = self.table.interventions.to(self.device)
+            self._ahead, self._ahead_size = [], 0
 
     def sample(self, batch_size: int) -> Batch:
         """Return a batch in the schema's keys, valid until the next call; `terminated` is 0.0 or 1.0."""
@@ -227,6 +234,8 @@ class ReplayBuffer(Sampler):
             self._chosen_returns.mul_(self._reward_scale)
         if self._has_next is not None:
             torch.index_select(self._has_next, 0, self._chosen, out=self._chosen_has_next)
+        if self._marks is not None:
+            torch.index_select(self._marks, 0, self._chosen, out=self._chosen_marks)
         self._ahead = self._views.copy()
 
     def _allocate(self, batch_size: int) -> None:
@@ -240,6 +249,7 @@ class ReplayBuffer(Sampler):
         self._gathered = torch.empty(count, 2 * width, device=self.device)
         self._chosen_returns = torch.empty(count, device=self.device)
         self._chosen_has_next = torch.empty(count, dtype=torch.bool, device=self.device)
+        self._chosen_marks = torch.empty(count, dtype=torch.bool, device=self.device)
         self._reward = self._gathered[:, width - 2]
         both = self._gathered.view(*shape, 2 * width)
         columns: dict[Key, Tensor] = {
@@ -251,6 +261,8 @@ class ReplayBuffer(Sampler):
         }
         if self._returns is not None:
             columns[schema.VALUE_TARGET] = self._chosen_returns.view(shape)
+        if self._marks is not None:
+            columns[schema.INTERVENTION] = self._chosen_marks.view(shape)
         if self._has_next is not None:
             columns[schema.NEXT_ACTION] = both[..., width + dim : 2 * width - 2]
             columns[schema.NEXT_STEP_MASK] = self._chosen_has_next.view(*shape, 1)
@@ -317,6 +329,7 @@ class ChunkBuffer(Sampler):
         self._next_actions = False
         self._intervention_weight = 1.0
         self._weights: Tensor | None = None  # cumulative weights of the chunks, if they differ
+        self._marks: Tensor | None = None  # for each row, whether it is an intervention, if batches have that
 
     def __len__(self) -> int:
         """Return the number of chunks: one for each transition."""
@@ -340,6 +353,11 @@ class ChunkBuffer(Sampler):
         """Add `schema.VALUE_TARGET` to batches: the discounted return to the end of the recorded episode."""
         self._returns = discounted_returns(self.table, gamma).to(self.device)
 
+    def add_interventions(self) -> None:
+        """Add `schema.INTERVENTION` to batches, where the recording marks interventions."""
+        if self.table.interventions is not None:
+            self._marks = self.table.interventions.to(self.device)
+
     def add_next_actions(self) -> None:
         """Add `schema.NEXT_ACTION` and `schema.NEXT_STEP_MASK` to batches."""
         self._next_actions = True
@@ -361,6 +379,8 @@ class ChunkBuffer(Sampler):
         }
         if self._returns is not None:
             batch[schema.VALUE_TARGET] = self._returns[rows] * self._reward_scale
+        if self._marks is not None:
+            batch[schema.INTERVENTION] = self._marks[rows]
         if self._next_actions:
             following = self._chunks(after)
             batch[schema.NEXT_ACTION] = following[schema.ACTION]

@@ -71,7 +71,7 @@ class EpisodePool(Sampler):
         self._ends = np.zeros(0, np.int64)  # cumulative number of transitions of the pool's episodes
         self._gamma: float | None = None
         self._returns: list[np.ndarray] = []
-        self._intervention_weight = 1.0
+        self._intervention_weight, self._adds_interventions = 1.0, False
         self._weights: Tensor | None = None  # cumulative weights of the pool's transitions, if they differ
 
     def __len__(self) -> int:
@@ -97,6 +97,10 @@ class EpisodePool(Sampler):
         """Sample transitions that an expert decided `weight` times as often as others."""
         self._intervention_weight = weight
         self._index_pool()
+
+    def add_interventions(self) -> None:
+        """Add `schema.INTERVENTION` to batches, where the recording marks interventions."""
+        self._adds_interventions = True
 
     def add_returns(self, gamma: float) -> None:
         """Add the discounted return to the end of the recorded episode to batches."""
@@ -245,7 +249,7 @@ class EpisodePool(Sampler):
         self._episodes = list(self._pool.values())
         self._ends = np.cumsum([len(episode) for episode in self._episodes])
         if self._gamma is not None:
-            self._returns = [_discounted(episode.reward, self._gamma) for episode in self._episodes]
+            self._returns = [discounted_rewards(episode.reward, self._gamma) for episode in self._episodes]
         if self._intervention_weight != 1.0 and self._episodes:
             if all(episode.intervention is None for episode in self._episodes):
                 raise no_interventions()
@@ -296,6 +300,8 @@ class StreamingBuffer(EpisodePool):
         if self._gamma is not None:
             returns = [self._returns[episode][step] for episode, step in chosen]
             batch[schema.VALUE_TARGET] = self._stack(returns, np.float32) * self._reward_scale
+        if self._adds_interventions:
+            batch[schema.INTERVENTION] = self._stack([self._episodes[one].marks[step] for one, step in chosen])
         return batch
 
     def gather(self, transitions: np.ndarray) -> Batch:
@@ -486,7 +492,7 @@ def _space_bytes(space: spaces.Space) -> int:
     return int(np.prod(space.shape or ())) * np.dtype(space.dtype).itemsize
 
 
-def _discounted(reward: np.ndarray, gamma: float) -> np.ndarray:
+def discounted_rewards(reward: np.ndarray, gamma: float) -> np.ndarray:
     """Return G_t = r_t + γ G_{t+1} to the end of the episode."""
     returns = np.zeros(len(reward) + 1)
     for step in range(len(reward) - 1, -1, -1):

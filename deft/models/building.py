@@ -16,6 +16,7 @@ from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.action_scale import chunk_space, with_bounds
 from deft.models.actor_critic import ActorCritic
+from deft.models.advantage import AdvantagePolicy, conditioned_space
 from deft.models.policy import Policy
 from deft.models.privileged import public_space
 from deft.models.residual import ResidualPolicy
@@ -41,6 +42,8 @@ def make_policy(
     """
     if config.residual is not None:
         return _residual(config, observation_space, action_space, where, num_members, weights_follow)
+    if config.advantage is not None:
+        return _conditioned(config, observation_space, action_space, where, num_members, weights_follow)
     if weights_follow and config.name != "actor_critic":
         action_space = with_bounds(action_space)
     space, length = chunk_space(action_space, config.chunk_length), config.chunk_length
@@ -74,3 +77,22 @@ def _residual(
     public = public_space(observation_space, config.critic_observation)
     base = make_policy(frozen, public, action_space, where, weights_follow=weights_follow)
     return ResidualPolicy(base, observation_space, action_space, config)
+
+
+def _conditioned(
+    config: PolicyConfig,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    where: str,
+    num_members: int,
+    weights_follow: bool,
+) -> Policy:
+    """Build the policy of a config for observations with an advantage indicator."""
+    if num_members > 1:
+        raise InputError("num_seeds: a policy with an advantage indicator is trained one seed at a time; use 1")
+    if config.critic_observation:
+        raise InputError("critic_observation: not for a policy with an advantage indicator; leave it out")
+    plain = dataclasses.replace(config, advantage=None, normalize_reward=False)
+    space = conditioned_space(observation_space, config.vla_config is not None)
+    base = make_policy(plain, space, action_space, where, weights_follow=weights_follow)
+    return AdvantagePolicy(base, observation_space, config)

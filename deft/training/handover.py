@@ -31,6 +31,9 @@ def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path 
     resulting policy does not use raise an error.
     """
     used = _with_policy_section(config, policy, resume_from)
+    for name, section in ALGORITHMS[config.algorithm.name].policy_settings.items():
+        if to_dict(used.policy)[name] is None:
+            used = replace(used, **{f"policy.{name}": section})
     if policy is None and resume_from is None:
         used.policy.reject_unused(config.policy.changed(), config.algorithm.cfg)
     return used

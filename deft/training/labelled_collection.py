@@ -1,4 +1,4 @@
-"""Collection for DAgger: a policy and the environment's scripted expert act in turns, and the expert labels each step.
+"""Collection in rounds: for DAgger a policy and an expert, which labels each step, act in turns; for RECAP the policy.
 
 In rounds: `rollout_steps` of every environment, then `updates_per_round` batches of all labels so far.
 """
@@ -24,7 +24,6 @@ from deft.data.datasets.dataset import Episode
 from deft.data.datasets.minari import MinariFiles, recorded_episodes
 from deft.data.labelled import EpisodeList, LabelledSteps
 from deft.data.recording import Recording, import_pyarrow
-from deft.data.streaming import StreamingBuffer
 from deft.data.tensors import Batch, Key
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.errors import InputError
@@ -36,7 +35,7 @@ from deft.training.evaluator import check_spaces
 
 log = logging.getLogger(__name__)
 WHOLE_CACHE = 2**62  # bytes: labels are in memory already
-DATASET = "labels-v{}"  # in the run directory
+DATASETS = {True: "labels-v{}", False: "episodes-v{}"}  # in the run directory, with an expert and without
 
 
 class ExpertCollector(Collector):
@@ -46,11 +45,11 @@ class ExpertCollector(Collector):
     did as `schema.INTERVENTION`.
     """
 
-    def __init__(self, env: VectorEnv, policy: Policy, seed: int = 0) -> None:
+    def __init__(self, env: VectorEnv, policy: Policy, seed: int = 0, has_expert: bool = True) -> None:
         super().__init__(env, policy, seed, next_observation=True)
-        self.beta = 1.0
+        self.beta = 1.0 if has_expert else 0.0
         """Probability that the expert acts."""
-        self._expert = expert_actions(env, env.env_action_space)
+        self._expert = expert_actions(env, env.env_action_space) if has_expert else None
         self._actor = PolicyActor(policy, env.num_envs, env.action_mask, deterministic=False)
         self._random = np.random.default_rng(seed)
         self._takes_over = np.zeros(env.num_envs, bool)
@@ -58,7 +57,7 @@ class ExpertCollector(Collector):
     def _act(self) -> tuple[dict[Key, Any], Tensor | None]:
         """The actions of the expert and of what acts."""
         try:
-            labels = self._expert()
+            labels = None if self._expert is None else self._expert()
         except InputError as error:
             raise InputError(
                 f"{error}: DAgger needs a scripted expert (tabletop, driving and Meta-World have one); give the "
@@ -68,8 +67,9 @@ class ExpertCollector(Collector):
         due = self._actor.is_due
         self._takes_over[due] = self._random.random(int(due.sum())) < self.beta
         action = self._actor.act(self._observation)
-        takes_over = self._takes_over.reshape(-1, *[1] * (action.ndim - 1))
-        action = np.where(takes_over, labels, action)
+        if labels is not None:
+            takes_over = self._takes_over.reshape(-1, *[1] * (action.ndim - 1))
+            action = np.where(takes_over, labels, action)
         space = self.env.action_space
         if isinstance(space, spaces.Box):
             action = np.clip(action, space.low, space.high)
@@ -79,7 +79,9 @@ class ExpertCollector(Collector):
             if isinstance(streams, dict)
             else {schema.OBSERVATION: streams}
         )
-        row |= {schema.ACTION: action, schema.EXPERT_ACTION: labels, schema.INTERVENTION: self._takes_over.copy()}
+        row |= {schema.ACTION: action, schema.INTERVENTION: self._takes_over.copy()}
+        if labels is not None:
+            row[schema.EXPERT_ACTION] = labels
         return row, None
 
     def _complete(self, step: VectorStep) -> None:
@@ -108,25 +110,25 @@ class ExpertCollector(Collector):
 
 
 class LabelledCollection(Collection):
-    """Writes labelled steps, and yields batches of all labels so far after every round.
+    """Writes steps, and yields batches of all of them so far after every round.
 
-    A round ends the episodes under way in the data: their steps are learned from at once, and continue as an episode of
-    their own.
+    With an expert, a round ends the episodes under way in the data: their steps are learned from at once, and continue
+    as an episode of their own. Without one, returns are learned from, and episodes are added when they end.
     """
 
     buffer: LabelledSteps
     collector: ExpertCollector
 
-    def __init__(self, collector: ExpertCollector, algorithm: Algorithm, experience: Labels, seed: int) -> None:
+    def __init__(self, collector: ExpertCollector, algorithm: Any, experience: Labels, seed: int) -> None:
         super().__init__(collector, LabelledSteps())
         self.algorithm, self.experience, self._seed = algorithm, experience, seed
         self._round, self._due = 0, 0
-        self._sampler: StreamingBuffer | None = None
+        self._sampler: Any = None
         self._metrics: dict[str, float] = {}
         if experience.record:
             import_pyarrow()
         self._prior = [] if experience.prior_data is None else _read_prior(experience.prior_data, collector.env)
-        collector.beta = experience.initial_beta
+        self._set_beta()
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Collect `num_vector_steps` since the last update; return False if `stop` became true first."""
@@ -146,38 +148,38 @@ class LabelledCollection(Collection):
 
     def batches(self, num_vector_steps: int) -> Iterator[Batch]:
         """Yield the batches that are due."""
-        assert self._sampler is not None
         while self._due and not self.algorithm.should_stop():
             self._due -= 1
             yield self._sampler.sample(self.experience.batch_size)
 
     def _end_round(self) -> None:
         """Add the labels of the round to the data, and let the expert act less."""
-        added = self.buffer.cut()
-        taken = np.concatenate([episode.intervention for episode in added if episode.intervention is not None])
-        self._metrics = {"beta": self.collector.beta, "intervention_rate": float(taken.mean())}
-        self._sampler = self._make_sampler()
-        self._metrics["num_labels"] = float(len(self._sampler))
-        policy = self.algorithm.policy
-        if self.algorithm.version == 0 and not has_seen_data(policy):
-            self.algorithm.observe({schema.OBSERVATION: block} for block in self._sampler.observations())
-            policy.freeze_statistics()
+        has_expert = self.experience.has_expert
+        added = self.buffer.cut(whole=not has_expert)
+        episodes = [*self._prior, *self.buffer.episodes]
+        self._metrics = {"num_labels": float(sum(map(len, episodes)))}
+        if has_expert:
+            marks = np.concatenate([episode.marks for episode in added])
+            self._metrics |= {"beta": self.collector.beta, "intervention_rate": float(marks.mean())}
+        if episodes:
+            self._sampler, labels = self._make_sampler()
+            if self.algorithm.version == 0:
+                fresh = not has_seen_data(self.algorithm.policy)
+                self.algorithm.prepare(labels, self._sampler, fresh)
         self._round += 1
-        self._due = self.experience.updates_per_round
-        self.collector.beta = self.experience.initial_beta * self.experience.beta**self._round
+        self._due = self.experience.updates_per_round if episodes else 0
+        self._set_beta()
 
-    def _make_sampler(self) -> StreamingBuffer:
-        """A sampler of all labels, with a random generator of this round."""
-        env, policy = self.collector.env, self.algorithm.policy
+    def _set_beta(self) -> None:
+        own = self.experience
+        self.collector.beta = own.initial_beta * own.beta**self._round if own.has_expert else 0.0
+
+    def _make_sampler(self) -> tuple[Any, EpisodeList]:
+        """A sampler of all data, with a random generator of this round, and the data."""
+        env = self.collector.env
         labels = EpisodeList([*self._prior, *self.buffer.episodes], env.observation_space, env.action_space)
-        return StreamingBuffer(
-            labels,
-            WHOLE_CACHE,
-            self._seed + self._round,
-            device=self.collector.device,
-            chunk_length=policy.chunk_length,
-            next_observation=False,
-        )
+        sampler = self.algorithm.make_sampler(labels, self._seed + self._round, self.collector.device, WHOLE_CACHE)
+        return sampler, labels
 
     def drop(self) -> int:
         """Keep the steps: they are labels of the next round."""
@@ -205,9 +207,9 @@ class LabelledCollection(Collection):
         if own is not None:
             self._metrics, self._due = dict(own["metrics"]), own["due"]
             self._round = own["round"]
-            self.collector.beta = self.experience.initial_beta * self.experience.beta**self._round
+            self._set_beta()
             if own["sampler"] is not None:
-                self._sampler = self._make_sampler()
+                self._sampler, _ = self._make_sampler()
                 self._sampler.load_state_dict(own["sampler"])
         return self.collector.load_state_dict(state)
 
@@ -217,14 +219,15 @@ class LabelledCollection(Collection):
         if not self.experience.record or not episodes:
             return
         # A resumed run appends; one that was resumed from before the end of the recorded data starts another version.
-        versions = (run_dir / DATASET.format(number) for number in itertools.count())
+        name = DATASETS[self.experience.has_expert]
+        versions = (run_dir / name.format(number) for number in itertools.count())
         path = next(path for path in versions if recorded_episodes(path) <= len(episodes))
         files = MinariFiles(path, {"algorithm_name": self.algorithm.name})
         with Recording(path, files, append=True) as recording:
             recording.set_spaces(env.observation_space, env.action_space)
             for episode in episodes[recording.num_episodes :]:
                 recording.add(episode)
-        log.info("%d labelled episodes (or parts of them) are in %s", recording.num_episodes, path)
+        log.info("%d episodes (or parts of them) are in %s", recording.num_episodes, path)
 
 
 def _read_prior(path: str, env: VectorEnv) -> list[Episode]:
