@@ -337,3 +337,17 @@ class AdvantageConfig:
 
     guidance: NonNegative = 1.0
     """Weight of the indicator when acting: 1 acts as conditioned, more exaggerates it (classifier-free guidance)."""
+
+
+@settings
+class ResidualConfig:
+    """A trained correction of a frozen policy: action = clip(base + scale · residual), in unit actions."""
+
+    scale: Positive
+    """Largest correction of an action of the frozen policy of `model_path`, in half ranges of the action space."""
+    horizon: NonNegativeInt = 0
+    """Env steps over which the probability of using the residual in training grows from 0 to 1; 0: always used."""
+    hidden_sizes: tuple[Count, ...] = (256, 256)
+    """Widths of the hidden layers of the residual network, its value function and critics."""
+    log_std_init: Number = -1.0
+    """Initial log standard deviation of the residual, before tanh."""

@@ -27,7 +27,7 @@ from deft.models.normalization import RewardNormalizer, RunningNormalizer
 from deft.models.policy import SAMPLE, Encoded, Policy
 
 POSITIVE, NEGATIVE, NONE = 1.0, -1.0, 0.0  # values of the indicator; NONE: it is not given
-WORDS = (b"positive ", b"negative ")  # the indicator in the text of an instruction
+WORDS = (b" positive", b" negative")  # the indicator in the text of an instruction
 BASE = "base."
 
 
@@ -52,7 +52,7 @@ class ReturnModel(nn.Module):
 class AdvantagePolicy(Policy):
     """π(a | o, I) by another policy, whose observation has the indicator I ∈ {1, −1, 0 (none)}.
 
-    With a stream `instruction` I is the first word of its text, so that weights of a policy without an indicator fit.
+    With a stream `instruction` I is the last word of its text, so that weights of a policy without an indicator fit.
     Otherwise it is one more number of the vector, or a stream `advantage`. It acts with I = 1; with a guidance w ≠ 1
     (classifier-free guidance) its mean is μ(o, 0) + w (μ(o, 1) − μ(o, 0)).
     """
@@ -243,11 +243,12 @@ def _column(indicator: Tensor | float, count: int, device: torch.device) -> Tens
 
 
 def _with_word(text: Tensor, indicator: Tensor) -> Tensor:
-    """Texts, uint8 [B, L], with the indicator as their first word; without one they are padded to the same length."""
+    """Texts, uint8 [B, L], with the indicator as their last word; without one they are padded to the same length."""
     words = torch.tensor([list(word) for word in WORDS], dtype=torch.uint8, device=text.device)
-    chosen = words[(indicator < 0).long()]
-    behind = torch.cat([text, torch.zeros_like(chosen)], -1)
-    return torch.where((indicator == NONE).unsqueeze(-1), behind, torch.cat([chosen, text], -1))
+    chosen = torch.where((indicator == NONE).unsqueeze(-1), 0, words[(indicator < 0).long()])
+    padded = torch.cat([text, torch.zeros_like(chosen)], -1)
+    ends = (text != 0).sum(-1, keepdim=True) + torch.arange(chosen.shape[-1], device=text.device)
+    return padded.scatter(-1, ends, chosen)
 
 
 def _base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

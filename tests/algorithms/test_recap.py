@@ -100,7 +100,7 @@ def test_guidance_exaggerates_the_indicator():
         assert float(acted[schema.ACTION]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_indicator_is_the_first_word_of_an_instruction():
+def test_the_indicator_is_the_last_word_of_an_instruction():
     space = spaces.Dict(
         {schema.INSTRUCTION: spaces.Box(0, 255, (6,), np.uint8), schema.STATE: spaces.Box(-1, 1, (2,), np.float32)}
     )
@@ -110,7 +110,7 @@ def test_the_indicator_is_the_first_word_of_an_instruction():
         schema.STATE: torch.zeros(3, 2),
     }
     texts = policy.conditioned(rows, torch.tensor([POSITIVE, NEGATIVE, NONE]))[schema.INSTRUCTION]
-    assert [bytes(row.tolist()).rstrip(b"\0") for row in texts] == [b"positive pick", b"negative pick", b"pick"]
+    assert [bytes(row.tolist()).rstrip(b"\0") for row in texts] == [b"pick positive", b"pick negative", b"pick"]
     assert texts.shape[1:] == conditioned_space(space, True)[schema.INSTRUCTION].shape == (15,)
 
 

@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from vla_worlds import PlainModel
 
 from deft import schema
-from deft.config.settings import DatasetPolicyConfig, PolicyConfig, ResidualConfig, VLAConfig
+from deft.config.groups import ResidualConfig
+from deft.config.settings import DatasetPolicyConfig, PolicyConfig, VLAConfig
 from deft.errors import InputError
 from deft.models.building import make_policy
 from deft.models.residual import ResidualPolicy
