@@ -252,16 +252,16 @@ def start_line(training: Training) -> str:
     """Return what starts and where, from the settings alone: the first line of `deft train`."""
     settings = to_dict(training.config)
     own = settings.get(training.name, settings)  # of a phase, whose directory is in its section
-    resume = settings.get("resume") or (settings.get("run") or {}).get("resume")
-    place = own.get("output_dir") or resume or f"a new directory in {output_base()}"
-    verb, others = ("starting", "") if resume is None else ("resuming", _other_settings(training.source, resume))
+    start = settings.get("run", settings)  # of a phase, a section too
+    verb, others, place = "starting", "", own.get("output_dir") or f"a new directory in {output_base()}"
+    if start.get("resume") is not None:
+        resumed, source = config_of_run(Path(start["resume"])), training.source
+        verb, place = "resuming", own.get("output_dir") or (resumed.parent if resumed else start["resume"])
+        if source is not None and source != resumed:
+            others = f" with the settings of {source}, not those of {start['resume']}"
+    elif start.get("auto_resume"):
+        verb = "starting or resuming"
     return f"{verb} {_what(training.name, _subject(settings))} in {place}{others}"
-
-
-def _other_settings(source: Path | None, resume: str) -> str:
-    """Return the file that replaces the settings of a resumed run, if there is one."""
-    is_own = source is None or source == config_of_run(Path(resume))
-    return "" if is_own else f" with the settings of {source}, not those of {resume}"
 
 
 def _what(training: str, subject: str) -> str:

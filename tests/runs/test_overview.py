@@ -216,6 +216,8 @@ def test_the_commands_at_the_end_of_training_work(tmp_path, monkeypatch, capsys,
     [
         ("iql --dataset d-v0 --output-dir run", "starting iql on d-v0 in run"),
         ("--resume RUN", "resuming ppo on CartPole-v1 in RUN"),
+        ("--resume RUN/checkpoint-1000", "resuming ppo on CartPole-v1 in RUN"),
+        ("--config cartpole-ppo --auto-resume", "starting or resuming ppo on CartPole-v1 in outputs/cartpole-ppo"),
         ("--resume RUN --output-dir other", "resuming ppo on CartPole-v1 in other"),
         (
             "--config cartpole-ppo --resume RUN --output-dir RUN",
