@@ -127,6 +127,23 @@ def make_linear(network: BatchedMLP, which: int, slopes: list[list[float]], bias
     network.biases[-1][which, 0] = torch.tensor(bias)
 
 
+def set_known_networks(algorithm: Any) -> None:
+    """Q = (s + 2a, 4a), Q̄ = (s + a, 4); π(s) = tanh(0) = 0 and π̄(s) = tanh(20) = 1, of TD3 and its relatives.
+
+    The critics' learning rate is tiny, so that the policy is trained on these values.
+    """
+    for network, which, slopes, bias in (
+        (algorithm.critics.online, 0, [[1.0], [2.0]], 0.0),
+        (algorithm.critics.online, 1, [[0.0], [4.0]], 0.0),
+        (algorithm.critics.target, 0, [[1.0], [1.0]], 0.0),
+        (algorithm.critics.target, 1, [[0.0], [0.0]], 4.0),
+        (algorithm.policy.actor, 0, [[0.0]], 0.0),
+        (algorithm.target_policy.actor, 0, [[0.0]], 20.0),
+    ):
+        make_linear(network, which, slopes, [bias])
+    algorithm.critic_optimizer.param_groups[0]["lr"].fill_(1e-12)
+
+
 def small_actor(
     observation_dim: int = 1,
     action_dim: int = 1,

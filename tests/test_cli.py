@@ -21,6 +21,7 @@ from deft.config.training import FLAT_TRAINING, parse_training
 from deft.errors import CommandExit, InputError, RunError
 
 ALGORITHM_NAMES = ", ".join([*ALGORITHM_SETTINGS, *FLAT_TRAINING, *PHASE_TRAINING])
+OFFLINE_NAMES = ", ".join(name for name, kind in ALGORITHM_SETTINGS.items() if kind.LEARNS_FROM == "dataset")
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ WRONG = [
     ("train td3-bc --expectile 0.7", "--expectile: unknown flag; it is a setting of iql"),
     (
         "train ppo --dataset x.hdf5",
-        "--dataset: unknown flag; it is a setting of iql, cql, td3-bc, rebrac, fql, dt, sft",
+        f"--dataset: unknown flag; it is a setting of {OFFLINE_NAMES}",
     ),
     ("train iql --no-normalize-reward", "--no-normalize-reward: unknown flag; it is a setting of ppo, grpo"),
     (

@@ -8,8 +8,8 @@ from offline_worlds import (
     assert_members_train_as_if_alone,
     batch_of,
     learned_actions,
-    make_linear,
     random_batch,
+    set_known_networks,
     small_actor,
 )
 from shared_data import shared_data
@@ -38,16 +38,7 @@ def known(**settings) -> ReBRAC:
     """Q = (s + 2a, 4a), Q̄ = (s + a, 4); π(s) = tanh(0) = 0, π̄(s) = tanh(20) = 1."""
     options = {"gamma": 0.9, "policy_noise": 0.0, "policy_delay": 1, "critic_layer_norm": False, **settings}
     algorithm = ReBRAC(small_actor(), ReBRACSettings(**options))
-    for network, which, slopes, bias in (
-        (algorithm.critics.online, 0, [[1.0], [2.0]], 0.0),
-        (algorithm.critics.online, 1, [[0.0], [4.0]], 0.0),
-        (algorithm.critics.target, 0, [[1.0], [1.0]], 0.0),
-        (algorithm.critics.target, 1, [[0.0], [0.0]], 4.0),
-        (algorithm.policy.actor, 0, [[0.0]], 0.0),
-        (algorithm.target_policy.actor, 0, [[0.0]], 20.0),
-    ):
-        make_linear(network, which, slopes, [bias])
-    algorithm.critic_optimizer.param_groups[0]["lr"].fill_(1e-12)  # the policy sees the critics as they are above
+    set_known_networks(algorithm)
     return algorithm
 
 

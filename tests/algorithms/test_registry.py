@@ -25,8 +25,9 @@ def test_what_the_algorithms_declare():
     # Algorithms with critics need actions in [-1, 1], a value network and unscaled rewards; PPO and GRPO need none.
     assert {name for name, kind in ALGORITHMS.items() if kind.vla_settings} == {
         "sac", "td3", "cal-ql", "dsrl", "iql", "cql", "td3-bc", "rebrac", "fql", "fql-online", "sft",
+        "dagger",
     }  # fmt: skip
-    assert [name for name, kind in ALGORITHMS.items() if not kind.exchanges_policies] == ["dt"]
+    assert [name for name, kind in ALGORITHMS.items() if not kind.exchanges_policies] == ["dt", "reward-model"]
     assert ALGORITHMS["dt"].fixed_settings == ("n_head",)
     assert ALGORITHMS["ppo"].distribution is None
     assert (ALGORITHMS["sac"].distribution, ALGORITHMS["iql"].distribution) == ("tanh_gaussian", "gaussian")

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from offline_worlds import batch_of, make_linear, random_batch, schema_row, small_actor
+from offline_worlds import batch_of, random_batch, schema_row, set_known_networks, small_actor
 
 from deft import schema
 from deft.algorithms.rebrac import ReBRAC
@@ -22,17 +22,7 @@ def td3(observation_dim: int = 1, action_dim: int = 1, **settings) -> TD3:
 
 def test_losses_of_one_update_by_hand():
     algorithm = td3(gamma=0.9, policy_noise=0.0, policy_delay=1)
-    # Q = (s + 2a, 4a), Q̄ = (s + a, 4); π(s) = tanh(0) = 0, π̄(s) = tanh(20) = 1.
-    for network, which, slopes, bias in (
-        (algorithm.critics.online, 0, [[1.0], [2.0]], 0.0),
-        (algorithm.critics.online, 1, [[0.0], [4.0]], 0.0),
-        (algorithm.critics.target, 0, [[1.0], [1.0]], 0.0),
-        (algorithm.critics.target, 1, [[0.0], [0.0]], 4.0),
-        (algorithm.policy.actor, 0, [[0.0]], 0.0),
-        (algorithm.target_policy.actor, 0, [[0.0]], 20.0),
-    ):
-        make_linear(network, which, slopes, [bias])
-    algorithm.critic_optimizer.param_groups[0]["lr"].fill_(1e-12)  # the policy sees the critics as they are above
+    set_known_networks(algorithm)
     metrics = algorithm.step(BATCH)
     # Targets 1 + 0.9 min(2 + 1, 4) = 3.7 and 2. Q₁ = (1 + 1, −1 − 2) = (2, −3), Q₂ = (2, −4).
     errors = [1.7**2 + 1.7**2, 5.0**2 + 6.0**2]

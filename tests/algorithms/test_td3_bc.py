@@ -9,6 +9,7 @@ from offline_worlds import (
     make_linear,
     random_batch,
     schema_row,
+    set_known_networks,
     small_actor,
     two_step_dataset,
 )
@@ -46,20 +47,7 @@ BATCH = batch_of([1.0, -1.0], [0.5, -0.5], [1.0, 2.0], [2.0, 3.0], [0.0, 1.0])
 
 def test_losses_of_one_update_by_hand():
     algorithm = TD3BC(small_actor(), TD3BCSettings(gamma=0.9, policy_noise=0.0, policy_delay=1, alpha=2.5))
-    # Q = (s + 2a, 4a), Q̄ = (s + a, 3); π(s) = tanh(0), π̄(s) = tanh(20) = 1.
-    for network, which, slopes, bias in (
-        (algorithm.critics.online, 0, [[1.0], [2.0]], 0.0),
-        (algorithm.critics.online, 1, [[0.0], [4.0]], 0.0),
-        (algorithm.critics.target, 0, [[1.0], [1.0]], 0.0),
-        (algorithm.critics.target, 1, [[0.0], [0.0]], 4.0),
-        (algorithm.policy.actor, 0, [[0.0]], 0.0),
-        (algorithm.target_policy.actor, 0, [[0.0]], 20.0),
-    ):
-        make_linear(network, which, slopes, [bias])
-    tiny = algorithm.critic_optimizer.param_groups[0]["lr"].fill_(
-        1e-12
-    )  # so that the policy sees the critics as they are above
-    assert float(tiny) > 0
+    set_known_networks(algorithm)
     metrics = algorithm.update(iter([BATCH]))
     # min Q̄(s', 1) = min(2 + 1, 4) = 3 and min(3 + 1, 4) = 4; targets 1 + 0.9 · 3 = 3.7 and 2.
     # Q₁ = (1 + 1, −1 − 1) = (2, −2), Q₂ = (2, −2): each has the errors −1.7 and −4; summed over the two critics.
